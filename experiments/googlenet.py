@@ -1,0 +1,36 @@
+"""GoogLeNet by data-parallel SGD, as Theano-MPI trained it (Ma et al. 2016, table 1); on digits where there is no data.
+
+    mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py --data.dir /data/imagenet
+"""
+
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
+from models.googlenet import googlenet, googlenet_loss
+
+embedded = Experiment(
+    model=googlenet(classes=10, image_size=64, init="he"),
+    loss=googlenet_loss,
+    data=Data(source="digits", resize=64, mean=(0.305,), std=(0.376,)),
+    optim=Optim("adam", lr=3e-4, lr_scaling="none", clip_norm=1.0),
+    schedule=Schedule("poly", power=0.5, warmup="20st"),
+    rule=RuleConfig("gradients"),
+    exchange=ExchangeConfig("asa32"),
+    effective_batch=32,
+    train_for="125st",
+    eval_every="125st",
+    checkpoint_every="125st",
+    log_every=5,
+)
+
+experiment = Experiment(
+    model=googlenet(classes=1000),
+    loss=googlenet_loss,
+    data=Data(source="imagefolder", resize=256, crop=224, mirror=True, mean=(0.485, 0.456, 0.406)),
+    optim=Optim("momentum", lr=0.005, lr_scaling="none", momentum=0.9, weight_decay=2e-4, bias_lr_factor=2.0,
+                decay_bias=False),
+    schedule=Schedule("poly_epoch", power=0.5, span="240ep"),
+    rule=RuleConfig("awagd"),
+    exchange=ExchangeConfig("asa32"),
+    local_batch=32,
+    train_for="90ep",
+    embedded=embedded,
+)

@@ -1,0 +1,206 @@
+"""Checkpoints: everything a worker needs to go on bit-exactly, written aside and renamed when whole.
+
+    RUN/checkpoints/step_00000125/
+        manifest.json       step, workers, and for each file its leaves: path, shape, dtype, offset, crc32
+        common.bin          what is equal on all workers
+        worker_00003.bin    what is worker 3's own
+
+No pickle: leaves are raw bytes, read only where the manifest and the running model agree on paths, shapes and dtypes.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.comm import Processes
+from jaxmpi.config import UsageError, check
+from jaxmpi.state import TrainState
+
+PyTree = Any
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+class Saved(NamedTuple):
+    """A restored checkpoint."""
+
+    states: dict[int, TrainState]  # by worker
+    step: int
+    extra: dict[str, Any]
+
+
+def save(
+    folder: Path,
+    states: Mapping[int, TrainState],
+    processes: Processes,
+    *,
+    workers: int,
+    replicated: bool,
+    extra: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Write a checkpoint of all workers and drop the oldest beyond `keep`. All ranks call it.
+
+    Args:
+        folder: RUN/checkpoints, the same for all ranks.
+        states: this process's workers.
+        replicated: whether the rule's state is equal on all workers; then it is written once.
+        extra: JSON values kept beside.
+
+    Communicates: a gather of the files' indices, then a barrier.
+    """
+    step = int(next(iter(states.values())).step)
+    final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
+    if processes.rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    processes.barrier()
+    files = {}
+    for worker, state in states.items():
+        common, own = halves(state, replicated)
+        if worker == 0:
+            files["common.bin"] = write_leaves(aside / "common.bin", common)
+        files[f"worker_{worker:05d}.bin"] = write_leaves(aside / f"worker_{worker:05d}.bin", own)
+    every = {name: index for text in processes.gather(json.dumps(files)) for name, index in json.loads(text).items()}
+    if processes.rank == 0:
+        manifest = {"format": FORMAT, "step": step, "workers": workers, "files": every, "extra": dict(extra)}
+        write_text(aside / "manifest.json", json.dumps(manifest))
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        sync_folder(folder)
+        for old in found(folder)[:-keep]:
+            shutil.rmtree(old)
+    processes.barrier()
+    return final
+
+
+def halves(state: TrainState, replicated: bool) -> tuple[PyTree, PyTree]:
+    """(what is equal on all workers, what is this worker's own), as dicts of the state's fields."""
+    fields = state._asdict()
+    equal = ("step", "params", *(("rule_state",) if replicated else ()))
+    return {k: fields[k] for k in equal}, {k: v for k, v in fields.items() if k not in equal}
+
+
+def write_leaves(path: Path, tree: PyTree) -> list[dict[str, Any]]:
+    """Leaves one after another, and their index."""
+    index, offset = [], 0
+    with path.open("wb") as file:
+        for name, leaf in named_leaves(tree):
+            array = np.ascontiguousarray(leaf)
+            raw = array.reshape(-1).view(np.uint8).data
+            file.write(raw)
+            index.append(
+                {
+                    "path": name,
+                    "shape": list(array.shape),
+                    "dtype": str(array.dtype),
+                    "offset": offset,
+                    "crc32": zlib.crc32(raw),
+                }
+            )
+            offset += raw.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return index
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """Leaves with paths such as `params/conv1/kernel`."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write and make sure that it is on disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make sure that names in the folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def found(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    whole = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / "manifest.json").is_file()]
+    return sorted(whole, key=lambda p: int(p.name.split("_")[1]))
+
+
+def restore(folder: Path, like: Mapping[int, TrainState], *, workers: int, replicated: bool) -> Saved | None:
+    """The newest checkpoint for this process's workers, or None where there is none.
+
+    Args:
+        like: states of the same structure, shapes and dtypes, as the run starts with.
+
+    Raises:
+        UsageError: it is of another model, optimizer or number of workers (path, got, expected), or damaged (leaf).
+    """
+    whole = found(folder)
+    if not whole:
+        return None
+    path = whole[-1]
+    manifest = json.loads((path / "manifest.json").read_text())
+    check(manifest.get("format") == FORMAT, f"{path}: got format {manifest.get('format')}; expected {FORMAT}")
+    check(
+        manifest["workers"] == workers,
+        f"{path} was written by {manifest['workers']} workers, this run has {workers}; resume with the same number",
+    )
+    states = {worker: restore_worker(path, manifest, worker, state, replicated) for worker, state in like.items()}
+    return Saved(states, manifest["step"], manifest["extra"])
+
+
+def restore_worker(path: Path, manifest: dict, worker: int, like: TrainState, replicated: bool) -> TrainState:
+    """One worker's state out of common.bin and its own file."""
+    common, own = halves(like, replicated)
+    fields: dict[str, Any] = {}
+    for name, tree in (("common.bin", common), (f"worker_{worker:05d}.bin", own)):
+        index = manifest["files"].get(name)
+        check(index is not None, f"{path}: no {name} in the manifest")
+        fields |= read_leaves(path / name, index, tree)
+    return TrainState(**fields)
+
+
+def read_leaves(path: Path, index: list[dict[str, Any]], like: PyTree) -> PyTree:
+    """Leaves in the structure of `like`; sizes are checked before anything is read."""
+    rows = {row["path"]: row for row in index}
+    expected = named_leaves(like)
+    unknown = sorted(set(rows) - {name for name, _ in expected})
+    check(not unknown, f"{path}: got leaves that this model does not have: {', '.join(unknown[:5])}")
+    with path.open("rb") as file:
+        leaves = [read_leaf(path, file, name, rows.get(name), leaf) for name, leaf in expected]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def read_leaf(path: Path, file: BufferedReader, name: str, row: dict[str, Any] | None, like: Any) -> np.ndarray:
+    """One leaf, if it is what is expected and undamaged."""
+    expected = f"{np.dtype(like.dtype)}{list(like.shape)}"
+    got = f"{row['dtype']}{row['shape']}" if row else "nothing"
+    if row is None or got != expected:
+        raise UsageError(
+            f"{path}: {name}: got {got}, expected {expected}: it was saved from another model or optimizer"
+        )
+    array = np.empty(like.shape, like.dtype)
+    raw = array.reshape(-1).view(np.uint8).data
+    file.seek(row["offset"])
+    check(file.readinto(raw) == raw.nbytes, f"{path}: {name}: the file ends before the leaf does")
+    check(zlib.crc32(raw) == row["crc32"], f"{path}: {name}: damaged, its checksum does not match")
+    return array

@@ -1,0 +1,31 @@
+"""`jaxmpi COMMAND ...`; one row of the table a command."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from jaxmpi import launch
+from jaxmpi.config import UsageError, lookup
+
+
+def models(argv: list[str]) -> None:
+    """`python -m models` of the project in this folder: jaxmpi itself knows no model."""
+    os.execv(sys.executable, [sys.executable, "-m", "models", *argv])
+
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
+    "train": ("train an experiment with N workers; prints the launcher's line", launch.main),
+    "models": ("table of the models in this folder's models/", models),
+}
+
+
+def main() -> None:
+    """Entry point of the `jaxmpi` command."""
+    argv = sys.argv[1:]
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: jaxmpi COMMAND ...\n\n" + "\n".join(f"  {k:8} {text}" for k, (text, _) in COMMANDS.items()))
+        return
+    try:
+        lookup(COMMANDS, argv[0], "command")[1](argv[1:])
+    except UsageError as error:
+        sys.exit(f"jaxmpi: error: {error}")

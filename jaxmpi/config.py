@@ -1,0 +1,281 @@
+"""What a run is: frozen dataclasses that check themselves, and durations turned into steps once.
+
+Every field below is a command-line flag of `python -m jaxmpi.train`; the comment after it is its help text.
+Importing this file starts neither MPI nor a device.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
+
+
+class UsageError(ValueError):
+    """What the user asked for cannot be: got, expected, way out. Shown without a traceback."""
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on, for a reason the message gives in full. Shown without a traceback."""
+
+
+def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
+    """`table[name]`, or a `UsageError` that lists what exists and suggests the nearest."""
+    if name in table:
+        return table[name]
+    raise UsageError(f"unknown {kind} {name!r}; {nearest(name, table)}")
+
+
+def nearest(name: str, known: Mapping[str, Any]) -> str:
+    """The tail of an error about an unknown name: the nearest known one, and all of them."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}there are: {', '.join(sorted(known))}"
+
+
+def check(holds: bool, message: str) -> None:
+    """Raise `UsageError(message)` unless `holds`."""
+    if not holds:
+        raise UsageError(message)
+
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
+
+
+def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0) -> int:
+    """A duration as whole steps, rounded to the nearest.
+
+    Args:
+        duration: a number and a unit: `90ep` epochs, `125st` steps, `20000ex` examples, `10%` of the run.
+        steps_per_epoch: steps in one epoch, >= 1.
+        effective_batch: examples of one step over all workers.
+        total_steps: steps of the run; needed by `%` only.
+
+    Raises:
+        UsageError: the text is no duration.
+    """
+    match = _DURATION.fullmatch(duration.replace(" ", ""))
+    check(
+        match is not None,
+        f"got duration {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
+        "20000ex (examples) or 10% (of the run)",
+    )
+    assert match is not None
+    number, unit = float(match[1]), match[2]
+    per_unit = {
+        "ep": steps_per_epoch,
+        "st": 1,
+        "ex": 1 / effective_batch,
+        "%": total_steps / 100,
+    }
+    return round(number * per_unit[unit])
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where examples come from and what becomes of an image before the model sees it."""
+
+    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds
+    dir: str = ""  # root folder of imagefolder or tfds; JAXMPI_DATA where empty
+    name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
+    train_split: str = "train"  # folder under `dir` or tfds split
+    validation_split: str = "validation"  # the same, for evaluation
+    resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size
+    crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
+    mirror: bool = False  # flip half of the training images left to right
+    mean: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], subtracted
+    std: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], divided by
+    mean_image: str = ""  # .npy file, u8 or f32[height, width, channels] in [0, 255]; instead of `mean`
+    channels: int = 3  # of the model's input; grey images are repeated
+    synthetic_examples: int = 4096  # size of the synthetic training set
+    on_error: str = "stop"  # stop | skip: what a corrupt image does
+    threads: int = 2  # decoding threads per worker
+    prefetch: int = 2  # batches made ahead, per worker
+    train: InPython[Any] = None  # source `array`: anything with __len__ and __getitem__ -> (image, label)
+    validation: InPython[Any] = None  # the same, for evaluation
+
+    def __post_init__(self) -> None:
+        check(self.on_error in ("stop", "skip"), f"data.on_error: got {self.on_error!r}; stop or skip")
+        for name in ("resize", "crop"):
+            check(
+                getattr(self, name) >= 0,
+                f"data.{name}: got {getattr(self, name)} px; expected >= 0",
+            )
+        for name in ("channels", "threads", "prefetch", "synthetic_examples"):
+            check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
+        for name in ("mean", "std"):
+            got = len(getattr(self, name))
+            check(
+                got in (0, 1, self.channels),
+                f"data.{name}: got {got} numbers; expected {self.channels}, one a channel, or 1 for all",
+            )
+        check(all(s > 0 for s in self.std), f"data.std: got {self.std}; every entry must be > 0")
+        check(
+            not (self.mean and self.mean_image),
+            "data.mean and data.mean_image: give one of the two",
+        )
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimizer that every worker runs."""
+
+    name: str = "momentum"  # sgd | momentum | nesterov | adam | adamw | rmsprop | adagrad
+    lr: float = 0.01  # what each worker runs, before `lr_scaling`
+    lr_scaling: str = "rule"  # none | linear | sqrt in the number of workers; rule = the rule's own default
+    momentum: float = 0.9  # mu, in [0, 1)
+    weight_decay: float = 0.0  # lambda; added to the gradient (adamw: decoupled)
+    bias_lr_factor: float = 1.0  # tensors of one axis run this times lr; the papers use 2
+    decay_bias: bool = True  # whether weight decay covers tensors of one axis; the papers say no
+    clip_norm: float = 0.0  # largest global norm of the gradients a rule steps with; 0 = no clipping
+
+    def __post_init__(self) -> None:
+        check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
+        check(0 <= self.momentum < 1, f"optim.momentum: got {self.momentum}; expected [0, 1)")
+        check(self.weight_decay >= 0, f"optim.weight_decay: got {self.weight_decay}; expected >= 0")
+        check(self.clip_norm >= 0, f"optim.clip_norm: got {self.clip_norm}; expected >= 0")
+        check(
+            self.bias_lr_factor > 0,
+            f"optim.bias_lr_factor: got {self.bias_lr_factor}; expected > 0",
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate moves: a warm-up to it, then a decay from it."""
+
+    decay: str = "constant"  # constant | step | poly | poly_epoch | cosine
+    boundaries: tuple[str, ...] = ()  # step: durations after which lr is multiplied by `factor`
+    factor: float = 0.1  # step: multiplier at each boundary
+    power: float = 0.5  # poly: lr (1 - t / span)^power; poly_epoch holds it through each epoch
+    span: str = "100%"  # poly, cosine: duration over which lr falls to 0
+    warmup: str = "0st"  # duration of the warm-up
+    warmup_shape: str = "linear"  # linear | geometric; geometric rises once an epoch
+    warmup_from: float = 0.0  # share of lr at the start; 0 means 1/steps (linear), 1/workers (geometric)
+
+    def __post_init__(self) -> None:
+        check(self.factor > 0, f"schedule.factor: got {self.factor}; expected > 0")
+        check(self.power > 0, f"schedule.power: got {self.power}; expected > 0")
+        check(
+            0 <= self.warmup_from <= 1,
+            f"schedule.warmup_from: got {self.warmup_from}; expected a share in [0, 1]",
+        )
+
+
+@dataclass(frozen=True)
+class RuleConfig:
+    """When workers talk, and about what."""
+
+    name: str = "gradients"  # gradients | subgd | awagd
+    average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
+    force: bool = False  # let subgd and awagd run an optimizer for which they equal no single worker
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """How they talk, and what travels."""
+
+    strategy: str = "asa32"  # algorithm[:wire] or an alias, such as asa16, ring32, ring:bf16, none
+    bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
+
+    def __post_init__(self) -> None:
+        check(
+            self.bucket_bytes is None or self.bucket_bytes >= 4,
+            f"exchange.bucket_bytes: got {self.bucket_bytes}; expected None or >= 4 bytes",
+        )
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One training run. An experiment file holds one as `experiment`."""
+
+    model: InPython[Any] = None  # a jaxmpi.Model
+    loss: InPython[Callable[..., Any] | None] = (
+        None  # (outputs, labels i32[batch]) -> f32[batch]; default: softmax cross-entropy
+    )
+    embedded: InPython["Experiment | None"] = None  # what runs when no data folder is given
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    schedule: Schedule = field(default_factory=Schedule)
+    rule: RuleConfig = field(default_factory=RuleConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    local_batch: int = 0  # examples per worker and step; give this or effective_batch
+    effective_batch: int = 0  # examples per step over all workers; must divide by their number
+    micro_batch: int = 0  # examples per accumulation slice of the local batch; 0 = no accumulation
+    train_for: str = "10ep"  # duration of the run: 10ep, 500st, 20000ex
+    eval_every: str = "1ep"  # duration between evaluations; the last step is always evaluated
+    checkpoint_every: str = "1ep"  # duration between checkpoints; the last step is always saved
+    keep_checkpoints: int = 2  # newest checkpoints kept
+    log_every: int = 10  # steps between progress lines; the first step always has one
+    run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
+    resume: bool = False  # go on from the newest checkpoint in run_dir
+    seed: int = 0  # of initialisation, order, augmentation and dropout
+    compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
+    devices: int = 1  # local devices of one process, a worker each; more than 1 excludes MPI
+    form: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
+
+    def __post_init__(self) -> None:
+        check(
+            not (self.local_batch and self.effective_batch),
+            f"got local_batch {self.local_batch} and effective_batch {self.effective_batch}; give one of them",
+        )
+        for name in ("local_batch", "effective_batch", "micro_batch"):
+            check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
+        for name in ("log_every", "keep_checkpoints", "devices"):
+            check(getattr(self, name) >= 1, f"{name}: got {getattr(self, name)}; expected >= 1")
+        check(
+            self.compute_dtype in ("float32", "bfloat16"),
+            f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
+        )
+        check(
+            self.form in ("auto", "fused", "split"),
+            f"form: got {self.form!r}; expected auto, fused or split",
+        )
+        for name in ("train_for", "eval_every", "checkpoint_every"):
+            steps(getattr(self, name), 1, 1, 1)
+
+
+def local_batch(experiment: Experiment, workers: int) -> int:
+    """Examples per worker and step.
+
+    Raises:
+        UsageError: the effective batch does not divide by the workers, or the local batch by the micro-batch;
+            the nearest that do are named.
+    """
+    effective = experiment.effective_batch
+    check_divides("effective_batch", effective, workers, "workers")
+    local = experiment.local_batch or effective // workers or 32
+    check_divides("local batch", local, experiment.micro_batch or 1, "(micro_batch)")
+    return local
+
+
+def check_divides(what: str, total: int, parts: int, parts_name: str) -> None:
+    """Raise `UsageError` naming the nearest totals that divide unless `total % parts == 0`."""
+    below = total // parts * parts
+    close = f"{below} or {below + parts}" if below else f"{parts}"
+    check(
+        total % parts == 0,
+        f"{what} {total} is not divisible by {parts} {parts_name}; nearest that are: {close}",
+    )
+
+
+def resolved(experiment: Experiment) -> dict[str, Any]:
+    """The configuration as plain JSON values; what only Python can set appears by its name."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return [plain(v) for v in value]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return getattr(value, "name", None) or getattr(value, "__name__", type(value).__name__)
+
+    return {k: v for k, v in plain(experiment).items() if k != "embedded"}

@@ -1,0 +1,14 @@
+"""Data: where examples come from, in which order, what becomes of them, batches made ahead."""
+
+from jaxmpi.data.augment import Augment as Augment
+from jaxmpi.data.augment import load_mean_image as load_mean_image
+from jaxmpi.data.images import CorruptExample as CorruptExample
+from jaxmpi.data.loader import Batch as Batch
+from jaxmpi.data.loader import Loader as Loader
+from jaxmpi.data.sampler import Sampler as Sampler
+from jaxmpi.data.sampler import Share as Share
+from jaxmpi.data.sources import SOURCES as SOURCES
+from jaxmpi.data.sources import ArraySource as ArraySource
+from jaxmpi.data.sources import Source as Source
+from jaxmpi.data.sources import data_dir as data_dir
+from jaxmpi.data.sources import open_source as open_source

@@ -1,0 +1,116 @@
+"""Which examples a worker reads at a step: pure index arithmetic.
+
+Permute globally, then take every size-th: N workers see in a step the very examples that one
+worker would see, and a step number is all that a resumed run needs, on any number of workers.
+"""
+
+import functools
+import math
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmpi.config import check
+
+_LOCK = threading.Lock()  # loader threads that enter an epoch together permute it once
+
+
+class Share(NamedTuple):
+    """One worker's part of one step."""
+
+    epoch: int
+    indices: np.ndarray  # i64[n], n <= local batch, 0 in a step too short for this worker
+    count: int  # examples of the step over all workers
+
+
+def random_bits(n: int, seed: int, epoch: int, stream: int, index: int = 0) -> np.ndarray:
+    """u64[n] that depends on the arguments alone: the counter of Philox is the address.
+
+    Raw bits because NumPy keeps those the same for ever, and its distributions not.
+    """
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    counter = np.array([0, 0, index, stream], np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(n)
+
+
+@functools.lru_cache(maxsize=2)  # batches made ahead cross from one epoch into the next
+def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
+    # The index in the low bits makes sort keys unique, so that any sort gives the same order.
+    low = np.uint64(2 ** max(examples - 1, 1).bit_length() - 1)
+    keys = random_bits(examples, seed, epoch, stream=0) & ~low
+    keys |= np.arange(examples, dtype=np.uint64)
+    keys.sort()
+    order = (keys & low).astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The order of examples, and one worker's share of it.
+
+    An epoch visits every example once. Step k of an epoch takes examples [k B, (k + 1) B) of its
+    order, B the effective batch, and worker r takes every size-th of them from the r-th on. The
+    last step of an epoch may be short: shares then differ by at most one example.
+
+    Args:
+        examples: length of the source; 0 only without `shuffle`.
+        effective_batch: examples of one step over all workers, >= 1.
+        rank: of this worker, in [0, size).
+        size: number of workers, >= 1.
+        seed: of the order.
+        shuffle: a new permutation every epoch. Without it the order is that of the source and
+            there is one epoch: evaluation, every example exactly once.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    examples: int
+    effective_batch: int
+    rank: int = 0
+    size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        check(
+            self.examples > 0 or (self.examples == 0 and not self.shuffle),
+            f"got {self.examples} training examples; expected >= 1",
+        )
+        check(self.effective_batch >= 1, f"effective batch: got {self.effective_batch}; expected >= 1")
+        check(
+            0 <= self.rank < self.size,
+            f"got rank {self.rank} of {self.size} workers; expected rank in [0, {self.size})",
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that visit every example once; the last may be short."""
+        return math.ceil(self.examples / self.effective_batch)
+
+    @property
+    def local_batch(self) -> int:
+        """The most examples that a worker ever takes in a step."""
+        return math.ceil(self.effective_batch / self.size)
+
+    def indices(self, step: int) -> Share:
+        """What this worker reads at `step`, counted from 0 at the start of training.
+
+        Raises:
+            IndexError: without `shuffle`, a step past the one epoch.
+        """
+        epoch, batch = divmod(step, max(self.steps_per_epoch, 1))
+        if step < 0 or (epoch and not self.shuffle) or not self.examples:
+            raise IndexError(f"got step {step} of {self.steps_per_epoch}")
+        begin = batch * self.effective_batch
+        end = min(begin + self.effective_batch, self.examples)
+        return Share(epoch, self._order(epoch, begin, end)[self.rank :: self.size], end - begin)
+
+    def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(begin, end)
+        with _LOCK:
+            return _permutation(self.examples, self.seed, epoch)[begin:end]

@@ -1,0 +1,365 @@
+"""Where examples come from: length and random access by index, one row in a table per kind.
+
+A new source is one class and one row in `SOURCES`.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxmpi.config import Data, UsageError, check, lookup
+from jaxmpi.data.images import MODES, CorruptExample, decoded, resized
+from jaxmpi.data.sampler import random_bits
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+SYNTHETIC_CLASSES = 1000  # as ImageNet, whose models this stands in for
+SYNTHETIC_PX = 224
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Examples by index. Read from several threads at once.
+
+    `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
+    prepared, and an int in [0, classes). A source may also have `where(i) -> str`, the name of
+    example i in errors.
+    """
+
+    name: str
+    classes: int  # 0 where it is not known
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[np.ndarray, Any]: ...
+
+
+def open_source(config: Data, split: str) -> Source:
+    """The source that `data.source` names.
+
+    Args:
+        config: of the run.
+        split: "train" or "validation"; `data.train_split` and so on say what it is called there.
+
+    Raises:
+        UsageError: no such source, or its data are missing: the error says what is expected where.
+    """
+    assert split in ("train", "validation"), split
+    return lookup(SOURCES, config.source, "data source")(config, split)
+
+
+def data_dir(config: Data) -> str:
+    """`data.dir`, or the environment's JAXMPI_DATA; empty where neither is set."""
+    return config.dir or os.environ.get("JAXMPI_DATA", "")
+
+
+def where(source: Source, index: int) -> str:
+    """What errors call example `index`: its file where it has one."""
+    named = getattr(source, "where", None)
+    return named(index) if named else f"{source.name}[{index}]"
+
+
+def _split_name(config: Data, split: str) -> str:
+    return config.train_split if split == "train" else config.validation_split
+
+
+class ArraySource:
+    """Images and labels that are in memory.
+
+    Args:
+        images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as
+            f32[n, ...]), which are handed on as they are.
+        labels: int[n], in [0, classes).
+        classes: 0 counts up to the largest label.
+        name: in errors.
+
+    Raises:
+        UsageError: the lengths differ.
+    """
+
+    def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
+        check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
+        self.images, self.labels, self.name = images, labels, name
+        self.classes = classes or int(np.max(labels, initial=-1)) + 1
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        return np.asarray(self.images[index]), self.labels[index]
+
+
+class PythonSource:
+    """What the user gave as `data.train` or `data.validation`: (image, label) pairs or dicts."""
+
+    def __init__(self, examples: Any, name: str) -> None:
+        self.examples, self.name = examples, name
+        self.classes = int(getattr(examples, "classes", 0))
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        example = self.examples[index]
+        if isinstance(example, dict):
+            example = example["image"], example["label"]
+        image, label = example
+        return np.asarray(image), label
+
+
+def array(config: Data, split: str) -> Source:
+    """`data.train` or `data.validation`, objects that an experiment file sets."""
+    examples = config.train if split == "train" else config.validation
+    check(
+        hasattr(examples, "__len__") and hasattr(examples, "__getitem__"),
+        f"data.{split}: got {type(examples).__name__}; expected an object with __len__ and "
+        "__getitem__(i) -> (image, label), such as jaxmpi.data.ArraySource(images, labels)",
+    )
+    known = isinstance(examples, Source)
+    return examples if known else PythonSource(examples, f"data.{split}")
+
+
+def digits(config: Data, split: str) -> Source:
+    """Handwritten digits that come with scikit-learn: 1,797 grey images of 8 x 8 px, 10 classes.
+
+    Held out for validation, the same for ever: every fifth example, from the first, of all
+    examples sorted by label (file order within a label). That is 360, and 20 % of each digit.
+    Enlarged to `data.resize` once, here. Source: Alpaydin and Kaynak 1998, UCI repository.
+    """
+    rows = _digits_rows()
+    held_out = np.zeros(len(rows), bool)
+    held_out[np.argsort(rows[:, -1], kind="stable")[::5]] = True
+    rows = rows[held_out if split == "validation" else ~held_out]
+    grey = ((rows[:, :-1].astype(np.uint16) * 255 + 8) // 16).astype(np.uint8)  # 0..16 -> 0..255
+    images = grey.reshape(-1, 8, 8, 1)
+    if config.resize:
+        images = np.stack([resized(image, config.resize) for image in images])
+    return ArraySource(images, rows[:, -1].astype(np.int32), classes=10, name="digits")
+
+
+def _digits_rows() -> np.ndarray:
+    """u8[1797, 65]: 64 pixels in 0..16 and the label."""
+    # Importing scikit-learn takes seconds, and every worker of a host would pay them at once.
+    package = importlib.util.find_spec("sklearn")
+    check(package is not None and package.origin is not None, "digits: scikit-learn is missing")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    check(path.is_file(), f"digits: {path} is missing; reinstall scikit-learn")
+    return np.loadtxt(path, delimiter=",", dtype=np.uint8)
+
+
+class SyntheticSource:
+    """Made-up images for benchmarks: a coarse pattern per class under noise, so that it is learnable.
+
+    Example i is a function of (split, i) alone.
+    """
+
+    def __init__(self, examples: int, px: int, channels: int, split: str) -> None:
+        self.name, self.classes = "synthetic", SYNTHETIC_CLASSES
+        self.examples, self.shape = examples, (px, px, channels)
+        self.seed = 1 if split == "train" else 2
+        self.cell = np.arange(px) * 7 // px  # pixel -> cell of a 7 x 7 pattern
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        label = index % self.classes
+        channels = self.shape[-1]
+        pattern = _bytes((7, 7, channels), seed=0, stream=label)[self.cell[:, None], self.cell]
+        noise = _bytes(self.shape, self.seed, stream=index)
+        return (pattern >> 1) + (noise >> 1), label
+
+
+def _bytes(shape: tuple[int, ...], seed: int, stream: int) -> np.ndarray:
+    n = int(np.prod(shape))
+    bits = random_bits(-(-n // 8), seed, 0, stream=2, index=stream)
+    return bits.astype("<u8", copy=False).view(np.uint8)[:n].reshape(shape)
+
+
+def synthetic(config: Data, split: str) -> Source:
+    """`data.synthetic_examples` made-up images in 1000 classes, an eighth of that for validation."""
+    examples = config.synthetic_examples
+    examples = examples if split == "train" else max(1, examples // 8)
+    px = config.resize or config.crop or SYNTHETIC_PX
+    return SyntheticSource(examples, px, config.channels, split)
+
+
+class FolderSource:
+    """Image files in one folder per class.
+
+    Args:
+        root: holds a folder per class; a class none of whose files is here may be absent.
+        classes: names of the classes; the label is the position.
+        channels: of the images, 1, 3 or 4.
+        resize: px, shorter side; 0 keeps the size.
+
+    Raises:
+        UsageError: no images, or a folder that is no class.
+    """
+
+    def __init__(self, root: str, classes: Sequence[str], channels: int, resize: int) -> None:
+        self.name, self.root, self.names = "imagefolder", root, tuple(classes)
+        self.classes, self.channels, self.resize = len(classes), channels, resize
+        extra = sorted(set(_folders(root)) - set(classes))
+        check(not extra, f"{root}: class folders {extra[:5]} are not among the training classes")
+        # A million Python strings take 100 MB a worker; one blob of names and offsets, a fifth.
+        files = [_images(os.path.join(root, name)) for name in classes]
+        self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(f) for f in files])
+        names = [os.fsencode(name) for per_class in files for name in per_class]
+        self.ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
+        self.blob = b"".join(names)
+        check(
+            len(names) > 0,
+            f"{root}: found no {', '.join(SUFFIXES)} file; expected {_LAYOUT}",
+        )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def where(self, index: int) -> str:
+        """The path of file `index`."""
+        name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]])
+        return os.path.join(self.root, self.names[self.labels[index]], name)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        path = self.where(index)
+        with open(path, "rb") as file:  # a file that cannot be read is no corrupt image: never skipped
+            blob = file.read()
+        image = _decoded(blob, path, index, self.channels, self.resize)
+        return image, int(self.labels[index])
+
+
+_LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
+
+
+def _folders(root: str) -> list[str]:
+    with os.scandir(root) as entries:
+        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+
+
+def _images(folder: str) -> list[str]:
+    def names() -> Iterator[str]:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                is_image = entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")
+                if is_image and entry.is_file():
+                    yield entry.name
+
+    return sorted(names()) if os.path.isdir(folder) else []
+
+
+def _decoded(blob: bytes, where: str, index: int, channels: int, resize: int) -> np.ndarray:
+    try:
+        return decoded(blob, channels, resize)
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow has no one error for damaged files
+        reason = str(error) if blob else "the file is empty"
+        raise CorruptExample(where, index, f"{type(error).__name__}: {reason}") from error
+
+
+def imagefolder(config: Data, split: str) -> Source:
+    """JPEG and PNG files in DIR/<split>/<class>/; classes are the training folders, sorted by name."""
+    _check_channels(config)
+    base = data_dir(config)
+    check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")
+    root = os.path.join(base, _split_name(config, split))
+    check(os.path.isdir(root), f"imagefolder: no folder {root}; expected {_LAYOUT}")
+    train = os.path.join(base, config.train_split)
+    classes = _folders(train if os.path.isdir(train) else root)
+    return FolderSource(root, classes, config.channels, config.resize)
+
+
+def _check_channels(config: Data) -> None:
+    check(
+        config.channels in MODES,
+        f"data.channels: got {config.channels}; {config.source} makes {', '.join(map(str, MODES))}",
+    )
+
+
+class TfdsSource:
+    """One split of a prepared TensorFlow Datasets data set; TensorFlow itself is not needed.
+
+    Args:
+        builder: of the data set; its features hold `image` and `label`.
+        split: a TFDS split, such as train or train[:80%].
+        channels: of the images, 1, 3 or 4.
+        resize: px, shorter side; 0 keeps the size.
+    """
+
+    def __init__(self, builder: Any, split: str, channels: int, resize: int) -> None:
+        import tensorflow_datasets as tfds
+
+        features = builder.info.features
+        missing = {"image", "label"} - set(features)
+        check(not missing, f"tfds {builder.name}: no feature {missing}; there are: {list(features)}")
+        # Compressed bytes come out and are decoded here: small JPEG scales, and errors with a name.
+        compressed = isinstance(features["image"], tfds.features.Image)
+        decoders = {"image": tfds.decode.SkipDecoding()} if compressed else None
+        self.records = builder.as_data_source(split=split, decoders=decoders)
+        self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize
+        self.classes = int(getattr(features["label"], "num_classes", None) or 0)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def where(self, index: int) -> str:
+        """Data set, split and record."""
+        return f"tfds {self.name}[{self.split}][{index}]"
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        record = self.records[index]
+        image = record["image"]
+        if isinstance(image, bytes):
+            image = _decoded(image, self.where(index), index, self.channels, self.resize)
+        return image, record["label"]
+
+
+_TFDS_PREPARE = (
+    'python -c "import tensorflow_datasets as tfds; '
+    "tfds.builder('{name}'{where}, file_format='array_record').download_and_prepare()\""
+)
+
+
+def tfds(config: Data, split: str) -> Source:
+    """The data set `data.name` as TFDS prepared it in `data.dir`, or in its own default folder."""
+    _check_channels(config)
+    check(bool(config.name), "tfds: set data.name to a data set, such as imagenet2012 or mnist:3.0.1")
+    folder, name = data_dir(config), _split_name(config, split)
+    try:
+        from tensorflow_datasets.core import read_only_builder
+
+        # From files only: the trainer neither downloads nor runs the code of a data set.
+        builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
+        return TfdsSource(builder, name, config.channels, config.resize)
+    except ImportError as error:  # of tensorflow-datasets or array-record
+        raise UsageError(f"tfds: {error}; install it with pip install 'jaxmpi[tfds]'") from error
+    except (LookupError, NotImplementedError, OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(_tfds_error(config.name, folder, name, error)) from error
+
+
+def _tfds_error(name: str, folder: str, split: str, error: Exception) -> str:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    if first_line.startswith("Unknown split"):
+        return f"tfds {name}: {first_line}"
+    place = f", data_dir={folder!r}" if folder else ""
+    return (
+        f"tfds {name}[{split}]: not prepared for random access in {folder or 'the default folder'} "
+        f"({first_line}); run: {_TFDS_PREPARE.format(name=name, where=place)}"
+    )
+
+
+SOURCES: dict[str, Callable[[Data, str], Source]] = {
+    "digits": digits,
+    "synthetic": synthetic,
+    "array": array,
+    "imagefolder": imagefolder,
+    "tfds": tfds,
+}

@@ -1,0 +1,100 @@
+"""`jaxmpi train -n N`: what this machine's launcher needs beyond the plain line, printed and run."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from jaxmpi.config import UsageError, lookup
+
+USAGE = """usage: jaxmpi train [-n N] [--launcher mpirun|srun] [--launcher-args "..."] EXPERIMENT.py [--field value ...]
+
+  -n N               workers, one process each; without it one worker, no MPI
+  --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
+  --launcher-args    more arguments for it, such as "--hostfile hosts"
+  --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them"""
+
+
+class Options(NamedTuple):
+    """What the launcher is told; the rest goes to the trainer."""
+
+    workers: int
+    launcher: str
+    launcher_args: tuple[str, ...]
+    train_args: tuple[str, ...]
+
+
+def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
+    """Options before the experiment file; everything from it on is the trainer's.
+
+    Raises:
+        UsageError: an option without its value, or a number of workers that is none.
+    """
+    several_hosts = int(environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
+    values = {"-n": "0", "--launcher": "srun" if several_hosts else "mpirun", "--launcher-args": ""}
+    while argv and argv[0] in values:
+        if len(argv) == 1:
+            raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
+        values[argv[0]], argv = argv[1], argv[2:]
+    if not values["-n"].isdigit():
+        raise UsageError(f"-n: got {values['-n']!r}; expected a number of workers >= 1")
+    return Options(int(values["-n"]), values["--launcher"], tuple(shlex.split(values["--launcher-args"])), tuple(argv))
+
+
+def command(options: Options, *, cores: int, is_root: bool) -> list[str]:
+    """The line to run.
+
+    Raises:
+        UsageError: the launcher is unknown or not installed.
+    """
+    trainer = [sys.executable, "-m", "jaxmpi.train", *options.train_args]
+    if options.workers <= 1:
+        return trainer
+    line = lookup({"mpirun": mpirun, "srun": srun}, options.launcher, "launcher")
+    return [*line(options, cores, is_root), *options.launcher_args, *trainer]
+
+
+def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
+    """Open MPI refuses root and more ranks than cores unless told; other MPIs take the plain line."""
+    path = find("mpirun")
+    plain = [path, "-n", str(options.workers)]
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+    if "Open MPI" not in version and "prte" not in version.lower():
+        return plain
+    return [
+        *plain,
+        *(["--allow-run-as-root"] if is_root else []),
+        *(["--oversubscribe"] if options.workers > cores else []),
+        *["--bind-to", "none"],  # the ranks share out the cores themselves
+    ]
+
+
+def srun(options: Options, cores: int, is_root: bool) -> list[str]:
+    """Slurm's launcher, through PMIx."""
+    return [find("srun"), "-n", str(options.workers), "--mpi=pmix"]
+
+
+def find(launcher: str) -> str:
+    """Its path: beside this Python, where a wheel's mpirun is, or on PATH."""
+    beside = Path(sys.executable).parent / launcher
+    path = str(beside) if beside.exists() else shutil.which(launcher)
+    if path is None:
+        raise UsageError(
+            f"no {launcher} beside {sys.executable} or on PATH; `uv sync` installs an MPI, or load your cluster's "
+            "and install jaxmpi[mpi] against it"
+        )
+    return path
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Print the line and become it."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        raise SystemExit(0)
+    line = command(parse(argv), cores=len(os.sched_getaffinity(0)), is_root=os.geteuid() == 0)
+    print("+ " + shlex.join(line), flush=True)
+    os.execv(line[0], line)

@@ -1,0 +1,161 @@
+"""Learning-rate schedules and optimizers: configuration -> Optax."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi.config import Optim, Schedule, check, lookup, steps
+
+PyTree = Any
+Share = Callable[[jax.Array], jax.Array]  # step i32[] -> share of the peak learning rate, f32[]
+
+
+class Clock(NamedTuple):
+    """What turns durations into steps."""
+
+    steps_per_epoch: int
+    effective_batch: int
+    total_steps: int
+
+    def steps(self, duration: str) -> int:
+        """The duration in steps."""
+        return steps(duration, self.steps_per_epoch, self.effective_batch, self.total_steps)
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def constant(config: Schedule, clock: Clock) -> Share:
+    """1."""
+    return lambda step: jnp.ones((), jnp.float32)
+
+
+def step_decay(config: Schedule, clock: Clock) -> Share:
+    """factor^(number of boundaries passed)."""
+    at = np.array([clock.steps(boundary) for boundary in config.boundaries], np.int32)
+    return lambda step: jnp.float32(config.factor) ** jnp.sum(step >= at).astype(jnp.float32)
+
+
+def poly(config: Schedule, clock: Clock) -> Share:
+    """(1 - t / span)^power with t in steps."""
+    span = max(clock.steps(config.span), 1)
+    return lambda step: jnp.maximum(1 - step / jnp.float32(span), 0) ** jnp.float32(config.power)
+
+
+def poly_epoch(config: Schedule, clock: Clock) -> Share:
+    """(1 - epoch * minibatches / max_it)^power, held through each epoch.
+
+    max_it is `span` in steps; Theano-MPI takes 240 epochs. Ma et al. 2016, section 4; papers that copied the original
+    code compound it, which decays far faster.
+    """
+    held = poly(config, clock)
+    return lambda step: held(step // clock.steps_per_epoch * clock.steps_per_epoch)
+
+
+def cosine(config: Schedule, clock: Clock) -> Share:
+    """(1 + cos(pi t / span)) / 2."""
+    span = max(clock.steps(config.span), 1)
+    return lambda step: (1 + jnp.cos(jnp.pi * jnp.minimum(step / jnp.float32(span), 1))) / 2
+
+
+DECAYS = {"constant": constant, "step": step_decay, "poly": poly, "poly_epoch": poly_epoch, "cosine": cosine}
+
+
+def linear_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
+    """From `warmup_from` (0: one step's share) to 1, a little each step."""
+    over = max(clock.steps(config.warmup), 1)
+    first = config.warmup_from or 1 / over
+    return lambda step: jnp.minimum(first + (1 - first) * step / jnp.float32(over), 1)
+
+
+def geometric_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
+    """From `warmup_from` (0: 1/k) to 1 by the same factor after each epoch: k^(1/5) each over 5 epochs."""
+    over = max(clock.steps(config.warmup), 1)
+    first = config.warmup_from or 1 / workers
+
+    def share(step: jax.Array) -> jax.Array:
+        held = step // clock.steps_per_epoch * clock.steps_per_epoch
+        return jnp.minimum(jnp.float32(first) ** (1 - held / jnp.float32(over)), 1)
+
+    return share
+
+
+WARMUPS = {"linear": linear_warmup, "geometric": geometric_warmup}
+
+
+def schedule(config: Schedule, clock: Clock, peak_lr: float, workers: int) -> optax.Schedule:
+    """Step to learning rate: peak * warm-up share * decay share.
+
+    Raises:
+        UsageError: an unknown decay or warm-up, or a text that is no duration.
+    """
+    decay = lookup(DECAYS, config.decay, "schedule.decay")(config, clock)
+    warm = lookup(WARMUPS, config.warmup_shape, "schedule.warmup_shape")(config, clock, workers)
+    if clock.steps(config.warmup) == 0:
+        return lambda step: peak_lr * decay(jnp.asarray(step))
+    return lambda step: peak_lr * warm(jnp.asarray(step)) * decay(jnp.asarray(step))
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+class Row(NamedTuple):
+    """Direction from gradient, and whether it is linear in it."""
+
+    direction: Callable[[Optim], optax.GradientTransformation]
+    linear: bool
+
+
+OPTIMIZERS: dict[str, Row] = {
+    "sgd": Row(lambda c: optax.identity(), True),
+    "momentum": Row(lambda c: optax.trace(c.momentum), True),
+    "nesterov": Row(lambda c: optax.trace(c.momentum, nesterov=True), True),
+    "adam": Row(lambda c: optax.scale_by_adam(), False),
+    "adamw": Row(lambda c: optax.scale_by_adam(), False),
+    "rmsprop": Row(lambda c: optax.scale_by_rms(), False),
+    "adagrad": Row(lambda c: optax.scale_by_rss(), False),
+}
+
+
+def optimizer(config: Optim, lr: optax.Schedule) -> optax.GradientTransformation:
+    """Clip, decay, direction, learning rate per tensor: an Optax chain in that order (adamw decays after).
+
+    v <- mu v + (g + lambda w) ;  w <- w - eta v   (momentum; eta stays outside v, so that v keeps its meaning)
+
+    Raises:
+        UsageError: an unknown optimizer.
+    """
+    row = lookup(OPTIMIZERS, config.name, "optimizer")
+    decay = [optax.add_decayed_weights(config.weight_decay, mask=None if config.decay_bias else not_bias)]
+    decay = decay if config.weight_decay else []
+    after = config.name == "adamw"
+    return optax.chain(
+        *([optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []),
+        *([] if after else decay),
+        row.direction(config),
+        *(decay if after else []),
+        *([scale_biases(config.bias_lr_factor)] if config.bias_lr_factor != 1 else []),
+        optax.scale_by_learning_rate(lr),
+    )
+
+
+def is_linear(config: Optim) -> bool:
+    """Whether the mean of the workers' updates is the update of the mean gradient."""
+    return lookup(OPTIMIZERS, config.name, "optimizer").linear and not config.clip_norm
+
+
+def not_bias(params: PyTree) -> PyTree:
+    """True for tensors of more than one axis."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def scale_biases(factor: float) -> optax.GradientTransformation:
+    """Multiply the updates of tensors of one axis, as the papers' 2 eta for biases."""
+    check(factor > 0, f"bias_lr_factor: got {factor}; expected > 0")
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(lambda leaf: leaf * factor if leaf.ndim <= 1 else leaf, updates)
+    )

@@ -1,0 +1,71 @@
+"""Rules: one paper, one file, one row of the table."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import optax
+
+from jaxmpi.config import RuleConfig, check, lookup
+from jaxmpi.rules.awagd import awagd
+from jaxmpi.rules.gradients import gradients
+from jaxmpi.rules.rule import Exchange as Exchange
+from jaxmpi.rules.rule import Rule as Rule
+from jaxmpi.rules.subgd import subgd
+
+Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
+
+
+class Row(NamedTuple):
+    """A rule and its learning-rate contract."""
+
+    build: Build
+    lr_scaling: str  # the default
+    sums_updates: bool  # scaling lr linearly as well would count the workers twice
+    any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
+
+
+RULES: dict[str, Row] = {
+    "gradients": Row(lambda tx, x, config: gradients(tx, x), "linear", False, True),
+    "subgd": Row(lambda tx, x, config: subgd(tx, x), "none", True, False),
+    "awagd": Row(lambda tx, x, config: awagd(tx, x, config.average_momentum), "linear", False, False),
+}
+
+
+def build(
+    config: RuleConfig, tx: optax.GradientTransformation, exchange: Exchange, *, optimizer: str, linear: bool
+) -> Rule:
+    """The configured rule.
+
+    Args:
+        tx: what every worker runs.
+        optimizer: its name, for the error.
+        linear: whether its updates are linear in the gradients it is given.
+
+    Raises:
+        UsageError: an unknown rule, or one that equals no single worker with this optimizer.
+    """
+    row = lookup(RULES, config.name, "rule")
+    check(
+        row.any_optimizer or linear or config.force,
+        f"rule {config.name!r} with {optimizer} equals no single worker on the whole batch: {optimizer} is not linear "
+        "in the gradient. Use rule gradients, an optimizer out of sgd, momentum, nesterov without clipping, "
+        "or --rule.force",
+    )
+    return row.build(tx, exchange, config)
+
+
+def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
+    """The factor on lr and the name of the scaling used; `rule` takes the rule's own default.
+
+    Raises:
+        UsageError: an unknown scaling, or linear scaling for a rule that sums updates.
+    """
+    row = lookup(RULES, rule, "rule")
+    name = row.lr_scaling if scaling == "rule" else scaling
+    factor = lookup({"none": 1.0, "linear": float(workers), "sqrt": workers**0.5}, name, "lr_scaling")
+    check(
+        not (row.sums_updates and name == "linear"),
+        f"rule {rule!r} sums the workers' updates, which is {workers} times one worker's step already; "
+        "lr_scaling linear would count them twice: use none or sqrt",
+    )
+    return factor, name

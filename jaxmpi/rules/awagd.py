@@ -1,0 +1,37 @@
+"""AWAGD: the mean of all workers' weights after each has stepped (`avg` in Theano-MPI)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi.rules.rule import Exchange, Rule, descend
+
+PyTree = Any
+
+
+def awagd(tx: optax.GradientTransformation, exchange: Exchange, average_momentum: bool = False) -> Rule:
+    """Workers step alone, then take the mean of their weights.
+
+    v_i <- mu v_i - eta g_i ;  w_i <- w + v_i ;  w <- (1/k) sum_i w_i
+
+    Args: average_momentum: take the mean of the floating-point leaves of the optimizer's state as well.
+    State: tx's, each worker's own (equal on all where momentum is averaged).
+    Communicates: one mean of the params a step.
+    Learning rate: k eta equals SUBGD at eta, with SGD and momentum. Ma et al. 2016, section 3.3.
+    """
+    step = descend(tx, exchange.jit)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        params, state = step(grads, state, params)
+        if not average_momentum:
+            return exchange.mean(params), state
+        leaves, structure = jax.tree.flatten(state)
+        moments = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        params, mean = exchange.mean((params, [leaves[i] for i in moments]))
+        for i, leaf in zip(moments, mean, strict=True):
+            leaves[i] = leaf
+        return params, jax.tree.unflatten(structure, leaves)
+
+    return Rule(tx.init, update, state_is_replicated=average_momentum)

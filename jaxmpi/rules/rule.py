@@ -1,0 +1,41 @@
+"""The contract of a rule: when workers talk, and about what."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+PyTree = Any
+
+
+class Exchange(NamedTuple):
+    """`exchange` with its strategy and workers chosen."""
+
+    mean: Callable[[PyTree], PyTree]
+    sum: Callable[[PyTree], PyTree]
+    jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
+
+
+class Rule(NamedTuple):
+    """Two pure functions. A rule returns params, not updates: p + (mean - p) would not be exact.
+
+    `init(params) -> state`; `update(grads, state, params) -> (params, state)`, where grads are this worker's.
+    Called outside jit, `update` runs the jitted pieces it is made of one by one.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+    state_is_replicated: bool  # whether all workers hold the same state
+
+
+def descend(
+    tx: optax.GradientTransformation, jit: Callable[..., Callable]
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """One optimizer step, jitted: (grads, state, params) -> (params, state); state and params are donated."""
+
+    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jit(step, donate_argnums=(1, 2))

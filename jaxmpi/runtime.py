@@ -1,0 +1,274 @@
+"""What must be so before a device starts or after a rank fails: threads, allocator, device pinning, hooks.
+
+Set in-process, so that every launcher profits: mpirun, srun, or none.
+"""
+
+import atexit
+import ctypes
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, NoReturn
+
+from jaxmpi.config import TrainingError, UsageError, check
+
+# How long a rank at its end waits for the others before it takes them for stuck.
+EXIT_TIMEOUT_S = float(os.environ.get("JAXMPI_EXIT_TIMEOUT_S", "60"))
+# How long another rank leaves rank 0 the word when both may hold the same error.
+RANK_0_FIRST_S = 3.0
+
+
+class Launch(NamedTuple):
+    """What the launcher's environment says of this process."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+# launcher: names of its variables for rank, size, local rank, local size.
+LAUNCHERS = {
+    "Open MPI's mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MVAPICH's mpirun": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "Hydra's mpiexec (MPICH, Intel MPI)": (
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+    ),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+def launched() -> Launch | None:
+    """The launcher that started this process with its rank and size, or None where there is none."""
+    for launcher, names in LAUNCHERS.items():
+        rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
+        if rank is None or size is None:
+            continue
+        # srun writes "4(x2)" or "4,3": the tasks of the first host stand for all.
+        local = (local_size or size).split("(")[0].split(",")[0]
+        return Launch(launcher, int(rank), int(size), int(local_rank or rank), int(local))
+    return None
+
+
+def prepare(devices: int = 1) -> None:
+    """Set allocator, cores and device of this process; before the first device call, at most once.
+
+    Args:
+        devices: local devices this process drives; on CPU that many are made.
+    """
+    if _prepared.is_set():
+        return
+    _prepared.set()
+    keep_freed_memory()
+    here = launched()
+    if here is not None and here.size > 1:
+        tune_mpi(here.local_size)
+        pin_cores(here.local_rank, here.local_size)
+        pin_gpu(here.local_rank, here.local_size)
+    if devices > 1:
+        make_cpu_devices(devices)
+    use_compilation_cache()
+
+
+_prepared = threading.Event()
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed buffers: fresh big ones cost page faults, up to 2.7x of an exchange's time."""
+    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if mallopt is not None:
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def tune_mpi(local_size: int) -> None:
+    """Open MPI's settings, read when MPI starts; what the user has set stays."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if local_size > cores:  # a rank that spins while it waits takes the core that another needs
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process where there is no such network
+
+
+def pin_cores(local_rank: int, local_size: int) -> None:
+    """Give each rank of a host its share of the cores, unless the launcher has bound it or they do not divide.
+
+    XLA sizes its thread pool by the cores a process may use when its device starts.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < (os.cpu_count() or 1):
+        return
+    if len(cores) % local_size == 0:
+        share = len(cores) // local_size
+        os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])
+    elif local_size % len(cores) == 0:
+        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+
+
+def pin_gpu(local_rank: int, local_size: int) -> None:
+    """One GPU per local rank; where ranks share one, each may take its part of the memory."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if gpus == 0:
+        return
+    if gpus > 1:
+        import jax
+
+        jax.config.update("jax_cuda_visible_devices", str(local_rank % gpus))
+    if local_size > gpus:
+        ranks_per_gpu = -(-local_size // gpus)
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / ranks_per_gpu:.3f}")
+
+
+def make_cpu_devices(devices: int) -> None:
+    """Let the CPU backend offer `devices` devices; GPUs are counted as they are."""
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:  # the backend has started: what it has must do
+        have = jax.local_device_count()
+        check(
+            have >= devices,
+            f"asked for {devices} devices after the device started with {have}; set it first",
+        )
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in a private folder, so that one rank compiles and the others read."""
+    import jax
+
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxmpi" / "xla"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+@dataclass
+class Job:
+    """This process's part in a job of several, as the hooks need it."""
+
+    rank: int
+    size: int
+    abort: Callable[[int], NoReturn]  # ends all ranks
+    wait_for_all: Callable[[float], bool]  # False where time ran out
+    working: bool = False  # True while a rank that leaves must take the others with it
+    doing: str = "start"  # phase and step, for messages
+
+
+_job: Job | None = None
+
+
+def install_hooks(job: Job) -> None:
+    """From now on an error in any thread, or a rank that leaves early, ends the whole job with a message."""
+    global _job
+    _job = job
+    install_excepthook()
+    threading.excepthook = lambda args: fail(args.exc_value, args.exc_traceback)
+    atexit.register(leave)
+
+
+def install_excepthook() -> None:
+    """Show an uncaught error with this rank's name; needed before MPI starts, too."""
+    sys.excepthook = lambda kind, error, trace: fail(error, trace)
+
+
+def who() -> str:
+    """`rank 2/4 on node07`, for messages; from the launcher's word before MPI has started."""
+    here = launched()
+    rank, size = (_job.rank, _job.size) if _job else (here.rank, here.size) if here else (0, 1)
+    return f"rank {rank}/{size} on {socket.gethostname()}"
+
+
+def my_rank() -> int:
+    """This process's rank by the launcher's word, 0 where there is no launcher; needs no MPI."""
+    here = launched()
+    return here.rank if here else 0
+
+
+def doing(phase: str) -> None:
+    """Note what this rank is at, for the message if it fails."""
+    if _job is not None:
+        _job.doing = phase
+
+
+def fail(error: BaseException | None, trace: TracebackType | None) -> None:
+    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback."""
+    if isinstance(error, UsageError) and my_rank() != 0:
+        time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
+    phase = f" ({_job.doing})" if _job else ""
+    print(f"jaxmpi: {who()}{phase}:", file=sys.stderr)
+    if isinstance(error, (UsageError, TrainingError)):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(None if error is None else type(error), error, trace, file=sys.stderr)
+    end_job(1)
+
+
+def end_job(code: int) -> NoReturn:
+    """End all ranks with `code`, from any thread."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _job is not None and _job.size > 1:
+        _job.abort(code)
+    os._exit(code)
+
+
+def leave() -> None:
+    """At exit: wait for the other ranks, or end them if they would wait for this one for ever."""
+    if _job is None or _job.size == 1:
+        return
+    if _job.working:
+        print(f"jaxmpi: {who()} left early ({_job.doing}); ending the job", file=sys.stderr)
+        end_job(1)
+    if not _job.wait_for_all(EXIT_TIMEOUT_S):
+        print(
+            f"jaxmpi: {who()} has ended, but others had not {EXIT_TIMEOUT_S:.0f} s later; ending the job "
+            "(JAXMPI_EXIT_TIMEOUT_S sets the time)",
+            file=sys.stderr,
+        )
+        end_job(1)
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """While this lasts, a rank that leaves takes the job with it at once; errors go through `fail`."""
+    if _job is not None:
+        _job.working = True
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (0, None):
+            fail(error, error.__traceback__)
+        raise
+    if _job is not None:
+        _job.working = False

@@ -1,0 +1,174 @@
+"""The step: loss -> gradients -> rule.update (the only line that may communicate) -> metrics as sums with counts."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxmpi.config import Data
+from jaxmpi.model import Model
+from jaxmpi.rules import Rule
+from jaxmpi.state import TrainState
+
+PyTree = Any
+Batch = dict[str, Any]  # image [batch, ...], label i32[batch], weight f32[batch]
+Loss = Callable[[Any, jax.Array], jax.Array]  # (outputs, labels i32[batch]) -> f32[batch]
+
+AXIS = "workers"  # of the mesh when one process drives several devices
+
+
+class Metrics(NamedTuple):
+    """Sums over examples, divided once when they are shown."""
+
+    loss: jax.Array  # f32[], summed
+    count: jax.Array  # f32[], examples
+
+
+class EvalMetrics(NamedTuple):
+    """Sums over the evaluated examples."""
+
+    loss: jax.Array
+    top1: jax.Array
+    top5: jax.Array
+    count: jax.Array
+
+
+def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """Softmax cross-entropy f32[batch] of logits f32[batch, classes] and labels i32[batch]."""
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+
+
+class Forward(NamedTuple):
+    """The model with all that stands between a batch and its loss."""
+
+    model: Model
+    loss: Loss
+    data: Data
+    compute_dtype: Any = jnp.float32
+
+    def outputs(
+        self, params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool
+    ) -> tuple[Any, PyTree]:
+        """Normalise, cast, apply, cast back: forward and backward run in `compute_dtype`, params stay f32."""
+        image = normalise(image, self.data).astype(self.compute_dtype)
+        cast = partial(cast_floats, dtype=self.compute_dtype)
+        outputs, new_state = self.model.apply(cast(params), model_state, image, key, train)
+        return cast_floats(outputs, jnp.float32), cast_floats(new_state, jnp.float32)
+
+
+def normalise(image: jax.Array, data: Data) -> jax.Array:
+    """(pixel / 255 - mean) / std, per channel, of u8 images; f32 ones are ready."""
+    if image.dtype != jnp.uint8:
+        return image
+    pixels = image.astype(jnp.float32) / 255
+    mean = jnp.asarray(data.mean or (0.0,), jnp.float32)
+    std = jnp.asarray(data.std or (1.0,), jnp.float32)
+    return (pixels - mean.reshape((1,) * (image.ndim - 1) + (-1,))) / std.reshape((1,) * (image.ndim - 1) + (-1,))
+
+
+def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
+    """Floating-point leaves in `dtype`; others as they are."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+# ---------------------------------------------------------------- training
+
+
+def local_gradients(
+    forward: Forward, micro_batch: int = 0
+) -> Callable[[PyTree, PyTree, Batch, jax.Array, jax.Array], tuple[PyTree, PyTree, Metrics]]:
+    """Gradients of one worker's share of the loss, accumulated over micro-batches.
+
+    L_i = sum_j weight_j loss_j, with weight = workers / (examples of all workers in this step), so that the mean of L_i
+    over workers is the mean loss of the effective batch, exactly, however unequal the shares.
+
+    Returns: (params, model_state, batch, key u32[2], step i32[]) -> (gradients, model_state, metrics).
+    """
+
+    def loss_of(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple]:
+        outputs, model_state = forward.outputs(params, model_state, batch["image"], key, True)
+        losses = forward.loss(outputs, batch["label"])
+        real = batch["weight"] > 0  # the others only fill the batch up
+        metrics = Metrics(jnp.where(real, losses, 0).sum(), real.sum(dtype=jnp.float32))
+        return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
+
+    differentiate = jax.grad(loss_of, has_aux=True)
+
+    def gradients(
+        params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, step: jax.Array
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key), step)
+        size = batch["label"].shape[0]
+        if not micro_batch or micro_batch == size:
+            grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
+            return grads, model_state, metrics
+        slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
+
+        def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
+            total, model_state, metrics = carry
+            i, piece = item
+            grads, (model_state, more) = differentiate(params, model_state, piece, jax.random.fold_in(key, i))
+            add = partial(jax.tree.map, jnp.add)
+            return (add(total, grads), model_state, add(metrics, more)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        start = (zeros, model_state, Metrics(jnp.zeros(()), jnp.zeros(())))
+        (grads, model_state, metrics), _ = jax.lax.scan(
+            accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
+        )
+        return grads, model_state, metrics
+
+    return gradients
+
+
+def train_step(state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule) -> tuple[TrainState, Metrics]:
+    """One update; also runs outside jit, piece by piece."""
+    grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
+    params, rule_state = rule.update(grads, state.rule_state, state.params)
+    return TrainState(state.step + 1, params, model_state, rule_state, state.key), metrics
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> EvalMetrics:
+    """Sums of loss, top-1 and top-5 hits over the examples of weight > 0."""
+    unused = jax.random.key(0)  # nothing is random in evaluation
+    logits, _ = forward.outputs(params, model_state, batch["image"], unused, False)
+    real = batch["weight"] > 0
+    place = ranking(logits, batch["label"])
+    total = lambda values: jnp.where(real, values, 0).sum(dtype=jnp.float32)  # noqa: E731
+    return EvalMetrics(total(forward.loss(logits, batch["label"])), total(place < 1), total(place < 5), total(1.0))
+
+
+def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """i32[batch]: how many classes are ahead of the true one; ties go by class number, NaN is behind all."""
+    true = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    ahead = ~(logits <= true)
+    tied_before = (logits == true) & (jnp.arange(logits.shape[-1]) < labels[:, None])
+    return (ahead | tied_before).sum(-1, dtype=jnp.int32)
+
+
+# ---------------------------------------------------------------- several workers in one process
+
+
+def over_devices(function: Callable, mesh: Mesh, donate: tuple[int, ...] = ()) -> Callable:
+    """`function` on every device of the mesh: arguments and results carry a leading axis of workers."""
+
+    def of_one_worker(*args: PyTree) -> PyTree:
+        alone = jax.tree.map(lambda x: x[0], args)
+        return jax.tree.map(lambda x: x[None], function(*alone))
+
+    spread = jax.shard_map(of_one_worker, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    return jax.jit(spread, donate_argnums=donate)
+
+
+def stack(trees: list[PyTree]) -> PyTree:
+    """Workers' trees as one, with a leading axis of workers."""
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)

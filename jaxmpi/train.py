@@ -1,0 +1,622 @@
+"""The spine: from an experiment to a trained model, top to bottom, once.
+
+    python -m jaxmpi.train EXPERIMENT.py [--field value ...]              one worker
+    mpirun -n 8 python -m jaxmpi.train EXPERIMENT.py [--field value ...]  eight
+
+"Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run on all ranks.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from jaxmpi import checkpoint, config, optim, rules, runtime, strategies
+from jaxmpi import comm as comms
+from jaxmpi import step as steps
+from jaxmpi.config import Experiment, TrainingError, UsageError, check
+from jaxmpi.data import Batch, Loader, Sampler, Source, data_dir, open_source
+from jaxmpi.exchange import exchange
+from jaxmpi.recorder import Recorder
+from jaxmpi.rules import Rule
+from jaxmpi.state import TrainState, create
+
+PyTree = Any
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
+    runtime.install_excepthook()
+    experiment, path = parse(list(sys.argv[1:] if argv is None else argv))
+    runtime.prepare(experiment.devices)
+    processes = comms.processes()
+    with runtime.at_work():
+        train(experiment, path.stem, project_root(path), digest=file_digest(path))
+        processes.barrier()
+
+
+# ---------------------------------------------------------------- the experiment
+
+
+def parse(argv: list[str]) -> tuple[Experiment, Path]:
+    """The experiment file named first, with the command line's overrides.
+
+    Raises:
+        UsageError: no such file, no `experiment` in it, or a field out of range.
+    """
+    path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    base = choose(load(path), argv) if path else Experiment()
+    if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
+        base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
+    experiment = tyro.cli(
+        Experiment,
+        default=base,
+        args=argv,
+        prog="python -m jaxmpi.train EXPERIMENT.py",
+        description=f"Train {path or 'an experiment'}. Every field can be given here; defaults are the experiment's.",
+        console_outputs=runtime.my_rank() == 0,
+    )
+    if path is None:
+        raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
+    return experiment, path
+
+
+def load(path: Path) -> Experiment:
+    """The module-level `experiment` of a file; its project root is put on sys.path. The file is code and runs."""
+    if not path.is_file():
+        known = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
+        raise UsageError(f"no experiment file {str(path)!r}; in {path.parent}: {config.nearest(path.name, known)}")
+    root = str(project_root(path))
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    experiment = getattr(module, "experiment", None)
+    if not isinstance(experiment, Experiment):
+        raise UsageError(f"{path}: expected a module-level `experiment = Experiment(...)`")
+    return experiment
+
+
+def project_root(path: Path) -> Path:
+    """The nearest folder above the experiment with a pyproject.toml or .git, else the one above its own."""
+    for folder in path.resolve().parents:
+        if (folder / "pyproject.toml").exists() or (folder / ".git").exists():
+            return folder
+    return path.resolve().parent.parent
+
+
+def choose(experiment: Experiment, argv: list[str]) -> Experiment:
+    """The recipe, or what it offers for embedded data where no data folder is given."""
+    given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
+    if experiment.embedded is None or given or data_dir(experiment.data):
+        return experiment
+    if runtime.my_rank() == 0:
+        print(
+            f"no data folder (--data.dir or JAXMPI_DATA): training {experiment.embedded.model.name} on the embedded "
+            f"{experiment.embedded.data.source}, with a recipe of its own",
+            flush=True,
+        )
+    return experiment.embedded
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---------------------------------------------------------------- the parts of a run
+
+
+class Workers(NamedTuple):
+    """The workers of this job, and which of them this process runs."""
+
+    comm: comms.Comm
+    processes: comms.Processes
+    mine: tuple[int, ...]
+    mesh: jax.sharding.Mesh | None  # of local devices, where this process runs several workers
+
+    @property
+    def size(self) -> int:
+        """All workers."""
+        return self.comm.size
+
+
+def gather_workers(devices: int) -> Workers:
+    """One worker a process, or one a local device.
+
+    Raises:
+        UsageError: several devices in several processes, or fewer devices than asked for.
+    """
+    processes = comms.processes()
+    if devices == 1:
+        return Workers(comms.world(), processes, (processes.rank,), None)
+    check(
+        processes.size == 1,
+        f"got --devices {devices} under a launcher with {processes.size} ranks; "
+        "one process drives one device there: leave --devices out, or the launcher",
+    )
+    have = jax.local_device_count()
+    check(have >= devices, f"got --devices {devices}; this machine has {have}")
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:devices]), (steps.AXIS,))
+    return Workers(comms.AxisComm(steps.AXIS, devices), processes, tuple(range(devices)), mesh)
+
+
+class Feed(NamedTuple):
+    """Examples of one kind, and who reads which when."""
+
+    source: Source
+    samplers: tuple[Sampler, ...]  # of this process's workers
+    data: config.Data
+    train: bool
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:
+        """Batches of this process's workers, with a leading axis of workers where there are several."""
+        loaders = [Loader(self.source, sampler, self.data, self.train, start, stop) for sampler in self.samplers]
+        try:
+            for batches in zip(*loaders, strict=True):
+                arrays = [as_arrays(batch) for batch in batches]
+                yield arrays[0] if len(arrays) == 1 else steps.stack(arrays)
+        finally:
+            for loader in loaders:
+                loader.close()
+
+
+def as_arrays(batch: Batch) -> steps.Batch:
+    """What of a batch goes to the device."""
+    return {"image": batch.image, "label": batch.label, "weight": batch.weight}
+
+
+def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Workers) -> Feed:
+    """The source of a split, checked against the model.
+
+    Raises:
+        UsageError: the data is missing, or its classes are not the model's.
+    """
+    source = open_source(experiment.data, split)
+    model = experiment.model
+    check(
+        source.classes in (None, 0, model.classes),
+        f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
+        f"build the model with classes={source.classes}",
+    )
+    is_train = split == "train"
+    samplers = tuple(
+        Sampler(len(source), local_batch * workers.size, rank, workers.size, experiment.seed, shuffle=is_train)
+        for rank in workers.mine
+    )
+    return Feed(source, samplers, experiment.data, is_train)
+
+
+class Functions(NamedTuple):
+    """The compiled pieces of a run."""
+
+    rule: Rule
+    train_step: Callable[[TrainState, steps.Batch], tuple[TrainState, steps.Metrics]]
+    eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
+    mean: Callable[[PyTree], PyTree]  # over workers, of model state
+    strategy: str
+    form: str  # which jits the step is made of, for the log
+
+
+def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> Functions:
+    """The step in the form that suits these workers.
+
+    fused: one jit. split: gradients, exchange and update are jits of their own, so that one rank per host compiles the
+    two big ones and the others read them from the cache; a jit that communicates can never be read from it.
+    """
+    gradients, evaluate = pieces(experiment)
+    strategy = strategies.parse(experiment.exchange.strategy).name
+    share = partial(exchange, strategy=strategy, bucket_bytes=experiment.exchange.bucket_bytes, comm=workers.comm)
+    mean, total = partial(share, op="mean"), partial(share, op="sum")
+    once = comms.jit_once_per_host(workers.processes)
+    if is_split(experiment, workers):
+        rule = build_rule(experiment, plan, rules.Exchange(mean, total, once))
+        step = partial(steps.train_step, gradients=once(gradients), rule=rule)
+        form = "split form: gradients, exchange and update are jits of their own"
+        return Functions(rule, step, once(evaluate), mean, strategy, form)
+    rule = build_rule(experiment, plan, rules.Exchange(mean, total))
+    step = partial(steps.train_step, gradients=gradients, rule=rule)
+    if workers.mesh is None:
+        return Functions(rule, jax.jit(step, donate_argnums=0), once(evaluate), mean, strategy, "fused form: one jit")
+    over = partial(steps.over_devices, mesh=workers.mesh)
+    form = f"fused form: one jit over {workers.size} devices"
+    return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean), strategy, form)
+
+
+def pieces(experiment: Experiment) -> tuple[Callable, Callable]:
+    """The local gradients and the evaluation step, not yet compiled."""
+    forward = steps.Forward(
+        experiment.model,
+        experiment.loss or steps.cross_entropy,
+        experiment.data,
+        jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32,
+    )
+    return steps.local_gradients(forward, experiment.micro_batch), partial(steps.eval_step, forward)
+
+
+def is_split(experiment: Experiment, workers: Workers) -> bool:
+    """Whether the step is split: by default where several ranks would compile one program on the same cores."""
+    if experiment.form != "auto" or workers.mesh is not None:
+        return experiment.form == "split" and workers.mesh is None
+    return workers.size > 1 and jax.default_backend() == "cpu"
+
+
+def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -> Rule:
+    """The rule over this run's optimizer and exchange."""
+    return rules.build(
+        experiment.rule,
+        optim.optimizer(experiment.optim, plan.lr),
+        exchange,
+        optimizer=experiment.optim.name,
+        linear=optim.is_linear(experiment.optim),
+    )
+
+
+def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict[int, TrainState]:
+    """State 0 of this process's workers: params of rank 0 on all ranks, compared by hash."""
+    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
+    key = jax.random.key(experiment.seed)
+    if workers.processes.rank == 0:
+        params, model_state = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
+    else:
+        shapes = jax.eval_shape(experiment.model.init, key, example)
+        params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    params, model_state = workers.processes.bcast((params, model_state))
+    workers.processes.same("initial params", {"sha256": tree_digest(params)})
+    rule_state = jax.tree.map(np.asarray, comms.jit_once_per_host(workers.processes)(rule.init)(params))
+    return {
+        worker: create(params, model_state, rule_state, seed=experiment.seed, worker=worker) for worker in workers.mine
+    }
+
+
+def tree_digest(tree: PyTree) -> str:
+    """SHA-256 over the bytes of all leaves."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- the run
+
+
+class Plan(NamedTuple):
+    """An experiment's durations and rates in numbers."""
+
+    feed: Feed
+    validation: Feed
+    clock: optim.Clock
+    eval_every: int  # steps
+    save_every: int  # steps
+    lr: optax.Schedule  # by step, scaling included
+    headline: str
+
+    def examples(self, step: int) -> int:
+        """Examples that all workers have seen after `step` steps: a short last step of an epoch counts as it is."""
+        epochs, batches = divmod(step, self.clock.steps_per_epoch)
+        return epochs * len(self.feed.source) + batches * self.clock.effective_batch
+
+    def epoch(self, step: int) -> float:
+        """Epochs after `step` steps."""
+        return step / self.clock.steps_per_epoch
+
+
+def make_plan(experiment: Experiment, workers: Workers) -> Plan:
+    """Batches, steps and learning rate.
+
+    Raises:
+        UsageError: a batch that does not divide, data that is missing, a learning-rate scaling the rule refuses.
+    """
+    local_batch = config.local_batch(experiment, workers.size)
+    feed = open_feed(experiment, "train", local_batch, workers)
+    validation = open_feed(experiment, "validation", local_batch, workers)
+    epoch_steps, effective_batch = feed.samplers[0].steps_per_epoch, local_batch * workers.size
+    total_steps = max(config.steps(experiment.train_for, epoch_steps, effective_batch), 1)
+    clock = optim.Clock(epoch_steps, effective_batch, total_steps)
+    factor, scaling = rules.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers.size)
+    lr = experiment.optim.lr
+    headline = (
+        f"{experiment.model.name}: {workers.size} workers x local batch {local_batch} = effective batch "
+        f"{effective_batch}; {len(feed.source)} examples, {epoch_steps} steps an epoch, {total_steps} steps\n"
+        f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
+    )
+    return Plan(
+        feed,
+        validation,
+        clock,
+        max(clock.steps(experiment.eval_every), 1),
+        max(clock.steps(experiment.checkpoint_every), 1),
+        optim.schedule(experiment.schedule, clock, lr * factor, workers.size),
+        headline,
+    )
+
+
+def train(experiment: Experiment, name: str, root: Path | None = None, digest: str = "") -> dict[str, float]:
+    """Train, evaluate, record, checkpoint. All ranks call it.
+
+    Args:
+        experiment: what to run.
+        name: of the run directory where the experiment names none.
+        root: the project's folder, whose commit is recorded.
+        digest: of the experiment file, compared over ranks.
+
+    Returns: the last evaluation: eval_loss, eval_top1, eval_top5, eval_count.
+
+    Raises:
+        UsageError: the experiment cannot run as asked, or ranks differ.
+        TrainingError: the loss is not finite.
+    """
+    runtime.doing("start")
+    workers = gather_workers(experiment.devices)
+    agree_on(experiment, workers.processes, digest)
+    plan = make_plan(experiment, workers)
+    functions = build_functions(experiment, workers, plan)
+    folder = agree_on_run_dir(experiment, name, workers.processes)
+    states, saved = starting_states(experiment, workers, functions.rule, folder)
+    start = saved.step if saved else 0
+
+    recorder = Recorder(folder if workers.processes.rank == 0 else None, saved.extra["elapsed_s"] if saved else 0.0)
+    write_facts(folder, experiment, workers, functions, root)  # rank 0 only
+    recorder.say(f"run directory {folder}" + (f", resumed at step {start}" if experiment.resume else ""))
+    recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
+    try:
+        return loop(Run(experiment, workers, plan, functions, recorder, folder), put(states, workers), start)
+    finally:
+        recorder.close()
+
+
+class Run(NamedTuple):
+    """All that the loop needs beside the state."""
+
+    experiment: Experiment
+    workers: Workers
+    plan: Plan
+    functions: Functions
+    recorder: Recorder
+    folder: Path
+
+
+def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
+    """Steps start + 1 to the last; progress, evaluations and checkpoints when they are due."""
+    plan, last = run.plan, run.plan.clock.total_steps
+    run.recorder.start_window(plan.examples(start))
+    pending: list[tuple[int, steps.Metrics]] = []  # dispatched, not yet looked at
+    sums, result = np.zeros(2), {}  # loss and examples since the last progress line
+    for k, batch in enumerate(plan.feed.batches(start, last), start + 1):
+        runtime.doing(f"step {k}")
+        state, metrics = run.functions.train_step(state, batch)
+        pending.append((k, metrics))
+        log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
+        eval_due = k % plan.eval_every == 0 or k == last
+        save_due = k % plan.save_every == 0 or k == last
+        # One step late, so that the device never waits for the log.
+        while len(pending) > (0 if log_due or save_due else 1):
+            sums += finite_sums(*pending.pop(0), run)
+        if log_due:
+            log(run, k, sums)
+            sums = np.zeros(2)
+        if eval_due:
+            result = evaluate(run, state, k)
+        if save_due:
+            save(run, state, k)
+        if eval_due or save_due:
+            run.recorder.start_window(plan.examples(k))
+    return result
+
+
+def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
+    """[loss, examples] of this process's workers.
+
+    Raises:
+        TrainingError: a loss is NaN or infinite; the checkpoints so far stay.
+    """
+    losses = np.atleast_1d(np.asarray(metrics.loss, np.float64))
+    for worker, loss in zip(run.workers.mine, losses, strict=True):
+        if not np.isfinite(loss):
+            kept = checkpoint.found(run.folder / "checkpoints")
+            raise TrainingError(
+                f"the loss of worker {worker} is {loss} at step {step}; "
+                f"last good checkpoint: {kept[-1] if kept else 'none yet'}. Lower the learning rate, warm up or clip"
+            )
+    return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum()])
+
+
+def log(run: Run, step: int, sums: np.ndarray) -> None:
+    """A progress line: the mean loss of all workers' examples since the last one."""
+    loss, count = run.workers.processes.sum(sums)
+    run.recorder.train(
+        step=step,
+        total_steps=run.plan.clock.total_steps,
+        epoch=run.plan.epoch(step),
+        examples=run.plan.examples(step),
+        loss=float(loss / count),
+        lr=np.asarray(run.plan.lr(step - 1)).item(),
+    )
+
+
+def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
+    """Every validation example once, over all workers; model state is the workers' mean."""
+    runtime.doing(f"evaluation after step {step}")
+    model_state = run.functions.mean(state.model_state) if jax.tree.leaves(state.model_state) else state.model_state
+    sums = np.zeros(len(steps.EvalMetrics._fields))
+    for batch in run.plan.validation.batches():
+        metrics = run.functions.eval_step(state.params, model_state, batch)
+        sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
+    loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
+    means: dict[str, Any] = {"eval_count": int(count)}
+    if count:
+        means |= {"eval_loss": loss / count, "eval_top1": top1 / count, "eval_top5": top5 / count}
+    run.recorder.evaluation(step=step, epoch=run.plan.epoch(step), examples=run.plan.examples(step), **means)
+    return means
+
+
+# ---------------------------------------------------------------- state in and out
+
+
+def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
+    """This process's workers on its devices; copies, since the step donates its state."""
+    if workers.mesh is None:
+        return jax.tree.map(jnp.array, states[workers.mine[0]])
+    spread = jax.sharding.NamedSharding(workers.mesh, jax.sharding.PartitionSpec(steps.AXIS))
+    return jax.device_put(steps.stack([states[worker] for worker in workers.mine]), spread)
+
+
+def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
+    """The inverse of `put`, in host memory."""
+    host = jax.tree.map(np.asarray, state)
+    if workers.mesh is None:
+        return {workers.mine[0]: host}
+    return {worker: jax.tree.map(lambda x, i=i: x[i], host) for i, worker in enumerate(workers.mine)}
+
+
+def starting_states(
+    experiment: Experiment, workers: Workers, rule: Rule, folder: Path
+) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
+    """State 0, or that of the newest checkpoint where the run is resumed."""
+    states = initial_states(experiment, workers, rule)
+    if not experiment.resume:
+        return states, None
+    saved = checkpoint.restore(
+        folder / "checkpoints", states, workers=workers.size, replicated=rule.state_is_replicated
+    )
+    workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
+    return (saved.states if saved else states), saved
+
+
+def save(run: Run, state: TrainState, step: int) -> None:
+    """A checkpoint, unless an update has made params that are not finite.
+
+    Raises:
+        TrainingError: they are not; the checkpoints so far stay.
+    """
+    runtime.doing(f"checkpoint of step {step}")
+    states = take(state, run.workers)
+    for path, leaf in checkpoint.named_leaves(next(iter(states.values())).params):
+        if not np.isfinite(leaf).all():
+            raise TrainingError(f"params/{path} is not finite after step {step}: not saved, earlier checkpoints stay")
+    checkpoint.save(
+        run.folder / "checkpoints",
+        states,
+        run.workers.processes,
+        workers=run.workers.size,
+        replicated=run.functions.rule.state_is_replicated,
+        extra={"elapsed_s": run.recorder.elapsed_s()},
+        keep=run.experiment.keep_checkpoints,
+    )
+
+
+# ---------------------------------------------------------------- facts
+
+
+def agree_on(experiment: Experiment, processes: comms.Processes, digest: str) -> None:
+    """Refuse to start where ranks have different experiments or libraries."""
+    check(experiment.model is not None, "the experiment has no model")
+    facts = {"experiment_file": digest, "experiment": config.resolved(experiment), "versions": versions()}
+    processes.same("what this run is", facts)
+
+
+def agree_on_run_dir(experiment: Experiment, name: str, processes: comms.Processes) -> Path:
+    """The run directory that rank 0 chose, made.
+
+    Raises:
+        UsageError: it holds a run already and the run is not to be resumed, or the reverse.
+    """
+    chosen = experiment.run_dir or choose_run_dir(name, experiment.resume)
+    folder = Path(processes.gather(chosen)[0])
+    if experiment.resume:
+        check(folder.is_dir(), f"--resume: no run directory {str(folder)!r}; name one with --run-dir")
+    else:
+        check(
+            not (folder / "record.jsonl").exists(),
+            f"run directory {str(folder)!r} holds a run already; go on with --resume, or name another with --run-dir",
+        )
+    processes.barrier()  # all have looked before rank 0 writes
+    if processes.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def choose_run_dir(name: str, resume: bool) -> str:
+    """runs/<name>-<time>, or the newest of that name."""
+    if resume:
+        newest = sorted(Path("runs").glob(f"{name}-[0-9]*"))
+        return str(newest[-1]) if newest else f"runs/{name}-"
+    return f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+PACKAGES = ("jaxmpi", "jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what can change numbers, and of Python."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def write_facts(
+    folder: Path, experiment: Experiment, workers: Workers, functions: Functions, root: Path | None
+) -> None:
+    """RUN/config.json: the resolved configuration and where it ran. Rank 0 only."""
+    if workers.processes.rank != 0:
+        return
+    facts = {
+        "experiment": config.resolved(experiment),
+        "workers": workers.size,
+        "strategy": functions.strategy,
+        "form": functions.form,
+        "transport": transport(workers),
+        "backend": jax.default_backend(),
+        "versions": versions(),
+        "commit": commit(root),
+        "command": sys.argv,
+    }
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def transport(workers: Workers) -> str:
+    """What the exchange ran over."""
+    if workers.size == 1:
+        return "none: one worker"
+    if workers.mesh is not None:
+        return "XLA collectives between devices of one process"
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and os.environ.get("MPI4JAX_USE_CUDA_MPI", "0").lower() in ("1", "true", "on"):
+        return "MPI, CUDA-aware"
+    return "MPI, through the host" if on_gpu else "MPI, from host memory"
+
+
+def commit(root: Path | None) -> str:
+    """The commit of the project, `+` behind it where files differ; empty outside git."""
+    try:
+        git = partial(subprocess.run, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        head = git(["git", "rev-parse", "HEAD"]).stdout.strip()
+        return head + ("+" if git(["git", "status", "--porcelain"]).stdout.strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+if __name__ == "__main__":
+    main()

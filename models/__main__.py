@@ -1,0 +1,80 @@
+"""`python -m models`: what each model costs. Abstract shapes only: no params are allocated."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jaxmpi.model import Model
+from models import MODELS
+
+WEIGHT_LAYERS = ("conv_general_dilated", "dot_general")
+
+
+def depth(jaxpr: Any) -> int:
+    """Weight layers on the longest path from inputs to outputs of a jaxpr."""
+    return max(_depths(jaxpr, [0] * len(jaxpr.invars)), default=0)
+
+
+def _depths(jaxpr: Any, inputs: list[int]) -> list[int]:
+    at = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> int:
+        return 0 if hasattr(atom, "val") else at.get(atom, 0)  # literals have no depth
+
+    for equation in jaxpr.eqns:
+        before = [read(atom) for atom in equation.invars]
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        if inner is not None and len(inner.invars) == len(before):
+            after = _depths(inner, before)
+        else:
+            layer = equation.primitive.name in WEIGHT_LAYERS
+            after = [max(before, default=0) + layer] * len(equation.outvars)
+        at.update(zip(equation.outvars, after, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def shapes(model: Model) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
+    """The abstract (params, model_state, image) of one example."""
+    image = jax.ShapeDtypeStruct((1, *model.input_shape), jnp.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return (*jax.eval_shape(model.init, key, image), image)
+
+
+def row(model: Model) -> list[str]:
+    """Name, depth, params, input, GFLOP of one image's forward pass, gradient bytes."""
+    params, state, image = shapes(model)
+
+    def forward(params: Any, state: Any, image: jax.Array) -> jax.Array:
+        return model.apply(params, state, image, jax.random.key(0), False)[0]
+
+    traced = jax.jit(forward).trace(params, state, image)
+    cost: Any = traced.lower().cost_analysis()
+    leaves = jax.tree.leaves(params)
+    return [
+        model.name,
+        str(depth(traced.jaxpr.jaxpr)),
+        f"{sum(math.prod(leaf.shape) for leaf in leaves):,}",
+        "x".join(map(str, model.input_shape)),
+        f"{cost['flops'] / 1e9:.3g}",
+        f"{sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves):,}",
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    table = Table("model")
+    table.columns[0].no_wrap = True
+    for heading in ("depth", "params", "input", "GFLOP/image", "gradient bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for make in MODELS.values():
+        table.add_row(*row(make()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Real jobs for tests: mpirun with a hard time limit, killed by session so that no rank outlives a test."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmpi import launch
+
+ROOT = Path(__file__).parent.parent
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+
+
+class Ended(NamedTuple):
+    """How a job ended."""
+
+    code: int
+    out: str  # stdout and stderr together
+    timed_out: bool
+
+
+def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:
+    """Run a command line in a session of its own; everything in it is killed when time is up."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    job = subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}),
+        start_new_session=True,
+    )
+    try:
+        out, _ = job.communicate(timeout=timeout_s)
+        return Ended(job.returncode, out, False)
+    except subprocess.TimeoutExpired:
+        kill_session(job.pid)
+        out, _ = job.communicate()
+        return Ended(-9, out, True)
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL every process of a session; ranks have process groups of their own."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and session_of(int(entry.name)) == leader:
+            try:
+                os.kill(int(entry.name), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def session_of(pid: int) -> int:
+    """The session a process belongs to; 0 where it is gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def mpirun_line(ranks: int) -> list[str]:
+    """The launcher's part of the line that `jaxmpi train -n ranks` uses on this machine."""
+    options = launch.Options(ranks, "mpirun", (), ())
+    cores = len(os.sched_getaffinity(0))
+    return launch.mpirun(options, cores, os.geteuid() == 0)
+
+
+def mpirun(ranks: int, *args: str, timeout_s: float, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:
+    """`mpirun -n ranks python args`."""
+    return run([*mpirun_line(ranks), sys.executable, *args], timeout_s=timeout_s, env=env, cwd=cwd)
+
+
+def train(ranks: int, *args: str, timeout_s: float = 120, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:
+    """`python -m jaxmpi.train args`, under mpirun where there are several ranks."""
+    line = mpirun_line(ranks) if ranks > 1 else []
+    return run([*line, sys.executable, "-m", "jaxmpi.train", *args], timeout_s=timeout_s, env=env, cwd=cwd)

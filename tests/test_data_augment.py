@@ -1,0 +1,140 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmpi.config import Data, UsageError
+from jaxmpi.data import Augment, load_mean_image
+
+IMAGE = np.arange(20 * 30 * 3, dtype=np.uint32).reshape(20, 30, 3).astype(np.uint8)
+# Each pixel holds its own place, so that a crop shows where it was taken.
+PLACES = np.stack([*np.indices((20, 30)), np.zeros((20, 30))], axis=-1).astype(np.uint8)
+
+
+def augmented(data: Data, image: np.ndarray, train=True, epoch=0, index=0, seed=0, mean=None):
+    return Augment(data, train, seed, mean)(image, epoch, index, f"photo{index}.jpg")
+
+
+def test_untouched_where_nothing_is_asked_for():
+    for train in (True, False):
+        assert np.array_equal(augmented(Data(), IMAGE, train), IMAGE)
+
+
+def test_validation_takes_the_centre_and_does_not_mirror():
+    data = Data(crop=10, mirror=True)
+    for index in range(8):
+        out = augmented(data, PLACES, train=False, index=index)
+        assert np.array_equal(out, PLACES[5:15, 10:20])
+
+
+def test_training_crops_cover_all_places_evenly_and_mirror_half():
+    data = Data(crop=18, mirror=True)
+    crops = [augmented(data, PLACES, index=i) for i in range(3000)]
+    rows = np.bincount([crop[0, 0, 0] for crop in crops], minlength=3)
+    columns = np.bincount([crop[0, :, 1].min() for crop in crops], minlength=13)
+    mirrored = sum(crop[0, 0, 1] > crop[0, -1, 1] for crop in crops)
+    assert rows.shape == (3,)
+    assert columns.shape == (13,)
+    # 5 standard deviations of a binomial count
+    assert np.abs(rows - 1000).max() < 5 * np.sqrt(3000 * 1 / 3 * 2 / 3)
+    assert np.abs(columns - 3000 / 13).max() < 5 * np.sqrt(3000 / 13)
+    assert abs(mirrored - 1500) < 5 * np.sqrt(3000 / 4)
+
+
+@given(st.integers(0, 2**64), st.integers(0, 1000), st.integers(0, 2**40))
+def test_choices_depend_on_seed_epoch_and_index_alone(seed, epoch, index):
+    data = Data(crop=10, mirror=True)
+    one, two = (augmented(data, PLACES, True, epoch, index, seed) for _ in range(2))
+    assert np.array_equal(one, two)
+    assert one.shape == (10, 10, 3)
+
+
+def test_choices_differ_between_epochs_indices_and_seeds():
+    data = Data(crop=4, mirror=True)
+    keys = [(e, i, s) for e in range(3) for i in range(3) for s in range(3)]
+    outs = {augmented(data, PLACES, True, *key).tobytes() for key in keys}
+    assert len(outs) > 20  # of 27 draws among 17 x 27 x 2 outcomes
+
+
+def test_mirror_without_a_crop():
+    outs = [augmented(Data(mirror=True), IMAGE, index=i) for i in range(20)]
+    kinds = {out.tobytes() for out in outs}
+    assert kinds == {IMAGE.tobytes(), IMAGE[:, ::-1].tobytes()}
+
+
+def test_shorter_side_then_crop():
+    out = augmented(Data(resize=40, crop=32), IMAGE, train=False)
+    assert out.shape == (32, 32, 3)
+    assert augmented(Data(resize=10), IMAGE).shape == (10, 15, 3)
+    assert augmented(Data(resize=40), IMAGE.transpose(1, 0, 2)).shape == (60, 40, 3)
+    assert out.dtype == np.uint8
+
+
+def test_grey_is_repeated():
+    for grey in (IMAGE[..., 0], IMAGE[..., :1]):
+        out = augmented(Data(crop=20), grey, train=False)
+        assert out.shape == (20, 20, 3)
+        assert np.array_equal(out[..., 0], out[..., 2])
+    assert augmented(Data(channels=1), IMAGE[..., 0]).shape == (20, 30, 1)
+    with pytest.raises(UsageError, match=r"photo0\.jpg: got an image of shape \(20, 30, 3\)"):
+        augmented(Data(channels=1), IMAGE)
+
+
+def test_prepared_arrays_are_kept():
+    features = np.linspace(0, 1, 7)
+    assert augmented(Data(), features) is features
+    floats = IMAGE.astype(np.float32) / 255
+    assert np.array_equal(augmented(Data(crop=10), floats, train=False), floats[5:15, 10:20])
+
+
+def test_too_small_for_the_crop():
+    match = r"photo3\.jpg: got an image of 20 x 30 px; expected at least data.crop = 24 px"
+    with pytest.raises(UsageError, match=match):
+        augmented(Data(crop=24), IMAGE, index=3)
+
+
+class TestMeanImage:
+    @pytest.fixture
+    def mean(self) -> np.ndarray:
+        return np.random.default_rng(0).uniform(0, 255, (16, 16, 3)).astype(np.float32)
+
+    def test_centre_crop_to_the_mean_subtract_crop_mirror(self, mean):
+        """The whole image first, as the reference does it: the same numbers."""
+        std = (0.2, 0.3, 0.4)
+        data = Data(crop=12, mirror=True, std=std)
+        whole = (IMAGE[2:18, 7:23].astype(np.float32) - mean) / 255 / np.array(std, np.float32)
+        for index in range(20):
+            out = augmented(data, IMAGE, index=index, mean=mean)
+            windows = [whole[r : r + 12, c : c + 12] for r in range(5) for c in range(5)]
+            windows += [w[:, ::-1] for w in windows]
+            assert out.dtype == np.float32
+            assert any(np.allclose(out, w, rtol=1e-6, atol=0) for w in windows)
+        centre = augmented(data, IMAGE, train=False, mean=mean)
+        assert np.allclose(centre, whole[2:14, 2:14], rtol=1e-6, atol=0)
+
+    def test_image_smaller_than_the_mean(self, mean):
+        with pytest.raises(UsageError, match=r"got an image of 10 x 30 px.*16 x 16"):
+            augmented(Data(crop=8), IMAGE[:10], mean=mean)
+
+    def test_file(self, tmp_path, mean):
+        path = tmp_path / "mean.npy"
+        np.save(path, mean)
+        data = Data(mean_image=str(path), crop=12)
+        loaded = load_mean_image(data)
+        assert loaded is not None
+        assert np.array_equal(loaded, mean)
+        assert load_mean_image(Data()) is None
+        with pytest.raises(UsageError, match=r"got 16 x 16 px; expected at least data.crop = 20"):
+            load_mean_image(Data(mean_image=str(path), crop=20))
+
+    def test_bad_files(self, tmp_path):
+        missing = str(tmp_path / "none.npy")
+        with pytest.raises(UsageError, match=r"none\.npy.*expected a \.npy file"):
+            load_mean_image(Data(mean_image=missing))
+        path = tmp_path / "objects.npy"
+        np.save(path, np.array([{}], object), allow_pickle=True)
+        with pytest.raises(UsageError, match=r"objects\.npy.*allow_pickle"):
+            load_mean_image(Data(mean_image=str(path)))
+        np.save(path, np.zeros((3, 8, 8)))
+        with pytest.raises(UsageError, match=r"shape \(3, 8, 8\)"):
+            load_mean_image(Data(mean_image=str(path)))

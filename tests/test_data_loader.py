@@ -1,0 +1,386 @@
+import contextlib
+import gc
+import importlib.util
+import io
+import logging
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi.config import Data, UsageError
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source
+
+PX = 6
+
+
+def numbered(n: int) -> ArraySource:
+    """Example i is all i, labelled i."""
+    images = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None, None], (n, PX, PX, 1))
+    return ArraySource(images, np.arange(n))
+
+
+def loader(source, batch, rank=0, size=1, train=True, data=None, seed=0, **kwargs) -> Loader:
+    sampler = Sampler(len(source), batch, rank, size, seed, shuffle=train)
+    return Loader(source, sampler, data or Data(), train, **kwargs)
+
+
+def crew() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("jaxmpi-loader")]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    gc.collect()
+    assert crew() == []
+
+
+class Damaged:
+    """Some of the numbered examples are corrupt, or raise what a user's own source may raise."""
+
+    def __init__(self, n: int, bad: set[int], error: type[Exception] = CorruptExample) -> None:
+        self.inner, self.bad, self.error = numbered(n), bad, error
+        self.name, self.classes = "damaged", n
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def where(self, index: int) -> str:
+        return f"file{index}.jpg"
+
+    def __getitem__(self, index: int):
+        if index not in self.bad:
+            return self.inner[index]
+        if self.error is CorruptExample:
+            raise CorruptExample(self.where(index), index, "truncated")
+        raise self.error("by the user")
+
+
+class Slow:
+    def __init__(self, n: int, seconds: float) -> None:
+        self.inner, self.seconds, self.read = numbered(n), seconds, 0
+        self.name, self.classes = "slow", n
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int):
+        self.read += 1
+        time.sleep(self.seconds)
+        return self.inner[index]
+
+
+def test_batch_fields():
+    with loader(numbered(10), batch=4, stop_step=3) as batches:
+        batch = next(batches)
+    assert batch.image.shape == (4, PX, PX, 3)
+    assert (batch.image.dtype, batch.label.dtype, batch.weight.dtype) == (np.uint8, np.int32, np.float32)
+    assert (batch.epoch, batch.step, batch.count) == (0, 0, 4)
+    assert batch.image[:, 0, 0, 0].tolist() == batch.label.tolist()
+    assert batch.weight.tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("examples", [1, 4, 11, 12, 30])
+@pytest.mark.parametrize("batch", [1, 4, 7, 32])
+def test_an_evaluation_counts_every_example_once(examples, batch, size):
+    seen: list[int] = []
+    source = numbered(examples)
+    for rank in range(size):
+        with loader(source, batch, rank, size, train=False, data=Data(threads=1)) as batches:
+            shapes = set()
+            for b in batches:
+                seen += b.label[b.weight > 0].tolist()
+                assert set(b.weight.tolist()) <= {0.0, 1.0}
+                shapes.add((b.image.shape, b.label.shape))
+            assert len(shapes) == 1
+            assert shapes.pop()[1] == (-(-batch // size),)
+    assert sorted(seen) == list(range(examples))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_weighted_losses_averaged_over_workers_are_the_global_mean(size):
+    source, batch = numbered(11), 8  # the last step has 3 examples, so at size 4 one worker has none
+    losses = np.random.default_rng(0).uniform(size=11)
+    with contextlib.ExitStack() as stack:
+        all_workers = [stack.enter_context(loader(source, batch, r, size, stop_step=4)) for r in range(size)]
+        for step, parts in enumerate(zip(*all_workers, strict=True)):
+            mean = np.mean([(b.weight * losses[b.label]).sum() for b in parts])
+            share = Sampler(11, batch).indices(step)
+            assert parts[0].count == share.count
+            assert mean == pytest.approx(losses[share.indices].mean(), rel=1e-6)
+            assert np.mean([b.weight.sum() for b in parts]) == pytest.approx(1, rel=1e-6)
+
+
+def test_many_workers_see_what_one_sees():
+    source, data = open_source(Data(resize=12), "train"), Data(crop=8, mirror=True)
+    with loader(source, 8, data=data, stop_step=2) as one:
+        whole = list(one)
+    for rank in range(2):
+        with loader(source, 8, rank, 2, data=data, stop_step=2) as half:
+            for a, b in zip(whole, half, strict=True):
+                assert np.array_equal(a.image[rank::2], b.image)
+                assert np.array_equal(a.label[rank::2], b.label)
+
+
+@pytest.mark.parametrize(("threads", "prefetch"), [(1, 1), (4, 1), (4, 3)])
+def test_order_does_not_depend_on_threads(threads, prefetch):
+    data = Data(crop=4, mirror=True, threads=threads, prefetch=prefetch)
+    with loader(numbered(23), 5, data=data, stop_step=12) as batches:
+        got = list(batches)
+    with loader(numbered(23), 5, data=Data(crop=4, mirror=True), stop_step=12) as batches:
+        expected = list(batches)
+    for a, b in zip(got, expected, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert np.array_equal(x, y)
+
+
+def test_an_example_is_augmented_anew_every_epoch():
+    source, data = open_source(Data(resize=32), "validation"), Data(crop=24, mirror=True)
+    with loader(source, 360, data=data, stop_step=2) as batches:
+        by_index = [b.image[np.argsort(Sampler(360, 360).indices(b.step).indices)] for b in batches]
+    same = [np.array_equal(a, b) for a, b in zip(*by_index, strict=True)]
+    assert np.mean(same) < 0.1  # 81 places, mirrored or not
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 5, 9])
+def test_resumes_at_any_step(start):
+    data = Data(crop=4, mirror=True)
+    with loader(numbered(23), 5, data=data, stop_step=12) as batches:
+        whole = list(batches)[start:]
+    with loader(numbered(23), 5, data=data, start_step=start, stop_step=12) as batches:
+        for a, b in zip(whole, batches, strict=True):
+            assert (a.step, a.epoch) == (b.step, b.epoch)
+            assert np.array_equal(a.image, b.image)
+
+
+def test_batches_are_fresh_arrays():
+    with loader(numbered(4), 4, train=False, stop_step=None) as batches:
+        first = next(batches)
+    with loader(numbered(8), 4) as batches:
+        a, b = next(batches), next(batches)
+    for batch in (first, a, b):
+        assert batch.image.flags.owndata
+        assert batch.image.flags.writeable
+    assert not np.shares_memory(a.image, b.image)
+
+
+def test_made_ahead_is_bounded():
+    source = Slow(100, 0)
+    with loader(source, 2, data=Data(prefetch=3)) as batches:
+        next(batches)
+        time.sleep(0.2)
+        assert source.read == 2 * (1 + 3 + 1)  # given out, waiting, in the making
+
+
+def test_wait_is_measured():
+    with loader(Slow(8, 0.02), 2, data=Data(threads=1), stop_step=4) as batches:
+        assert len(list(batches)) == 4
+        assert 0.1 < batches.wait_s < 2
+    with loader(Slow(8, 0.0), 2, stop_step=4) as batches:
+        for _ in batches:
+            time.sleep(0.02)
+        assert batches.wait_s < 0.1
+
+
+def test_floats_become_f32_and_keep_their_shape():
+    source = ArraySource(np.random.default_rng(0).normal(size=(6, 5)), [0] * 6)
+    with loader(source, 3, stop_step=1) as batches:
+        batch = next(batches)
+    assert batch.image.shape == (3, 5)
+    assert batch.image.dtype == np.float32
+
+
+def test_labels_out_of_range():
+    source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, 7], classes=3)
+    with (
+        loader(source, 2, train=False) as batches,
+        pytest.raises(UsageError, match=r"array\[1\]: got label 7; expected 0 <= label < 3"),
+    ):
+        next(batches)
+
+
+class TestErrors:
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_corrupt_example_stops_in_its_turn(self, threads):
+        source = Damaged(12, bad={5, 6, 11})
+        batches = loader(source, 4, train=False, data=Data(threads=threads))
+        assert next(batches).label.tolist() == [0, 1, 2, 3]
+        with pytest.raises(CorruptExample, match=r"file5\.jpg \(example 5\) is corrupt: truncated"):
+            next(batches)
+        assert crew() == []
+        assert list(batches) == []
+
+    def test_any_error_is_raised_with_the_example_named(self):
+        with (
+            loader(Damaged(4, {2}, KeyError), 4, train=False) as batches,
+            pytest.raises(KeyError) as caught,
+        ):
+            next(batches)
+        assert "file2.jpg (example 2, epoch 0)" in caught.value.__notes__[0]
+
+    def test_skip_in_an_evaluation_is_left_out_of_the_count(self, caplog):
+        skip = Data(on_error="skip")
+        with (
+            caplog.at_level(logging.WARNING),
+            loader(Damaged(10, {1, 8, 9}), 4, train=False, data=skip) as batches,
+        ):
+            got = list(batches)
+            assert batches.skipped == 3
+        seen = [label for b in got for label in b.label[b.weight > 0].tolist()]
+        assert seen == [0, 2, 3, 4, 5, 6, 7]
+        assert sum(b.weight.sum() for b in got) == 7
+        assert {b.image.shape for b in got} == {(4, PX, PX, 3)}
+        assert "file8.jpg" in caplog.text
+
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_skip_in_training_is_the_same_on_any_number_of_workers(self, size):
+        source, skip = Damaged(8, {1, 2, 5}), Data(on_error="skip")
+        losses = np.arange(8) + 1.0
+        total, skipped = 0.0, 0
+        for rank in range(size):
+            with loader(source, 8, rank, size, data=skip, stop_step=1) as batches:
+                batch = next(batches)
+                total += (batch.weight * losses[batch.label]).sum() / size
+                skipped += batches.skipped
+        assert total == pytest.approx(losses[[0, 3, 4, 6, 7]].sum() / 8, rel=1e-6)
+        assert skipped == 3
+
+    def test_all_corrupt(self):
+        skip = Data(on_error="skip")
+        with (
+            loader(Damaged(3, {0, 1, 2}), 2, data=skip) as batches,
+            pytest.raises(UsageError, match="not one of 3 examples is good"),
+        ):
+            next(batches)
+
+    def test_images_of_different_size(self):
+        images = [np.zeros((4, 4, 3), np.uint8)] * 3 + [np.zeros((4, 5, 3), np.uint8)]
+        source = ArraySource(images, [0] * 4)
+        match = r"got an image of shape \(4, 5, 3\); expected \(4, 4, 3\).*set data\.crop"
+        for batch in (4, 1):
+            with (
+                loader(source, batch, train=False) as batches,
+                pytest.raises(UsageError, match=match),
+            ):
+                list(batches)
+
+    def test_no_examples_to_train_on(self):
+        sampler = Sampler(0, 4, shuffle=False)
+        with pytest.raises(UsageError, match="got 0 training examples"):
+            Loader(numbered(0), sampler, Data(), train=True)
+        with Loader(numbered(0), sampler, Data(), train=False) as batches:
+            assert list(batches) == []
+
+    def test_source_and_sampler_that_do_not_fit(self):
+        with pytest.raises(UsageError, match="got 4 examples; expected the sampler's 5"):
+            Loader(numbered(4), Sampler(5, 2), Data(), train=True)
+
+
+class TestClosing:
+    def test_end_of_the_steps(self):
+        batches = loader(numbered(4), 2, stop_step=2)
+        assert len(list(batches)) == 2
+        assert crew() == []
+
+    def test_close_is_prompt_and_drops_what_is_queued(self):
+        source = Slow(1000, 0.05)
+        begin = time.perf_counter()
+        with loader(source, 100, data=Data(prefetch=8)):
+            assert len(crew()) == 2
+        assert time.perf_counter() - begin < 2
+        assert source.read <= 4
+        assert crew() == []
+
+    def test_consumer_that_raises(self):
+        def consume():
+            for _ in loader(numbered(8), 2):
+                raise RuntimeError("the step failed")
+
+        with pytest.raises(RuntimeError, match="the step failed"):
+            consume()
+        gc.collect()
+        assert crew() == []
+
+    def test_closing_from_another_thread_frees_the_consumer(self):
+        batches = loader(Slow(8, 0.3), 8, data=Data(threads=1))
+        timer = threading.Timer(0.1, batches.close)
+        timer.start()
+        with pytest.raises(CancelledError):
+            next(batches)
+        timer.join()
+
+    def test_a_stuck_read_does_not_keep_close_waiting(self, monkeypatch):
+        monkeypatch.setattr("jaxmpi.data.loader.JOIN_S", 0.1)
+        release = threading.Event()
+
+        class Stuck(Slow):
+            def __getitem__(self, index: int):
+                release.wait(20)
+                return self.inner[index]
+
+        begin = time.perf_counter()
+        with loader(Stuck(8, 0), 4):
+            pass
+        assert time.perf_counter() - begin < 5
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("jaxmpi-loader"):
+                thread.join(5)
+
+    def test_closing_twice(self):
+        batches = loader(numbered(8), 2)
+        batches.close()
+        batches.close()
+        assert list(batches) == []
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_folder_with_a_truncated_photograph(tmp_path: Path, on_error: str):
+    """Real photographs through the whole chain: scaled JPEG decoding, crop, mirror, batch."""
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    for name in ("china", "flower"):
+        photograph = Path(package.origin).parent / "datasets" / "images" / f"{name}.jpg"
+        pixels = np.asarray(Image.open(photograph))
+        place = tmp_path / "train" / name
+        place.mkdir(parents=True)
+        for i in range(3):
+            Image.fromarray(pixels[i:, i:]).save(place / f"{i}.jpg", quality=90)
+    bad = tmp_path / "train" / "flower" / "1.jpg"
+    bad.write_bytes(bad.read_bytes()[:20000])
+    size = {"resize": 64, "crop": 56, "mirror": True}
+    data = Data(source="imagefolder", dir=str(tmp_path), on_error=on_error, **size)
+    with loader(open_source(data, "train"), 6, data=data, stop_step=2) as batches:
+        if on_error == "stop":
+            with pytest.raises(CorruptExample, match=r"flower/1\.jpg"):
+                list(batches)
+            return
+        for batch in batches:
+            assert batch.image.shape == (6, 56, 56, 3)
+            assert (batch.weight > 0).sum() == 5
+            shown = batch.image[(batch.weight > 0) & (batch.label == 1)]
+            assert len(shown) == 2
+            assert shown.std() > 20  # pixels of a photograph, not a blank
+        assert batches.skipped == 2
+
+
+def test_encoded_images_survive_the_chain_unchanged(tmp_path: Path):
+    place = tmp_path / "train" / "only"
+    place.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 255, (4, 9, 9, 3), dtype=np.uint8)
+    for i in range(4):
+        file = io.BytesIO()
+        Image.fromarray(pixels[i]).save(file, "PNG")
+        (place / f"{i}.png").write_bytes(file.getvalue())
+    data = Data(source="imagefolder", dir=str(tmp_path))
+    with loader(open_source(data, "train"), 4, data=data, stop_step=1) as batches:
+        batch = next(batches)
+    order = Sampler(4, 4).indices(0).indices
+    assert np.array_equal(batch.image, pixels[order])

@@ -1,0 +1,178 @@
+"""The NNX adapter: a user's own module, unchanged, as a pair of pure functions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxmpi.config import UsageError
+from jaxmpi.model import nnx_model
+
+KEY = jax.random.key(0)
+IMAGE = np.random.default_rng(0).standard_normal((4, 6, 6, 2)).astype(np.float32)
+
+
+class Net(nnx.Module):
+    """What a user writes: stock layers, stock initialisers, a list, two random streams."""
+
+    def __init__(self, rngs):
+        self.convs = nnx.List([nnx.Conv(2, 8, (3, 3), rngs=rngs), nnx.Conv(8, 8, (3, 3), rngs=rngs)])
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.drops = nnx.List([nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
+        self.logits = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x, train):
+        x = jax.nn.relu(self.norm(self.convs[0](x), use_running_average=not train))
+        x = self.drops[0](self.convs[1](x), deterministic=not train).mean((1, 2))
+        self.sow(nnx.Intermediate, "features", x)
+        return self.logits(self.drops[1](x, deterministic=not train))
+
+
+class Bare(nnx.Module):
+    """Never tells its dropout whether it trains."""
+
+    def __init__(self, rngs):
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.logits = nnx.Linear(2, 3, rngs=rngs)
+
+    def __call__(self, x, train):
+        return self.logits(self.drop(x.mean((1, 2))))
+
+
+def adapted(net=Net):
+    return nnx_model(net, name="net", input_shape=(6, 6, 2), classes=3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return adapted()
+
+
+@pytest.fixture(scope="module")
+def state(model):
+    return model.init(KEY, IMAGE[:1])
+
+
+def test_building_a_model_calls_nothing():
+    nnx_model(lambda rngs: pytest.fail("built"), name="x", input_shape=(1, 1, 1), classes=1)
+
+
+def test_init_gives_plain_arrays(state):
+    params, model_state = state
+    assert set(params) == {"convs", "norm", "logits"}
+    assert set(model_state) == {"norm"}
+    assert set(model_state["norm"]) == {"mean", "var"}
+    for leaf in jax.tree.leaves(state):
+        assert isinstance(leaf, jax.Array)
+        assert leaf.dtype == jnp.float32
+
+
+def test_init_does_not_depend_on_tracing(model, state):
+    abstract = jax.eval_shape(model.init, KEY, IMAGE[:1])
+    assert jax.tree.map(lambda x: x.shape, abstract) == jax.tree.map(lambda x: x.shape, state)
+    traced = jax.jit(model.init)(KEY, IMAGE[:1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), traced, state)
+
+
+def test_same_numbers_as_the_module(model, state):
+    module = Net(nnx.Rngs(KEY))
+    want = module(IMAGE, False)
+    np.testing.assert_array_equal(model.apply(*state, IMAGE, KEY, False)[0], want)
+
+
+def test_batch_statistics_move_in_training_only(model, state):
+    params, before = state
+    _, after = model.apply(params, before, IMAGE, KEY, True)
+    assert jax.tree.structure(after) == jax.tree.structure(before)  # what was sown is not in it
+    assert not np.array_equal(after["norm"]["mean"], before["norm"]["mean"])
+    _, kept = model.apply(params, after, IMAGE, KEY, False)
+    jax.tree.map(np.testing.assert_array_equal, kept, after)
+
+
+def test_dropout_follows_the_key(model, state):
+    one, again, other = (model.apply(*state, IMAGE, jax.random.key(seed), True)[0] for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+
+
+def test_evaluation_ignores_the_key(model, state):
+    one, other = (model.apply(*state, IMAGE, jax.random.key(seed), False)[0] for seed in (1, 2))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_module_that_ignores_train_is_deterministic_in_evaluation():
+    bare = adapted(Bare)
+    state = bare.init(KEY, IMAGE[:1])
+    keys = jax.random.key(1), jax.random.key(2)
+    train = [bare.apply(*state, IMAGE, key, True)[0] for key in keys]
+    evaluation = [bare.apply(*state, IMAGE, key, False)[0] for key in keys]
+    assert not np.array_equal(*train)
+    np.testing.assert_array_equal(*evaluation)
+
+
+def test_each_stream_has_its_own_key():
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.one, self.two = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+            self.scale = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x, train):
+            ones = self.scale * jnp.ones((64,))
+            return self.one(ones, deterministic=False), self.two(ones, deterministic=False)
+
+    twice = adapted(Twice)
+    one, two = twice.apply(*twice.init(KEY, IMAGE[:1]), IMAGE, KEY, True)[0]
+    assert not np.array_equal(one, two)
+
+
+def test_jit_with_donated_state(model):
+    @jax.jit
+    def loss_and_grads(params, model_state, image, key):
+        def loss(params):
+            outputs, updated = model.apply(params, model_state, image, key, True)
+            return (outputs**2).mean(), updated
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    def step(params, model_state, image, key):
+        (_, model_state), grads = loss_and_grads(params, model_state, image, key)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), model_state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    params, model_state = model.init(KEY, IMAGE[:1])
+    structure = jax.tree.structure((params, model_state))
+    for i in range(3):
+        params, model_state = step(params, model_state, IMAGE, jax.random.fold_in(KEY, i))
+    assert jax.tree.structure((params, model_state)) == structure
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert step._cache_size() == 1
+
+
+def test_vmap_over_workers(model, state):
+    images, keys = jnp.stack([IMAGE, 2 * IMAGE]), jax.random.split(KEY, 2)
+    outputs, states = jax.vmap(lambda x, key: model.apply(*state, x, key, True))(images, keys)
+    for i in range(2):
+        want, want_state = model.apply(*state, images[i], keys[i], True)
+        np.testing.assert_allclose(outputs[i], want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(states["norm"]["mean"][i], want_state["norm"]["mean"], atol=1e-5)
+
+
+def test_shard_map(model, state):
+    mesh = jax.make_mesh((1,), ("world",), (jax.sharding.AxisType.Auto,))
+
+    def forward(params, model_state, image):
+        return model.apply(params, model_state, image, KEY, False)[0]
+
+    mapped = jax.shard_map(forward, mesh=mesh, in_specs=(P(), P(), P("world")), out_specs=P("world"))
+    np.testing.assert_allclose(jax.jit(mapped)(*state, IMAGE), forward(*state, IMAGE), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 6, 3), (4, 5, 6, 2), (6, 6, 2)])
+def test_wrong_image_names_got_and_expected(model, state, shape):
+    image = jnp.zeros(shape)
+    with pytest.raises(UsageError, match=r"net: got images of .* \(.*\); expected \(6, 6, 2\)"):
+        model.apply(*state, image, KEY, True)
+    with pytest.raises(UsageError, match="expected"):
+        model.init(KEY, image)

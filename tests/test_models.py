@@ -1,0 +1,282 @@
+"""The zoo: exact counts and shapes, the layers against plain references, and that the tiny ones learn."""
+
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import models.__main__ as report
+from jaxmpi.config import UsageError
+from models import MODELS
+from models import layers as layers_module
+from models.googlenet import (
+    AUX_WEIGHT,
+    BLOCKS,
+    STARTS,
+    GoogLeNet,
+    Inception,
+    googlenet,
+    googlenet_loss,
+    googlenet_tiny,
+)
+from models.layers import average_pool, conv, he_normal, local_response_norm, max_pool, normal
+
+KEY = jax.random.key(0)
+TINY = [name for name in MODELS if name.endswith("_tiny")]
+IN_CHANNELS = {"3a": 192, "3b": 256, "4a": 480, "4b": 512, "4c": 512}
+IN_CHANNELS |= {"4d": 512, "4e": 528, "5a": 832, "5b": 832}
+BLOCK_PARAMS = {"3a": 163_696, "3b": 388_736, "4a": 376_176, "4b": 449_160, "4c": 510_104}
+BLOCK_PARAMS |= {"4d": 605_376, "4e": 868_352, "5a": 1_043_456, "5b": 1_444_080}
+
+
+def count(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def noise(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def outputs_of(model, train, batch=2):
+    params, state, _ = report.shapes(model)
+    image = jax.ShapeDtypeStruct((batch, *model.input_shape), jnp.float32)
+    return jax.eval_shape(lambda p, s, x: model.apply(p, s, x, KEY, train)[0], params, state, image)
+
+
+def test_googlenet_counts():
+    params, state, _ = report.shapes(googlenet())
+    assert state == {}
+    assert count(params) == 13_378_280
+    assert count(params["aux1"]) == 3_188_840
+    assert count(params["aux2"]) == 3_190_888
+    assert count(params["stem7"]) == 9_472
+    assert count(params["stem1"]) == 4_160
+    assert count(params["stem3"]) == 110_784
+    assert count(params["logits"]) == 1_025_000
+    assert {name: count(block) for name, block in params["blocks"].items()} == BLOCK_PARAMS
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_inception_block_alone(name):
+    block = nnx.eval_shape(lambda: Inception(IN_CHANNELS[name], BLOCKS[name], STARTS["he"], nnx.Rngs(0)))
+    assert count(nnx.state(block, nnx.Param)) == BLOCK_PARAMS[name]
+
+
+def test_googlenet_small_images_change_only_the_class_layers():
+    full, small = (report.shapes(m)[0] for m in (googlenet(), googlenet(10, image_size=64)))
+    shapes_of = [dict(jax.tree_util.tree_leaves_with_path(p)) for p in (full, small)]
+    changed = {
+        jax.tree_util.keystr(path) for path, leaf in shapes_of[0].items() if leaf.shape != shapes_of[1][path].shape
+    }
+    heads = ("['logits']", "['aux1']['logits']", "['aux2']['logits']")
+    assert changed == {h + leaf for h in heads for leaf in ("['kernel']", "['bias']")}
+
+
+@pytest.mark.parametrize("size", [32, 64, 224])
+def test_googlenet_shapes(size):
+    model = googlenet(10, image_size=size)
+    assert [o.shape for o in outputs_of(model, True)] == [(2, 10)] * 3
+    assert outputs_of(model, False).shape == (2, 10)
+
+
+def test_googlenet_published_and_he_start():
+    published = _stds("published")
+    assert published["kernel stem7"] == pytest.approx(0.1, rel=0.05)
+    assert published["kernel reduce5"] == pytest.approx(0.2, rel=0.05)
+    assert published["bias stem7"] == pytest.approx(0.2)
+    he = _stds("he")
+    assert he["kernel reduce5"] == pytest.approx(math.sqrt(2 / 192), rel=0.05)
+    assert he["kernel logits"] == pytest.approx(0.01, rel=0.05)
+    assert he["bias stem7"] == 0
+
+
+def _stds(start):
+    module = GoogLeNet(10, 3, STARTS[start], 1, nnx.Rngs(0))
+    layers = {"stem7": module.stem7, "reduce5": module.blocks["3a"].reduce5}
+    layers["logits"] = module.logits
+    out = {f"kernel {name}": float(layer.kernel[...].std()) for name, layer in layers.items()}
+    return out | {f"bias {name}": float(layer.bias[...].mean()) for name, layer in layers.items()}
+
+
+def test_unknown_start_and_size_are_refused():
+    with pytest.raises(UsageError, match="did you mean 'published'"):
+        googlenet(init="publishd")
+    with pytest.raises(UsageError, match="got image_size 8 px; expected >= 16"):
+        googlenet(image_size=8)
+
+
+def test_googlenet_loss_weighs_the_auxiliary_heads():
+    logits, labels = [noise((4, 10), seed) for seed in range(3)], jnp.arange(4)
+    main, aux1, aux2 = (optax.softmax_cross_entropy_with_integer_labels(each, labels) for each in logits)
+    loss = googlenet_loss(tuple(logits), labels)
+    assert loss.shape == (4,)
+    np.testing.assert_allclose(loss, main + AUX_WEIGHT * (aux1 + aux2), rtol=1e-6)
+    np.testing.assert_allclose(googlenet_loss(logits[0], labels), main, rtol=1e-6)
+
+
+def test_auxiliary_heads_reach_the_inner_blocks():
+    model = googlenet_tiny()
+    image, labels = noise((2, *model.input_shape)), jnp.asarray([1, 2])
+    params, state = model.init(KEY, image[:1])
+
+    def loss(params, heads):
+        outputs, _ = model.apply(params, state, image, KEY, True)
+        return googlenet_loss(outputs if heads else outputs[0], labels).sum()
+
+    both, main = (jax.grad(loss)(params, heads) for heads in (True, False))
+    assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(main["aux1"]))
+    assert float(jnp.abs(both["aux1"]["logits"]["kernel"]).max()) > 0
+    stem = both["stem7"]["kernel"] - main["stem7"]["kernel"]
+    assert float(jnp.abs(stem).max()) > 0
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_model_learns(name):
+    model, tx = MODELS[name](), optax.adam(3e-3)
+    image, labels = noise((16, *model.input_shape)), jnp.arange(16) % model.classes
+    params, state = model.init(KEY, image[:1])
+
+    def loss(params, key):
+        outputs, _ = model.apply(params, state, image, key, True)
+        return googlenet_loss(outputs, labels).mean()
+
+    @jax.jit
+    def step(params, moments, key):
+        value, grads = jax.value_and_grad(loss)(params, key)
+        updates, moments = tx.update(grads, moments)
+        return optax.apply_updates(params, updates), moments, value
+
+    moments, losses = tx.init(params), []
+    for i in range(80):
+        params, moments, value = step(params, moments, jax.random.fold_in(KEY, i))
+        losses.append(float(value))
+    assert np.mean(losses[-5:]) < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_and_names(name):
+    model = MODELS[name]()
+    train = outputs_of(model, True)
+    main = train[0] if isinstance(train, tuple) else train
+    assert main.shape == outputs_of(model, False).shape == (2, model.classes)
+    assert model.name == name
+
+
+def test_dropout_follows_the_key_in_training_only():
+    model = googlenet_tiny()
+    image = noise((2, *model.input_shape))
+    params, state = model.init(KEY, image[:1])
+    apply = jax.jit(lambda key, train: model.apply(params, state, image, key, train)[0], static_argnums=1)
+    one, again, other = (apply(jax.random.key(seed), True) for seed in (1, 1, 2))
+    for head in range(3):
+        np.testing.assert_array_equal(one[head], again[head])
+        assert not np.array_equal(one[head], other[head])
+    np.testing.assert_array_equal(apply(jax.random.key(1), False), apply(jax.random.key(2), False))
+
+
+def test_init_is_a_function_of_the_key():
+    model = MODELS["digits_cnn"]()
+    image = jnp.zeros((1, 8, 8, 1))
+    eager, traced = model.init(KEY, image)[0], jax.jit(model.init)(KEY, image)[0]
+    jax.tree.map(np.testing.assert_array_equal, eager, traced)
+    other = model.init(jax.random.key(1), image)[0]
+    assert not np.array_equal(eager["conv1"]["kernel"], other["conv1"]["kernel"])
+    assert not np.array_equal(eager["conv1"]["kernel"].ravel()[:9], eager["conv2"]["kernel"].ravel()[:9])
+
+
+def test_initialisers_draw_the_same_under_vmap():
+    keys = jax.random.split(KEY, 3)
+    mapped = jax.vmap(lambda key: normal(0.5)(key, (4, 2)))(keys)
+    np.testing.assert_array_equal(mapped, jnp.stack([normal(0.5)(key, (4, 2)) for key in keys]))
+    assert float(he_normal(KEY, (3, 3, 50, 60)).std()) == pytest.approx(math.sqrt(2 / 450), rel=0.02)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (7, 8), (9, 4)])
+def test_max_pool_is_reduce_window(size, stride):
+    # Few different values, so that ties decide where the gradient goes.
+    x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (2, *size, 3)).astype(np.float32))
+
+    def plain(x):
+        pads = ((0, 0), (1, 1), (1, 1), (0, 0))
+        strides = (1, stride, stride, 1)
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), strides, pads)
+
+    want, pull_want = jax.vjp(plain, x)
+    got, pull_got = jax.vjp(lambda x: max_pool(x, stride), x)
+    g = noise(want.shape)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(pull_got(g)[0], pull_want(g)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_average_pool_at_14_is_5_by_3_and_at_4_nothing():
+    x = noise((2, 14, 14, 3))
+    want = lax.reduce_window(x, 0.0, lax.add, (1, 5, 5, 1), (1, 3, 3, 1), "VALID") / 25
+    np.testing.assert_allclose(average_pool(x, 4), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(average_pool(x[:, :4, :4], 4), x[:, :4, :4])
+
+
+@pytest.mark.parametrize("size", range(1, 20))
+def test_average_pool_weights(size):
+    bins = layers_module._bins(size, 4)
+    assert bins.shape == (4, size)
+    np.testing.assert_allclose(bins.sum(1), 1)
+    assert (bins.sum(0) > 0).all()  # no entry is left out
+
+
+@pytest.mark.parametrize("channels", [3, 8])
+def test_local_response_norm_value_and_gradient(channels):
+    x, alpha = 3 * noise((2, 2, 2, channels)), 0.1
+
+    def plain(x):
+        energy = [(x[..., max(c - 2, 0) : c + 3] ** 2).sum(-1) for c in range(channels)]
+        return x / (2 + alpha * jnp.stack(energy, -1)) ** 0.75
+
+    want, pull_want = jax.vjp(plain, x)
+    got, pull_got = jax.vjp(lambda x: local_response_norm(x, 5, 2.0, alpha), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    g = noise(want.shape, 1)
+    np.testing.assert_allclose(pull_got(g)[0], pull_want(g)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("image", "size", "stride"), [(2, 3, 1), (3, 5, 1), (4, 7, 2), (5, 1, 1), (9, 3, 2)])
+def test_conv_is_the_convolution(image, size, stride):
+    x, kernel, pad = noise((2, image, image, 3)), noise((size, size, 3, 4), 1), (size - 1) // 2
+    want = lax.conv_general_dilated(
+        x, kernel, (stride, stride), [(pad, pad)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    np.testing.assert_allclose(conv(x, kernel, stride), want, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_stays_bfloat16():
+    model = googlenet_tiny()
+    params, state, image = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), report.shapes(model))
+
+    def loss(params, state, image):
+        outputs, _ = model.apply(params, state, image, KEY, True)
+        return googlenet_loss(outputs, jnp.zeros(1, int)).sum(), outputs
+
+    grads, outputs = jax.eval_shape(jax.grad(loss, has_aux=True), params, state, image)
+    assert {leaf.dtype for leaf in jax.tree.leaves((grads, outputs))} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_table_row():
+    name, depth, params, size, flop, gradient_bytes = report.row(googlenet())
+    assert (name, depth, params, size) == ("googlenet", "22", "13,378,280", "224x224x3")
+    assert 2.9 < float(flop) < 3.3  # 1.5 G multiply-adds in the paper
+    assert gradient_bytes == f"{4 * 13_378_280:,}"
+
+
+def test_no_module_of_models_knows_rank_or_communicator():
+    for module in (report, layers_module, inspect.getmodule(googlenet)):
+        assert module is not None
+        source = inspect.getsource(module)
+        assert "mpi4py" not in source
+        assert "jaxmpi.comm" not in source

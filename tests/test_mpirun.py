@@ -1,0 +1,73 @@
+"""Real jobs of 2, 3, 4 and 8 ranks: what works over MPI, and how a job ends when a rank fails."""
+
+import os
+import sys
+import time
+
+import pytest
+from launching import ROOT, mpirun, run, session_of
+
+HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\nfrom jaxmpi.comm import processes\n"
+HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x).block_until_ready()\n"
+WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_suite_over_mpi(ranks):
+    ended = mpirun(ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/ranks", timeout_s=280)
+    assert ended.code == 0, ended.out[-4000:]
+    assert ended.out.count(" passed") == ranks
+
+
+FAULTS = {
+    "raise": ("raise ValueError('boom')", "ValueError: boom"),
+    "raise_in_thread": ("threading.Thread(target=lambda: 1 / 0).start()", "ZeroDivisionError"),
+    "exit_0_early": ("sys.exit(0)", "others had not"),
+    "exit_3_early": ("sys.exit(3)", "others had not"),
+    "hard_exit": ("os._exit(0)", ""),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    "other_tree": ("jaxmpi.exchange(np.ones(999, np.float32))", "got float32[999], expected float32[998]"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
+    code, message = FAULTS[fault]
+    others = "jaxmpi.exchange(np.ones(998, np.float32))" if fault == "other_tree" else WORK
+    (tmp_path / "job.py").write_text(f"{HEAD}if comm.rank == 1:\n    {code}\n{others}\n")
+    begin = time.monotonic()
+    ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_EXIT_TIMEOUT_S": "3"})
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.code != 0
+    assert message in ended.out, ended.out[-3000:]
+    if message and fault != "other_tree":
+        assert "rank 1/3 on " in ended.out
+    assert time.monotonic() - begin < 50
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and is_job(pid, str(tmp_path))]
+
+
+def is_job(pid: str, path: str) -> bool:
+    """Whether a process still runs a script of this folder."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return path.encode() in file.read() and session_of(int(pid)) != os.getsid(0)
+    except OSError:
+        return False
+
+
+def test_absent_rank_is_named_within_the_time_limit(tmp_path):
+    script = HEAD + "if comm.rank == 1: time.sleep(100)\njaxmpi.exchange(np.ones(7, np.float32))\n"
+    (tmp_path / "job.py").write_text(script)
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": "3"})
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "rank [1] did not answer in time" in ended.out
+
+
+def test_launcher_and_mpi_of_different_families_are_named():
+    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    ended = run([sys.executable, "-c", "import jaxmpi; jaxmpi.world()"], timeout_s=60, env=env, cwd=ROOT)
+    assert ended.code != 0
+    assert "Open MPI's mpirun" in ended.out
+    assert "started 4 ranks" in ended.out
+    assert "Open MPI v5" in ended.out
