@@ -51,32 +51,96 @@ def exchange(
     parse(strategy)
     lookup({"mean": 0, "sum": 0}, op, "op")
     check_leaves(tree)
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
-        return _exchange(tree, strategy, op, workers, bucket_bytes)
-    return _jitted(strategy, op, workers, bucket_bytes)(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        choice = Choice(strategy, op, workers, bucket_bytes)
+        workers.sign("exchange", choice.facts(tree))
+        return jax.tree.unflatten(structure, choice.inside_jit([not_differentiable(leaf) for leaf in leaves]))
+    return _outside_jit(Choice(strategy, op, workers, bucket_bytes))(tree)
+
+
+class Choice(NamedTuple):
+    """How to exchange, and with whom."""
+
+    strategy: str
+    op: Op
+    comm: Comm
+    bucket_bytes: int | None
+
+    def facts(self, tree: PyTree) -> PyTree:
+        """What must be the same on all ranks."""
+        options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes}
+        return {**options, "leaf": signature(tree)}
+
+    def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Leaves -> buckets -> sums -> leaves, as part of the caller's program."""
+        if self.comm.size == 1:
+            return leaves
+        out = list(leaves)
+        for bucket in plan([leaf.size for leaf in leaves], self.bucket_bytes):
+            group = [leaves[i] for i in bucket]
+            [total] = self.exchanged([fuse(group)])
+            for i, leaf in zip(bucket, split(total, group), strict=True):
+                out[i] = leaf
+        return out
+
+    def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
+        """The mean or sum of every vector over workers, in its shape and dtype."""
+        strategy, divisor = parse(self.strategy), self.comm.size if self.op == "mean" else 1
+        return [
+            (sum_bucket(x.astype(jnp.float32).reshape(-1), strategy, self.comm) / divisor)
+            .reshape(x.shape)
+            .astype(x.dtype)
+            for x in vectors
+        ]
 
 
 @functools.cache
-def _jitted(strategy: str, op: Op, comm: Comm, bucket_bytes: int | None) -> Callable[[PyTree], PyTree]:
-    def exchange_in_jit(tree: PyTree) -> PyTree:
-        return _exchange(tree, strategy, op, comm, bucket_bytes)
+def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
+    """The exchange as a function of concrete arrays, compiled once for every structure."""
+    programs: dict[Any, Callable[[list[jax.Array]], list[jax.Array]]] = {}
 
-    return jax.jit(exchange_in_jit)
+    def call(tree: PyTree) -> PyTree:
+        if choice.comm.size == 1:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in programs:
+            choice.comm.sign("exchange", choice.facts(tree))
+            programs[key] = _three_programs(choice, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        return jax.tree.unflatten(structure, programs[key](leaves))
+
+    return call
 
 
-def _exchange(tree: PyTree, strategy: str, op: Op, comm: Comm, bucket_bytes: int | None) -> PyTree:
-    comm.sign(
-        "exchange",
-        {"strategy": strategy, "op": op, "bucket_bytes": bucket_bytes, "leaf": signature(tree)},
-    )
-    leaves, structure = jax.tree.flatten(jax.tree.map(not_differentiable, tree))
-    chosen = parse(strategy)
-    for bucket in plan([leaf.size for leaf in leaves], bucket_bytes):
-        total = sum_bucket(fuse([leaves[i] for i in bucket]), chosen, comm)
-        mean = total / comm.size if op == "mean" else total
-        for i, part in zip(bucket, split(mean, [leaves[i] for i in bucket]), strict=True):
-            leaves[i] = part
-    return jax.tree.unflatten(structure, leaves)
+def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Fuse, exchange, split: three jits, of which only the middle one communicates.
+
+    A program that communicates is compiled by every rank for itself. Here it sees nothing but vectors, which keeps it
+    small; the other two are compiled once a host. A leaf that is alone in its bucket passes by without a copy.
+    """
+    buckets = plan([leaf.size for leaf in like], choice.bucket_bytes)
+    alone = [bucket[0] for bucket in buckets if len(bucket) == 1]
+    fused = [bucket for bucket in buckets if len(bucket) > 1]
+    groups = [[like[i] for i in bucket] for bucket in fused]
+    fuse_each = choice.comm.jit(lambda groups: [fuse(group) for group in groups])
+    exchange_each = jax.jit(choice.exchanged)
+    split_each = choice.comm.jit(lambda flats: [split(flat, group) for flat, group in zip(flats, groups, strict=True)])
+
+    def run(leaves: list[jax.Array]) -> list[jax.Array]:
+        flats = fuse_each([[leaves[i] for i in bucket] for bucket in fused]) if fused else []
+        vectors = exchange_each([*flats, *(leaves[i] for i in alone)])
+        parts = split_each(vectors[: len(fused)]) if fused else []
+        out = list(leaves)
+        for bucket, part in [
+            *zip(fused, parts, strict=True),
+            *(([i], [x]) for i, x in zip(alone, vectors[len(fused) :], strict=True)),
+        ]:
+            for i, leaf in zip(bucket, part, strict=True):
+                out[i] = leaf
+        return out
+
+    return run
 
 
 def plan(sizes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:
@@ -111,7 +175,7 @@ def fuse(leaves: Sequence[jax.Array]) -> jax.Array:
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
-def split(flat: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+def split(flat: jax.Array, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """The inverse of `fuse`, in the shapes and dtypes of `leaves`."""
     ends = np.cumsum([leaf.size for leaf in leaves])
     return [
@@ -121,7 +185,9 @@ def split(flat: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
-    """The strategy over f32[n], padded to a multiple of the number of workers."""
+    """The strategy over f32[n], padded to a multiple of the number of workers; nothing travels from one to itself."""
+    if comm.size == 1:
+        return flat
     missing = -flat.size % comm.size
     padded = jnp.pad(flat, (0, missing)) if missing else flat
     return strategy.sum(padded, comm, strategy.wire)[: flat.size]

@@ -29,6 +29,11 @@ class Clock(NamedTuple):
 # ---------------------------------------------------------------- schedules
 
 
+def part(step: jax.Array, whole: int) -> jax.Array:
+    """step / whole, f32; 0 and 1 are exact, since what is left of a span is counted in whole steps."""
+    return step.astype(jnp.float32) / whole
+
+
 def constant(config: Schedule, clock: Clock) -> Share:
     """1."""
     return lambda step: jnp.ones((), jnp.float32)
@@ -43,7 +48,7 @@ def step_decay(config: Schedule, clock: Clock) -> Share:
 def poly(config: Schedule, clock: Clock) -> Share:
     """(1 - t / span)^power with t in steps."""
     span = max(clock.steps(config.span), 1)
-    return lambda step: jnp.maximum(1 - step / jnp.float32(span), 0) ** jnp.float32(config.power)
+    return lambda step: jnp.maximum(part(span - step, span), 0) ** jnp.float32(config.power)
 
 
 def poly_epoch(config: Schedule, clock: Clock) -> Share:
@@ -59,7 +64,7 @@ def poly_epoch(config: Schedule, clock: Clock) -> Share:
 def cosine(config: Schedule, clock: Clock) -> Share:
     """(1 + cos(pi t / span)) / 2."""
     span = max(clock.steps(config.span), 1)
-    return lambda step: (1 + jnp.cos(jnp.pi * jnp.minimum(step / jnp.float32(span), 1))) / 2
+    return lambda step: (1 + jnp.cos(jnp.pi * jnp.minimum(part(step, span), 1))) / 2
 
 
 DECAYS = {"constant": constant, "step": step_decay, "poly": poly, "poly_epoch": poly_epoch, "cosine": cosine}
@@ -69,7 +74,7 @@ def linear_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
     """From `warmup_from` (0: one step's share) to 1, a little each step."""
     over = max(clock.steps(config.warmup), 1)
     first = config.warmup_from or 1 / over
-    return lambda step: jnp.minimum(first + (1 - first) * step / jnp.float32(over), 1)
+    return lambda step: jnp.minimum(first + (1 - first) * part(step, over), 1)
 
 
 def geometric_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
@@ -79,7 +84,7 @@ def geometric_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
 
     def share(step: jax.Array) -> jax.Array:
         held = step // clock.steps_per_epoch * clock.steps_per_epoch
-        return jnp.minimum(jnp.float32(first) ** (1 - held / jnp.float32(over)), 1)
+        return jnp.minimum(jnp.float32(first) ** part(over - held, over), 1)
 
     return share
 

@@ -226,11 +226,11 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     if isinstance(error, UsageError) and my_rank() != 0:
         time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
     phase = f" ({_job.doing})" if _job else ""
-    print(f"jaxmpi: {who()}{phase}:", file=sys.stderr)
     if isinstance(error, (UsageError, TrainingError)):
-        print(f"error: {error}", file=sys.stderr)
+        text = f"error: {error}\n"
     else:
-        traceback.print_exception(None if error is None else type(error), error, trace, file=sys.stderr)
+        text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
+    sys.stderr.write(f"jaxmpi: {who()}{phase}:\n{text}")  # at once: other ranks write too
     end_job(1)
 
 

@@ -151,7 +151,7 @@ def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """i32[batch]: how many classes are ahead of the true one; ties go by class number, NaN is behind all."""
     true = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     ahead = ~(logits <= true)
-    tied_before = (logits == true) & (jnp.arange(logits.shape[-1]) < labels[:, None])
+    tied_before = (logits == true) & (jnp.arange(logits.shape[-1])[None] < labels[:, None])
     return (ahead | tied_before).sum(-1, dtype=jnp.int32)
 
 

@@ -226,7 +226,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     strategy = strategies.parse(experiment.exchange.strategy).name
     share = partial(exchange, strategy=strategy, bucket_bytes=experiment.exchange.bucket_bytes, comm=workers.comm)
     mean, total = partial(share, op="mean"), partial(share, op="sum")
-    once = comms.jit_once_per_host(workers.processes)
+    once = workers.comm.jit
     if is_split(experiment, workers):
         rule = build_rule(experiment, plan, rules.Exchange(mean, total, once))
         step = partial(steps.train_step, gradients=once(gradients), rule=rule)
@@ -281,7 +281,7 @@ def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     params, model_state = workers.processes.bcast((params, model_state))
     workers.processes.same("initial params", {"sha256": tree_digest(params)})
-    rule_state = jax.tree.map(np.asarray, comms.jit_once_per_host(workers.processes)(rule.init)(params))
+    rule_state = jax.tree.map(np.asarray, workers.comm.jit(rule.init)(params))
     return {
         worker: create(params, model_state, rule_state, seed=experiment.seed, worker=worker) for worker in workers.mine
     }

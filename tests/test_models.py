@@ -1,5 +1,6 @@
 """The zoo: exact counts and shapes, the layers against plain references, and that the tiny ones learn."""
 
+import functools
 import inspect
 import math
 
@@ -41,6 +42,12 @@ def count(tree):
 
 def noise(shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(f, x, g):
+    y, pull = jax.vjp(f, x)
+    return y, pull(g)[0]
 
 
 def outputs_of(model, train, batch=2):
@@ -98,7 +105,7 @@ def test_googlenet_published_and_he_start():
 
 
 def _stds(start):
-    module = GoogLeNet(10, 3, STARTS[start], 1, nnx.Rngs(0))
+    module = GoogLeNet(10, 3, STARTS[start], nnx.Rngs(0))
     layers = {"stem7": module.stem7, "reduce5": module.blocks["3a"].reduce5}
     layers["logits"] = module.logits
     out = {f"kernel {name}": float(layer.kernel[...].std()) for name, layer in layers.items()}
@@ -121,41 +128,53 @@ def test_googlenet_loss_weighs_the_auxiliary_heads():
     np.testing.assert_allclose(googlenet_loss(logits[0], labels), main, rtol=1e-6)
 
 
-def test_auxiliary_heads_reach_the_inner_blocks():
-    model = googlenet_tiny()
-    image, labels = noise((2, *model.input_shape)), jnp.asarray([1, 2])
-    params, state = model.init(KEY, image[:1])
+class Tiny:
+    """One batch for a tiny model, and its compiled gradients: compiling is what takes the time."""
 
-    def loss(params, heads):
-        outputs, _ = model.apply(params, state, image, KEY, True)
-        return googlenet_loss(outputs if heads else outputs[0], labels).sum()
+    def __init__(self, name):
+        self.model = MODELS[name]()
+        self.image = noise((16, *self.model.input_shape))
+        labels = jnp.arange(16) % self.model.classes
+        self.params, self.state = self.model.init(KEY, self.image[:1])
 
-    both, main = (jax.grad(loss)(params, heads) for heads in (True, False))
-    assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(main["aux1"]))
-    assert float(jnp.abs(both["aux1"]["logits"]["kernel"]).max()) > 0
-    stem = both["stem7"]["kernel"] - main["stem7"]["kernel"]
-    assert float(jnp.abs(stem).max()) > 0
+        def loss(params, key, heads):
+            outputs, _ = self.model.apply(params, self.state, self.image, key, True)
+            if isinstance(outputs, tuple):
+                main = googlenet_loss(outputs[0], labels)
+                return (main + heads * (googlenet_loss(outputs, labels) - main)).mean()
+            return googlenet_loss(outputs, labels).mean()
+
+        options = {"xla_backend_optimization_level": 0}  # compiles in half the time
+        self.gradients = jax.jit(jax.value_and_grad(loss), compiler_options=options)
 
 
+@pytest.fixture(scope="module")
+def tiny():
+    return functools.cache(Tiny)
+
+
+def test_auxiliary_heads_reach_the_inner_blocks(tiny):
+    tiny = tiny("googlenet_tiny")
+    _, both = tiny.gradients(tiny.params, KEY, 1.0)
+    _, main = tiny.gradients(tiny.params, KEY, 0.0)
+    for head in ("aux1", "aux2"):
+        assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(main[head]))
+        assert float(jnp.abs(both[head]["logits"]["kernel"]).max()) > 0
+    assert float(jnp.abs(both["stem7"]["kernel"] - main["stem7"]["kernel"]).max()) > 0
+
+
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", TINY)
-def test_tiny_model_learns(name):
-    model, tx = MODELS[name](), optax.adam(3e-3)
-    image, labels = noise((16, *model.input_shape)), jnp.arange(16) % model.classes
-    params, state = model.init(KEY, image[:1])
-
-    def loss(params, key):
-        outputs, _ = model.apply(params, state, image, key, True)
-        return googlenet_loss(outputs, labels).mean()
-
-    @jax.jit
-    def step(params, moments, key):
-        value, grads = jax.value_and_grad(loss)(params, key)
-        updates, moments = tx.update(grads, moments)
-        return optax.apply_updates(params, updates), moments, value
-
-    moments, losses = tx.init(params), []
+def test_tiny_model_learns(tiny, name):
+    tiny = tiny(name)
+    params = jax.tree.map(np.array, tiny.params)  # NumPy: nothing to compile
+    velocity, losses = jax.tree.map(np.zeros_like, params), []
     for i in range(80):
-        params, moments, value = step(params, moments, jax.random.fold_in(KEY, i))
+        value, grads = tiny.gradients(params, jax.random.fold_in(KEY, i), 1.0)
+        velocity = jax.tree.map(
+            lambda v, g: np.float32(0.9) * v - np.float32(0.05) * g, velocity, jax.device_get(grads)
+        )
+        params = jax.tree.map(np.add, params, velocity)
         losses.append(float(value))
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
 
@@ -239,11 +258,11 @@ def test_local_response_norm_value_and_gradient(channels):
         energy = [(x[..., max(c - 2, 0) : c + 3] ** 2).sum(-1) for c in range(channels)]
         return x / (2 + alpha * jnp.stack(energy, -1)) ** 0.75
 
-    want, pull_want = jax.vjp(plain, x)
-    got, pull_got = jax.vjp(lambda x: local_response_norm(x, 5, 2.0, alpha), x)
+    g = noise(x.shape, 1)
+    want, want_gradient = pulled(plain, x, g)
+    got, got_gradient = pulled(lambda x: local_response_norm(x, 5, 2.0, alpha), x, g)
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    g = noise(want.shape, 1)
-    np.testing.assert_allclose(pull_got(g)[0], pull_want(g)[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got_gradient, want_gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("image", "size", "stride"), [(2, 3, 1), (3, 5, 1), (4, 7, 2), (5, 1, 1), (9, 3, 2)])

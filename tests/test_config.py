@@ -1,0 +1,157 @@
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmpi import config
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, Schedule, UsageError, local_batch, lookup, steps
+
+DURATIONS = [
+    # text, steps_per_epoch, effective_batch, total_steps -> steps
+    ("90ep", 5004, 256, 0, 450360),
+    ("0.5ep", 5, 1, 0, 2),  # to even
+    ("125st", 7, 3, 0, 125),
+    ("125 st", 7, 3, 0, 125),
+    ("20000ex", 10, 256, 0, 78),
+    ("10%", 10, 1, 450, 45),
+    ("100%", 10, 1, 7, 7),
+    ("0st", 1, 1, 1, 0),
+    ("2.5ep", 4, 1, 0, 10),
+]
+NO_DURATIONS = ["", "10", "ep", "-1ep", "10 epochs", "1e3st", "nanep", "5ep3st", "٣st٣"]
+
+
+@pytest.mark.parametrize(("text", "epoch", "batch", "total", "expected"), DURATIONS)
+def test_durations(text, epoch, batch, total, expected):
+    assert steps(text, epoch, batch, total) == expected
+
+
+@pytest.mark.parametrize("text", NO_DURATIONS)
+def test_what_is_no_duration(text):
+    with pytest.raises(UsageError, match="got duration .*expected a number and a unit: 90ep"):
+        steps(text, 1, 1, 1)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**4))
+def test_whole_numbers_of_steps_and_epochs_are_exact(number, epoch):
+    assert steps(f"{number}st", epoch, 32) == number
+    assert steps(f"{number}ep", epoch, 32) == number * epoch
+
+
+LOOKUPS = [
+    ("ringg", r"unknown strategy 'ringg'; did you mean 'ring'\? there are: asa, ring"),
+    ("zzz", "unknown strategy 'zzz'; there are: asa, ring$"),
+    ("", "unknown strategy ''; there are: asa, ring$"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), LOOKUPS)
+def test_an_unknown_name_lists_what_exists_and_the_nearest(name, message):
+    with pytest.raises(UsageError, match=message):
+        lookup({"ring": 1, "asa": 2}, name, "strategy")
+
+
+def test_a_known_name_is_looked_up():
+    assert lookup({"ring": 1}, "ring", "strategy") == 1
+
+
+OUT_OF_RANGE = [
+    (Data, {"on_error": "ignore"}, "data.on_error: got 'ignore'; stop or skip"),
+    (Data, {"resize": -1}, "data.resize: got -1 px"),
+    (Data, {"crop": -5}, "data.crop: got -5 px"),
+    (Data, {"channels": 0}, "data.channels: got 0; expected >= 1"),
+    (Data, {"threads": 0}, "data.threads: got 0"),
+    (Data, {"prefetch": 0}, "data.prefetch: got 0"),
+    (Data, {"synthetic_examples": 0}, "data.synthetic_examples: got 0"),
+    (Data, {"mean": (0.5, 0.5)}, "data.mean: got 2 numbers; expected 3"),
+    (Data, {"std": (0.5, 0.5)}, "data.std: got 2 numbers; expected 3"),
+    (Data, {"std": (1.0, 0.0, 1.0)}, "data.std: got .*must be > 0"),
+    (Data, {"std": (float("nan"),)}, "data.std: got .*must be > 0"),
+    (Data, {"mean": (0.5,), "mean_image": "a.npy"}, "give one of the two"),
+    (Optim, {"lr": 0.0}, "optim.lr: got 0.0; expected > 0"),
+    (Optim, {"lr": float("inf")}, "optim.lr: got inf"),
+    (Optim, {"lr": float("nan")}, "optim.lr: got nan"),
+    (Optim, {"momentum": 1.0}, "optim.momentum: got 1.0"),
+    (Optim, {"momentum": -0.1}, "optim.momentum: got -0.1"),
+    (Optim, {"weight_decay": -1.0}, "optim.weight_decay: got -1.0"),
+    (Optim, {"clip_norm": -1.0}, "optim.clip_norm: got -1.0"),
+    (Optim, {"bias_lr_factor": 0.0}, "optim.bias_lr_factor: got 0.0"),
+    (Schedule, {"factor": 0.0}, "schedule.factor: got 0.0"),
+    (Schedule, {"power": 0.0}, "schedule.power: got 0.0"),
+    (Schedule, {"warmup_from": 1.5}, "schedule.warmup_from: got 1.5; expected a share"),
+    (ExchangeConfig, {"bucket_bytes": 3}, "exchange.bucket_bytes: got 3; expected None or >= 4 bytes"),
+    (Experiment, {"local_batch": 8, "effective_batch": 32}, "got local_batch 8 and effective_batch 32; give one"),
+    (Experiment, {"local_batch": -1}, "local_batch: got -1"),
+    (Experiment, {"effective_batch": -1}, "effective_batch: got -1"),
+    (Experiment, {"micro_batch": -1}, "micro_batch: got -1"),
+    (Experiment, {"log_every": 0}, "log_every: got 0; expected >= 1"),
+    (Experiment, {"keep_checkpoints": 0}, "keep_checkpoints: got 0"),
+    (Experiment, {"devices": 0}, "devices: got 0"),
+    (Experiment, {"compute_dtype": "float16"}, "compute_dtype: got 'float16'; expected float32 or bfloat16"),
+    (Experiment, {"form": "both"}, "form: got 'both'"),
+    (Experiment, {"train_for": "ten epochs"}, "got duration 'ten epochs'"),
+    (Experiment, {"eval_every": "1"}, "got duration '1'"),
+    (Experiment, {"checkpoint_every": ""}, "got duration ''"),
+]
+
+
+@pytest.mark.parametrize(("part", "fields", "message"), OUT_OF_RANGE)
+def test_fields_check_themselves(part, fields, message):
+    with pytest.raises(UsageError, match=message):
+        part(**fields)
+
+
+@pytest.mark.parametrize("part", [Data, Optim, Schedule, ExchangeConfig, Experiment, config.RuleConfig])
+def test_parts_are_frozen_and_their_defaults_hold(part):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(part(), dataclasses.fields(part)[0].name, None)
+
+
+BATCHES = [
+    # experiment, workers -> local batch
+    ({}, 4, 32),
+    ({"local_batch": 8}, 4, 8),
+    ({"effective_batch": 252}, 4, 63),
+    ({"local_batch": 8, "micro_batch": 4}, 3, 8),
+    ({"effective_batch": 64, "micro_batch": 16}, 2, 32),
+]
+
+
+@pytest.mark.parametrize(("fields", "workers", "expected"), BATCHES)
+def test_local_batch(fields, workers, expected):
+    assert local_batch(Experiment(**fields), workers) == expected
+
+
+INDIVISIBLE = [
+    ({"effective_batch": 250}, 4, "effective_batch 250 is not divisible by 4 workers; nearest that are: 248 or 252"),
+    ({"effective_batch": 3}, 4, "effective_batch 3 is not divisible by 4 workers; nearest that are: 4$"),
+    ({"local_batch": 10, "micro_batch": 4}, 1, r"local batch 10 is not divisible by 4 \(micro_batch\); .*: 8 or 12"),
+    ({"local_batch": 2, "micro_batch": 4}, 1, "nearest that are: 4$"),
+]
+
+
+@pytest.mark.parametrize(("fields", "workers", "message"), INDIVISIBLE)
+def test_batches_that_do_not_divide_name_the_nearest_that_do(fields, workers, message):
+    with pytest.raises(UsageError, match=message):
+        local_batch(Experiment(**fields), workers)
+
+
+def test_resolved_is_json_and_holds_every_field_but_the_embedded_recipe():
+    def squared(outputs, labels):
+        return outputs
+
+    experiment = Experiment(loss=squared, embedded=Experiment(), data=Data(train=[1], mean=(0.5,)), optim=Optim(lr=0.5))
+    plain = config.resolved(experiment)
+    assert json.loads(json.dumps(plain)) == plain
+    assert set(plain) == {field.name for field in dataclasses.fields(Experiment)} - {"embedded"}
+    assert (plain["loss"], plain["data"]["mean"], plain["optim"]["lr"]) == ("squared", [0.5], 0.5)
+    assert plain["data"]["train"] == [1]
+
+
+def test_resolved_names_what_only_python_can_set():
+    class Source:
+        name = "mine"
+
+    assert config.resolved(Experiment(data=Data(train=Source())))["data"]["train"] == "mine"

@@ -1,0 +1,296 @@
+"""Trees in, trees out: dtypes, shapes, buckets, refusals."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from references import mean_in_leaf_dtype
+from tolerances import leaf_bound
+
+import jaxmpi
+from jaxmpi.comm import AxisComm, SoloComm
+from jaxmpi.config import UsageError
+from jaxmpi.exchange import exchange, exchange_gradients, plan
+from jaxmpi.strategies import ALIASES
+
+WORKERS = 3
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+
+class Layer(NamedTuple):
+    kernel: jax.Array
+    bias: jax.Array
+
+
+def noise(seed: int, shape: tuple[int, ...], dtype=jnp.float32, workers: int = WORKERS) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((workers, *shape)).astype(dtype)
+
+
+def nested() -> dict:
+    """Workers' trees as one, with a leading axis of workers."""
+    return {
+        "layer": Layer(noise(0, (3, 5)), noise(1, (5,), jnp.bfloat16)),
+        "list": [noise(2, (), jnp.float16), None, noise(3, (0, 2)), (noise(4, (7, 1, 2), jnp.float16),)],
+        "empty": {},
+        "scalar": noise(5, ()),
+    }
+
+
+def over_workers(function, workers: int = WORKERS, **kwargs):
+    """`exchange` of trees with a leading axis of workers."""
+    comm = AxisComm("w", workers)
+    return jax.jit(jax.vmap(functools.partial(function, comm=comm, **kwargs), axis_name="w", axis_size=workers))
+
+
+def assert_mean_of_workers(got, tree, strategy: str, op: str = "mean") -> None:
+    for leaf, rows in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True):
+        exact = mean_in_leaf_dtype(rows) * (len(rows) if op == "sum" else 1)
+        flat = rows.reshape(len(rows), -1)
+        # Leaves fused into a bucket share its scale: the floor of wire 16 is that of the largest leaf.
+        largest = max((np.abs(other.astype(np.float32)).max(initial=0) for other in jax.tree.leaves(tree)), default=0)
+        padded = np.concatenate([flat.astype(np.float32), np.full((len(rows), 1), largest, np.float32)], 1)
+        error = leaf_bound(strategy, padded, str(leaf.dtype), op)[:-1].reshape(exact.shape)
+        assert (leaf.dtype, leaf.shape) == (rows.dtype, rows.shape)
+        assert (np.abs(np.asarray(leaf, np.float64) - exact) <= error).all()
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 4, 1 << 20])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("strategy", ["ar", "asa32", "asa16", "ring16"])
+def test_any_tree_keeps_structure_shapes_and_dtypes(strategy, op, bucket_bytes):
+    tree = nested()
+    got = over_workers(exchange, strategy=strategy, op=op, bucket_bytes=bucket_bytes)(tree)
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    assert_mean_of_workers(got, tree, strategy, op)
+
+
+def test_sum_is_not_the_mean():
+    tree = nested()
+    mean, total = (over_workers(exchange, op=op)(tree)["scalar"] for op in ("mean", "sum"))
+    np.testing.assert_allclose(np.asarray(total), np.asarray(mean) * WORKERS, rtol=2.0**-22)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+leaves = st.tuples(shapes, st.sampled_from(["float32", "bfloat16", "float16"]))
+
+
+@settings(max_examples=12)
+@given(
+    st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner), max_leaves=5),
+    st.sampled_from(["asa32", "asa16", "ring16"]),
+    st.sampled_from([None, 4, 64]),
+)
+def test_random_trees(spec, strategy, bucket_bytes):
+    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
+    tree = jax.tree.map(lambda leaf: noise(7, leaf[0], leaf[1]), spec, is_leaf=is_leaf)
+    got = over_workers(exchange, strategy=strategy, bucket_bytes=bucket_bytes)(tree)
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    assert_mean_of_workers(got, tree, strategy)
+
+
+# ---------------------------------------------------------------- buckets
+
+PLANS = [
+    # leaf sizes, bucket_bytes -> buckets
+    ([], 16, []),
+    ([0, 0], 16, []),
+    ([0, 0], None, []),
+    ([3, 0, 5], None, [[0, 2]]),
+    ([1, 1, 1, 1, 1], 16, [[0, 1, 2, 3], [4]]),
+    ([1, 4, 1], 16, [[1], [0, 2]]),
+    ([1, 100, 1, 1], 8, [[1], [0, 2], [3]]),
+    ([2, 1, 2], 12, [[0, 1], [2]]),
+    ([3, 0, 1], 16, [[0, 2]]),
+    ([4, 5], 16, [[0], [1]]),
+    ([1, 1], 4, [[0], [1]]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "bucket_bytes", "expected"), PLANS)
+def test_bucket_plan(sizes, bucket_bytes, expected):
+    assert sorted(plan(sizes, bucket_bytes)) == sorted(expected)
+
+
+@given(st.lists(st.integers(0, 50)), st.none() | st.integers(4, 100))
+def test_a_plan_carries_every_leaf_once_in_order_and_keeps_its_size(sizes, bucket_bytes):
+    buckets = plan(sizes, bucket_bytes)
+    assert sorted(i for bucket in buckets for i in bucket) == [i for i, n in enumerate(sizes) if n]
+    assert all(bucket == sorted(bucket) for bucket in buckets)
+    if bucket_bytes is None:
+        assert len(buckets) <= 1
+        return
+    for bucket in buckets:
+        assert len(bucket) == 1 or 4 * sum(sizes[i] for i in bucket) <= bucket_bytes
+    assert plan(sizes, bucket_bytes) == buckets
+
+
+def test_asa32_gives_the_same_bits_whatever_the_buckets():
+    """It adds workers 0, 1, 2, ... for every element, wherever in a bucket the element lies. A ring starts each chunk
+    at another worker, so its bits depend on where in the bucket the element lies, and wire 16 scales by the bucket.
+    """
+    tree = {str(n): noise(n, (n,), workers=4) for n in (1, 5, 33, 64)}
+    results = [
+        over_workers(exchange, 4, strategy="asa32", bucket_bytes=bucket_bytes)(tree) for bucket_bytes in (None, 4, 100)
+    ]
+    assert [len(plan([1, 33, 5, 64], b)) for b in (None, 4, 100)] == [1, 4, 4]
+    bits = [[np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result)] for result in results]
+    assert bits[0] == bits[1] == bits[2]
+    rings = [over_workers(exchange, 4, strategy="ring32", bucket_bytes=b)(tree) for b in (None, 4)]
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, rings), strict=True))
+
+
+def test_leaves_without_elements_need_no_collective():
+    tree = {"a": np.zeros((0, 3), np.float32), "b": None}
+    assert exchange(tree, comm=Untouchable())["a"].shape == (0, 3)
+
+
+class Untouchable(SoloComm):
+    """Workers that nobody may talk to."""
+
+    size = 2
+
+    def alltoall(self, x):
+        raise AssertionError("talked")
+
+
+# ---------------------------------------------------------------- inside and outside jit, one worker
+
+
+@pytest.mark.parametrize("strategy", [*ALIASES, "ar", "none"])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_one_worker_keeps_its_bits(strategy, op):
+    tree = jax.tree.map(lambda x: x[0], nested())
+    inside = jax.jit(lambda t: exchange(t, strategy, op))(tree)
+    for got in (exchange(tree, strategy, op), inside):
+        same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), got, tree)
+        assert jax.tree.all(same)
+
+
+def test_no_retrace_outside_jit():
+    tree = jax.tree.map(lambda x: x[0], nested())
+    calls = []
+
+    class Counting(SoloComm):
+        def sign(self, what, value):
+            calls.append(what)
+
+    comm = Counting()
+    for _ in range(3):
+        exchange(tree, comm=comm)
+    assert calls == ["exchange"]
+
+
+def test_what_ranks_compare_holds_options_and_every_leaf():
+    signed = {}
+
+    class Signing(SoloComm):
+        def sign(self, what, value):
+            signed.update(value)
+
+    exchange({"a": {"b": jnp.ones((2, 3))}, "c": jnp.ones(1, jnp.bfloat16)}, "ring16", "sum", Signing(), 64)
+    assert signed["leaf"] == {"a/b": "float32[2, 3]", "c": "bfloat16[1]"}
+    assert (signed["strategy"], signed["op"], signed["bucket_bytes"]) == ("ring16", "sum", 64)
+
+
+def test_default_is_every_rank_of_the_job(no_launcher):
+    assert jaxmpi.exchange is exchange
+    assert np.asarray(exchange(np.ones(3, np.float32))).tolist() == [1, 1, 1]
+
+
+# ---------------------------------------------------------------- as an Optax transformation
+
+
+def test_first_in_a_chain_it_makes_an_optimizer_data_parallel():
+    comm = AxisComm("w", 4)
+    tx = optax.chain(exchange_gradients("asa32", comm=comm), optax.sgd(0.5))
+    grads = noise(11, (6,), workers=4)
+
+    def updates(g):
+        return tx.update(g, tx.init(g), g)[0]
+
+    got = np.asarray(jax.jit(jax.vmap(updates, axis_name="w"))(grads))
+    mean = np.asarray(over_workers(exchange, 4)(grads))
+    np.testing.assert_array_equal(got, -0.5 * mean)
+    assert len({row.tobytes() for row in got}) == 1
+    assert len({row.tobytes() for row in grads}) == 4
+
+
+def test_exchange_gradients_can_sum():
+    comm = AxisComm("w", 4)
+    tx = exchange_gradients(op="sum", comm=comm)
+    got = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="w")(jnp.ones((4, 2)))
+    assert np.asarray(got).tolist() == [[4, 4]] * 4
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def f64() -> np.ndarray:
+    return np.ones(2, np.float64)
+
+
+REFUSED = [
+    ({"a": {"b": np.ones(2, np.int32)}}, "leaf 'a/b' is int32; expected float32, bfloat16 or float16"),
+    ({"a": [1.0 * f64()]}, "leaf 'a/0' is float64"),
+    (np.ones(2, bool), r"leaf '\(the tree itself\)' is bool"),
+    ({"lr": 0.1}, "leaf 'lr' is float; expected"),
+    ({"z": np.ones(1, np.complex64)}, "leaf 'z' is complex64"),
+]
+
+
+@pytest.mark.parametrize(("tree", "message"), REFUSED)
+def test_leaves_that_a_sum_would_falsify_are_refused_by_path(tree, message):
+    with pytest.raises(UsageError, match=message):
+        exchange(tree)
+
+
+def test_integer_tracers_are_refused_too():
+    with pytest.raises(UsageError, match="leaf 'step' is int32"):
+        jax.jit(exchange)({"step": jnp.int32(3)})
+
+
+UNKNOWN = [
+    ({"strategy": "asa23"}, r"unknown strategy 'asa23'; did you mean 'asa'\? there are: ar, asa, none, ring"),
+    ({"strategy": "asa:8"}, "unknown wire '8'; .*there are: 16, 32, bf16"),
+    ({"op": "max"}, "unknown op 'max'; .*there are: mean, sum"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "message"), UNKNOWN)
+def test_unknown_words_list_what_exists(kwargs, message):
+    with pytest.raises(UsageError, match=message):
+        exchange(jnp.ones(2), **kwargs)
+
+
+def test_exchange_gradients_refuses_at_once():
+    with pytest.raises(UsageError, match="unknown strategy"):
+        exchange_gradients("nothing")
+
+
+def loss(x, comm=None):
+    return exchange({"a": x}, comm=comm)["a"].sum()
+
+
+DIFFERENTIATED = [
+    lambda: jax.grad(loss)(jnp.ones(3)),
+    lambda: jax.jit(jax.grad(loss))(jnp.ones(3)),
+    lambda: jax.grad(jax.jit(loss))(jnp.ones(3)),
+    lambda: jax.jvp(loss, (jnp.ones(3),), (jnp.ones(3),)),
+    lambda: jax.vmap(jax.grad(lambda x: loss(x, AxisComm("w", 2))), axis_name="w")(jnp.ones((2, 3))),
+]
+
+
+@pytest.mark.parametrize("call", DIFFERENTIATED, ids=["grad", "jit of grad", "grad of jit", "jvp", "under vmap"])
+def test_under_grad_it_raises(call, no_launcher):
+    with pytest.raises(UsageError, match=r"exchange cannot be differentiated; take jax.grad first"):
+        call()
+
+
+def test_exchanged_gradients_of_a_loss_are_fine(no_launcher):
+    assert np.asarray(exchange(jax.grad(lambda x: (x**2).sum())(jnp.ones(2)))).tolist() == [2, 2]

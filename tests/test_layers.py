@@ -1,0 +1,100 @@
+"""The import order is the reading order: a file imports only files above it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "jaxmpi"
+ORDER = [
+    "config",
+    "runtime",
+    "comm",
+    "wires",
+    "strategies",
+    "exchange",
+    "rules",
+    "data",
+    "model",
+    "optim",
+    "state",
+    "step",
+    "recorder",
+    "checkpoint",
+    "train",
+    "launch",
+    "cli",
+]
+EXEMPT = ["__init__", "cli"]
+FILES = sorted(PACKAGE.rglob("*.py"))
+MPI = {"mpi4py", "mpi4jax"}
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def layer(module: str) -> str:
+    """The name in ORDER: that of the folder for `rules.awagd`."""
+    return module.split(".")[0]
+
+
+def imports(file: Path) -> set[str]:
+    """Dotted names that a file imports anywhere, functions included; `from a import b` gives `a.b`."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import in line {node.lineno}"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_layers(file: Path) -> set[str]:
+    return {layer(name.removeprefix("jaxmpi.")) for name in imports(file) if name.startswith("jaxmpi.")}
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent)
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_every_file_has_its_place(file):
+    assert layer(module_of(file)) in [*ORDER, "__init__"]
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if module_of(f) not in EXEMPT], ids=module_of)
+def test_a_file_imports_only_files_above_it(file):
+    mine = layer(module_of(file))
+    allowed = set(ORDER[: ORDER.index(mine)])
+    if mine == "data":
+        allowed = {"config"}
+    if file.parent != PACKAGE:
+        allowed.add(mine)
+    assert own_layers(file) <= allowed
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_jaxmpi_knows_no_model_and_no_experiment(file):
+    assert not {name.split(".")[0] for name in imports(file)} & {"models", "experiments", "scripts", "tests"}
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if module_of(f) != "comm"], ids=module_of)
+def test_only_comm_imports_mpi(file):
+    assert not {name.split(".")[0] for name in imports(file)} & MPI
+
+
+def test_the_parser_sees_imports_in_functions():
+    assert MPI <= {name.split(".")[0] for name in imports(PACKAGE / "comm.py")}
+
+
+def test_importing_starts_neither_mpi_nor_a_device():
+    job = run(
+        "import sys, jaxmpi, jaxmpi.train, jaxmpi.launch\n"
+        "from jax._src import xla_bridge\n"  # JAX has no public word for it
+        "print('mpi4py' in sys.modules, 'mpi4jax' in sys.modules, xla_bridge.backends_are_initialized())"
+    )
+    assert (job.stdout.split(), job.stderr) == (["False", "False", "False"], "")

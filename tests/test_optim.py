@@ -1,0 +1,212 @@
+"""Schedules against closed forms, optimizers against plain Optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmpi.config import Optim, Schedule, UsageError
+from jaxmpi.optim import OPTIMIZERS, Clock, is_linear, not_bias, optimizer, scale_biases, schedule
+
+CLOCK = Clock(steps_per_epoch=10, effective_batch=32, total_steps=100)
+PEAK = 0.4
+# A share is a handful of f32 operations, of which powers and cosines are good to 2 units in the last place.
+RELATIVE = 16 * 2.0**-24
+
+
+def rates(config: Schedule, at: list[int], workers: int = 8, clock: Clock = CLOCK) -> np.ndarray:
+    lr = schedule(config, clock, PEAK, workers)
+    inside = jax.jit(jax.vmap(lr))(jnp.asarray(at, jnp.int32))
+    outside = np.array([lr(step) for step in at])  # as the log calls it, with Python's numbers
+    np.testing.assert_allclose(inside, outside, rtol=RELATIVE, atol=1e-9)
+    return np.asarray(inside)
+
+
+DECAYS = [
+    (Schedule(), lambda t: 1.0),
+    (Schedule(decay="step", boundaries=("3ep", "60st", "2560ex"), factor=0.1), lambda t: 0.1 ** sum(t >= b for b in (30, 60, 80))),
+    (Schedule(decay="step"), lambda t: 1.0),
+    (Schedule(decay="poly", power=2.0), lambda t: max(1 - t / 100, 0) ** 2),
+    (Schedule(decay="poly", span="5ep"), lambda t: max(1 - t / 50, 0) ** 0.5),
+    (Schedule(decay="cosine"), lambda t: (1 + np.cos(np.pi * min(t / 100, 1))) / 2),
+    (Schedule(decay="cosine", span="50%"), lambda t: (1 + np.cos(np.pi * min(t / 50, 1))) / 2),
+    # Ma et al. 2016, section 4: eta0 (1 - epoch * minibatches / max_it)^0.5, max_it = span in steps.
+    (Schedule(decay="poly_epoch"), lambda t: max(1 - (t // 10) * 10 / 100, 0) ** 0.5),
+    (Schedule(decay="poly_epoch", span="240ep"), lambda t: (1 - (t // 10) * 10 / 2400) ** 0.5),
+]
+
+
+@pytest.mark.parametrize(("config", "share"), DECAYS)
+def test_decays(config, share):
+    at = [0, 1, 9, 10, 29, 30, 31, 50, 60, 79, 80, 99, 100, 120]
+    # Near the end of a cosine 1 + cos cancels: what is left is the error of the cosine's argument and value.
+    np.testing.assert_allclose(rates(config, at), [PEAK * share(t) for t in at], rtol=RELATIVE, atol=PEAK * 2.0**-22)
+
+
+def test_the_papers_decay_is_held_through_each_epoch():
+    lr = rates(Schedule(decay="poly_epoch"), list(range(100))).reshape(10, 10)
+    assert (lr == lr[:, :1]).all()
+    assert (np.diff(lr[:, 0]) < 0).all()
+
+
+LINEAR = [
+    (Schedule(warmup="20st"), lambda t: min(1 / 20 + (1 - 1 / 20) * t / 20, 1)),
+    (Schedule(warmup="2ep", warmup_from=0.1), lambda t: min(0.1 + 0.9 * t / 20, 1)),
+    (Schedule(warmup="10%", warmup_from=1.0), lambda t: 1.0),
+]
+
+
+@pytest.mark.parametrize(("config", "share"), LINEAR)
+def test_linear_warmup(config, share):
+    at = [0, 1, 5, 19, 20, 21, 99]
+    np.testing.assert_allclose(rates(config, at), [PEAK * share(t) for t in at], rtol=RELATIVE)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8, 32])
+def test_geometric_warmup_multiplies_by_the_fifth_root_of_k_after_each_of_five_epochs(workers):
+    at = [10 * epoch + batch for epoch in range(8) for batch in (0, 4, 9)]
+    got = rates(Schedule(warmup="5ep", warmup_shape="geometric"), at, workers).reshape(8, 3)
+    assert (got == got[:, :1]).all()
+    eta0 = PEAK / workers  # the rate that one worker would run; k eta0 after five epochs
+    expected = [eta0 * workers ** (min(epoch, 5) / 5) for epoch in range(8)]
+    np.testing.assert_allclose(got[:, 0], expected, rtol=RELATIVE * max(1, np.log(workers)))
+    assert (got[5:] == got[-1]).all()
+
+
+def test_geometric_warmup_from_a_share():
+    got = rates(Schedule(warmup="2ep", warmup_shape="geometric", warmup_from=0.25), [0, 10, 20])
+    np.testing.assert_allclose(got, [PEAK / 4, PEAK / 2, PEAK], rtol=RELATIVE)
+
+
+def test_warmup_and_decay_multiply():
+    config = Schedule(warmup="20st", warmup_from=0.5, decay="step", boundaries=("5st",), factor=0.5)
+    np.testing.assert_allclose(rates(config, [0, 10, 20]), [0.2, 0.4 * 0.75 * 0.5, 0.2], rtol=RELATIVE)
+
+
+@pytest.mark.parametrize("decay", ["constant", "step", "poly", "poly_epoch", "cosine"])
+def test_a_run_of_one_step_divides_by_nothing(decay):
+    lr = schedule(Schedule(decay=decay, span="0st", warmup="1st"), Clock(1, 1, 1), PEAK, 1)
+    assert np.isfinite(lr(0))
+    assert lr(jnp.int32(0)).dtype == jnp.float32
+
+
+UNKNOWN = [
+    (Schedule(decay="poli"), r"unknown schedule.decay 'poli'; did you mean 'poly'\? there are: constant, cosine"),
+    (Schedule(warmup_shape="exp"), "unknown schedule.warmup_shape 'exp'; there are: geometric, linear"),
+    (Schedule(warmup="soon"), "got duration 'soon'"),
+    (Schedule(decay="step", boundaries=("30",)), "got duration '30'"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), UNKNOWN)
+def test_unknown_schedules(config, message):
+    with pytest.raises(UsageError, match=message):
+        schedule(config, CLOCK, PEAK, 1)
+
+
+# ---------------------------------------------------------------- optimizers
+
+PARAMS = {
+    "conv": {"kernel": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "bias": np.ones(4, np.float32)},
+    "scale": np.float32(2.0),
+}
+
+
+def gradient(step: int, scale: float = 1.0):
+    return jax.tree.map(lambda p: scale * np.float32(np.cos(step)) * (p + np.float32(0.5)), PARAMS)
+
+
+def run(tx: optax.GradientTransformation, steps: int = 5, scale: float = 1.0):
+    update = jax.jit(tx.update)
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = tx.init(params)
+    for step in range(steps):
+        updates, state = update(gradient(step, scale), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def falling(step) -> jax.Array:
+    return 0.1 / (1 + jnp.asarray(step, jnp.float32))
+
+
+def configured(**fields) -> optax.GradientTransformation:
+    return optimizer(Optim(lr=1.0, **fields), falling)
+
+
+def plain(direction: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.chain(direction, optax.scale_by_learning_rate(falling))
+
+
+def decayed(*after: optax.GradientTransformation, mask=None) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(0.01, mask), *after)
+
+
+SAME_AS_OPTAX = [
+    ({"name": "sgd"}, plain(optax.identity())),
+    ({"name": "momentum", "momentum": 0.8}, plain(optax.trace(0.8))),
+    ({"name": "nesterov"}, plain(optax.trace(0.9, nesterov=True))),
+    ({"name": "adam"}, plain(optax.scale_by_adam())),
+    ({"name": "rmsprop"}, plain(optax.scale_by_rms())),
+    ({"name": "adagrad"}, plain(optax.scale_by_rss())),
+    ({"name": "momentum", "weight_decay": 0.01}, plain(decayed(optax.trace(0.9)))),
+    ({"name": "adam", "weight_decay": 0.01}, plain(decayed(optax.scale_by_adam()))),
+    ({"name": "adamw", "weight_decay": 0.01}, optax.adamw(falling, weight_decay=0.01)),
+    (
+        {"name": "sgd", "weight_decay": 0.01, "decay_bias": False},
+        plain(decayed(mask={"conv": {"kernel": True, "bias": False}, "scale": False})),
+    ),
+    ({"name": "sgd", "clip_norm": 0.5}, optax.chain(optax.clip_by_global_norm(0.5), plain(optax.identity()))),
+]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("fields", "expected"), SAME_AS_OPTAX, ids=[str(fields) for fields, _ in SAME_AS_OPTAX])
+def test_optimizers_are_optax(fields, expected):
+    got, wanted = run(configured(**fields)), run(expected)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, wanted))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_is_linear_says_whether_updates_are_linear_in_the_gradient(name):
+    def moved(scale):
+        steps = jax.tree.map(lambda after, before: np.asarray(after) - before, run(configured(name=name), 1, scale), PARAMS)
+        return steps["conv"]["bias"]
+
+    twice = np.allclose(moved(2.0), 2 * moved(1.0), rtol=1e-4)  # twice or once, so that the width does not matter
+    assert twice == is_linear(Optim(name=name))
+
+
+def test_clipping_is_not_linear():
+    assert not is_linear(Optim(name="sgd", clip_norm=1.0))
+
+
+def test_momentum_keeps_its_meaning_when_the_rate_falls():
+    """V <- mu v + g ; w <- w - eta v: eta stays outside v."""
+    tx = optimizer(Optim(name="momentum", momentum=0.5), lambda step: jnp.where(step == 0, 1.0, 0.0))
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    for expected in (-1.0, 0.0):
+        updates, state = tx.update(jnp.ones(2), state, params)
+        assert updates.tolist() == [expected] * 2
+    assert jax.tree.leaves(state)[0].tolist() == [1.5, 1.5]
+
+
+def test_biases_run_a_multiple_of_the_rate():
+    once, twice = run(configured(name="sgd"), 1), run(configured(name="sgd", bias_lr_factor=2.0), 1)
+    assert (once["conv"]["kernel"] == twice["conv"]["kernel"]).all()
+    for part in (lambda t: t["conv"]["bias"], lambda t: t["scale"]):
+        np.testing.assert_allclose(part(twice) - part(PARAMS), 2 * (part(once) - part(PARAMS)), rtol=4 * 2.0**-22)
+
+
+def test_not_bias():
+    assert not_bias(PARAMS) == {"conv": {"kernel": True, "bias": False}, "scale": False}
+
+
+def test_refusals():
+    with pytest.raises(UsageError, match=r"unknown optimizer 'adan'; did you mean 'adam'\? there are: adagrad, adam,"):
+        optimizer(Optim(name="adan"), optax.constant_schedule(1.0))
+    with pytest.raises(UsageError, match="bias_lr_factor: got 0; expected > 0"):
+        scale_biases(0)
