@@ -1,9 +1,9 @@
 """A small CNN on scikit-learn's 1,797 handwritten digits, the data that is on every machine.
 
-    mpirun -n 4 python -m jaxmpi.train experiments/digits.py
+mpirun -n 4 python -m jaxmpi.train experiments/digits.py
 """
 
-from jaxmpi.config import Data, Experiment, ExchangeConfig, Optim, RuleConfig, Schedule
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
 from models.cnn import digits_cnn
 
 experiment = Experiment(

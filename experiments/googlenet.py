@@ -1,6 +1,6 @@
 """GoogLeNet by data-parallel SGD, as Theano-MPI trained it (Ma et al. 2016, table 1); on digits where there is no data.
 
-    mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py --data.dir /data/imagenet
+mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py --data.dir /data/imagenet
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
@@ -25,8 +25,9 @@ experiment = Experiment(
     model=googlenet(classes=1000),
     loss=googlenet_loss,
     data=Data(source="imagefolder", resize=256, crop=224, mirror=True, mean=(0.485, 0.456, 0.406)),
-    optim=Optim("momentum", lr=0.005, lr_scaling="none", momentum=0.9, weight_decay=2e-4, bias_lr_factor=2.0,
-                decay_bias=False),
+    optim=Optim(
+        "momentum", lr=0.005, lr_scaling="none", momentum=0.9, weight_decay=2e-4, bias_lr_factor=2.0, decay_bias=False
+    ),
     schedule=Schedule("poly_epoch", power=0.5, span="240ep"),
     rule=RuleConfig("awagd"),
     exchange=ExchangeConfig("asa32"),

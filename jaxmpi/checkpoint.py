@@ -96,7 +96,7 @@ def write_leaves(path: Path, tree: PyTree) -> list[dict[str, Any]]:
     index, offset = [], 0
     with path.open("wb") as file:
         for name, leaf in named_leaves(tree):
-            array = np.ascontiguousarray(leaf)
+            array = np.asarray(leaf, order="C")  # ascontiguousarray would make f32[] an f32[1]
             raw = array.reshape(-1).view(np.uint8).data
             file.write(raw)
             index.append(
@@ -158,14 +158,43 @@ def restore(folder: Path, like: Mapping[int, TrainState], *, workers: int, repli
     if not whole:
         return None
     path = whole[-1]
-    manifest = json.loads((path / "manifest.json").read_text())
-    check(manifest.get("format") == FORMAT, f"{path}: got format {manifest.get('format')}; expected {FORMAT}")
+    manifest = read_manifest(path)
     check(
         manifest["workers"] == workers,
         f"{path} was written by {manifest['workers']} workers, this run has {workers}; resume with the same number",
     )
     states = {worker: restore_worker(path, manifest, worker, state, replicated) for worker, state in like.items()}
     return Saved(states, manifest["step"], manifest["extra"])
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest, with everything in it of the kind that `save` writes."""
+    file = path / "manifest.json"
+    try:
+        manifest = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UsageError(
+            f"{file}: damaged, it is no JSON ({error}); remove {path} to go on from the one before"
+        ) from error
+    got = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    check(got == FORMAT, f"{path}: got format {got}; expected {FORMAT}")
+    for name, kind in {"step": int, "workers": int, "files": dict, "extra": dict}.items():
+        check(isinstance(manifest.get(name), kind), f"{file}: {name}: got {manifest.get(name)!r:.80}; expected {kind}")
+    step = int(path.name.removeprefix("step_"))
+    check(manifest["step"] == step, f"{file}: step: got {manifest['step']}; expected {step}")
+    for name, index in manifest["files"].items():
+        rows = index if isinstance(index, list) else [index]
+        check(all(map(is_row, rows)), f"{file}: {name}: damaged, not an index of leaves")
+    return manifest
+
+
+_ROW = {"path": str, "shape": list, "dtype": str, "offset": int, "crc32": int}
+
+
+def is_row(row: Any) -> bool:
+    """Whether this can be a leaf's line in the index."""
+    typed = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in _ROW.items())
+    return typed and row["offset"] >= 0
 
 
 def restore_worker(path: Path, manifest: dict, worker: int, like: TrainState, replicated: bool) -> TrainState:
@@ -185,6 +214,7 @@ def read_leaves(path: Path, index: list[dict[str, Any]], like: PyTree) -> PyTree
     expected = named_leaves(like)
     unknown = sorted(set(rows) - {name for name, _ in expected})
     check(not unknown, f"{path}: got leaves that this model does not have: {', '.join(unknown[:5])}")
+    check(path.is_file(), f"{path}: no such file, though the manifest lists it")
     with path.open("rb") as file:
         leaves = [read_leaf(path, file, name, rows.get(name), leaf) for name, leaf in expected]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -200,7 +230,9 @@ def read_leaf(path: Path, file: BufferedReader, name: str, row: dict[str, Any] |
         )
     array = np.empty(like.shape, like.dtype)
     raw = array.reshape(-1).view(np.uint8).data
+    whole = row["offset"] + raw.nbytes <= os.fstat(file.fileno()).st_size
+    check(whole, f"{path}: {name}: the file ends before the leaf does")
     file.seek(row["offset"])
-    check(file.readinto(raw) == raw.nbytes, f"{path}: {name}: the file ends before the leaf does")
+    check(file.readinto(raw) == raw.nbytes, f"{path}: {name}: cannot be read in full")
     check(zlib.crc32(raw) == row["crc32"], f"{path}: {name}: damaged, its checksum does not match")
     return array

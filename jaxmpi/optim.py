@@ -30,7 +30,7 @@ class Clock(NamedTuple):
 
 
 def part(step: jax.Array, whole: int) -> jax.Array:
-    """step / whole, f32; 0 and 1 are exact, since what is left of a span is counted in whole steps."""
+    """Step / whole, f32. What is left of a span is counted in whole steps: 1 - step / span would not end in 0."""
     return step.astype(jnp.float32) / whole
 
 

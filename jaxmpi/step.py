@@ -143,7 +143,7 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
     logits, _ = forward.outputs(params, model_state, batch["image"], unused, False)
     real = batch["weight"] > 0
     place = ranking(logits, batch["label"])
-    total = lambda values: jnp.where(real, values, 0).sum(dtype=jnp.float32)  # noqa: E731
+    total = lambda values: jnp.where(real, jnp.asarray(values, jnp.float32), 0).sum()  # noqa: E731
     return EvalMetrics(total(forward.loss(logits, batch["label"])), total(place < 1), total(place < 5), total(1.0))
 
 

@@ -1,7 +1,7 @@
 """Oracles: what exchange must compute, slowly and readably, in NumPy.
 
-`sum_over_workers` is the float64 sum that every strategy must come close to. `asa` and `ring` follow the roundings and the order of
-additions of the strategies in float32, which they must equal bit for bit.
+`sum_over_workers` is the float64 sum that every strategy must come close to. `asa` and `ring` follow the roundings and
+the order of additions of the strategies in float32, which they must equal bit for bit.
 """
 
 from collections.abc import Sequence

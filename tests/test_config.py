@@ -30,7 +30,7 @@ def test_durations(text, epoch, batch, total, expected):
 
 @pytest.mark.parametrize("text", NO_DURATIONS)
 def test_what_is_no_duration(text):
-    with pytest.raises(UsageError, match="got duration .*expected a number and a unit: 90ep"):
+    with pytest.raises(UsageError, match=r"got duration .*expected a number and a unit: 90ep"):
         steps(text, 1, 1, 1)
 
 

@@ -148,13 +148,11 @@ class Tiny:
         self.gradients = jax.jit(jax.value_and_grad(loss), compiler_options=options)
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return functools.cache(Tiny)
+tiny_run = functools.cache(Tiny)
 
 
-def test_auxiliary_heads_reach_the_inner_blocks(tiny):
-    tiny = tiny("googlenet_tiny")
+def test_auxiliary_heads_reach_the_inner_blocks():
+    tiny = tiny_run("googlenet_tiny")
     _, both = tiny.gradients(tiny.params, KEY, 1.0)
     _, main = tiny.gradients(tiny.params, KEY, 0.0)
     for head in ("aux1", "aux2"):
@@ -163,10 +161,9 @@ def test_auxiliary_heads_reach_the_inner_blocks(tiny):
     assert float(jnp.abs(both["stem7"]["kernel"] - main["stem7"]["kernel"]).max()) > 0
 
 
-@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", TINY)
-def test_tiny_model_learns(tiny, name):
-    tiny = tiny(name)
+def test_tiny_model_learns(name):
+    tiny = tiny_run(name)
     params = jax.tree.map(np.array, tiny.params)  # NumPy: nothing to compile
     velocity, losses = jax.tree.map(np.zeros_like, params), []
     for i in range(80):

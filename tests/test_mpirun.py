@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+
 from launching import ROOT, mpirun, run, session_of
 
 HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\nfrom jaxmpi.comm import processes\n"

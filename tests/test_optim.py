@@ -1,5 +1,7 @@
 """Schedules against closed forms, optimizers against plain Optax."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,10 @@ def rates(config: Schedule, at: list[int], workers: int = 8, clock: Clock = CLOC
 
 DECAYS = [
     (Schedule(), lambda t: 1.0),
-    (Schedule(decay="step", boundaries=("3ep", "60st", "2560ex"), factor=0.1), lambda t: 0.1 ** sum(t >= b for b in (30, 60, 80))),
+    (
+        Schedule(decay="step", boundaries=("3ep", "60st", "2560ex"), factor=0.1),
+        lambda t: 0.1 ** sum(t >= b for b in (30, 60, 80)),
+    ),
     (Schedule(decay="step"), lambda t: 1.0),
     (Schedule(decay="poly", power=2.0), lambda t: max(1 - t / 100, 0) ** 2),
     (Schedule(decay="poly", span="5ep"), lambda t: max(1 - t / 50, 0) ** 0.5),
@@ -88,7 +93,7 @@ def test_warmup_and_decay_multiply():
 def test_a_run_of_one_step_divides_by_nothing(decay):
     lr = schedule(Schedule(decay=decay, span="0st", warmup="1st"), Clock(1, 1, 1), PEAK, 1)
     assert np.isfinite(lr(0))
-    assert lr(jnp.int32(0)).dtype == jnp.float32
+    assert jnp.asarray(lr(jnp.int32(0))).dtype == jnp.float32
 
 
 UNKNOWN = [
@@ -107,7 +112,7 @@ def test_unknown_schedules(config, message):
 
 # ---------------------------------------------------------------- optimizers
 
-PARAMS = {
+PARAMS: Any = {
     "conv": {"kernel": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "bias": np.ones(4, np.float32)},
     "scale": np.float32(2.0),
 }
@@ -117,7 +122,7 @@ def gradient(step: int, scale: float = 1.0):
     return jax.tree.map(lambda p: scale * np.float32(np.cos(step)) * (p + np.float32(0.5)), PARAMS)
 
 
-def run(tx: optax.GradientTransformation, steps: int = 5, scale: float = 1.0):
+def run(tx: optax.GradientTransformation, steps: int = 5, scale: float = 1.0) -> Any:
     update = jax.jit(tx.update)
     params = jax.tree.map(jnp.asarray, PARAMS)
     state = tx.init(params)
@@ -172,7 +177,9 @@ def test_optimizers_are_optax(fields, expected):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_is_linear_says_whether_updates_are_linear_in_the_gradient(name):
     def moved(scale):
-        steps = jax.tree.map(lambda after, before: np.asarray(after) - before, run(configured(name=name), 1, scale), PARAMS)
+        steps = jax.tree.map(
+            lambda after, before: np.asarray(after) - before, run(configured(name=name), 1, scale), PARAMS
+        )
         return steps["conv"]["bias"]
 
     twice = np.allclose(moved(2.0), 2 * moved(1.0), rtol=1e-4)  # twice or once, so that the width does not matter
@@ -190,7 +197,7 @@ def test_momentum_keeps_its_meaning_when_the_rate_falls():
     state = tx.init(params)
     for expected in (-1.0, 0.0):
         updates, state = tx.update(jnp.ones(2), state, params)
-        assert updates.tolist() == [expected] * 2
+        assert np.asarray(updates).tolist() == [expected] * 2
     assert jax.tree.leaves(state)[0].tolist() == [1.5, 1.5]
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from references import asa, ring, sum_over_workers
-from tolerances import bound
 
 from jaxmpi.comm import AxisComm
 from jaxmpi.config import UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.strategies import ALIASES, STRATEGIES, parse
+from references import asa, ring, sum_over_workers
+from tolerances import bound
 
 SUMS = [f"{name}:{wire}" for name, row in STRATEGIES.items() if name != "none" for wire in row.wires]
 WORKERS = [1, 2, 3, 8]

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from references import round_to_wire
 
 from jaxmpi.wires import WIRES
+from references import round_to_wire
 
 HALF_WIRES = ["16", "bf16"]
 SMALLEST_NORMAL = 2.0**-126

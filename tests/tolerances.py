@@ -59,10 +59,14 @@ def leaf_bound(strategy: str, rows: np.ndarray, dtype: str, op: str) -> np.ndarr
     return error + r * (magnitude + error) + floor
 
 
-def linear_iteration(matrix: np.ndarray, steps: int, local: float) -> float:
-    """Largest error after `steps` of e <- M e + d with |d| <= local: sum_t |M^t| local, in the maximum norm."""
-    power, total = np.eye(len(matrix)), 0.0
-    for _ in range(steps):
-        total += np.abs(power).sum(1).max()
-        power = matrix @ power
-    return float(total * local)
+def linear_iteration(matrices: list[np.ndarray], local: float) -> np.ndarray:
+    """Largest errors after e <- M_t e + d_t for t = 1, 2, ..., with |d_t| <= local.
+
+    e_T = d_T + M_T d_(T-1) + M_T M_(T-1) d_(T-2) + ... : at most the sum of the products' absolute values times local.
+    """
+    product = np.eye(len(matrices[0]))
+    total = np.abs(product)
+    for matrix in reversed(matrices[1:]):
+        product = product @ matrix
+        total += np.abs(product)
+    return total.sum(1) * local

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import sum_over_workers
-from tolerances import bound
 
 import jaxmpi
 from jaxmpi.comm import processes
+from references import sum_over_workers
+from tolerances import bound
 
 STRATEGIES = ["ar", "asa32", "asa16", "asabf16", "ring32", "ring16", "ring:bf16"]
 COMM = jaxmpi.world()
@@ -89,7 +89,9 @@ def test_what_differs_is_named_by_rank_and_path():
     if SIZE == 1:
         pytest.skip("one rank agrees with itself")
     tree = {"conv1": {"kernel": np.zeros((3, 3 + (RANK == 1)), np.float32)}}
-    with pytest.raises(jaxmpi.UsageError, match=r"rank 1: leaf.conv1/kernel: got float32\[3, 4\], expected float32\[3, 3\]"):
+    with pytest.raises(
+        jaxmpi.UsageError, match=r"rank 1: leaf.conv1/kernel: got float32\[3, 4\], expected float32\[3, 3\]"
+    ):
         jaxmpi.exchange(tree)
     with pytest.raises(jaxmpi.UsageError, match=r"strategy: got ring:32, expected asa:32 \(rank 0\)"):
         jaxmpi.exchange(np.zeros(3, np.float32), "ring:32" if RANK == 1 else "asa:32")

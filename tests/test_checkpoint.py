@@ -1,0 +1,262 @@
+"""What is saved comes back bit for bit; what is damaged, foreign or hostile is refused by name."""
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmpi import checkpoint
+from jaxmpi.comm import SoloProcesses
+from jaxmpi.config import UsageError
+from jaxmpi.state import TrainState, create
+
+
+def state(worker: int = 0, step: int = 7, width: int = 5) -> TrainState:
+    rng = np.random.default_rng(worker)
+    shared = np.random.default_rng(99)
+    params = {
+        "conv": {"kernel": shared.standard_normal((3, width)).astype(np.float32), "bias": np.full(3, -0.0, np.float32)},
+        "half": shared.standard_normal(7).astype(ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 4), np.float32),
+        "scalar": np.float32(np.nan) * np.ones((), np.float32),
+    }
+    model_state = {"mean": rng.standard_normal(4).astype(np.float16), "count": np.array([worker], np.int64)}
+    rule_state = ({"v": rng.standard_normal(3).astype(np.float32)}, np.int32(3) * np.ones((), np.int32), None)
+    made = create(params, model_state, rule_state, seed=1, worker=worker)
+    return made._replace(step=np.asarray(step, np.int32))
+
+
+def save(folder, states=None, *, step: int = 7, replicated: bool = False, keep: int = 2, extra=None):
+    states = states or {worker: state(worker, step) for worker in range(3)}
+    return checkpoint.save(
+        folder,
+        states,
+        SoloProcesses(),
+        workers=len(states),
+        replicated=replicated,
+        extra=extra or {"elapsed_s": 1.5},
+        keep=keep,
+    )
+
+
+def restore(folder, like=None, *, workers: int = 3, replicated: bool = False):
+    like = like or {worker: blank(state(worker)) for worker in range(3)}
+    return checkpoint.restore(folder, like, workers=workers, replicated=replicated)
+
+
+def blank(like: TrainState) -> TrainState:
+    """The same structure with nothing in it."""
+    return jax.tree.map(np.zeros_like, like)
+
+
+def bits(tree) -> dict:
+    return {
+        name: (np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes())
+        for name, leaf in checkpoint.named_leaves(tree)
+    }
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_everything_comes_back_bit_for_bit(tmp_path, replicated):
+    states = {worker: state(worker) for worker in range(3)}
+    if replicated:
+        states = {worker: s._replace(rule_state=states[0].rule_state) for worker, s in states.items()}
+    path = save(tmp_path, states, replicated=replicated, extra={"elapsed_s": 2.5, "note": "x"})
+    saved = restore(tmp_path, replicated=replicated)
+    assert saved is not None
+    assert (saved.step, saved.extra) == (7, {"elapsed_s": 2.5, "note": "x"})
+    for worker, expected in states.items():
+        assert bits(saved.states[worker]) == bits(expected)
+    files = sorted(p.name for p in path.iterdir())
+    assert files == ["common.bin", "manifest.json", *(f"worker_{w:05d}.bin" for w in range(3))]
+    assert path.name == "step_00000007"
+
+
+def test_what_is_equal_on_all_workers_is_written_once(tmp_path):
+    apart, once = (save(tmp_path / str(replicated), replicated=replicated) for replicated in (False, True))
+    size = lambda path, name: (path / name).stat().st_size  # noqa: E731
+    assert size(once, "common.bin") > size(apart, "common.bin")
+    assert size(once, "worker_00001.bin") < size(apart, "worker_00001.bin")
+
+
+def test_a_process_reads_its_own_workers_only(tmp_path):
+    path = save(tmp_path)
+    (path / "worker_00000.bin").unlink()
+    saved = restore(tmp_path, {2: blank(state(2))})
+    assert saved is not None
+    assert list(saved.states) == [2]
+    assert bits(saved.states[2]) == bits(state(2))
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (1, 2, 10, 100000000, 3):
+        save(tmp_path, step=step, keep=2)
+    assert [path.name for path in checkpoint.found(tmp_path)] == ["step_00000010", "step_100000000"]
+    saved = restore(tmp_path)
+    assert saved is not None
+    assert saved.step == 100000000
+
+
+def test_a_step_saved_again_replaces_what_was_there(tmp_path):
+    save(tmp_path)
+    changed = {
+        w: state(w)._replace(model_state={"mean": np.ones(4, np.float16), "count": np.array([9])}) for w in range(3)
+    }
+    save(tmp_path, changed)
+    saved = restore(tmp_path)
+    assert saved is not None
+    assert bits(saved.states[1]) == bits(changed[1])
+
+
+def test_nothing_to_resume_from(tmp_path):
+    assert restore(tmp_path) is None
+    assert restore(tmp_path / "absent") is None
+
+
+def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
+    save(tmp_path, step=5)
+    path = save(tmp_path, step=6)
+    path.rename(tmp_path / "step_00000006.tmp")
+    (tmp_path / "step_00000009").mkdir()  # without a manifest
+    (tmp_path / "step_7").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    saved = restore(tmp_path)
+    assert saved is not None
+    assert saved.step == 5
+    save(tmp_path, step=6)  # over the leftovers
+    again = restore(tmp_path)
+    assert again is not None
+    assert again.step == 6
+    assert not (tmp_path / "step_00000006.tmp").exists()
+
+
+# ---------------------------------------------------------------- foreign
+
+
+def with_params(params):
+    return {worker: blank(state(worker))._replace(params=params) for worker in range(3)}
+
+
+def other(**changes) -> dict:
+    return with_params({**state().params, **changes})
+
+
+FOREIGN = [
+    (other(scalar=np.zeros(2, np.float32)), r"params/scalar: got float32\[\], expected float32\[2\]"),
+    (other(half=np.zeros(7, np.float16)), r"params/half: got bfloat16\[7\], expected float16\[7\]"),
+    (other(more=np.zeros(2, np.float32)), r"params/more: got nothing, expected float32\[2\]"),
+    (
+        with_params({"half": np.zeros(7, ml_dtypes.bfloat16)}),
+        "leaves that this model does not have: params/conv/bias, ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("like", "message"), FOREIGN)
+def test_another_model_is_refused_by_path(tmp_path, like, message):
+    save(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        restore(tmp_path, like)
+
+
+def test_another_number_of_workers_is_refused(tmp_path):
+    save(tmp_path)
+    with pytest.raises(UsageError, match="was written by 3 workers, this run has 2; resume with the same number"):
+        restore(tmp_path, workers=2)
+
+
+def test_another_rule_is_refused(tmp_path):
+    save(tmp_path, replicated=False)
+    with pytest.raises(UsageError, match=r"rule_state.*: got nothing, expected"):
+        restore(tmp_path, replicated=True)
+
+
+# ---------------------------------------------------------------- damaged
+
+
+@pytest.mark.parametrize(
+    ("file", "at", "leaf"),
+    [("common.bin", 0, "params/conv/bias"), ("common.bin", -1, "step"), ("worker_00001.bin", 0, "key")],
+)
+def test_one_damaged_byte_names_file_and_leaf(tmp_path, file, at, leaf):
+    path = save(tmp_path) / file
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(UsageError, match=f"{file}: {leaf}: damaged, its checksum does not match"):
+        restore(tmp_path)
+
+
+def test_a_file_cut_short_names_the_leaf(tmp_path):
+    path = save(tmp_path) / "worker_00002.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UsageError, match=r"worker_00002.bin: .*: the file ends before the leaf does"):
+        restore(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    (save(tmp_path) / "worker_00002.bin").unlink()
+    with pytest.raises(UsageError, match=r"worker_00002\.bin: no such file"):
+        restore(tmp_path)
+
+
+# ---------------------------------------------------------------- hostile: nothing outside the checkpoint, nothing huge
+
+
+def set_row(**fields):
+    def change(manifest):
+        row = next(row for row in manifest["files"]["common.bin"] if row["path"] == "params/half")
+        row.update(fields)
+
+    return change
+
+
+def set_field(name, value):
+    return lambda manifest: manifest.update({name: value})
+
+
+def rename_leaf(manifest):
+    manifest["files"]["common.bin"][0]["path"] = "../../etc/passwd"
+
+
+HOSTILE = [
+    (set_row(shape=[10**12]), r"params/half: got bfloat16\[1000000000000\], expected bfloat16\[7\]"),
+    (set_row(shape=[-7]), r"got bfloat16\[-7\]"),
+    (set_row(shape="[7]"), "common.bin: damaged, not an index"),
+    (set_row(dtype="object"), r"got object\[7\], expected bfloat16\[7\]"),
+    (set_row(dtype=None), "common.bin: damaged, not an index"),
+    (set_row(offset=10**15), "params/half: the file ends before the leaf does"),
+    (set_row(offset=10**30), "params/half: the file ends before the leaf does"),
+    (set_row(offset=-1), "common.bin: damaged, not an index"),
+    (set_row(offset=1), "params/half: damaged, its checksum does not match"),
+    (set_row(offset="0"), "common.bin: damaged, not an index"),
+    (set_row(crc32="x"), "common.bin: damaged, not an index"),
+    (rename_leaf, "leaves that this model does not have: ../../etc/passwd"),
+    (set_field("files", {"../../secret.bin": []}), "no common.bin in the manifest"),
+    (set_field("files", []), "files: got .*expected <class 'dict'>"),
+    (set_field("files", {"common.bin": None}), "common.bin: damaged, not an index"),
+    (set_field("step", "../7"), "step: got '../7'"),
+    (set_field("step", 8), "step: got 8; expected 7"),
+    (set_field("workers", None), "workers: got None"),
+    (set_field("extra", "x" * 10**6), "extra: got 'x{79};"),
+    (set_field("format", 2), "got format 2; expected 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HOSTILE, ids=[message[:40] for _, message in HOSTILE])
+def test_hostile_manifests_are_refused(tmp_path, change, message):
+    file = save(tmp_path) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match=message):
+        restore(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"format": 1}'])
+def test_what_is_no_manifest(tmp_path, text):
+    (save(tmp_path) / "manifest.json").write_bytes(text)
+    with pytest.raises(UsageError, match="step_00000007"):
+        restore(tmp_path)

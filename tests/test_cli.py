@@ -1,0 +1,43 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxmpi import cli
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """The console script, as pip makes it."""
+    code = "import sys; from jaxmpi.cli import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
+def test_help_lists_every_command(argv, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", *argv])
+    cli.main()
+    out = capsys.readouterr().out
+    assert all(name in out and text in out for name, (text, _) in cli.COMMANDS.items())
+
+
+def test_an_unknown_command_lists_what_exists(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", "trian"])
+    with pytest.raises(SystemExit, match=r"unknown command 'trian'; did you mean 'train'\? there are: models, train"):
+        cli.main()
+
+
+def test_train_prints_its_line_and_hands_on_the_trainers_exit_code(tmp_path):
+    job = run("train", str(tmp_path / "absent.py"))
+    assert job.stdout.splitlines()[0] == f"+ {sys.executable} -m jaxmpi.train {tmp_path / 'absent.py'}"
+    assert job.returncode != 0
+    assert "no experiment file" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_wrong_options_end_without_a_traceback():
+    job = run("train", "-n", "many", "x.py")
+    assert job.returncode == 1
+    assert job.stderr == "jaxmpi: error: -n: got 'many'; expected a number of workers >= 1\n"

@@ -1,0 +1,126 @@
+"""Command lines, for every launcher that a PATH may hold."""
+
+import shlex
+import sys
+
+import pytest
+
+from jaxmpi import launch
+from jaxmpi.config import UsageError
+
+VERSIONS = {
+    "openmpi": "mpirun (Open MPI) 5.0.11",
+    "prte": "prterun (PRTE) 3.0.0",
+    "mpich": "HYDRA build details:\n    Version: 4.2.0",
+}
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """Launchers on PATH, and none beside this Python."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+
+    def add(name: str, prints: str = "") -> str:
+        file = tmp_path / name
+        file.write_text(f"#!/bin/sh\necho {shlex.quote(prints)}\n")
+        file.chmod(0o755)
+        return str(file)
+
+    return add
+
+
+def line(text: str, *, cores: int = 8, is_root: bool = False, environ=None) -> list[str]:
+    return launch.command(launch.parse(shlex.split(text), environ or {}), cores=cores, is_root=is_root)
+
+
+PARSED = [
+    ("", launch.Options(0, "mpirun", (), ())),
+    ("a.py --n 3", launch.Options(0, "mpirun", (), ("a.py", "--n", "3"))),
+    ("-n 8 a.py --optim.lr 1", launch.Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
+    ("--launcher srun -n 2 a.py", launch.Options(2, "srun", (), ("a.py",))),
+    (
+        "--launcher-args '--hostfile \"my hosts\"' -n 2 a.py",
+        launch.Options(2, "mpirun", ("--hostfile", "my hosts"), ("a.py",)),
+    ),
+    ("a.py -n 8", launch.Options(0, "mpirun", (), ("a.py", "-n", "8"))),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), PARSED)
+def test_options_end_at_the_experiment(text, expected):
+    assert launch.parse(shlex.split(text), {}) == expected
+
+
+@pytest.mark.parametrize(("nodes", "launcher"), [("1", "mpirun"), ("2", "srun"), ("128", "srun")])
+def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher):
+    assert launch.parse(["-n", "2", "a.py"], {"SLURM_JOB_NUM_NODES": nodes}).launcher == launcher
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("-n", "-n needs a value"), ("-n two a.py", "-n: got 'two'"), ("-n -1 a.py", "got '-1'")]
+)
+def test_wrong_options(text, message):
+    with pytest.raises(UsageError, match=message):
+        launch.parse(shlex.split(text), {})
+
+
+@pytest.mark.parametrize("text", ["a.py --x 1", "-n 1 a.py --x 1", "-n 0 a.py --x 1"])
+def test_one_worker_needs_no_launcher(path, text):
+    assert line(text) == [sys.executable, "-m", "jaxmpi.train", "a.py", "--x", "1"]
+
+
+MPIRUN = [
+    # who prints its version, workers, cores, root -> arguments after -n N
+    ("openmpi", 4, 8, False, ["--bind-to", "none"]),
+    ("openmpi", 8, 8, False, ["--bind-to", "none"]),
+    ("openmpi", 9, 8, False, ["--oversubscribe", "--bind-to", "none"]),
+    ("openmpi", 4, 8, True, ["--allow-run-as-root", "--bind-to", "none"]),
+    ("prte", 8, 2, True, ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]),
+    ("mpich", 8, 2, True, []),
+]
+
+
+@pytest.mark.parametrize(("family", "workers", "cores", "is_root", "expected"), MPIRUN)
+def test_mpirun_gets_what_this_machine_needs(path, family, workers, cores, is_root, expected):
+    mpirun = path("mpirun", VERSIONS[family])
+    got = line(f"-n {workers} a.py", cores=cores, is_root=is_root)
+    assert got == [mpirun, "-n", str(workers), *expected, sys.executable, "-m", "jaxmpi.train", "a.py"]
+
+
+def test_arguments_for_the_launcher_come_before_the_trainer(path):
+    path("mpirun", VERSIONS["mpich"])
+    assert line("--launcher-args '-f hosts' -n 2 a.py")[3:6] == ["-f", "hosts", sys.executable]
+
+
+def test_srun_starts_ranks_through_pmix(path):
+    srun = path("srun")
+    environ = {"SLURM_JOB_NUM_NODES": "2"}
+    assert line("-n 4 a.py", is_root=True, cores=1, environ=environ)[:4] == [srun, "-n", "4", "--mpi=pmix"]
+
+
+def test_the_launcher_beside_python_comes_first(path, tmp_path):
+    path("mpirun", VERSIONS["mpich"])
+    (tmp_path / "bin").mkdir()
+    beside = path("bin/mpirun", VERSIONS["openmpi"])
+    assert line("-n 2 a.py")[0] == beside
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("-n 2 a.py", "no mpirun beside .* or on PATH; `uv sync` installs an MPI"),
+        ("-n 2 --launcher mpiexec a.py", r"unknown launcher 'mpiexec'; .*there are: mpirun, srun"),
+    ],
+)
+def test_launchers_that_are_not_there(path, text, message):
+    with pytest.raises(UsageError, match=message):
+        line(text)
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as ended:
+        launch.main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(option in out for option in ("-n N", "--launcher", "EXPERIMENT.py"))

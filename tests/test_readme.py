@@ -1,0 +1,196 @@
+"""The README's blocks run, and what README and docs name exists.
+
+A block is a fence under `<!-- block: NAME -->`. One whose name ends in .py is a file; the others are shell lines. Every
+block is in SCENARIOS, which run here, or in NOT_RUN, with the reason.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from jaxmpi import cli, launch, optim, train
+from jaxmpi.data import SOURCES
+from jaxmpi.rules import RULES
+from jaxmpi.strategies import ALIASES, STRATEGIES
+from jaxmpi.wires import WIRES
+from launching import ROOT, run
+
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMED = {
+    name: (language, text)
+    for name, language, text in re.findall(r"<!-- block: (\S+) -->\n```(\w+)\n(.*?)^```$", README, re.S | re.M)
+}
+FENCES = [
+    pytest.param(language, text, id=f"{page.stem}-{i}")
+    for page in PAGES
+    for i, (language, text) in enumerate(re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.S | re.M))
+]
+EXPORTS = [line for line in NAMED["mpirun"][1].splitlines() if line.startswith("export ")]
+
+
+class Scenario(NamedTuple):
+    """Blocks that run one after another in one folder, how they are shortened, and what they must print."""
+
+    blocks: tuple[str, ...]
+    expected: tuple[str, ...]
+    edits: tuple[tuple[str, str], ...] = ()
+    timeout_s: float = 120
+
+
+TWO_RANKS = (("-n 8", "-n 2"), ("-n 4", "-n 2"))
+# `uv run` has installed what these tests run in.
+INSTALLED = (("pip install uv && uv run ", ""),)
+THREE_STEPS = (("digits.py", "digits.py --train-for 3st"),)
+TWO_STEPS = (("googlenet.py", "googlenet.py --train-for 2st"),)
+SCENARIOS = [
+    Scenario(
+        ("start",), ("+ ", "no data folder", "2 workers", "step 2/2", "top-1"), (*INSTALLED, *TWO_RANKS, *TWO_STEPS)
+    ),
+    Scenario(("mpirun",), ("no data folder", "2 workers", "step 2/2", "top-1"), (*TWO_RANKS, *TWO_STEPS)),
+    Scenario(("solo",), ("1 workers", "step 3/3", "top-1"), THREE_STEPS),
+    Scenario(("devices",), ("4 workers", "step 3/3", "top-1"), THREE_STEPS),
+    Scenario(("own_loop.py", "own_loop"), ("2 workers: 2.000 -3.000 1.000",)),
+    Scenario(("with_optax.py",), ()),
+    Scenario(("help",), ("--optim.lr ", "--data.dir ", "--exchange.strategy ")),
+    Scenario(
+        ("overrides", "resume"),
+        ("rule awagd, strategy ring:16", "step 46/46", '"eval_top5"', "resumed at step 46", "step 92/92"),
+        TWO_RANKS,
+    ),
+    Scenario(("experiments/softmax.py", "softmax"), ("softmax: 1 workers", "top-1 9")),
+    Scenario(
+        ("experiments/softmax.py", "experiments/majority.py", "majority"), ("2 workers", "rule majority", "top-1 9")
+    ),
+    Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
+]
+NOT_RUN = {
+    "tests": "it is this very suite",
+    "imagenet": "needs ImageNet",
+    "srun": "needs Slurm",
+    "sbatch": "needs Slurm",
+    "hosts": "needs several hosts",
+    "own_mpi": "installs, and needs an MPI other than the one that comes along",
+    "cuda": "installs, and needs GPUs",
+}
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder like a fresh clone with its environment; in place of GoogLeNet a model that compiles in seconds."""
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "digits.py").symlink_to(ROOT / "experiments" / "digits.py")
+    (tmp_path / "experiments" / "googlenet.py").write_text(
+        "import dataclasses, runpy\n"
+        "from models.cnn import digits_cnn\n"
+        f"recipe = runpy.run_path({str(ROOT / 'experiments' / 'googlenet.py')!r})['experiment']\n"
+        "data = dataclasses.replace(recipe.embedded.data, channels=1, resize=0)\n"
+        "small = dataclasses.replace(recipe.embedded, model=digits_cnn(), data=data)\n"
+        "experiment = dataclasses.replace(recipe, embedded=small)\n"
+    )
+    return tmp_path
+
+
+def bash(script: str, folder: Path, timeout_s: float) -> str:
+    """What a script printed that ended well."""
+    head = ['export PATH=".venv/bin:$PATH"', "unset JAXMPI_DATA", *EXPORTS]
+    ended = run(["bash", "-euc", "\n".join([*head, script])], timeout_s=timeout_s, cwd=folder)
+    assert ended.code == 0, ended.out[-4000:]
+    return ended.out
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.blocks[-1])
+def test_blocks_run(scenario, clone):
+    printed = ""
+    for name in scenario.blocks:
+        text = NAMED[name][1]
+        if name.endswith(".py"):
+            (clone / name).write_text(text)
+            continue
+        for old, new in scenario.edits:
+            text = text.replace(old, new)
+        printed += bash(text, clone, scenario.timeout_s)
+    if scenario.blocks[-1].endswith(".py"):
+        printed = bash(f"python {scenario.blocks[-1]}", clone, scenario.timeout_s)
+    for text in scenario.expected:
+        assert text in printed, printed[-4000:]
+
+
+def test_every_block_runs_or_says_why_not():
+    assert len(NAMED) == len(re.findall(r"^```\w+$", README, re.M)), "a fence without a name"
+    ran = {name for scenario in SCENARIOS for name in scenario.blocks}
+    assert ran | set(NOT_RUN) == set(NAMED)
+    assert not ran & set(NOT_RUN)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.blocks[-1])
+def test_every_edit_still_has_its_text(scenario):
+    texts = [NAMED[name][1] for name in scenario.blocks]
+    for old, _ in set(scenario.edits) - set(TWO_RANKS):
+        assert any(old in text for text in texts), old
+
+
+@pytest.mark.parametrize(("language", "text"), FENCES)
+def test_blocks_have_no_syntax_errors(language, text):
+    assert language in ("bash", "python", "text", "json")
+    if language == "bash":
+        checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=20)
+        assert (checked.returncode, checked.stderr) == (0, "")
+    if language == "python":
+        ast.parse(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+TABLES = {
+    "strategy": [*STRATEGIES, *ALIASES],
+    "wire": [*WIRES],
+    "rule": [*RULES],
+    "source": [*SOURCES],
+    "optimizer": [*optim.OPTIMIZERS],
+    "decay": [*optim.DECAYS],
+    "warm-up": [*optim.WARMUPS],
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_row_of_a_table_is_named(kind):
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert not [name for name in TABLES[kind] if f"`{name}`" not in text]
+
+
+def test_every_command_is_named():
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert not [name for name in cli.COMMANDS if f"jaxmpi {name}" not in text]
+
+
+OTHERS_FLAGS = {
+    "mpirun": {"--host", "--hostfile"},
+    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue"},
+    "uv": {"--extra", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
+    "ruff": {"--check"},
+}
+
+
+def test_every_flag_exists(capsys):
+    with pytest.raises(SystemExit):
+        train.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
+    known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
+    for page in PAGES:
+        assert not flags(page.read_text()) - known, page.name
+
+
+def flags(text: str) -> set[str]:
+    """Words such as --optim.lr."""
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z]", text))

@@ -1,0 +1,311 @@
+"""The rules against one worker on the whole batch: the equivalences of Ma et al. 2016, section 3.3."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmpi import rules
+from jaxmpi.comm import AxisComm, SoloComm
+from jaxmpi.config import Optim, RuleConfig, UsageError
+from jaxmpi.exchange import exchange
+from jaxmpi.optim import OPTIMIZERS, is_linear, optimizer
+from tolerances import U, linear_iteration
+
+K, LOCAL, N, STEPS = 4, 2, 5, 20
+ETA = 0.02
+RNG = np.random.default_rng(0)
+# Loss of an example: 0.5 sum_d a_d (w_d - c_d)^2, so that its gradient is a (w - c).
+CURVATURE = RNG.uniform(0.5, 2.0, (STEPS, K, LOCAL, N)).astype(np.float32)
+CENTER = RNG.uniform(-1, 1, (STEPS, K, LOCAL, N)).astype(np.float32)
+START = RNG.uniform(-1, 1, N).astype(np.float32)
+
+OPTIMIZERS_OF_THE_PAPER = [
+    Optim(name="sgd"),
+    Optim(name="momentum", momentum=0.5),
+    Optim(name="momentum", momentum=0.9, weight_decay=0.01),
+    Optim(name="nesterov", momentum=0.5),
+]
+name_of = lambda config: f"{config.name}-{config.momentum}-{config.weight_decay}"  # noqa: E731
+
+
+def gradient(w, curvature, center):
+    """Of the mean loss over a batch."""
+    return (curvature * (w[None] - center)).mean(0)
+
+
+class Trace(NamedTuple):
+    """What a run leaves: params of all workers, their state, and what they exchanged at each step."""
+
+    params: np.ndarray  # [workers, N]
+    state: Any
+    exchanged: list[tuple]
+
+
+def distributed(name: str, config: Optim, lr: float, *, average_momentum: bool = False, force: bool = False) -> Trace:
+    """K workers under `vmap`."""
+    comm = AxisComm("w", K)
+    tx = optimizer(config, lambda step: jnp.float32(lr))
+    rule_config = RuleConfig(name, average_momentum, force)
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="w")
+    def step(params, state, curvature, center):
+        seen = []
+
+        def share(tree, op):
+            seen.append((op, tree))
+            return exchange(tree, op=op, comm=comm)
+
+        talk = rules.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
+        rule = rules.build(rule_config, tx, talk, optimizer=config.name, linear=is_linear(config))
+        params, state = rule.update({"w": gradient(params["w"], curvature, center)}, state, params)
+        ops.extend(op for op, _ in seen)
+        return params, state, [tree for _, tree in seen]
+
+    ops: list[str] = []
+    params = {"w": jnp.tile(START, (K, 1))}
+    state = jax.vmap(tx.init)(params)
+    exchanged = []
+    for t in range(STEPS):
+        params, state, seen = step(params, state, CURVATURE[t], CENTER[t])
+        exchanged.append((ops[0], jax.tree.map(np.asarray, seen[0])))
+        assert len(seen) == 1
+    return Trace(np.asarray(params["w"]), state, exchanged)
+
+
+def alone(config: Optim, lr: float) -> tuple[np.ndarray, optax.OptState]:
+    """One worker on the whole batch, with plain Optax."""
+    tx = optimizer(config, lambda step: jnp.float32(lr))
+
+    @jax.jit
+    def step(params, state, curvature, center):
+        grads = {"w": gradient(params["w"], curvature.reshape(-1, N), center.reshape(-1, N))}
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jnp.asarray(START)}
+    state = tx.init(params)
+    for t in range(STEPS):
+        params, state = step(params, state, CURVATURE[t], CENTER[t])
+    return np.asarray(params["w"]), state
+
+
+class Exact(NamedTuple):
+    """One worker on the whole batch in float64, and how far f32 can be from it."""
+
+    params: np.ndarray
+    error: float  # of params
+    momentum_error: float
+
+
+def exact(config: Optim, lr: float) -> Exact:
+    """K workers' v_i enter w by their mean only, and all is linear in w and v. An error e moves for each parameter as
+
+        e_v <- mu e_v + a e_w ;  e_w <- e_w - lr e_v        (nesterov: e_w - lr (mu e_v + a e_w))
+
+    with a its curvature at that step, known here. A step adds at most K LOCAL + K + 16 roundings (means over batch and
+    workers, decay, momentum, rate, apply), each of numbers that are in the workers' mean no larger than `size`.
+    """
+    mu = 0.0 if config.name == "sgd" else config.momentum
+    nesterov = config.name == "nesterov"
+    w, v, size = START.astype(np.float64), np.zeros((K, N)), 1.0
+    matrices = []
+    for t in range(STEPS):
+        a, c = CURVATURE[t].astype(np.float64), CENTER[t].astype(np.float64)
+        g = (a * (w - c)).mean(1) + config.weight_decay * w  # [K, N]
+        v = mu * v + g
+        update = mu * v + g if nesterov else v
+        w = w - lr * update.mean(0)
+        size = max(size, np.abs(w).max(), np.abs(v).max(), np.abs(update).max(), (a * (np.abs(w) + np.abs(c))).max())
+        curvature = a.mean((0, 1)) + config.weight_decay
+        matrices.append([moves(mu, lr, one, nesterov) for one in curvature])
+    local = (K * LOCAL + K + 16) * U * size
+    errors = np.array([linear_iteration([m[d] for m in matrices], local) for d in range(N)])
+    return Exact(w, errors[:, 0].max(), errors[:, 1].max())
+
+
+def moves(mu: float, lr: float, curvature: float, nesterov: bool) -> np.ndarray:
+    """(e_w, e_v) after a step from (e_w, e_v) before it."""
+    v = np.array([curvature, mu])
+    update = mu * v + np.array([curvature, 0.0]) if nesterov else v
+    return np.stack([np.array([1.0, 0.0]) - lr * update, v])
+
+
+@pytest.mark.parametrize("config", OPTIMIZERS_OF_THE_PAPER, ids=name_of)
+def test_awagd_at_k_eta_is_subgd_at_eta_is_one_worker_at_k_eta(config):
+    awagd = distributed("awagd", config, K * ETA)
+    subgd = distributed("subgd", config, ETA)
+    mean = distributed("gradients", config, K * ETA)
+    one, _ = alone(config, K * ETA)
+    expected, error, _ = exact(config, K * ETA)
+    moved = np.abs(expected - START).max()
+    assert error < 0.001 * moved  # the bound would notice a wrong factor
+    for params in (awagd.params, subgd.params, mean.params, one[None]):
+        assert (np.abs(params - expected) <= error).all()
+        assert len({row.tobytes() for row in params}) == 1  # consensus, bitwise
+    assert_different_ways(awagd, subgd, mean)
+
+
+def assert_different_ways(awagd: Trace, subgd: Trace, mean: Trace) -> None:
+    """That they end in one place must not be because they are one program."""
+    assert [run.exchanged[0][0] for run in (awagd, subgd, mean)] == ["mean", "sum", "mean"]
+    for t in range(STEPS):
+        local_params, updates, grads = (run.exchanged[t][1]["w"] for run in (awagd, subgd, mean))
+        for rows in (local_params, updates, grads):  # before they talk, workers differ
+            assert len({row.tobytes() for row in rows}) == K
+        assert np.abs(local_params - updates).max() > 0.01
+        assert np.abs(updates - grads).max() > 0.01
+        assert np.abs(local_params - grads).max() > 0.01
+    # AWAGD steps K times as far as SUBGD before it takes the mean.
+    first_step = awagd.exchanged[0][1]["w"] - START
+    np.testing.assert_allclose(first_step, K * subgd.exchanged[0][1]["w"], atol=4 * U * (1 + np.abs(START).max()))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_another_rate_ends_elsewhere(factor):
+    config = OPTIMIZERS_OF_THE_PAPER[1]
+    expected, error, _ = exact(config, K * ETA)
+    assert np.abs(distributed("subgd", config, factor * ETA).params - expected).max() > 10 * error
+
+
+@pytest.mark.parametrize("name", rules.RULES)
+def test_momentum_differs_between_workers_unless_it_is_averaged(name):
+    config = Optim(name="momentum")
+    traces = [distributed(name, config, ETA)]
+    if name == "awagd":
+        traces.append(distributed(name, config, ETA, average_momentum=True))
+    for trace, is_equal in zip(traces, [name == "gradients", True], strict=False):
+        momentum = np.asarray(jax.tree.leaves(trace.state)[0])
+        assert momentum.shape == (K, N)
+        assert (len({row.tobytes() for row in momentum}) == 1) == is_equal
+
+
+def test_averaged_momentum_is_the_mean_and_changes_no_params():
+    own, averaged = (distributed("awagd", Optim(name="momentum"), ETA, average_momentum=a) for a in (False, True))
+    expected, error, momentum_error = exact(Optim(name="momentum"), ETA)
+    assert (np.abs(averaged.params - expected) <= error).all()
+    v_own, v = (np.asarray(jax.tree.leaves(trace.state)[0]) for trace in (own, averaged))
+    assert np.abs(v_own.mean(0) - v[0]).max() <= 2 * momentum_error
+    assert [state.dtype for state in jax.tree.leaves(averaged.state)] == [s.dtype for s in jax.tree.leaves(own.state)]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_gradients_with_adam_is_one_worker_with_adam(monkeypatch):
+    """Gradients that do not depend on w and are small integers over a power of two: their means are exact.
+
+    Both runs then feed Adam the same bits. All are positive, so that nothing cancels in the moments: after T steps m
+    and v are within 3 T u and 4 T u of their own size. 1 - 0.999^t cancels to 1/1000 of what it is made of, which
+    makes few u into few 1000 u; an update is at most lr in size, and its square root halves that.
+    """
+    integers = RNG.integers(1, 9, (STEPS, K, LOCAL, N)).astype(np.float32)
+    monkeypatch.setitem(globals(), "gradient", lambda w, curvature, center: curvature.mean(0))
+    monkeypatch.setitem(globals(), "CURVATURE", integers)
+    config = Optim(name="adam")
+    many, (one, state) = distributed("gradients", config, 0.01), alone(config, 0.01)
+    update_error = (3 * STEPS + 4 * STEPS / 2 + 4 * 1000 / 2 + 8) * U
+    error = STEPS * (0.01 * update_error + 2 * U)
+    assert (np.abs(many.params - one) <= error).all()
+    assert np.abs(one - START).max() > 100 * error
+    counts_and_moments = zip(jax.tree.leaves(many.state), jax.tree.leaves(state), strict=True)
+    for got, wanted in counts_and_moments:
+        assert len({row.tobytes() for row in np.asarray(got)}) == 1
+        np.testing.assert_allclose(np.asarray(got)[0], np.asarray(wanted), rtol=2 * 4 * STEPS * U)
+    assert len({row.tobytes() for row in many.exchanged[0][1]["w"]}) == K
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", rules.RULES)
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
+    config = Optim(name=optimizer_name, weight_decay=0.01)
+    tx = optimizer(config, lambda step: jnp.float32(ETA))
+    share = functools.partial(exchange, comm=SoloComm())
+    talk = rules.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
+    rule = rules.build(RuleConfig(name, force=True), tx, talk, optimizer=config.name, linear=is_linear(config))
+    apply = jax.jit(optax.apply_updates)
+
+    @jax.jit
+    def descend(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    plain_update = jax.jit(tx.update)
+
+    def plain(grads, state, params):
+        if name != "subgd":
+            return descend(grads, state, params)
+        updates, state = plain_update(grads, state, params)  # SUBGD needs the updates by themselves
+        return apply(params, updates), state
+
+    params, plain_params = {"w": jnp.array(START)}, {"w": jnp.array(START)}
+    state, plain_state = rule.init(params), tx.init(plain_params)
+    for t in range(5):
+        grads = {"w": gradient(plain_params["w"], CURVATURE[t, 0], CENTER[t, 0])}
+        params, state = rule.update(grads, state, params)
+        plain_params, plain_state = plain(grads, plain_state, plain_params)
+        assert np.asarray(params["w"]).tobytes() == np.asarray(plain_params["w"]).tobytes()
+    same = jax.tree.map(lambda a, b: bool((a == b).all()) and a.dtype == b.dtype, state, plain_state)
+    assert jax.tree.all(same)
+    assert not (np.asarray(params["w"]) == START).any()
+
+
+# ---------------------------------------------------------------- what is refused, what is scaled
+
+
+def build(name: str, config: Optim, force: bool = False) -> rules.Rule:
+    talk = rules.Exchange(lambda tree: tree, lambda tree: tree)
+    tx = optimizer(config, lambda step: jnp.float32(ETA))
+    return rules.build(RuleConfig(name, force=force), tx, talk, optimizer=config.name, linear=is_linear(config))
+
+
+NOT_LINEAR = [Optim(name=name) for name, row in OPTIMIZERS.items() if not row.linear] + [Optim(clip_norm=1.0)]
+
+
+@pytest.mark.parametrize("name", ["subgd", "awagd"])
+@pytest.mark.parametrize("config", NOT_LINEAR, ids=lambda config: f"{config.name}-{config.clip_norm}")
+def test_optimizers_that_equal_no_single_worker_are_refused_unless_forced(name, config):
+    message = rf"rule '{name}' with {config.name}.* equals no single worker.*Use rule gradients, .*--rule.force"
+    with pytest.raises(UsageError, match=message):
+        build(name, config)
+    build(name, config, force=True)
+    build("gradients", config)
+
+
+def test_an_unknown_rule_lists_what_exists():
+    with pytest.raises(UsageError, match=r"unknown rule 'awgd'; did you mean 'awagd'\? there are: awagd, gradients, "):
+        build("awgd", Optim())
+
+
+@pytest.mark.parametrize(("name", "replicated"), [("gradients", True), ("subgd", False), ("awagd", False)])
+def test_a_rule_says_whether_workers_hold_the_same_state(name, replicated):
+    assert build(name, Optim()).state_is_replicated == replicated
+
+
+SCALINGS = [
+    ("gradients", "rule", 8, (8.0, "linear")),
+    ("awagd", "rule", 8, (8.0, "linear")),
+    ("subgd", "rule", 8, (1.0, "none")),
+    ("gradients", "none", 8, (1.0, "none")),
+    ("awagd", "sqrt", 9, (3.0, "sqrt")),
+    ("subgd", "sqrt", 4, (2.0, "sqrt")),
+    ("gradients", "linear", 1, (1.0, "linear")),
+]
+
+
+@pytest.mark.parametrize(("rule", "scaling", "workers", "expected"), SCALINGS)
+def test_scaling_of_the_learning_rate(rule, scaling, workers, expected):
+    assert rules.scale_lr(rule, scaling, workers) == expected
+
+
+def test_scalings_that_are_refused():
+    with pytest.raises(
+        UsageError, match=r"rule 'subgd' sums the workers' updates, which is 4 times .* use none or sqrt"
+    ):
+        rules.scale_lr("subgd", "linear", 4)
+    with pytest.raises(UsageError, match="unknown lr_scaling 'linar'; did you mean 'linear'"):
+        rules.scale_lr("awagd", "linar", 4)

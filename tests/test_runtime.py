@@ -1,0 +1,159 @@
+"""What the launcher says, and what is set in this process before the device starts."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxmpi import runtime
+from jaxmpi.config import UsageError
+from jaxmpi.runtime import Launch
+
+OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+MV2 = tuple(name.replace("OMPI", "MV2") for name in OMPI)
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+LAUNCHED = [
+    ({}, None),
+    (dict(zip(OMPI, ("3", "8", "1", "4"), strict=True)), Launch("Open MPI's mpirun", 3, 8, 1, 4)),
+    (dict(zip(MV2, ("3", "8", "1", "4"), strict=True)), Launch("MVAPICH's mpirun", 3, 8, 1, 4)),
+    (dict(zip(HYDRA, ("3", "8", "1", "4"), strict=True)), Launch("Hydra's mpiexec (MPICH, Intel MPI)", 3, 8, 1, 4)),
+    (dict(zip(SLURM, ("3", "8", "1", "4(x2)"), strict=True)), Launch("srun", 3, 8, 1, 4)),
+    (dict(zip(SLURM, ("5", "7", "1", "4,3"), strict=True)), Launch("srun", 5, 7, 1, 4)),
+    (dict(zip(SLURM, ("0", "1", "0", "1"), strict=True)), Launch("srun", 0, 1, 0, 1)),
+    # Of PMI alone, local ranks are unknown: one host is the guess.
+    ({"PMI_RANK": "2", "PMI_SIZE": "4"}, Launch("Hydra's mpiexec (MPICH, Intel MPI)", 2, 4, 2, 4)),
+    # mpirun inside a Slurm job is Open MPI's.
+    ({**dict(zip(OMPI, "0210", strict=True)), "SLURM_PROCID": "0"}, Launch("Open MPI's mpirun", 0, 2, 1, 0)),
+    # A batch script that starts a plain Python: a task number, but no step.
+    ({"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "8"}, None),
+]
+
+
+@pytest.mark.parametrize(("environ", "expected"), LAUNCHED)
+def test_what_each_launcher_says(environ, expected, no_launcher, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert runtime.launched() == expected
+    assert runtime.my_rank() == (expected.rank if expected else 0)
+
+
+def test_messages_name_rank_and_host(no_launcher, monkeypatch):
+    assert runtime.who().startswith("rank 0/1 on ")
+    monkeypatch.setenv("PMI_RANK", "2")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert runtime.who().startswith("rank 2/4 on ")
+
+
+def python(code: str, **environ: str) -> subprocess.CompletedProcess:
+    clean = {
+        k: v for k, v in os.environ.items() if k not in {name for names in runtime.LAUNCHERS.values() for name in names}
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**clean, **environ}
+    )
+
+
+PINS = [
+    # local rank, local size, cores of this process, cores of the host -> cores to keep
+    (0, 2, 8, 8, [0, 1, 2, 3]),
+    (1, 2, 8, 8, [4, 5, 6, 7]),
+    (3, 4, 4, 4, [3]),
+    (5, 8, 2, 2, [1]),
+    (1, 3, 8, 8, None),  # does not divide
+    (1, 2, 4, 8, None),  # the launcher has bound it
+    (0, 1, 8, 8, list(range(8))),
+]
+
+
+@pytest.mark.parametrize(("rank", "size", "cores", "cpus", "expected"), PINS)
+def test_share_of_cores(rank, size, cores, cpus, expected, monkeypatch):
+    kept = []
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
+    runtime.pin_cores(rank, size)
+    assert kept == ([] if expected is None else [expected])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_pinning_for_real():
+    cores = sorted(os.sched_getaffinity(0))
+    pin = f"runtime.pin_cores(1, {len(cores)})"
+    job = python(f"import os; from jaxmpi import runtime; {pin}; print(len(os.sched_getaffinity(0)))")
+    bound = len(cores) < (os.cpu_count() or 1)
+    assert (job.stdout.strip(), job.stderr) == (str(len(cores) if bound or len(cores) == 1 else 1), "")
+
+
+FREED = """
+import resource, sys
+import numpy as np
+from jaxmpi import runtime
+if {keep}: runtime.keep_freed_memory()
+for _ in range(2): np.ones(8 << 20)  # 64 MiB, freed at once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4): np.ones(8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
+def test_freed_memory_is_used_again_without_page_faults():
+    # A new 64 MiB takes 16384 faults of 4 KiB, or 32 of 2 MiB where the kernel gives huge pages.
+    assert int(python(FREED.format(keep=True)).stdout) < 32
+
+
+def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
+    code = (
+        "import os; from jaxmpi import runtime; runtime.prepare(); "
+        "print(os.environ['OMPI_MCA_mpi_yield_when_idle'], os.environ['OMPI_MCA_osc'])"
+    )
+    ranks = dict(zip(OMPI, ("0", "4096", "0", "4096"), strict=True))
+    job = python(code, XDG_CACHE_HOME=str(tmp_path), **ranks)
+    assert (job.stdout.split(), job.returncode) == (["1", "^ucx"], 0), job.stderr
+    kept = python(code, XDG_CACHE_HOME=str(tmp_path), OMPI_MCA_mpi_yield_when_idle="0", OMPI_MCA_osc="rdma", **ranks)
+    assert kept.stdout.split() == ["0", "rdma"]
+
+
+def test_prepare_makes_devices_and_a_private_cache(tmp_path):
+    code = (
+        "import jax; from jaxmpi import runtime; runtime.prepare(3); "
+        "print(len(jax.devices('cpu')), jax.config.jax_compilation_cache_dir)"
+    )
+    job = python(code, XDG_CACHE_HOME=str(tmp_path), JAX_PLATFORMS="cpu")
+    folder = tmp_path / "jaxmpi" / "xla"
+    assert job.stdout.split() == ["3", str(folder)], job.stderr
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_too_few_devices_after_the_start_are_refused():
+    if jax.default_backend() != "cpu" or jax.local_device_count() != 8:
+        pytest.skip("needs the fake CPU devices alone")
+    with pytest.raises(UsageError, match="asked for 9 devices after the device started with 8; set it first"):
+        runtime.make_cpu_devices(9)
+    runtime.make_cpu_devices(8)
+
+
+FAIL = """
+from jaxmpi import runtime
+from jaxmpi.config import TrainingError, UsageError
+runtime.install_excepthook()
+raise {error}
+"""
+ERRORS = [
+    ("UsageError('got 1; expected 2')", "error: got 1; expected 2", False),
+    ("TrainingError('the loss is nan')", "error: the loss is nan", False),
+    ("KeyError('x')", "KeyError: 'x'", True),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "has_traceback"), ERRORS)
+def test_an_uncaught_error_names_the_rank_and_ends_with_code_1(error, message, has_traceback):
+    job = python(FAIL.format(error=error))
+    assert job.returncode == 1
+    assert "jaxmpi: rank 0/1 on " in job.stderr
+    assert message in job.stderr
+    assert ("Traceback" in job.stderr) == has_traceback

@@ -1,0 +1,281 @@
+"""Losses to gradients to metrics: exact counts, micro-batches, short batches, N workers against one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from jaxmpi import rules, step
+from jaxmpi.comm import AxisComm
+from jaxmpi.config import Data, RuleConfig
+from jaxmpi.data import ArraySource, Loader, Sampler
+from jaxmpi.exchange import exchange
+from jaxmpi.model import Model
+from jaxmpi.state import TrainState, create
+from tolerances import U
+
+KEY = jax.random.key_data(jax.random.key(0))
+NAN = float("nan")
+
+RANKINGS = [
+    # logits, label -> classes ahead
+    ([0.1, 0.9, 0.5], 1, 0),
+    ([0.1, 0.9, 0.5], 2, 1),
+    ([0.1, 0.9, 0.5], 0, 2),
+    ([0.5, 0.5, 0.5], 0, 0),
+    ([0.5, 0.5, 0.5], 1, 1),
+    ([0.5, 0.5, 0.5], 2, 2),
+    ([1.0, 0.5, 0.5], 2, 2),
+    ([NAN, 0.5, 0.1], 0, 3),  # no hit whatever k, as long as there are 5 classes
+    ([NAN, 0.5, 0.1], 1, 1),
+    ([NAN, NAN, NAN], 0, 3),
+    ([np.inf, 0.5, -np.inf], 0, 0),
+    ([-np.inf, -np.inf, 0.0], 1, 2),
+]
+
+
+@pytest.mark.parametrize(("logits", "label", "ahead"), RANKINGS)
+def test_ranking(logits, label, ahead):
+    assert step.ranking(jnp.array([logits]), jnp.array([label])).tolist() == [ahead]
+
+
+def test_ranking_is_a_permutation_of_the_classes():
+    logits = np.random.default_rng(0).integers(0, 3, 7).astype(np.float32)  # ties for sure
+    places = step.ranking(jnp.tile(logits, (7, 1)), jnp.arange(7))
+    assert sorted(places.tolist()) == list(range(7))
+
+
+def forward(apply, loss=step.cross_entropy, **kwargs) -> step.Forward:
+    model = Model("test", lambda key, image: ({}, {}), apply, (3,), 2)
+    return step.Forward(model, loss, kwargs.pop("data", Data()), **kwargs)
+
+
+# ---------------------------------------------------------------- gradients of exact arithmetic
+
+
+def linear(params, model_state, image, key, train):
+    return image * params["w"][None], {"calls": model_state["calls"] + 1}
+
+
+def integer_loss(outputs, labels):
+    """Its gradient is sum_j weight_j label_j image_j: integers, so that f32 adds them exactly in any order."""
+    return outputs.sum(-1) * labels.astype(jnp.float32)
+
+
+def integer_batch(size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    image = rng.integers(-8, 9, (size, 3)).astype(np.float32)
+    return {
+        "image": image,
+        "label": rng.integers(0, 9, size).astype(np.int32),
+        "weight": np.full(size, 0.25, np.float32),
+    }
+
+
+def integer_gradients(batch, micro_batch: int = 0):
+    run = jax.jit(step.local_gradients(forward(linear, integer_loss), micro_batch))
+    return run({"w": jnp.ones(3)}, {"calls": jnp.int32(0)}, batch, KEY, jnp.int32(0))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 6, 12])
+def test_micro_batches_add_up_to_the_whole_batch_exactly(micro_batch):
+    batch = integer_batch(12)
+    grads, _, metrics = integer_gradients(batch)
+    expected = (batch["weight"] * batch["label"]) @ batch["image"].astype(np.float64)
+    assert grads["w"].tolist() == expected.tolist()
+    piecewise, state, more = integer_gradients(batch, micro_batch)
+    assert piecewise["w"].tolist() == grads["w"].tolist()
+    assert jax.tree.map(float, (more, metrics)) == (metrics, metrics)
+    assert float(metrics.count) == 12
+    assert int(state["calls"]) == 12 // micro_batch  # it did run piece by piece
+
+
+def test_micro_batches_draw_different_random_numbers():
+    def noisy(params, model_state, image, key, train):
+        return image * params["w"][None] * jax.random.uniform(key), model_state
+
+    def grads(micro_batch, t):
+        batch = jax.tree.map(lambda x: np.repeat(x[:1], 4, 0), integer_batch(4))
+        run = step.local_gradients(forward(noisy, integer_loss), micro_batch)
+        return run({"w": jnp.ones(3)}, {}, batch, KEY, jnp.int32(t))[0]["w"].tolist()
+
+    assert grads(0, 0) == grads(0, 0)
+    assert grads(0, 0) != grads(0, 1)
+    assert grads(0, 0) != grads(2, 0)
+
+
+def test_what_only_fills_a_batch_changes_nothing_not_even_where_it_is_nan():
+    batch = integer_batch(4)
+    padded = {
+        "image": np.concatenate([batch["image"], np.full((2, 3), np.nan, np.float32)]),
+        "label": np.concatenate([batch["label"], np.ones(2, np.int32)]),
+        "weight": np.concatenate([batch["weight"], np.zeros(2, np.float32)]),
+    }
+    grads, _, metrics = integer_gradients(batch)
+    _, _, with_fillers = integer_gradients(padded)
+    assert jax.tree.map(float, with_fillers) == jax.tree.map(float, metrics)
+    finite = {**padded, "image": np.nan_to_num(padded["image"], nan=3.0)}
+    assert integer_gradients(finite)[0]["w"].tolist() == grads["w"].tolist()
+
+
+@pytest.mark.parametrize(("examples", "batch", "workers"), [(10, 8, 4), (9, 8, 4), (5, 4, 2), (2, 4, 4), (6, 4, 1)])
+def test_the_mean_over_workers_is_that_of_the_batch_however_short(examples, batch, workers):
+    """Weights are workers / count, here powers of two, and all else integers."""
+    everything = integer_batch(examples)
+    source = ArraySource(everything["image"], everything["label"], classes=9)
+    last = Sampler(examples, batch).steps_per_epoch - 1
+    share = Sampler(examples, batch).indices(last)
+    assert share.count < batch
+    expected = (everything["label"][share.indices] @ everything["image"][share.indices]) / share.count
+    total, count = np.zeros(3), 0.0
+    for rank in range(workers):
+        with Loader(source, Sampler(examples, batch, rank, workers), Data(), True, last, last + 1) as loader:
+            [made] = loader
+        grads, _, metrics = integer_gradients({"image": made.image, "label": made.label, "weight": made.weight})
+        total, count = total + np.asarray(grads["w"], np.float64) / workers, count + float(metrics.count)
+    assert total.tolist() == expected.tolist()
+    assert count == share.count
+
+
+# ---------------------------------------------------------------- N workers x B/N = 1 worker x B
+
+D, CLASSES, LR, STEPS = 6, 4, 0.1, 20
+
+
+def softmax_regression(params, model_state, image, key, train):
+    return image @ params["w"] + params["b"][None], model_state
+
+
+def run(workers: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """(params of all workers, gradients of all workers at the first step) after 20 steps of the real loader."""
+    rng = np.random.default_rng(1)
+    images = rng.uniform(-1, 1, (50, D)).astype(np.float32)
+    source = ArraySource(images, rng.integers(0, CLASSES, 50), classes=CLASSES)
+    comm = AxisComm("w", workers)
+    talk = rules.Exchange(functools.partial(exchange, comm=comm), functools.partial(exchange, op="sum", comm=comm))
+    rule = rules.build(RuleConfig(), optax.sgd(LR), talk, optimizer="sgd", linear=True)
+    gradients = step.local_gradients(forward(softmax_regression))
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="w")
+    def one(state, batch):
+        own = gradients(state.params, state.model_state, batch, state.key, state.step)[0]
+        return step.train_step(state, batch, gradients=gradients, rule=rule), own
+
+    params = {"w": np.zeros((D, CLASSES), np.float32), "b": np.zeros(CLASSES, np.float32)}
+    state = step.stack([create(params, {}, rule.init(params), seed=0, worker=r) for r in range(workers)])
+    loaders = [Loader(source, Sampler(50, batch, r, workers), Data(), True, 0, STEPS) for r in range(workers)]
+    first = None
+    for batches in zip(*loaders, strict=True):
+        arrays = [{"image": b.image, "label": b.label, "weight": b.weight} for b in batches]
+        (state, metrics), own = one(state, step.stack(arrays))
+        assert np.asarray(metrics.count).sum() == batches[0].count
+        first = own if first is None else first
+    assert state.step.tolist() == [STEPS] * workers
+    return flat(state.params), flat(first)
+
+
+def flat(trees) -> np.ndarray:
+    """f32[workers, params]."""
+    return np.concatenate([np.asarray(trees["w"]).reshape(len(trees["b"]), -1), np.asarray(trees["b"])], 1)
+
+
+def test_n_workers_on_shares_are_one_worker_on_the_batch():
+    """Softmax regression is convex, with curvature at most 0.5 (|x|^2 + 1) <= 0.5 (D + 1), so that steps of LR <= 2 /
+    curvature bring two points no further apart, and rounding errors add up over steps. |x| <= 1, |p - y| <= 1.
+
+    An entry of the gradient is a mean of x (p - y). Logits have D + 1 products and sums of at most D max|w|; p changes
+    by no more than they do, and has 16 roundings of its own (exp and division); the sum over examples and workers
+    has at most B + N of numbers that are at most 1 in the mean. In the norm: times the root of the number of params.
+    """
+    assert LR <= 2 / (0.5 * (D + 1))
+    batch = 12  # 50 = 4 x 12 + 2: the last step of every epoch is short
+    one, _ = run(1, batch)
+    largest = 2 * np.abs(one).max() + 1
+    for workers in (2, 3, 4):
+        many, own = run(workers, batch)
+        assert len({row.tobytes() for row in many}) == 1
+        assert len({row.tobytes() for row in own}) == workers  # each saw examples of its own
+        gradient_error = ((D + 1) * D * largest + 16 + batch + workers) * U
+        local = (LR * gradient_error + 2 * U * largest) * np.sqrt(one.size)
+        error = 2 * STEPS * local  # both runs err
+        assert np.linalg.norm(many[0].astype(np.float64) - one[0]) <= error
+        assert error < 1e-3 * np.linalg.norm(one)
+
+
+# ---------------------------------------------------------------- dtypes, normalisation, evaluation
+
+
+def test_bf16_is_what_computes_and_f32_what_is_kept():
+    seen = []
+
+    def apply(params, model_state, image, key, train):
+        seen.append((params["w"].dtype, image.dtype))
+        return image @ params["w"], {"mean": image.mean(0), "count": model_state["count"] + 1}
+
+    run = step.local_gradients(forward(apply, compute_dtype=jnp.bfloat16))
+    batch = {
+        "image": np.ones((4, 3), np.float32),
+        "label": np.zeros(4, np.int32),
+        "weight": np.full(4, 0.25, np.float32),
+    }
+    params, state = {"w": jnp.ones((3, 2))}, {"mean": jnp.zeros(3), "count": jnp.int32(0)}
+    grads, state, metrics = run(params, state, batch, KEY, jnp.int32(0))
+    assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))}
+    assert {leaf.dtype for leaf in jax.tree.leaves((grads, metrics, state["mean"]))} == {jnp.dtype("float32")}
+    assert state["count"].dtype == jnp.int32
+
+
+def test_normalise_per_channel():
+    data = Data(mean=(0.5, 0.25, 0.0), std=(0.5, 1.0, 2.0))
+    image = np.array([[[[255, 0, 51]]]], np.uint8)
+    np.testing.assert_allclose(step.normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
+
+
+@pytest.mark.parametrize("data", [Data(), Data(mean=(0.0,)), Data(std=(1.0,))])
+def test_normalise_by_one_number_for_all_channels(data):
+    image = jnp.asarray(np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3))
+    np.testing.assert_allclose(step.normalise(image, data), np.asarray(image) / 255, rtol=2 * U)
+
+
+def test_prepared_images_are_not_normalised_again():
+    image = jnp.ones((1, 2, 2, 3))
+    assert step.normalise(image, Data(mean=(0.5,))) is image
+
+
+def test_evaluation_counts_real_examples_only():
+    logits = np.array([[9, 0, 0, 0, 0, 0], [9, 8, 7, 6, 5, 4], [0, 9, 0, 0, 0, 0], [0, 0, 0, 0, 0, np.nan]], np.float32)
+    batch = {"image": logits, "label": np.array([0, 4, 0, 0], np.int32), "weight": np.array([1, 1, 1, 0], np.float32)}
+    metrics = step.eval_step(forward(lambda p, s, image, key, train: (image, s)), {}, {}, batch)
+    assert (float(metrics.top1), float(metrics.top5), float(metrics.count)) == (1, 3, 3)
+    exact = -(
+        np.log(np.exp(logits[:3].astype(np.float64)) / np.exp(logits[:3].astype(np.float64)).sum(1, keepdims=True))
+    )
+    np.testing.assert_allclose(float(metrics.loss), exact[[0, 1, 2], [0, 4, 0]].sum(), rtol=32 * U)
+
+
+# ---------------------------------------------------------------- workers on devices
+
+
+def test_over_devices_gives_each_device_its_row():
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), (step.AXIS,))
+
+    def shift(x, by):
+        return {"sum": jax.lax.psum(x, step.AXIS), "own": x + by}
+
+    got = step.over_devices(shift, mesh)(np.arange(4.0, dtype=np.float32), np.full(4, 10, np.float32))
+    assert jax.tree.map(lambda x: x.tolist(), got) == {"sum": [6] * 4, "own": [10, 11, 12, 13]}
+
+
+def test_stack_and_state():
+    states = [create({"w": np.ones(2)}, {}, {}, seed=3, worker=worker) for worker in range(3)]
+    stacked = step.stack(states)
+    assert isinstance(stacked, TrainState)
+    assert stacked.params["w"].shape == (3, 2)
+    assert len({row.tobytes() for row in stacked.key}) == 3  # dropout differs between workers
+    assert (create({}, {}, {}, seed=3, worker=1).key == stacked.key[1]).all()
+    assert (create({}, {}, {}, seed=4, worker=1).key != stacked.key[1]).any()

@@ -1,0 +1,245 @@
+"""Whole runs of `python -m jaxmpi.train`: what comes out, kill and resume, bad input."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi.config import Experiment
+from launching import ROOT, kill_session, mpirun_line, run, train
+
+DIGITS = "experiments/digits.py"
+TINY = ("--exchange.strategy", "ring16", "--effective-batch", "60", "--log-every", "5")
+
+
+def record(run_dir: Path, kind: str) -> list[dict]:
+    """The record's lines of a kind."""
+    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def checkpoint_bytes(run_dir: Path, step: int) -> dict[str, bytes]:
+    """Every file of a checkpoint but the manifest, which holds times."""
+    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def test_four_ranks_learn_and_record(tmp_path):
+    args = (*TINY, "--train-for", "5ep", "--eval-every", "5ep", "--run-dir", str(tmp_path / "run"))
+    ended = train(4, DIGITS, *args)
+    assert ended.code == 0, ended.out
+    rows = record(tmp_path / "run", "train")
+    assert [row["step"] for row in rows][:3] == [1, 5, 10]
+    assert {"step", "epoch", "examples", "elapsed_s", "loss", "images_per_s"} <= rows[0].keys()
+    assert rows[-1]["examples"] == 5 * 1437  # the short last batch of an epoch is counted as it is
+    [evaluation] = record(tmp_path / "run", "eval")
+    assert evaluation["eval_count"] == 360  # 6 steps of 60 over 4 workers: none dropped, none padded
+    assert evaluation["eval_top1"] > 0.9
+    assert evaluation["eval_top5"] >= evaluation["eval_top1"]
+    assert evaluation["eval_top1"] * 360 == pytest.approx(round(evaluation["eval_top1"] * 360), abs=1e-3)
+    assert len(re.findall(r"^step 1/", ended.out, re.M)) == 1  # a line on rank 0 only
+    facts = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert facts["workers"] == 4
+    assert facts["strategy"] == "ring:16"
+    assert facts["transport"] == "MPI, from host memory"
+    assert facts["versions"]["jax"] != "not installed"
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", facts["commit"])
+
+
+def losses(run_dir: Path) -> np.ndarray:
+    return np.array([row["loss"] for row in record(run_dir, "train")])
+
+
+def test_one_worker_and_four_see_the_same_examples(tmp_path):
+    """N workers x B/N = 1 worker x B: dropout apart, which is off here, the runs differ by rounding only."""
+    (tmp_path / "tiny.py").write_text(TINY_EXPERIMENT)
+    runs = {"one": (1, ()), "four": (4, ()), "devices": (1, ("--devices", "4"))}
+    for name, (ranks, args) in runs.items():
+        ended = train(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / name), *args)
+        assert ended.code == 0, ended.out
+    one, four, devices = (losses(tmp_path / name) for name in runs)
+    assert len(one) == 20
+    # Losses near 2.3 are sums of 60 f32 terms; 20 updates of lr 0.05 pass rounding on without blowing it up.
+    np.testing.assert_allclose(four, one, atol=2.0**-24 * 60 * 2.3 * 20)
+    np.testing.assert_allclose(devices, one, atol=2.0**-24 * 60 * 2.3 * 20)
+    facts = [json.loads((tmp_path / name / "config.json").read_text()) for name in runs]
+    assert len({fact["form"] for fact in facts}) == 3  # the three runs took different paths
+    assert [fact["workers"] for fact in facts] == [1, 4, 4]
+
+
+TINY_EXPERIMENT = """
+from jaxmpi.config import Data, Experiment, Optim
+from models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="20st", log_every=1,
+)
+"""
+
+
+@pytest.mark.parametrize("rule", ["gradients", "subgd", "awagd"])
+def test_kill_and_resume_is_bit_exact(rule, tmp_path):
+    common = ("--rule.name", rule, "--train-for", "300st", "--checkpoint-every", "50st", "--eval-every", "300st", *TINY)
+    args = (DIGITS, *common, "--optim.lr", "0.01", "--run-dir")
+    ended = train(2, *args, str(tmp_path / "whole"))
+    assert ended.code == 0, ended.out
+    killed = kill_one_rank_after(50, [*args, str(tmp_path / "killed")], tmp_path / "killed")
+    assert killed != 0
+    assert record(tmp_path / "killed", "eval") == []  # it did not reach its end
+    ended = train(2, *args, str(tmp_path / "killed"), "--resume")
+    assert ended.code == 0, ended.out
+    assert "resumed at step" in ended.out
+    whole = checkpoint_bytes(tmp_path / "whole", 300)
+    assert sorted(whole) == ["common.bin", "worker_00000.bin", "worker_00001.bin"]
+    assert checkpoint_bytes(tmp_path / "killed", 300) == whole
+
+
+def kill_one_rank_after(step: int, args: list[str], run_dir: Path) -> int:
+    """Start two ranks, SIGKILL rank 1 once the checkpoint of `step` is whole; the job's exit code."""
+    line = [*mpirun_line(2), sys.executable, "-m", "jaxmpi.train", *args]
+    job = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 90
+    try:
+        while not (run_dir / "checkpoints" / f"step_{step:08d}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(rank_1_of(run_dir), signal.SIGKILL)
+        return job.wait(timeout=30)
+    finally:
+        kill_session(job.pid)
+        job.wait()
+
+
+def rank_1_of(run_dir: Path) -> int:
+    """The process of rank 1 that trains into a folder."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                is_job = str(run_dir).encode() in (entry / "cmdline").read_bytes()
+                if is_job and b"OMPI_COMM_WORLD_RANK=1\0" in (entry / "environ").read_bytes():
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise AssertionError("no rank 1")
+
+
+def test_help_lists_every_field_with_its_meaning():
+    ended = train(1, DIGITS, "--help")
+    assert ended.code == 0
+    for part in dataclasses.fields(Experiment):
+        if part.name not in ("model", "loss", "embedded", "data", "optim", "schedule", "rule", "exchange"):
+            assert f"--{part.name.replace('_', '-')}" in ended.out
+    for text in ("--exchange.strategy", "--data.dir", "asa16, ring32", "px: shorter side", "(default: "):
+        assert text in ended.out
+
+
+# ---------------------------------------------------------------- bad input: clear error, non-zero exit, no hang
+
+BAD = {
+    "file": (["experiments/digit.py"], "did you mean 'digits.py'"),
+    "no file": ([], "name an experiment file"),
+    "field": ([DIGITS, "--optim.learning-rate", "1"], "optim.lr"),
+    "strategy": ([DIGITS, "--exchange.strategy", "rign32"], "did you mean 'ring'"),
+    "wire": ([DIGITS, "--exchange.strategy", "asa:64"], "unknown wire '64'"),
+    "ar cannot": ([DIGITS, "--exchange.strategy", "ar:16"], "it takes 32"),
+    "rule": ([DIGITS, "--rule.name", "awgd"], "did you mean 'awagd'"),
+    "range": ([DIGITS, "--optim.momentum", "1.5"], "expected [0, 1)"),
+    "duration": ([DIGITS, "--train-for", "10 weeks"], "expected a number and a unit"),
+    "source": ([DIGITS, "--data.source", "digit"], "did you mean 'digits'"),
+    "folder": ([DIGITS, "--data.source", "imagefolder", "--data.dir", "/nowhere"], "/nowhere"),
+    "adam": ([DIGITS, "--rule.name", "subgd", "--optim.name", "adam"], "not linear"),
+    "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-scaling", "linear"], "count them twice"),
+    "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "no run directory '/nowhere'"),
+    "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(case):
+    args, message = BAD[case]
+    ended = train(1, *args, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert message in re.sub(r"[\s│]+", " ", ended.out), ended.out
+    assert "Traceback" not in ended.out
+
+
+def test_bad_input_is_said_once_by_several_ranks(tmp_path):
+    ended = train(3, DIGITS, "--effective-batch", "64", "--run-dir", str(tmp_path / "run"))
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert ended.out.count("effective_batch 64 is not divisible by 3 workers; nearest that are: 63 or 66") == 1
+
+
+def test_ranks_with_different_configuration_are_named(tmp_path):
+    trainer = [sys.executable, "-m", "jaxmpi.train", DIGITS, "--run-dir", str(tmp_path / "run")]
+    ended = run([*mpirun_line(1), *trainer, ":", "-n", "1", *trainer, "--optim.lr", "0.1"], timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "rank 1: experiment.optim.lr: got 0.1, expected 0.05 (rank 0)" in ended.out
+
+
+def test_nan_loss_names_worker_and_step_and_keeps_the_last_good_checkpoint(tmp_path):
+    args = ("--optim.lr", "1e18", "--schedule.warmup", "0st", "--checkpoint-every", "1st", "--run-dir", str(tmp_path))
+    ended = train(2, DIGITS, *args)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert re.search(r"loss of worker \d is (nan|inf) at step \d|is not finite after step \d", ended.out), ended.out
+    for folder in (tmp_path / "checkpoints").glob("step_*"):
+        index = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
+        raw = (folder / "common.bin").read_bytes()
+        for row in index:
+            leaf = np.frombuffer(raw, row["dtype"], int(np.prod(row["shape"])), row["offset"])
+            assert np.isfinite(leaf).all()
+
+
+def test_resume_from_another_model_names_the_leaf(tmp_path):
+    args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+    assert train(1, *args).code == 0
+    other = (ROOT / DIGITS).read_text().replace("digits_cnn()", "digits_cnn_tiny()")
+    (tmp_path / "other.py").write_text(other.replace("import digits_cnn", "import digits_cnn_tiny"))
+    ended = train(1, str(tmp_path / "other.py"), *args[1:], "--resume")
+    assert ended.code != 0
+    assert re.search(r"params/\S+: got float32\[.*\], expected float32\[.*\]", ended.out), ended.out
+    assert "Traceback" not in ended.out
+
+
+def test_a_run_directory_is_never_overwritten(tmp_path):
+    args = (DIGITS, "--train-for", "1st", "--run-dir", str(tmp_path / "run"))
+    assert train(1, *args).code == 0
+    before = (tmp_path / "run" / "record.jsonl").read_bytes()
+    ended = train(1, *args)
+    assert ended.code != 0
+    assert "holds a run already" in ended.out
+    assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_corrupt_image_is_named(on_error, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 8, 8), np.uint8)
+    for split in ("train", "validation"):
+        for i, image in enumerate(pixels):
+            folder = tmp_path / split / f"class{i % 10}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{i}.png")
+    broken = tmp_path / "train" / "class3" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    args = ("--data.source", "imagefolder", "--data.dir", str(tmp_path), "--data.on-error", on_error)
+    ended = train(2, DIGITS, *args, "--effective-batch", "8", "--train-for", "1ep", "--run-dir", str(tmp_path / "run"))
+    assert not ended.timed_out
+    assert "class3/3.png" in ended.out
+    assert (ended.code == 0) == (on_error == "skip")
