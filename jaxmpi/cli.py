@@ -29,3 +29,7 @@ def main() -> None:
         lookup(COMMANDS, argv[0], "command")[1](argv[1:])
     except UsageError as error:
         sys.exit(f"jaxmpi: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

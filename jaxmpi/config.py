@@ -8,9 +8,9 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -116,6 +116,7 @@ class Data:
                 got in (0, 1, self.channels),
                 f"data.{name}: got {got} numbers; expected {self.channels}, one a channel, or 1 for all",
             )
+        check(all(math.isfinite(m) for m in self.mean), f"data.mean: got {self.mean}; every entry must be finite")
         check(all(s > 0 for s in self.std), f"data.std: got {self.std}; every entry must be > 0")
         check(
             not (self.mean and self.mean_image),
@@ -264,6 +265,32 @@ def check_divides(what: str, total: int, parts: int, parts_name: str) -> None:
         total % parts == 0,
         f"{what} {total} is not divisible by {parts} {parts_name}; nearest that are: {close}",
     )
+
+
+def flags(part: type, prefix: str = "") -> dict[str, Any]:
+    """Command-line names of a dataclass's fields, such as `optim.bias-lr-factor`."""
+    names: dict[str, Any] = {}
+    hints = get_type_hints(part, include_extras=True)
+    for f in dataclasses.fields(part):
+        name = prefix + f.name.replace("_", "-")
+        if dataclasses.is_dataclass(hints[f.name]):
+            names |= flags(hints[f.name], f"{name}.")
+        elif tyro.conf.Suppress not in getattr(hints[f.name], "__metadata__", ()):
+            names[name] = f
+    return names
+
+
+def unknown_flags(argv: Sequence[str]) -> list[str]:
+    """Names given as `--name` or `--no-name` that no field has."""
+    given = [arg[2:].split("=")[0].replace("_", "-") for arg in argv if arg.startswith("--")]
+    known = {"help", *flags(Experiment)}
+    return [name for name in given if name not in known and without_no(name) not in known]
+
+
+def without_no(name: str) -> str:
+    """`rule.force` for `rule.no-force`."""
+    head, dot, last = name.rpartition(".")
+    return head + dot + last.removeprefix("no-")
 
 
 def resolved(experiment: Experiment) -> dict[str, Any]:

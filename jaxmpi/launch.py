@@ -34,15 +34,19 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         UsageError: an option without its value, or a number of workers that is none.
     """
-    several_hosts = int(environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
-    values = {"-n": "0", "--launcher": "srun" if several_hosts else "mpirun", "--launcher-args": ""}
+    several_hosts = environ.get("SLURM_JOB_NUM_NODES", "1") not in ("", "1")
+    values = {"-n": "1", "--launcher": "srun" if several_hosts else "mpirun", "--launcher-args": ""}
     while argv and argv[0] in values:
         if len(argv) == 1:
             raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
         values[argv[0]], argv = argv[1], argv[2:]
-    if not values["-n"].isdigit():
+    if not values["-n"].isdigit() or int(values["-n"]) < 1:
         raise UsageError(f"-n: got {values['-n']!r}; expected a number of workers >= 1")
-    return Options(int(values["-n"]), values["--launcher"], tuple(shlex.split(values["--launcher-args"])), tuple(argv))
+    try:
+        launcher_args = shlex.split(values["--launcher-args"])
+    except ValueError as error:
+        raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
+    return Options(int(values["-n"]), values["--launcher"], tuple(launcher_args), tuple(argv))
 
 
 def command(options: Options, *, cores: int, is_root: bool) -> list[str]:

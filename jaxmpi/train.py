@@ -63,6 +63,8 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     base = choose(load(path), argv) if path else Experiment()
     if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
         base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
+    for name in config.unknown_flags(argv):
+        raise UsageError(f"unknown field --{name}; {config.nearest(name, config.flags(Experiment))}")
     experiment = tyro.cli(
         Experiment,
         default=base,
@@ -373,8 +375,13 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     states, saved = starting_states(experiment, workers, functions.rule, folder)
     start = saved.step if saved else 0
 
-    recorder = Recorder(folder if workers.processes.rank == 0 else None, saved.extra["elapsed_s"] if saved else 0.0)
-    write_facts(folder, experiment, workers, functions, root)  # rank 0 only
+    recorder = Recorder(
+        folder if workers.processes.rank == 0 else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+    )
+    if workers.processes.rank == 0:
+        facts = facts_of(experiment, workers, functions, root)
+        (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+        recorder.write("run", **facts)
     recorder.say(f"run directory {folder}" + (f", resumed at step {start}" if experiment.resume else ""))
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
     try:
@@ -576,13 +583,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_facts(
-    folder: Path, experiment: Experiment, workers: Workers, functions: Functions, root: Path | None
-) -> None:
-    """RUN/config.json: the resolved configuration and where it ran. Rank 0 only."""
-    if workers.processes.rank != 0:
-        return
-    facts = {
+def facts_of(experiment: Experiment, workers: Workers, functions: Functions, root: Path | None) -> dict[str, Any]:
+    """The resolved configuration and where it runs, for config.json and the record."""
+    return {
         "experiment": config.resolved(experiment),
         "workers": workers.size,
         "strategy": functions.strategy,
@@ -593,7 +596,6 @@ def write_facts(
         "commit": commit(root),
         "command": sys.argv,
     }
-    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def transport(workers: Workers) -> str:

@@ -1,16 +1,20 @@
-"""Time of `exchange` beside mpi4jax.allreduce on a gradient tree, in jit, mean in and mean out.
+"""Time of `exchange` beside mpi4jax.allreduce on AlexNet's gradient tree, in jit, mean in and mean out.
 
-    mpirun -n 8 python scripts/bench_exchange.py [--rounds 20] [--strategies asa32 ring32 asa16] [--json FILE]
+    python scripts/bench_exchange.py [-n 8] [--rounds 20] [--strategies asa32 ring32 asa16]
 
-All contenders run once a round, in one job; a time is that of the slowest rank. The peers, one flat array and one call
-a leaf, run twice: with glibc's allocator as it comes, and with the settings that jaxmpi makes for itself. A ratio is
-taken within a round, to the faster of the two peers in that round; printed are medians and quartiles.
+Two jobs of n ranks take turns, round by round, and every round times each contender once: in one job glibc allocates as
+it comes, in the other with the settings that jaxmpi makes; cores are shared out alike. The peers, one flat array and
+one call a leaf, run in both. A time is that of the slowest rank. A ratio is taken within a round, to the faster of the
+two peers in that round; printed are medians and quartiles.
 """
 
 import argparse
-import ctypes
 import json
+import os
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +26,8 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 import jaxmpi
-from jaxmpi import runtime
+from jaxmpi import launch
 from jaxmpi.comm import processes
-
-CONTROL = processes()  # before mpi4py is imported: it sets what Open MPI reads when it starts
-
-import mpi4jax  # noqa: E402
-from mpi4py import MPI  # noqa: E402
 
 # Kernels of AlexNet with two-group conv2, 4 and 5; each has a bias of its last axis.
 ALEXNET = {
@@ -42,6 +41,7 @@ ALEXNET = {
     "fc8": (4096, 1000),
 }
 Run = Callable[[Any], Any]
+WARM_UP = 8  # rounds not counted: the first compiles, the next ones settle the heap
 
 
 def tree() -> dict[str, dict[str, jax.Array]]:
@@ -52,87 +52,123 @@ def tree() -> dict[str, dict[str, jax.Array]]:
     }
 
 
-def allocator_as_it_comes() -> None:
-    """The C library's own settings, as they are once its threshold has grown to its limit of 32 MB."""
-    m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4
-    libc = ctypes.CDLL(None)
-    libc.mallopt(m_mmap_max, 65536)
-    libc.mallopt(m_mmap_threshold, 32 << 20)
-    libc.mallopt(m_trim_threshold, 64 << 20)
+# ---------------------------------------------------------------- inside a job
 
 
-def contenders(strategies: list[str]) -> dict[str, tuple[Callable[[], None], Run]]:
-    """Name to (allocator, function of the tree)."""
+def contenders(strategies: list[str]) -> dict[str, Run]:
+    """Name to function of the tree."""
+    import mpi4jax
+    from mpi4py import MPI
+
     peer = MPI.COMM_WORLD.Clone()
-    size = peer.size
 
     @jax.jit
     def flat(grads: Any) -> Any:
         vector, back = ravel_pytree(grads)
-        return back(mpi4jax.allreduce(vector, op=MPI.SUM, comm=peer) / size)
+        return back(mpi4jax.allreduce(vector, op=MPI.SUM, comm=peer) / peer.size)
 
     @jax.jit
     def per_leaf(grads: Any) -> Any:
-        return jax.tree.map(lambda leaf: mpi4jax.allreduce(leaf, op=MPI.SUM, comm=peer) / size, grads)
+        return jax.tree.map(lambda leaf: mpi4jax.allreduce(leaf, op=MPI.SUM, comm=peer) / peer.size, grads)
 
-    tuned = runtime.keep_freed_memory
-    rows: dict[str, tuple[Callable[[], None], Run]] = {}
-    for allocator, settings in (("as it comes", allocator_as_it_comes), ("tuned", tuned)):
-        rows[f"allreduce flat, allocator {allocator}"] = settings, flat
-        rows[f"allreduce per leaf, allocator {allocator}"] = settings, per_leaf
+    rows: dict[str, Run] = {"allreduce flat": flat, "allreduce per leaf": per_leaf}
     for strategy in strategies:
-        rows[strategy] = tuned, jax.jit(lambda grads, strategy=strategy: jaxmpi.exchange(grads, strategy))
-        rows[f"{strategy}, one flat buffer"] = (
-            tuned,
-            jax.jit(lambda grads, strategy=strategy: jaxmpi.exchange(grads, strategy, bucket_bytes=None)),
+        rows[strategy] = jax.jit(lambda grads, strategy=strategy: jaxmpi.exchange(grads, strategy))
+        rows[f"{strategy}, one flat buffer"] = jax.jit(
+            lambda grads, strategy=strategy: jaxmpi.exchange(grads, strategy, bucket_bytes=None)
         )
     return rows
 
 
-def measure(rounds: int, rows: dict[str, tuple[Callable[[], None], Run]]) -> dict[str, np.ndarray]:
-    """Seconds of the slowest rank, f64[rounds] for each row."""
-    grads, clock = tree(), MPI.COMM_WORLD.Clone()
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(rounds + 1):  # the first compiles
-        for name, (settings, run) in rows.items():
-            settings()
-            jax.block_until_ready(run(grads))  # the first after a change of allocator pays for it
-            clock.Barrier()
+def run_job(job: str, strategies: list[str], rounds: int, folder: Path) -> None:
+    """Time this job's contenders whenever it has the baton; FOLDER/<job>.json holds the seconds."""
+    control = processes()
+    rows = contenders(strategies)
+    grads, times = tree(), {name: [] for name in rows}
+    for turn in range(rounds + WARM_UP):
+        if control.rank == 0:
+            take_baton(folder, job, turn)
+        for name, run in rows.items():
+            control.barrier()  # polled: whoever waits leaves the cores to the other job
             begin = time.perf_counter()
             jax.block_until_ready(run(grads))
-            times[name].append(clock.allreduce(time.perf_counter() - begin, op=MPI.MAX))
-    return {name: np.array(values[1:]) for name, values in times.items()}
+            seconds = max(float(text) for text in control.gather(str(time.perf_counter() - begin)))
+            times[name].append(seconds)
+        if control.rank == 0:
+            (folder / "baton").write_text(OTHER[job])
+    if control.rank == 0:
+        (folder / f"{job}.json").write_text(json.dumps({k: v[WARM_UP:] for k, v in times.items()}))
+        (folder / f"{job} is done").touch()
 
 
-def show(times: dict[str, np.ndarray]) -> dict[str, Any]:
+OTHER = {"as it comes": "tuned", "tuned": "as it comes"}
+
+
+def take_baton(folder: Path, job: str, turn: int) -> None:
+    """Wait until it is this job's turn, or the other has ended."""
+    deadline = time.monotonic() + 300
+    while (folder / "baton").read_text() != job and not (folder / f"{OTHER[job]} is done").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{job}: no baton for round {turn}")
+        time.sleep(0.002)
+
+
+# ---------------------------------------------------------------- outside
+
+
+def run_both(ranks: int, arguments: list[str]) -> dict[str, dict[str, np.ndarray]]:
+    """Start the two jobs, wait for them; job to contender to f64[rounds] seconds."""
+    line = launch.mpirun(launch.Options(ranks, "mpirun", (), ()), len(os.sched_getaffinity(0)), os.geteuid() == 0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "baton").write_text("tuned")
+        jobs = []
+        for job, allocator in (("tuned", "jaxmpi"), ("as it comes", "system")):
+            script = [sys.executable, __file__, *arguments, "--job", job, "--folder", name]
+            jobs.append(subprocess.Popen([*line, *script], env=os.environ | {"JAXMPI_ALLOCATOR": allocator}))
+        for process in jobs:
+            if process.wait() != 0:
+                raise SystemExit("a job failed")
+        return {
+            job: {k: np.array(v) for k, v in json.loads((folder / f"{job}.json").read_text()).items()} for job in OTHER
+        }
+
+
+def show(times: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
     """A row a contender: seconds, and ratios to the faster peer of each round."""
-    peers = {
-        allocator: np.minimum(*(times[f"allreduce {form}, allocator {allocator}"] for form in ("flat", "per leaf")))
-        for allocator in ("as it comes", "tuned")
-    }
+    best = {job: np.minimum(rows["allreduce flat"], rows["allreduce per leaf"]) for job, rows in times.items()}
     result = {}
-    print(f"{'':44}{'median s':>10}  {'/ fastest peer as it comes':>28}  {'/ fastest peer, tuned':>28}")
-    for name, values in times.items():
-        ratios = {allocator: np.percentile(values / best, (50, 25, 75)).tolist() for allocator, best in peers.items()}
-        cells = "  ".join(f"{m:14.2f} ({low:.2f}-{high:.2f})" for m, low, high in ratios.values())
-        print(f"{name:44}{np.median(values):10.3f}  {cells}")
-        result[name] = {"median_s": float(np.median(values)), "ratios": ratios}
+    print(f"| {'':34} | allocator   | median s | / faster peer as it comes | / faster peer tuned |")
+    print("|---|---|---|---|---|")
+    for job, rows in times.items():
+        for name, values in rows.items():
+            if job == "as it comes" and not name.startswith("allreduce"):
+                continue
+            ratios = {peer: np.percentile(values / seconds, (50, 25, 75)).tolist() for peer, seconds in best.items()}
+            cells = " | ".join(f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in ratios.values())
+            print(f"| {name:34} | {job:11} | {np.median(values):.3f} | {cells} |")
+            result[f"{name}, {job}"] = {"median_s": float(np.median(values)), "ratios": ratios}
     return result
 
 
 def main() -> None:
-    """Measure on all ranks, print on rank 0."""
+    """Without --job: start both jobs and print. With it: be a rank of one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", type=int, default=8, help="ranks")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--strategies", nargs="+", default=["asa32", "ring32", "asa16"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--job", choices=list(OTHER), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    times = measure(options.rounds, contenders(options.strategies))
-    if CONTROL.rank == 0:
-        print(f"{CONTROL.size} ranks, {platform.machine()}, {jax.default_backend()}, {options.rounds} rounds")
-        result = show(times)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if options.job:
+        only_peers = options.job == "as it comes"
+        return run_job(options.job, [] if only_peers else options.strategies, options.rounds, options.folder)
+    times = run_both(options.n, ["--rounds", str(options.rounds), "--strategies", *options.strategies])
+    print(f"{options.n} ranks on {len(os.sched_getaffinity(0))} cores, {platform.machine()}, {options.rounds} rounds")
+    result = show(times)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

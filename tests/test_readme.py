@@ -99,7 +99,7 @@ def clone(tmp_path: Path) -> Path:
 
 def bash(script: str, folder: Path, timeout_s: float) -> str:
     """What a script printed that ended well."""
-    head = ['export PATH=".venv/bin:$PATH"', "unset JAXMPI_DATA", *EXPORTS]
+    head = ['export PATH="$PWD/.venv/bin:$PATH"', "unset JAXMPI_DATA", *EXPORTS]
     ended = run(["bash", "-euc", "\n".join([*head, script])], timeout_s=timeout_s, cwd=folder)
     assert ended.code == 0, ended.out[-4000:]
     return ended.out

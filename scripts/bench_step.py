@@ -1,0 +1,144 @@
+"""One worker's step beside a hand-written Flax and Optax loop: same model, optimizer, batch and data.
+
+    python scripts/bench_step.py [--model googlenet | digits_cnn] [--pairs 20] [--steps 5]
+
+The two take turns in one process, each for a few steps, batches and progress metrics included: the trainer with its
+loader, the hand-written loop with NumPy indexing. Printed: median milliseconds a step of both, median and quartiles of
+the ratio pair by pair.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxmpi import data, runtime, train
+from jaxmpi.config import Data, Experiment, Optim
+from models.cnn import SmallCnn, digits_cnn
+from models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
+
+BATCH = 32
+MEAN, STD = 0.305, 0.376
+Steps = Callable[[int], None]  # runs so many steps and waits for the last
+
+
+def experiment(name: str) -> Experiment:
+    """The trainer's side."""
+    big = name == "googlenet"
+    size = Data(source="digits", mean=(MEAN,), std=(STD,), channels=3 if big else 1, resize=64 if big else 0)
+    return Experiment(
+        model=googlenet(classes=10, image_size=64, init="he") if big else digits_cnn(),
+        loss=googlenet_loss if big else None,
+        data=size,
+        optim=Optim("adam", lr=1e-3, lr_scaling="none"),
+        local_batch=BATCH,
+        train_for="1000ep",
+    )
+
+
+def trainer(config: Experiment) -> Steps:
+    """The loop of jaxmpi.train, from its own parts."""
+    workers = train.gather_workers(1)
+    plan = train.make_plan(config, workers)
+    functions = train.build_functions(config, workers, plan)
+    state = train.put(train.initial_states(config, workers, functions.rule), workers)
+    batches = plan.feed.batches()
+    late: list[Any] = []
+
+    def run(steps: int) -> None:
+        nonlocal state
+        for _ in range(steps):
+            state, metrics = functions.train_step(state, next(batches))
+            late.append(metrics)
+            if len(late) > 1:
+                float(late.pop(0).loss)
+        jax.block_until_ready(state)
+
+    return run
+
+
+def by_hand(config: Experiment) -> Steps:
+    """What a user of Flax and Optax writes."""
+    source = data.open_source(config.data, "train")
+    rows = [source[i] for i in range(len(source))]
+    shape = config.model.input_shape
+    images = np.stack([np.broadcast_to(image, shape) for image, _ in rows])
+    labels = np.array([label for _, label in rows], np.int32)
+    rngs = nnx.Rngs(0)
+    if config.model.name == "googlenet":
+        module: Any = GoogLeNet(10, 3, STARTS["he"], rngs)
+        loss_of = googlenet_loss
+    else:
+        module = SmallCnn((32, 64, 128), 10, 0.2, rngs)
+        loss_of = optax.softmax_cross_entropy_with_integer_labels
+    module.train()
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    tx = optax.adam(1e-3)
+
+    @jax.jit(donate_argnums=(0, 1, 2))
+    def step(params: Any, state: Any, rest: Any, image: jax.Array, label: jax.Array) -> tuple:
+        def loss(params: Any) -> tuple[jax.Array, Any]:
+            module = nnx.merge(graph, params, rest)
+            outputs = module((image.astype(jnp.float32) / 255 - MEAN) / STD, True)
+            return loss_of(outputs, label).mean(), nnx.state(module, nnx.Not(nnx.Param))
+
+        (value, new_rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, new_rest, value
+
+    state = tx.init(params)
+    order = epochs(len(labels))
+    late: list[jax.Array] = []
+
+    def run(steps: int) -> None:
+        nonlocal params, state, rest
+        for _ in range(steps):
+            chosen = next(order)
+            params, state, rest, value = step(params, state, rest, images[chosen], labels[chosen])
+            late.append(value)
+            if len(late) > 1:
+                float(late.pop(0))
+        jax.block_until_ready(params)
+
+    return run
+
+
+def epochs(examples: int) -> Iterator[np.ndarray]:
+    """Batches of indices, shuffled every epoch, the short last one left out."""
+    rng = np.random.default_rng(0)
+    while True:
+        order = rng.permutation(examples)
+        yield from np.split(order[: examples // BATCH * BATCH], examples // BATCH)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["googlenet", "digits_cnn"], default="googlenet")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    runtime.prepare()
+    config = experiment(options.model)
+    runs = {"trainer": trainer(config), "by hand": by_hand(config)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for pair in range(options.pairs + 2):  # two to compile and settle
+        for name, run in runs.items() if pair % 2 else reversed(runs.items()):
+            begin = time.perf_counter()
+            run(options.steps)
+            times[name].append((time.perf_counter() - begin) / options.steps)
+    trainer_s, hand_s = (np.array(values[2:]) for values in times.values())
+    middle, low, high = np.percentile(trainer_s / hand_s, (50, 25, 75))
+    print(f"{options.model}, batch {BATCH}, {options.pairs} pairs of {options.steps} steps, {jax.default_backend()}")
+    print(f"trainer {1e3 * np.median(trainer_s):.2f} ms, by hand {1e3 * np.median(hand_s):.2f} ms a step")
+    print(f"ratio {middle:.3f} ({low:.3f}-{high:.3f})")
+
+
+if __name__ == "__main__":
+    main()
