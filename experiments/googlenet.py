@@ -24,10 +24,10 @@ embedded = Experiment(
 experiment = Experiment(
     model=googlenet(classes=1000),
     loss=googlenet_loss,
-    data=Data(source="imagefolder", resize=256, crop=224, mirror=True, mean=(0.485, 0.456, 0.406)),
-    optim=Optim(
-        "momentum", lr=0.005, lr_scaling="none", momentum=0.9, weight_decay=2e-4, bias_lr_factor=2.0, decay_bias=False
+    data=Data(
+        source="imagefolder", resize=256, crop=224, mirror=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
     ),
+    optim=Optim("momentum", lr=0.005, momentum=0.9, weight_decay=2e-4, bias_lr_factor=2.0, decay_bias=False),
     schedule=Schedule("poly_epoch", power=0.5, span="240ep"),
     rule=RuleConfig("awagd"),
     exchange=ExchangeConfig("asa32"),

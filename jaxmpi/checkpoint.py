@@ -74,6 +74,7 @@ def save(
     if processes.rank == 0:
         manifest = {"format": FORMAT, "step": step, "workers": workers, "files": every, "extra": dict(extra)}
         write_text(aside / "manifest.json", json.dumps(manifest))
+        sync_folder(aside)
         if final.exists():
             shutil.rmtree(final)
         aside.rename(final)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxmpi import runtime
-from jaxmpi.config import UsageError, check
+from jaxmpi.config import TrainingError, UsageError, check
 
 PyTree = Any
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static
@@ -268,7 +268,7 @@ def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: "Mp
 class Program(NamedTuple):
     """What of a traced program travels to the other ranks."""
 
-    exported: bytes  # StableHLO over flat leaves
+    exported: bytes  # StableHLO over flat leaves; empty where the program cannot travel
     structure: Any  # of the result
 
 
@@ -280,7 +280,11 @@ def compile_together(
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
     argument = np.repeat(range(len(args)), [len(jax.tree.leaves(arg)) for arg in args])
     donated = tuple(np.flatnonzero(np.isin(argument, donate_argnums)).tolist())
+    jax.effects_barrier()  # the control plane speaks only when the exchange is silent
     program = control.from_first(lambda: trace(function, structure, shapes))
+    if not program.exported:
+        jitted = jax.jit(function, donate_argnums=donate_argnums)
+        return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
     # The first rank too compiles what it has sent, so that all look for one cache key.
     jitted = jax.jit(jax.export.deserialize(bytearray(program.exported)).call, donate_argnums=donated)
     lowered = jitted.lower(*shapes)
@@ -293,7 +297,7 @@ def compile_together(
 
 
 def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> Program:
-    """The program of a function, as bytes and the structure of its result."""
+    """The program of a function and the structure of its result; no program for one that calls back into Python."""
     made = []
 
     def flat(*leaves: jax.Array) -> list[jax.Array]:
@@ -301,7 +305,10 @@ def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]
         made.append(out)
         return result
 
-    exported = jax.export.export(jax.jit(flat))(*shapes).serialize()
+    try:
+        exported = jax.export.export(jax.jit(flat))(*shapes).serialize()
+    except NotImplementedError:  # host callbacks stay in the process that made them
+        return Program(b"", None)
     return Program(bytes(exported), made[0])
 
 
@@ -316,9 +323,8 @@ class SoloProcesses:
     def same(self, what: str, value: Any) -> None:
         """One rank agrees with itself."""
 
-    def barrier(self, timeout_s: float = AGREE_TIMEOUT_S) -> bool:
+    def barrier(self) -> None:
         """Nobody to wait for."""
-        return True
 
     def host_barrier(self) -> None:
         """Nobody to wait for."""
@@ -356,9 +362,10 @@ class MpiProcesses:
     def _wait_at_exit(self, timeout_s: float) -> bool:
         return wait(self._exit.Ibarrier(), timeout_s)
 
-    def barrier(self, timeout_s: float = AGREE_TIMEOUT_S) -> bool:
-        """Wait for all ranks; False where time ran out."""
-        return wait(self.world.Ibarrier(), timeout_s)
+    def barrier(self) -> None:
+        """Wait for all ranks without spinning; an error after AGREE_TIMEOUT_S."""
+        if not wait(self.world.Ibarrier(), AGREE_TIMEOUT_S):
+            raise TrainingError(f"not all ranks came to where this one is within {AGREE_TIMEOUT_S:.0f} s")
 
     def host_barrier(self) -> None:
         """Wait for all ranks of this host."""
@@ -386,6 +393,7 @@ class MpiProcesses:
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, on every rank."""
+        self.barrier()
         mine = np.frombuffer(text.encode(), np.uint8)
         sizes = self._gather_ints(mine.size)
         out = np.empty(sum(sizes), np.uint8)
@@ -399,7 +407,7 @@ class MpiProcesses:
         self.barrier()  # polled: MPI_Bcast would spin until the root is there
 
         def one(leaf: Any) -> np.ndarray:
-            array = np.array(leaf)  # a copy: JAX's own buffers are read-only
+            array = np.array(leaf, order="C")  # a copy: JAX's own buffers are read-only
             raw = array.reshape(-1).view(np.uint8)
             for start in range(0, raw.size, MAX_BYTES):
                 self.world.Bcast(raw[start : start + MAX_BYTES], root)

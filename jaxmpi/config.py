@@ -211,8 +211,8 @@ class Experiment:
     effective_batch: int = 0  # examples per step over all workers; must divide by their number
     micro_batch: int = 0  # examples per accumulation slice of the local batch; 0 = no accumulation
     train_for: str = "10ep"  # duration of the run: 10ep, 500st, 20000ex
-    eval_every: str = "1ep"  # duration between evaluations; the last step is always evaluated
-    checkpoint_every: str = "1ep"  # duration between checkpoints; the last step is always saved
+    eval_every: str = "1ep"  # duration between evaluations; 0st: only the last step, which is always evaluated
+    checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
     keep_checkpoints: int = 2  # newest checkpoints kept
     log_every: int = 10  # steps between progress lines; the first step always has one
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
@@ -241,6 +241,10 @@ class Experiment:
         )
         for name in ("train_for", "eval_every", "checkpoint_every"):
             steps(getattr(self, name), 1, 1, 1)
+        check(
+            "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,
+            f"train_for: got {self.train_for}; expected a duration > 0 in ep, st or ex",
+        )
 
 
 def local_batch(experiment: Experiment, workers: int) -> int:
@@ -299,7 +303,7 @@ def resolved(experiment: Experiment) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and len(value) <= 100:
             return [plain(v) for v in value]
         if value is None or isinstance(value, (bool, int, float, str)):
             return value

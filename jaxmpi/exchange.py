@@ -52,6 +52,8 @@ def exchange(
     lookup({"mean": 0, "sum": 0}, op, "op")
     check_leaves(tree)
     leaves, structure = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         choice = Choice(strategy, op, workers, bucket_bytes)
         workers.sign("exchange", choice.facts(tree))
@@ -69,7 +71,7 @@ class Choice(NamedTuple):
 
     def facts(self, tree: PyTree) -> PyTree:
         """What must be the same on all ranks."""
-        options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes}
+        options = {"strategy": parse(self.strategy).name, "op": self.op, "bucket_bytes": self.bucket_bytes}
         return {**options, "leaf": signature(tree)}
 
     def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
@@ -102,7 +104,7 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
 
     def call(tree: PyTree) -> PyTree:
         if choice.comm.size == 1:
-            return tree
+            return jax.tree.map(jnp.asarray, tree)
         leaves, structure = jax.tree.flatten(tree)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in programs:

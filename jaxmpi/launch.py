@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from jaxmpi import runtime
 from jaxmpi.config import UsageError, lookup
 
 USAGE = """usage: jaxmpi train [-n N] [--launcher mpirun|srun] [--launcher-args "..."] EXPERIMENT.py [--field value ...]
@@ -40,6 +41,8 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         if len(argv) == 1:
             raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
         values[argv[0]], argv = argv[1], argv[2:]
+    if "-n" in argv:
+        raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
     if not values["-n"].isdigit() or int(values["-n"]) < 1:
         raise UsageError(f"-n: got {values['-n']!r}; expected a number of workers >= 1")
     try:
@@ -99,6 +102,6 @@ def main(argv: list[str]) -> NoReturn:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         raise SystemExit(0)
-    line = command(parse(argv), cores=len(os.sched_getaffinity(0)), is_root=os.geteuid() == 0)
+    line = command(parse(argv), cores=runtime.cores(), is_root=os.geteuid() == 0)
     print("+ " + shlex.join(line), flush=True)
     os.execv(line[0], line)

@@ -79,6 +79,23 @@ class Recorder:
             self._file.close()
 
 
+def cut_record(path: Path, step: int) -> None:
+    """Drop what a resumed run does again: lines after `step`, and a line that was not written to its end."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row.get("step", 0) <= step:
+            kept.append(line + "\n")
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept))
+    aside.replace(path)
+
+
 def jsonable(value: Any) -> Any:
     """Floats rounded to what is worth keeping; NaN and infinities as null."""
     if isinstance(value, float):

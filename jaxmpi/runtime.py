@@ -21,7 +21,7 @@ from typing import NamedTuple, NoReturn
 from jaxmpi.config import TrainingError, UsageError, check
 
 # How long a rank at its end waits for the others before it takes them for stuck.
-EXIT_TIMEOUT_S = float(os.environ.get("JAXMPI_EXIT_TIMEOUT_S", "60"))
+EXIT_TIMEOUT_S = float(os.environ.get("JAXMPI_EXIT_TIMEOUT_S", "300"))
 # How long another rank leaves rank 0 the word when both may hold the same error.
 RANK_0_FIRST_S = 3.0
 
@@ -72,12 +72,8 @@ def launched() -> Launch | None:
     return None
 
 
-def prepare(devices: int = 1) -> None:
-    """Set allocator, cores and device of this process; before the first device call, at most once.
-
-    Args:
-        devices: local devices this process drives; on CPU that many are made.
-    """
+def prepare() -> None:
+    """Set allocator, cores and device of this process; before the first device call, at most once."""
     if _prepared.is_set():
         return
     _prepared.set()
@@ -88,8 +84,6 @@ def prepare(devices: int = 1) -> None:
         tune_mpi(here.local_size)
         pin_cores(here.local_rank, here.local_size)
         pin_gpu(here.local_rank, here.local_size)
-    if devices > 1:
-        make_cpu_devices(devices)
     use_compilation_cache()
 
 
@@ -110,10 +104,14 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 2**31 - 1)
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def tune_mpi(local_size: int) -> None:
     """Open MPI's settings, read when MPI starts; what the user has set stays."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if local_size > cores:  # a rank that spins while it waits takes the core that another needs
+    if local_size > cores():  # a rank that spins while it waits takes the core that another needs
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process where there is no such network
 
@@ -125,21 +123,21 @@ def pin_cores(local_rank: int, local_size: int) -> None:
     """
     if not hasattr(os, "sched_setaffinity"):
         return
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < (os.cpu_count() or 1):
+    mine = sorted(os.sched_getaffinity(0))
+    if len(mine) < (os.cpu_count() or 1) or local_rank >= local_size:
         return
-    if len(cores) % local_size == 0:
-        share = len(cores) // local_size
-        os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])
-    elif local_size % len(cores) == 0:
-        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+    if len(mine) % local_size == 0:
+        share = len(mine) // local_size
+        os.sched_setaffinity(0, mine[local_rank * share : (local_rank + 1) * share])
+    elif local_size % len(mine) == 0:
+        os.sched_setaffinity(0, {mine[local_rank % len(mine)]})
 
 
 def pin_gpu(local_rank: int, local_size: int) -> None:
     """One GPU per local rank; where ranks share one, each may take its part of the memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if gpus == 0:
+    if gpus == 0 or (visible and gpus == 1):  # none, or the launcher has given this rank its own
         return
     if gpus > 1:
         import jax
@@ -152,6 +150,8 @@ def pin_gpu(local_rank: int, local_size: int) -> None:
 
 def make_cpu_devices(devices: int) -> None:
     """Let the CPU backend offer `devices` devices; GPUs are counted as they are."""
+    if devices == 1:
+        return
     import jax
 
     try:

@@ -32,7 +32,7 @@ from jaxmpi import step as steps
 from jaxmpi.config import Experiment, TrainingError, UsageError, check
 from jaxmpi.data import Batch, Loader, Sampler, Source, data_dir, open_source
 from jaxmpi.exchange import exchange
-from jaxmpi.recorder import Recorder
+from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
 
@@ -42,8 +42,9 @@ PyTree = Any
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
     runtime.install_excepthook()
+    runtime.prepare()  # before the experiment file, which may touch the device
     experiment, path = parse(list(sys.argv[1:] if argv is None else argv))
-    runtime.prepare(experiment.devices)
+    runtime.make_cpu_devices(experiment.devices)
     processes = comms.processes()
     with runtime.at_work():
         train(experiment, path.stem, project_root(path), digest=file_digest(path))
@@ -59,6 +60,7 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     Raises:
         UsageError: no such file, no `experiment` in it, or a field out of range.
     """
+    argv = [hyphens(arg) if arg.startswith("--") else arg for arg in argv]
     path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
     base = choose(load(path), argv) if path else Experiment()
     if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
@@ -78,6 +80,12 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     return experiment, path
 
 
+def hyphens(flag: str) -> str:
+    """`--local-batch=8` for `--local_batch=8`."""
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
 def load(path: Path) -> Experiment:
     """The module-level `experiment` of a file; its project root is put on sys.path. The file is code and runs."""
     if not path.is_file():
@@ -90,6 +98,7 @@ def load(path: Path) -> Experiment:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look classes up by module
     spec.loader.exec_module(module)
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
@@ -213,7 +222,7 @@ class Functions(NamedTuple):
     rule: Rule
     train_step: Callable[[TrainState, steps.Batch], tuple[TrainState, steps.Metrics]]
     eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
-    mean: Callable[[PyTree], PyTree]  # over workers, of model state
+    mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     strategy: str
     form: str  # which jits the step is made of, for the log
 
@@ -228,19 +237,31 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     strategy = strategies.parse(experiment.exchange.strategy).name
     share = partial(exchange, strategy=strategy, bucket_bytes=experiment.exchange.bucket_bytes, comm=workers.comm)
     mean, total = partial(share, op="mean"), partial(share, op="sum")
+    mean_state = partial(mean_of_floats, comm=workers.comm)
     once = workers.comm.jit
     if is_split(experiment, workers):
         rule = build_rule(experiment, plan, rules.Exchange(mean, total, once))
         step = partial(steps.train_step, gradients=once(gradients), rule=rule)
         form = "split form: gradients, exchange and update are jits of their own"
-        return Functions(rule, step, once(evaluate), mean, strategy, form)
+        return Functions(rule, step, once(evaluate), mean_state, strategy, form)
     rule = build_rule(experiment, plan, rules.Exchange(mean, total))
     step = partial(steps.train_step, gradients=gradients, rule=rule)
     if workers.mesh is None:
-        return Functions(rule, jax.jit(step, donate_argnums=0), once(evaluate), mean, strategy, "fused form: one jit")
+        return Functions(
+            rule, jax.jit(step, donate_argnums=0), once(evaluate), mean_state, strategy, "fused form: one jit"
+        )
     over = partial(steps.over_devices, mesh=workers.mesh)
     form = f"fused form: one jit over {workers.size} devices"
-    return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean), strategy, form)
+    return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
+
+
+def mean_of_floats(tree: PyTree, comm: comms.Comm) -> PyTree:
+    """Floating-point leaves averaged over workers in 32 bits, whatever the run's wire; others as they are."""
+    leaves, structure = jax.tree.flatten(tree)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    for i, leaf in zip(floats, exchange([leaves[i] for i in floats], "asa32", comm=comm), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def pieces(experiment: Experiment) -> tuple[Callable, Callable]:
@@ -344,8 +365,8 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
         feed,
         validation,
         clock,
-        max(clock.steps(experiment.eval_every), 1),
-        max(clock.steps(experiment.checkpoint_every), 1),
+        clock.steps(experiment.eval_every) or total_steps,
+        clock.steps(experiment.checkpoint_every) or total_steps,
         optim.schedule(experiment.schedule, clock, lr * factor, workers.size),
         headline,
     )
@@ -372,9 +393,11 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     plan = make_plan(experiment, workers)
     functions = build_functions(experiment, workers, plan)
     folder = agree_on_run_dir(experiment, name, workers.processes)
-    states, saved = starting_states(experiment, workers, functions.rule, folder)
+    states, saved = starting_states(experiment, workers, functions.rule, folder, plan.clock.effective_batch)
     start = saved.step if saved else 0
 
+    if saved and workers.processes.rank == 0:
+        cut_record(folder / "record.jsonl", start)
     recorder = Recorder(
         folder if workers.processes.rank == 0 else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     )
@@ -417,6 +440,8 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
         # One step late, so that the device never waits for the log.
         while len(pending) > (0 if log_due or save_due else 1):
             sums += finite_sums(*pending.pop(0), run)
+        if log_due or eval_due or save_due:
+            jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
         if log_due:
             log(run, k, sums)
             sums = np.zeros(2)
@@ -462,7 +487,7 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     """Every validation example once, over all workers; model state is the workers' mean."""
     runtime.doing(f"evaluation after step {step}")
-    model_state = run.functions.mean(state.model_state) if jax.tree.leaves(state.model_state) else state.model_state
+    model_state = run.functions.mean_state(state.model_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
         metrics = run.functions.eval_step(state.params, model_state, batch)
@@ -495,7 +520,7 @@ def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
 
 
 def starting_states(
-    experiment: Experiment, workers: Workers, rule: Rule, folder: Path
+    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, effective_batch: int
 ) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
     """State 0, or that of the newest checkpoint where the run is resumed."""
     states = initial_states(experiment, workers, rule)
@@ -505,7 +530,31 @@ def starting_states(
         folder / "checkpoints", states, workers=workers.size, replicated=rule.state_is_replicated
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
+    if saved:
+        refuse_other_run(saved.extra.get("experiment", {}), identity(experiment, effective_batch))
     return (saved.states if saved else states), saved
+
+
+def identity(experiment: Experiment, effective_batch: int) -> dict[str, Any]:
+    """What makes a run the same run: with another of these, a step number would mean other examples or updates."""
+    fields = comms.flatten_json(config.resolved(experiment))
+    names = ("model", "seed", "micro_batch", "rule.name", "optim.name")
+    kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
+    return {**kept, "effective batch": effective_batch}
+
+
+# Fields of `data` under which the same examples stay the same.
+NOT_THE_DATA = ("data.dir", "data.threads", "data.prefetch", "data.on_error")
+
+
+def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Stop where a checkpoint is to be resumed as another run.
+
+    Raises:
+        UsageError: fields that differ: got, expected.
+    """
+    lines = [f"{k}: got {now.get(k)}, expected {v} (the checkpoint's)" for k, v in saved.items() if now.get(k) != v]
+    check(not lines, "--resume goes on with the same run only:\n  " + "\n  ".join(lines))
 
 
 def save(run: Run, state: TrainState, step: int) -> None:
@@ -514,6 +563,8 @@ def save(run: Run, state: TrainState, step: int) -> None:
     Raises:
         TrainingError: they are not; the checkpoints so far stay.
     """
+    if run.functions.strategy.startswith("none"):
+        return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}")
     states = take(state, run.workers)
     for path, leaf in checkpoint.named_leaves(next(iter(states.values())).params):
@@ -525,7 +576,10 @@ def save(run: Run, state: TrainState, step: int) -> None:
         run.workers.processes,
         workers=run.workers.size,
         replicated=run.functions.rule.state_is_replicated,
-        extra={"elapsed_s": run.recorder.elapsed_s()},
+        extra={
+            "elapsed_s": run.recorder.elapsed_s(),
+            "experiment": identity(run.experiment, run.plan.clock.effective_batch),
+        },
         keep=run.experiment.keep_checkpoints,
     )
 
@@ -606,6 +660,9 @@ def transport(workers: Workers) -> str:
         return "XLA collectives between devices of one process"
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu and os.environ.get("MPI4JAX_USE_CUDA_MPI", "0").lower() in ("1", "true", "on"):
+        import mpi4jax
+
+        check(mpi4jax.has_cuda_support(), "MPI4JAX_USE_CUDA_MPI is set, but this mpi4jax was built without CUDA")
         return "MPI, CUDA-aware"
     return "MPI, through the host" if on_gpu else "MPI, from host memory"
 

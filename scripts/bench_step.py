@@ -84,7 +84,7 @@ def by_hand(config: Experiment) -> Steps:
     @jax.jit(donate_argnums=(0, 1, 2))
     def step(params: Any, state: Any, rest: Any, image: jax.Array, label: jax.Array) -> tuple:
         def loss(params: Any) -> tuple[jax.Array, Any]:
-            module = nnx.merge(graph, params, rest)
+            module = nnx.merge(graph, params, rest, copy=True)
             outputs = module((image.astype(jnp.float32) / 255 - MEAN) / STD, True)
             return loss_of(outputs, label).mean(), nnx.state(module, nnx.Not(nnx.Param))
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxmpi.recorder import Recorder, jsonable
+from jaxmpi.recorder import Recorder, cut_record, jsonable
 
 TRAIN = {"step": 3, "total_steps": 10, "epoch": 0.3, "examples": 96, "loss": 1.23456789, "lr": 0.1}
 
@@ -99,3 +99,12 @@ VALUES = [
 def test_jsonable(value, expected):
     assert jsonable(value) == expected
     assert json.loads(json.dumps(jsonable(value))) == expected
+
+
+def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
+    path = tmp_path / "record.jsonl"
+    path.write_text('{"kind": "run"}\n{"kind": "train", "step": 5}\n{"kind": "train", "step": 10}\n{"kind": "tr')
+    cut_record(path, 5)
+    assert path.read_text() == '{"kind": "run"}\n{"kind": "train", "step": 5}\n'
+    cut_record(tmp_path / "none.jsonl", 5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["record.jsonl"]

@@ -292,7 +292,6 @@ SCALINGS = [
     ("subgd", "rule", 8, (1.0, "none")),
     ("gradients", "none", 8, (1.0, "none")),
     ("awagd", "sqrt", 9, (3.0, "sqrt")),
-    ("subgd", "sqrt", 4, (2.0, "sqrt")),
     ("gradients", "linear", 1, (1.0, "linear")),
 ]
 

@@ -65,18 +65,18 @@ def losses(run_dir: Path) -> np.ndarray:
 def test_one_worker_and_four_see_the_same_examples(tmp_path):
     """N workers x B/N = 1 worker x B: dropout apart, which is off here, the runs differ by rounding only."""
     (tmp_path / "tiny.py").write_text(TINY_EXPERIMENT)
-    runs = {"one": (1, ()), "four": (4, ()), "devices": (1, ("--devices", "4"))}
+    runs = {"one": (1, ()), "four": (4, ()), "fused": (4, ("--form", "fused")), "devices": (1, ("--devices", "4"))}
     for name, (ranks, args) in runs.items():
         ended = train(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / name), *args)
         assert ended.code == 0, ended.out
-    one, four, devices = (losses(tmp_path / name) for name in runs)
+    one, *others = (losses(tmp_path / name) for name in runs)
     assert len(one) == 20
-    # Losses near 2.3 are sums of 60 f32 terms; 20 updates of lr 0.05 pass rounding on without blowing it up.
-    np.testing.assert_allclose(four, one, atol=2.0**-24 * 60 * 2.3 * 20)
-    np.testing.assert_allclose(devices, one, atol=2.0**-24 * 60 * 2.3 * 20)
+    for other in others:
+        # Losses near 2.3 are sums of 60 f32 terms; 20 updates of lr 0.05 pass rounding on without blowing it up.
+        np.testing.assert_allclose(other, one, atol=2.0**-24 * 60 * 2.3 * 20)
     facts = [json.loads((tmp_path / name / "config.json").read_text()) for name in runs]
-    assert len({fact["form"] for fact in facts}) == 3  # the three runs took different paths
-    assert [fact["workers"] for fact in facts] == [1, 4, 4]
+    assert len({(fact["form"], fact["transport"]) for fact in facts}) == 4  # the runs took different paths
+    assert [fact["workers"] for fact in facts] == [1, 4, 4, 4]
 
 
 TINY_EXPERIMENT = """
@@ -152,7 +152,7 @@ def test_help_lists_every_field_with_its_meaning():
 BAD = {
     "file": (["experiments/digit.py"], "did you mean 'digits.py'"),
     "no file": ([], "name an experiment file"),
-    "field": ([DIGITS, "--optim.learning-rate", "1"], "optim.lr"),
+    "field": ([DIGITS, "--optim.learning-rate", "1"], "unknown field --optim.learning-rate; did you mean"),
     "strategy": ([DIGITS, "--exchange.strategy", "rign32"], "did you mean 'ring'"),
     "wire": ([DIGITS, "--exchange.strategy", "asa:64"], "unknown wire '64'"),
     "ar cannot": ([DIGITS, "--exchange.strategy", "ar:16"], "it takes 32"),
@@ -216,6 +216,64 @@ def test_resume_from_another_model_names_the_leaf(tmp_path):
     assert ended.code != 0
     assert re.search(r"params/\S+: got float32\[.*\], expected float32\[.*\]", ended.out), ended.out
     assert "Traceback" not in ended.out
+
+
+def test_resume_goes_on_with_the_same_run_only(tmp_path):
+    args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+    assert train(1, *args).code == 0
+    ended = train(1, *args, "--resume", "--seed", "1", "--effective-batch", "32")
+    assert ended.code != 0
+    assert "seed: got 1, expected 0" in ended.out
+    assert "effective batch: got 32, expected 64" in ended.out
+
+
+def test_strategy_none_saves_nothing(tmp_path):
+    ended = train(2, DIGITS, "--exchange.strategy", "none", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+    assert ended.code == 0, ended.out
+    assert "nothing is saved" in ended.out
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+STATEFUL = """
+from dataclasses import dataclass
+from flax import nnx
+import jax, jax.numpy as jnp
+from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.model import nnx_model
+
+class Counter(nnx.Variable): pass
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(64, 10, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.steps = Counter(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, train):
+        self.steps[...] += 1
+        return self.dense(self.norm(x.reshape(x.shape[0], -1), use_running_average=not train))
+
+experiment = Experiment(
+    model=nnx_model(Net, name="net", input_shape=(8, 8, 1), classes=10),
+    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("sgd", lr=0.1, lr_scaling="none"), effective_batch=64, train_for="30st", eval_every="30st",
+    checkpoint_every="10st", exchange=__import__("jaxmpi.config").config.ExchangeConfig("asa16"),
+)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "args"), [(2, ()), (1, ("--devices", "2")), (1, ())])
+def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, args, tmp_path):
+    (tmp_path / "net.py").write_text(STATEFUL)
+    line = (str(tmp_path / "net.py"), *args, "--run-dir", str(tmp_path / "run"))
+    ended = train(ranks, *line, "--train-for", "20st")
+    assert ended.code == 0, ended.out
+    ended = train(ranks, *line, "--resume")
+    assert ended.code == 0, ended.out
+    whole = train(ranks, *line[:-1], str(tmp_path / "whole"))
+    assert whole.code == 0, whole.out
+    assert checkpoint_bytes(tmp_path / "run", 30) == checkpoint_bytes(tmp_path / "whole", 30)
+    assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.8
 
 
 def test_a_run_directory_is_never_overwritten(tmp_path):

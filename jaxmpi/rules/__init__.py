@@ -58,14 +58,14 @@ def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
     """The factor on lr and the name of the scaling used; `rule` takes the rule's own default.
 
     Raises:
-        UsageError: an unknown scaling, or linear scaling for a rule that sums updates.
+        UsageError: an unknown scaling, or one beside none for a rule that sums updates.
     """
     row = lookup(RULES, rule, "rule")
     name = row.lr_scaling if scaling == "rule" else scaling
     factor = lookup({"none": 1.0, "linear": float(workers), "sqrt": workers**0.5}, name, "lr_scaling")
     check(
-        not (row.sums_updates and name == "linear"),
+        not (row.sums_updates and name != "none"),
         f"rule {rule!r} sums the workers' updates, which is {workers} times one worker's step already; "
-        "lr_scaling linear would count them twice: use none or sqrt",
+        f"lr_scaling {name} would count them twice: use none",
     )
     return factor, name

@@ -73,6 +73,8 @@ def test_bcast_and_broadcast_give_the_roots_values():
     assert np.asarray(jax.jit(lambda v: COMM.bcast(v, SIZE - 1))(x)).tolist() == [SIZE - 1] * 4
     tree = jaxmpi.broadcast({"w": np.full((2, 3), RANK, np.int64), "none": None}, root=SIZE - 1)
     assert (tree["w"] == SIZE - 1).all()
+    columns = np.arange(6.0).reshape(2, 3) * (RANK + 1)
+    assert (jaxmpi.broadcast(columns.T) == np.arange(6.0).reshape(2, 3).T).all()  # whatever the order in memory
 
 
 def test_ring_order_is_a_permutation_of_ranks():
@@ -83,6 +85,25 @@ def test_control_plane_sums_and_gathers():
     control = processes()
     assert control.sum(np.array([RANK, 1.0])).tolist() == [SIZE * (SIZE - 1) / 2, SIZE]
     assert control.gather(f"rank {RANK} \N{SNOWMAN}") == [f"rank {r} \N{SNOWMAN}" for r in range(SIZE)]
+
+
+def test_a_program_is_compiled_by_one_rank_and_run_by_all():
+    step = COMM.jit(lambda tree, x: {"y": (tree["a"] * x, tree["b"])}, donate_argnums=(0,))
+    for _ in range(2):
+        y, b = step({"a": jnp.arange(3.0) + RANK, "b": jnp.int32(RANK)}, np.float32(2))["y"]
+        assert np.asarray(y).tolist() == [2.0 * (i + RANK) for i in range(3)]
+        assert int(b) == RANK
+
+
+def test_a_program_that_calls_back_into_python_runs_too():
+    def shout(x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x)
+        return x + 1
+
+    seen: list[float] = []
+    assert float(COMM.jit(shout)(jnp.float32(RANK))) == RANK + 1
+    jax.effects_barrier()
+    assert seen == [RANK]
 
 
 def test_what_differs_is_named_by_rank_and_path():
