@@ -9,12 +9,12 @@ from models.cnn import digits_cnn
 experiment = Experiment(
     model=digits_cnn(),
     data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05, lr_scaling="none", momentum=0.9),
+    optim=Optim("momentum", lr=0.02, lr_scaling="none", momentum=0.9),
     schedule=Schedule("poly", power=1.0, warmup="1ep"),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("asa32"),
-    effective_batch=64,
-    train_for="15ep",
+    effective_batch=32,
+    train_for="20ep",
     eval_every="5ep",
     checkpoint_every="5ep",
 )

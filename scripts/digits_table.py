@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RULES = ("subgd", "awagd", "gradients")
 STRATEGIES = ("ar", "asa32", "asa16", "ring32")
-LR = 0.05  # that of the experiment
+LR = 0.02  # that of the experiment
 
 
 def run(workers: int, rule: str, strategy: str) -> tuple[float, float]:
