@@ -526,6 +526,21 @@ def signature(tree: PyTree) -> dict[str, str]:
 # ---------------------------------------------------------------- the world
 
 
+def is_cuda_aware() -> bool:
+    """Whether mpi4jax hands device pointers to MPI, as MPI4JAX_USE_CUDA_MPI asks it to.
+
+    Raises:
+        UsageError: it is asked to, but was built without CUDA.
+    """
+    import mpi4jax
+
+    asked = os.environ.get("MPI4JAX_USE_CUDA_MPI", "0").lower() in ("1", "true", "on")
+    check(
+        not asked or mpi4jax.has_cuda_support(), "MPI4JAX_USE_CUDA_MPI is set, but this mpi4jax was built without CUDA"
+    )
+    return asked
+
+
 Processes = SoloProcesses | MpiProcesses
 
 

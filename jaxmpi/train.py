@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -659,12 +658,9 @@ def transport(workers: Workers) -> str:
     if workers.mesh is not None:
         return "XLA collectives between devices of one process"
     on_gpu = jax.default_backend() == "gpu"
-    if on_gpu and os.environ.get("MPI4JAX_USE_CUDA_MPI", "0").lower() in ("1", "true", "on"):
-        import mpi4jax
-
-        check(mpi4jax.has_cuda_support(), "MPI4JAX_USE_CUDA_MPI is set, but this mpi4jax was built without CUDA")
-        return "MPI, CUDA-aware"
-    return "MPI, through the host" if on_gpu else "MPI, from host memory"
+    if not on_gpu:
+        return "MPI, from host memory"
+    return "MPI, CUDA-aware" if comms.is_cuda_aware() else "MPI, through the host"
 
 
 def commit(root: Path | None) -> str:

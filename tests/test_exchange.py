@@ -209,7 +209,7 @@ def test_what_ranks_compare_holds_options_and_every_leaf():
     exchange({"a": {"b": jnp.ones((2, 3))}, "c": jnp.ones(1, jnp.bfloat16)}, "ring16", "sum", comm, 64)
     [signed] = comm.signed
     assert signed["leaf"] == {"a/b": "float32[2, 3]", "c": "bfloat16[1]"}
-    assert (signed["strategy"], signed["op"], signed["bucket_bytes"]) == ("ring16", "sum", 64)
+    assert (signed["strategy"], signed["op"], signed["bucket_bytes"]) == ("ring:16", "sum", 64)
 
 
 def test_default_is_every_rank_of_the_job(no_launcher):

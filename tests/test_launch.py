@@ -35,15 +35,14 @@ def line(text: str, *, cores: int = 8, is_root: bool = False, environ=None) -> l
 
 
 PARSED = [
-    ("", launch.Options(0, "mpirun", (), ())),
-    ("a.py --n 3", launch.Options(0, "mpirun", (), ("a.py", "--n", "3"))),
+    ("", launch.Options(1, "mpirun", (), ())),
+    ("a.py --n 3", launch.Options(1, "mpirun", (), ("a.py", "--n", "3"))),
     ("-n 8 a.py --optim.lr 1", launch.Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
     ("--launcher srun -n 2 a.py", launch.Options(2, "srun", (), ("a.py",))),
     (
         "--launcher-args '--hostfile \"my hosts\"' -n 2 a.py",
         launch.Options(2, "mpirun", ("--hostfile", "my hosts"), ("a.py",)),
     ),
-    ("a.py -n 8", launch.Options(0, "mpirun", (), ("a.py", "-n", "8"))),
 ]
 
 
@@ -58,14 +57,22 @@ def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("-n", "-n needs a value"), ("-n two a.py", "-n: got 'two'"), ("-n -1 a.py", "got '-1'")]
+    ("text", "message"),
+    [
+        ("-n", "-n needs a value"),
+        ("-n two a.py", "-n: got 'two'"),
+        ("-n -1 a.py", "got '-1'"),
+        ("-n 0 a.py", "got '0'"),
+        ("a.py -n 8", "-n comes before the experiment"),
+        ("--launcher-args '\"' a.py", "No closing quotation"),
+    ],
 )
 def test_wrong_options(text, message):
     with pytest.raises(UsageError, match=message):
         launch.parse(shlex.split(text), {})
 
 
-@pytest.mark.parametrize("text", ["a.py --x 1", "-n 1 a.py --x 1", "-n 0 a.py --x 1"])
+@pytest.mark.parametrize("text", ["a.py --x 1", "-n 1 a.py --x 1"])
 def test_one_worker_needs_no_launcher(path, text):
     assert line(text) == [sys.executable, "-m", "jaxmpi.train", "a.py", "--x", "1"]
 

@@ -302,9 +302,11 @@ def test_scaling_of_the_learning_rate(rule, scaling, workers, expected):
 
 
 def test_scalings_that_are_refused():
-    with pytest.raises(
-        UsageError, match=r"rule 'subgd' sums the workers' updates, which is 4 times .* use none or sqrt"
-    ):
-        rules.scale_lr("subgd", "linear", 4)
+    for scaling in ("linear", "sqrt"):
+        match = (
+            rf"rule 'subgd' sums the workers' updates, which is 4 times .* {scaling} would count them twice: use none"
+        )
+        with pytest.raises(UsageError, match=match):
+            rules.scale_lr("subgd", scaling, 4)
     with pytest.raises(UsageError, match="unknown lr_scaling 'linar'; did you mean 'linear'"):
         rules.scale_lr("awagd", "linar", 4)

@@ -120,7 +120,7 @@ def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
 
 def test_prepare_makes_devices_and_a_private_cache(tmp_path):
     code = (
-        "import jax; from jaxmpi import runtime; runtime.prepare(3); "
+        "import jax; from jaxmpi import runtime; runtime.prepare(); runtime.make_cpu_devices(3); "
         "print(len(jax.devices('cpu')), jax.config.jax_compilation_cache_dir)"
     )
     job = python(code, XDG_CACHE_HOME=str(tmp_path), JAX_PLATFORMS="cpu")
