@@ -10,16 +10,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxmpi import runtime
 from jaxmpi.config import TrainingError, UsageError, check
+from jaxmpi.programs import shared_jit
 
 PyTree = Any
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static
@@ -243,73 +243,6 @@ def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array]
         return lax.bitcast_convert_type(move(lax.bitcast_convert_type(leaf, jnp.uint16)), leaf.dtype)
 
     return moved
-
-
-# ---------------------------------------------------------------- one compilation for all ranks of a host
-
-
-def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: "MpiProcesses") -> Callable:
-    """`jax.jit` whose program the host's first rank traces and compiles; the others read it from the cache.
-
-    Eight ranks that trace and compile the same step on two cores take eight times as long as one.
-    """
-    programs: dict[Any, Callable] = {}
-
-    def call(*args: PyTree) -> PyTree:
-        leaves, structure = jax.tree.flatten(args)
-        key = structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        if key not in programs:
-            programs[key] = compile_together(function, args, donate_argnums, control)
-        return programs[key](leaves)
-
-    return call
-
-
-class Program(NamedTuple):
-    """What of a traced program travels to the other ranks."""
-
-    exported: bytes  # StableHLO over flat leaves; empty where the program cannot travel
-    structure: Any  # of the result
-
-
-def compile_together(
-    function: Callable, args: tuple, donate_argnums: tuple[int, ...], control: "MpiProcesses"
-) -> Callable[[list[Any]], PyTree]:
-    """The compiled function of args' leaves."""
-    leaves, structure = jax.tree.flatten(args)
-    shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
-    argument = np.repeat(range(len(args)), [len(jax.tree.leaves(arg)) for arg in args])
-    donated = tuple(np.flatnonzero(np.isin(argument, donate_argnums)).tolist())
-    jax.effects_barrier()  # the control plane speaks only when the exchange is silent
-    program = control.from_first(lambda: trace(function, structure, shapes))
-    if not program.exported:
-        jitted = jax.jit(function, donate_argnums=donate_argnums)
-        return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
-    # The first rank too compiles what it has sent, so that all look for one cache key.
-    jitted = jax.jit(jax.export.deserialize(bytearray(program.exported)).call, donate_argnums=donated)
-    lowered = jitted.lower(*shapes)
-    if control.local_rank != 0:
-        control.host_barrier()
-    compiled = lowered.compile()
-    if control.local_rank == 0:
-        control.host_barrier()
-    return lambda leaves: jax.tree.unflatten(program.structure, compiled(*leaves))
-
-
-def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> Program:
-    """The program of a function and the structure of its result; no program for one that calls back into Python."""
-    made = []
-
-    def flat(*leaves: jax.Array) -> list[jax.Array]:
-        result, out = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
-        made.append(out)
-        return result
-
-    try:
-        exported = jax.export.export(jax.jit(flat))(*shapes).serialize()
-    except NotImplementedError:  # host callbacks stay in the process that made them
-        return Program(b"", None)
-    return Program(bytes(exported), made[0])
 
 
 # ---------------------------------------------------------------- control plane

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxmpi"
 ORDER = [
     "config",
     "runtime",
+    "programs",
     "comm",
     "wires",
     "strategies",
@@ -23,6 +24,7 @@ ORDER = [
     "step",
     "recorder",
     "checkpoint",
+    "experiment",
     "train",
     "launch",
     "cli",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import cli, launch, optim, train
+from jaxmpi import cli, experiment, launch, optim
 from jaxmpi.data import SOURCES
 from jaxmpi.rules import RULES
 from jaxmpi.strategies import ALIASES, STRATEGIES
@@ -185,7 +185,7 @@ OTHERS_FLAGS = {
 
 def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
-        train.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
+        experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= {flag for script in (ROOT / "scripts").glob("*.py") for flag in flags(script.read_text())}
     for page in PAGES:

@@ -1,0 +1,119 @@
+"""An experiment file and the command line: which run is asked for, and what it was made with."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+from jaxmpi import config, runtime
+from jaxmpi.config import Experiment, UsageError
+from jaxmpi.data import data_dir
+
+
+def parse(argv: list[str]) -> tuple[Experiment, Path]:
+    """The experiment file named first, with the command line's overrides.
+
+    Raises:
+        UsageError: no such file, no `experiment` in it, or a field out of range.
+    """
+    argv = [hyphens(arg) if arg.startswith("--") else arg for arg in argv]
+    path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    base = choose(load(path), argv) if path else Experiment()
+    if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
+        base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
+    for name in config.unknown_flags(argv):
+        raise UsageError(f"unknown field --{name}; {config.nearest(name, config.flags(Experiment))}")
+    experiment = tyro.cli(
+        Experiment,
+        default=base,
+        args=argv,
+        prog="python -m jaxmpi.train EXPERIMENT.py",
+        description=f"Train {path or 'an experiment'}. Every field can be given here; defaults are the experiment's.",
+        console_outputs=runtime.my_rank() == 0,
+    )
+    if path is None:
+        raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
+    return experiment, path
+
+
+def hyphens(flag: str) -> str:
+    """`--local-batch=8` for `--local_batch=8`."""
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def load(path: Path) -> Experiment:
+    """The module-level `experiment` of a file; its project root is put on sys.path. The file is code and runs."""
+    if not path.is_file():
+        known = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
+        raise UsageError(f"no experiment file {str(path)!r}; in {path.parent}: {config.nearest(path.name, known)}")
+    root = str(project_root(path))
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look classes up by module
+    spec.loader.exec_module(module)
+    experiment = getattr(module, "experiment", None)
+    if not isinstance(experiment, Experiment):
+        raise UsageError(f"{path}: expected a module-level `experiment = Experiment(...)`")
+    return experiment
+
+
+def project_root(path: Path) -> Path:
+    """The nearest folder above the experiment with a pyproject.toml or .git, else the one above its own."""
+    for folder in path.resolve().parents:
+        if (folder / "pyproject.toml").exists() or (folder / ".git").exists():
+            return folder
+    return path.resolve().parent.parent
+
+
+def choose(experiment: Experiment, argv: list[str]) -> Experiment:
+    """The recipe, or what it offers for embedded data where no data folder is given."""
+    given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
+    if experiment.embedded is None or given or data_dir(experiment.data):
+        return experiment
+    if runtime.my_rank() == 0:
+        print(
+            f"no data folder (--data.dir or JAXMPI_DATA): training {experiment.embedded.model.name} on the embedded "
+            f"{experiment.embedded.data.source}, with a recipe of its own",
+            flush=True,
+        )
+    return experiment.embedded
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+PACKAGES = ("jaxmpi", "jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what can change numbers, and of Python."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def commit(root: Path | None) -> str:
+    """The commit of the project, `+` behind it where files differ; empty outside git."""
+    try:
+        git = partial(subprocess.run, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        head = git(["git", "rev-parse", "HEAD"]).stdout.strip()
+        return head + ("+" if git(["git", "status", "--porcelain"]).stdout.strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
