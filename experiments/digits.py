@@ -1,6 +1,8 @@
 """A small CNN on scikit-learn's 1,797 handwritten digits, the data that is on every machine.
 
 mpirun -n 4 python -m jaxmpi.train experiments/digits.py
+
+99.2 % top-1 in 13 s on 2 cores (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
