@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.comm import Processes
 from jaxmpi.config import UsageError, check
+from jaxmpi.processes import Processes
 from jaxmpi.state import TrainState
 
 PyTree = Any

@@ -1,32 +1,24 @@
-"""Who exchanges with whom: the data plane inside jit (`Comm`) and the control plane between processes.
+"""Who exchanges with whom: collectives over all workers, inside jit.
 
-The only file that imports mpi4py and mpi4jax, and inside functions: importing them starts MPI.
+Importing mpi4jax starts MPI, so it happens inside functions.
 """
 
 import functools
-import hashlib
-import json
 import os
-import socket
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi import runtime
-from jaxmpi.config import TrainingError, UsageError, check
+from jaxmpi.config import check
+from jaxmpi.processes import MpiProcesses, Statement, processes
 from jaxmpi.programs import shared_jit
 
 PyTree = Any
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static
-
-POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
-AGREE_TIMEOUT_S = float(os.environ.get("JAXMPI_AGREE_TIMEOUT_S", "300"))
-MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 
 
 class Comm(Protocol):
@@ -44,6 +36,11 @@ class Comm(Protocol):
     @property
     def order(self) -> tuple[int, ...]:
         """Ranks by host, then local rank: neighbours in a ring."""
+        ...
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of every rank, numbered in order of first appearance."""
         ...
 
     @property
@@ -71,8 +68,8 @@ class Comm(Protocol):
         """The value of worker `root`."""
         ...
 
-    def sign(self, what: str, value: Any) -> None:
-        """Refuse to go on where `value` differs between ranks."""
+    def sign(self, statement: Statement) -> None:
+        """Refuse to go on where the statement differs between ranks; all of them must make one."""
         ...
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
@@ -86,6 +83,7 @@ class SoloComm:
     size = 1
     rank = 0
     order = (0,)
+    hosts = (0,)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """X itself."""
@@ -107,7 +105,7 @@ class SoloComm:
         """X itself."""
         return x
 
-    def sign(self, what: str, value: Any) -> None:
+    def sign(self, statement: Statement) -> None:
         """One rank agrees with itself."""
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
@@ -118,9 +116,11 @@ class SoloComm:
 class AxisComm:
     """Workers along a named axis of `vmap` or `shard_map`, through `lax` collectives."""
 
-    def __init__(self, axis: str, size: int) -> None:
-        """Take the axis's name and its size, which must be known before tracing."""
-        self.axis, self.size, self.order = axis, size, tuple(range(size))
+    def __init__(self, axis: str, size: int, hosts: tuple[int, ...] | None = None) -> None:
+        """Take the axis's name and size, known before tracing, and which host each worker counts to; default: one."""
+        self.axis, self.size = axis, size
+        self.hosts = hosts or (0,) * size
+        self.order = ring_order(self.hosts)
 
     @property
     def rank(self) -> jax.Array:
@@ -156,12 +156,17 @@ class AxisComm:
         """Row `root` of an all-gather."""
         return jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axis)[root], x)
 
-    def sign(self, what: str, value: Any) -> None:
+    def sign(self, statement: Statement) -> None:
         """One program for all workers: nothing can differ."""
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """`jax.jit`."""
         return jax.jit(function, donate_argnums=donate_argnums)
+
+
+def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:
+    """Ranks by host, then by rank: a ring in this order uses each link between hosts once."""
+    return tuple(sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank)))
 
 
 def complete(pairs: Pairs, size: int) -> list[tuple[int, int]]:
@@ -174,13 +179,14 @@ def complete(pairs: Pairs, size: int) -> list[tuple[int, int]]:
 class MpiComm:
     """Workers are MPI ranks; mpi4jax's collectives inside jit. One process drives one device."""
 
-    def __init__(self, processes: "MpiProcesses") -> None:
+    def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world: mpi4py and mpi4jax must never share a communicator."""
         self.processes = processes
         self.mpi = processes.world.Clone()
         self.rank: int = processes.rank
         self.size: int = processes.size
-        self.order = processes.order
+        self.hosts = processes.hosts
+        self.order = ring_order(self.hosts)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """`MPI_Allreduce`, sum."""
@@ -225,9 +231,9 @@ class MpiComm:
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
 
-    def sign(self, what: str, value: Any) -> None:
-        """Compare over the control plane; a value once agreed on is not compared again."""
-        self.processes.same(what, value)
+    def sign(self, statement: Statement) -> None:
+        """Compare over the control plane: microseconds where ranks are in step."""
+        self.processes.compare(statement)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """One rank a host traces and compiles, the others take its program. Ranks must call it together."""
@@ -243,217 +249,6 @@ def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array]
         return lax.bitcast_convert_type(move(lax.bitcast_convert_type(leaf, jnp.uint16)), leaf.dtype)
 
     return moved
-
-
-# ---------------------------------------------------------------- control plane
-
-
-class SoloProcesses:
-    """The control plane of a single process."""
-
-    rank, size, local_rank, local_size = 0, 1, 0, 1
-
-    def same(self, what: str, value: Any) -> None:
-        """One rank agrees with itself."""
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def host_barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def sum(self, values: np.ndarray) -> np.ndarray:
-        """The values themselves."""
-        return values
-
-    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
-        """The tree itself."""
-        return tree
-
-    def gather(self, text: str) -> list[str]:
-        """The one text."""
-        return [text]
-
-
-class MpiProcesses:
-    """The control plane: small messages between processes, polled, with time limits that name who is late."""
-
-    def __init__(self) -> None:
-        """Start MPI, check it against the launcher, install the hooks."""
-        from mpi4py import MPI
-
-        check_launcher(runtime.launched(), MPI.COMM_WORLD.size, MPI.Get_library_version())
-        self.world = MPI.COMM_WORLD.Clone()
-        self.rank, self.size = self.world.rank, self.world.size
-        self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
-        runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))
-        self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        self.local_rank, self.local_size = self._local.rank, self._local.size
-        self.order = ring_order(self.gather(socket.gethostname()), self._gather_ints(self.local_rank))
-        self._agreed: set[bytes] = set()
-
-    def _wait_at_exit(self, timeout_s: float) -> bool:
-        return wait(self._exit.Ibarrier(), timeout_s)
-
-    def barrier(self) -> None:
-        """Wait for all ranks without spinning; an error after AGREE_TIMEOUT_S."""
-        if not wait(self.world.Ibarrier(), AGREE_TIMEOUT_S):
-            raise TrainingError(f"not all ranks came to where this one is within {AGREE_TIMEOUT_S:.0f} s")
-
-    def host_barrier(self) -> None:
-        """Wait for all ranks of this host."""
-        wait(self._local.Ibarrier(), float("inf"))
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """What the first rank of this host makes, on all its ranks; they wait without spinning.
-
-        The value travels pickled, between ranks of one job only.
-        """
-        value = make() if self.local_rank == 0 else None
-        self.host_barrier()
-        return self._local.bcast(value)
-
-    def sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over ranks of f64[n]."""
-        total = np.empty_like(values, np.float64)
-        wait(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), float("inf"))
-        return total
-
-    def _gather_ints(self, value: int) -> list[int]:
-        out = np.empty(self.size, np.int64)
-        self.world.Allgather(np.array([value], np.int64), out)
-        return out.tolist()
-
-    def gather(self, text: str) -> list[str]:
-        """Every rank's text, on every rank."""
-        self.barrier()
-        mine = np.frombuffer(text.encode(), np.uint8)
-        sizes = self._gather_ints(mine.size)
-        out = np.empty(sum(sizes), np.uint8)
-        self.world.Allgatherv(mine, (out, sizes))
-        ends = np.cumsum(sizes)
-        return [out[end - n : end].tobytes().decode() for end, n in zip(ends, sizes, strict=True)]
-
-    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
-        """The arrays of rank `root`; every rank gives a tree of the same structure, shapes and dtypes."""
-        self.same("the tree to broadcast", signature(tree))
-        self.barrier()  # polled: MPI_Bcast would spin until the root is there
-
-        def one(leaf: Any) -> np.ndarray:
-            array = np.array(leaf, order="C")  # a copy: JAX's own buffers are read-only
-            raw = array.reshape(-1).view(np.uint8)
-            for start in range(0, raw.size, MAX_BYTES):
-                self.world.Bcast(raw[start : start + MAX_BYTES], root)
-            return array
-
-        return jax.tree.map(one, tree)
-
-    def same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
-        """Compare a JSON value over all ranks, through rank 0.
-
-        Raises:
-            UsageError: ranks differ (rank, path, got, expected) or are absent when time is up, on all ranks alike.
-        """
-        text = json.dumps(value, sort_keys=True)
-        digest = hashlib.sha256(f"{what}\0{text}".encode()).digest()
-        if digest in self._agreed:
-            return
-        verdict = self._verdict(digest, timeout_s or AGREE_TIMEOUT_S)
-        if verdict["late"]:
-            raise UsageError(f"{what}: rank {verdict['late']} did not answer in time; all ranks must call it")
-        if verdict["odd"]:
-            odd = verdict["odd"]
-            texts = self.gather(text)
-            lines = [line for rank in odd[:8] for line in differences(rank, texts[0], texts[rank])]
-            raise UsageError(f"{what} differs between ranks:\n" + "\n".join(lines[:24]))
-        self._agreed.add(digest)
-
-    def _verdict(self, digest: bytes, timeout_s: float) -> dict[str, list[int]]:
-        """Rank 0 collects digests and tells all who differs from it and who is late."""
-        mine = np.frombuffer(digest, np.uint8)
-        if self.rank == 0:
-            verdict = self._collect(mine, timeout_s)
-            text = json.dumps(verdict).encode()
-            data = np.frombuffer(text.ljust(4096), np.uint8)
-            for rank in set(range(1, self.size)) - set(verdict["late"]):
-                self.world.Send(data, rank, tag=2)
-            return verdict
-        self.world.Send(mine, 0, tag=1)  # 32 bytes: sent at once, whoever is late
-        data = np.empty(4096, np.uint8)
-        if not wait(self.world.Irecv(data, 0, tag=2), timeout_s + 5):
-            return {"late": [0], "odd": []}
-        return json.loads(data.tobytes())
-
-    def _collect(self, mine: np.ndarray, timeout_s: float) -> dict[str, list[int]]:
-        rows = np.zeros((self.size, mine.size), np.uint8)
-        rows[0] = mine
-        requests = {rank: self.world.Irecv(rows[rank], rank, tag=1) for rank in range(1, self.size)}
-        deadline = time.monotonic() + timeout_s
-        while requests and time.monotonic() < deadline:
-            requests = {rank: request for rank, request in requests.items() if not request.Test()}
-            time.sleep(POLL_S)
-        late = sorted(requests)
-        odd = [r for r in range(self.size) if r not in requests and (rows[r] != mine).any()]
-        return {"late": late[:200], "odd": odd[:200]}
-
-
-def wait(request: Any, timeout_s: float) -> bool:
-    """Poll an MPI request with a sleep; False where time ran out."""
-    deadline = time.monotonic() + timeout_s
-    while not request.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
-
-
-def abort(code: int) -> NoReturn:
-    """End every rank of the job."""
-    from mpi4py import MPI
-
-    MPI.COMM_WORLD.Abort(code)
-    os._exit(code)  # not reached where MPI keeps its word
-
-
-def check_launcher(launch: runtime.Launch | None, mpi_size: int, library: str) -> None:
-    """Stop where the launcher started N ranks and MPI sees one: the commonest failure on clusters."""
-    check(
-        launch is None or launch.size == mpi_size,
-        f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "
-        f"({library.split(',')[0].strip()}) sees {mpi_size}: they are of different families. "
-        "Use this library's own mpirun, or rebuild mpi4py and mpi4jax with the mpicc of the launcher's MPI",
-    )
-
-
-def ring_order(hosts: list[str], local_ranks: list[int]) -> tuple[int, ...]:
-    """Ranks by host, in order of first appearance, then by local rank: each link between hosts is used once."""
-    first = {host: hosts.index(host) for host in set(hosts)}
-    return tuple(sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], local_ranks[rank])))
-
-
-def differences(rank: int, expected: str, got: str) -> list[str]:
-    """Lines `rank 3: path: got X, expected Y (rank 0)` for two JSON values."""
-    ours, theirs = flatten_json(json.loads(expected)), flatten_json(json.loads(got))
-    return [
-        f"  rank {rank}: {path}: got {theirs.get(path, 'nothing')}, expected {ours.get(path, 'nothing')} (rank 0)"
-        for path in [*ours, *(p for p in theirs if p not in ours)]
-        if ours.get(path) != theirs.get(path)
-    ]
-
-
-def flatten_json(value: Any, path: str = "") -> dict[str, Any]:
-    """Paths such as `optim.lr` to plain values; lists are values."""
-    if not isinstance(value, dict):
-        return {path: value}
-    return {k: v for key, part in value.items() for k, v in flatten_json(part, f"{path}.{key}".strip(".")).items()}
-
-
-def signature(tree: PyTree) -> dict[str, str]:
-    """Path to `float32[3,3,64]` of every leaf: what must agree before arrays travel."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 # ---------------------------------------------------------------- the world
@@ -474,44 +269,8 @@ def is_cuda_aware() -> bool:
     return asked
 
 
-Processes = SoloProcesses | MpiProcesses
-
-
-@functools.cache
-def processes() -> Processes:
-    """The control plane of this job; starts MPI where a launcher started several ranks.
-
-    Raises:
-        UsageError: mpi4py is missing, or the launcher and MPI disagree on the number of ranks.
-    """
-    launch = runtime.launched()
-    if launch is None or launch.size == 1:
-        return SoloProcesses()
-    runtime.prepare()
-    try:
-        import mpi4jax  # noqa: F401
-        import mpi4py.MPI  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"{launch.launcher} started {launch.size} ranks, but {error.name} cannot be imported ({error}); "
-            "install it with: uv sync --group mpi, or pip install 'jaxmpi[mpi]' against the cluster's mpicc"
-        ) from error
-    return MpiProcesses()
-
-
 @functools.cache
 def world() -> MpiComm | SoloComm:
     """All workers of this job, one a process."""
     control = processes()
     return MpiComm(control) if isinstance(control, MpiProcesses) else SoloComm()
-
-
-def broadcast(tree: PyTree, root: int = 0) -> PyTree:
-    """The tree of rank `root` on every rank, as NumPy arrays; dtypes and shapes as given.
-
-    Communicates: one broadcast a leaf over all ranks, after a comparison of structure, shapes and dtypes.
-
-    Raises:
-        UsageError: ranks gave trees of different structure; rank, path, got, expected.
-    """
-    return processes().bcast(tree, root)

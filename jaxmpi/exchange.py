@@ -10,8 +10,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jaxmpi.comm import Comm, signature, world
+from jaxmpi.comm import Comm, world
 from jaxmpi.config import UsageError, lookup
+from jaxmpi.processes import Statement, signature, statement
 from jaxmpi.strategies import Strategy, parse
 
 PyTree = Any
@@ -41,38 +42,37 @@ def exchange(
         comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
 
-    Communicates: a comparison of structure and options between ranks the first time, then the strategy once a bucket.
+    Communicates: a comparison of structure and options between ranks (inside jit, while tracing only), then the
+    strategy once a bucket.
 
     Raises:
         UsageError: an unknown strategy, wire or op; a leaf that is no 16- or 32-bit float (by path); ranks whose trees
             or options differ (rank, path, got, expected); a call under `jax.grad`.
     """
-    workers: Comm = comm or world()
-    parse(strategy)
     lookup({"mean": 0, "sum": 0}, op, "op")
+    choice = Choice(parse(strategy).name, op, comm or world(), bucket_bytes)
     check_leaves(tree)
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
     if any(isinstance(leaf, Tracer) for leaf in leaves):
-        choice = Choice(strategy, op, workers, bucket_bytes)
-        workers.sign("exchange", choice.facts(tree))
+        choice.comm.sign(choice.statement(tree))
         return jax.tree.unflatten(structure, choice.inside_jit([not_differentiable(leaf) for leaf in leaves]))
-    return _outside_jit(Choice(strategy, op, workers, bucket_bytes))(tree)
+    return _outside_jit(choice)(tree)
 
 
 class Choice(NamedTuple):
     """How to exchange, and with whom."""
 
-    strategy: str
+    strategy: str  # in full: asa:32
     op: Op
     comm: Comm
     bucket_bytes: int | None
 
-    def facts(self, tree: PyTree) -> PyTree:
+    def statement(self, tree: PyTree) -> Statement:
         """What must be the same on all ranks."""
-        options = {"strategy": parse(self.strategy).name, "op": self.op, "bucket_bytes": self.bucket_bytes}
-        return {**options, "leaf": signature(tree)}
+        options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes}
+        return statement("exchange", {**options, "leaf": signature(tree)})
 
     def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Leaves -> buckets -> sums -> leaves, as part of the caller's program."""
@@ -99,8 +99,8 @@ class Choice(NamedTuple):
 
 @functools.cache
 def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
-    """The exchange as a function of concrete arrays, compiled once for every structure."""
-    programs: dict[Any, Callable[[list[jax.Array]], list[jax.Array]]] = {}
+    """The exchange as a function of concrete arrays, compiled once for every structure and agreed on at every call."""
+    programs: dict[Any, tuple[Statement, Callable[[list[jax.Array]], list[jax.Array]]]] = {}
 
     def call(tree: PyTree) -> PyTree:
         if choice.comm.size == 1:
@@ -108,9 +108,11 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
         leaves, structure = jax.tree.flatten(tree)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in programs:
-            choice.comm.sign("exchange", choice.facts(tree))
-            programs[key] = _three_programs(choice, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-        return jax.tree.unflatten(structure, programs[key](leaves))
+            like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+            programs[key] = choice.statement(tree), _three_programs(choice, like)
+        agreed, run = programs[key]
+        choice.comm.sign(agreed)  # two ranks may call with two trees that both have used before
+        return jax.tree.unflatten(structure, run(leaves))
 
     return call
 

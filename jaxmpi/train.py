@@ -6,7 +6,6 @@
 "Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run on all ranks.
 """
 
-import datetime
 import hashlib
 import json
 import sys
@@ -20,16 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, config, optim, rules, runtime, strategies
-from jaxmpi import comm as comms
+from jaxmpi import checkpoint, config, optim, rules, rundir, runtime, strategies
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
+from jaxmpi.comm import Comm
 from jaxmpi.config import Experiment, TrainingError, check
 from jaxmpi.data import Batch, Loader, Sampler, Source, open_source
 from jaxmpi.exchange import exchange
+from jaxmpi.processes import processes
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
+from jaxmpi.workers import Workers, gather_workers, put, take
 
 PyTree = Any
 
@@ -40,47 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     runtime.prepare()  # before the experiment file, which may touch the device
     experiment, path = experiments.parse(list(sys.argv[1:] if argv is None else argv))
     runtime.make_cpu_devices(experiment.devices)
-    processes = comms.processes()
+    control = processes()
     with runtime.at_work():
         train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
-        processes.barrier()
+        control.barrier()
 
 
 # ---------------------------------------------------------------- the parts of a run
-
-
-class Workers(NamedTuple):
-    """The workers of this job, and which of them this process runs."""
-
-    comm: comms.Comm
-    processes: comms.Processes
-    mine: tuple[int, ...]
-    mesh: jax.sharding.Mesh | None  # of local devices, where this process runs several workers
-
-    @property
-    def size(self) -> int:
-        """All workers."""
-        return self.comm.size
-
-
-def gather_workers(devices: int) -> Workers:
-    """One worker a process, or one a local device.
-
-    Raises:
-        UsageError: several devices in several processes, or fewer devices than asked for.
-    """
-    processes = comms.processes()
-    if devices == 1:
-        return Workers(comms.world(), processes, (processes.rank,), None)
-    check(
-        processes.size == 1,
-        f"got --devices {devices} under a launcher with {processes.size} ranks; "
-        "one process drives one device there: leave --devices out, or the launcher",
-    )
-    have = jax.local_device_count()
-    check(have >= devices, f"got --devices {devices}; this machine has {have}")
-    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:devices]), (steps.AXIS,))
-    return Workers(comms.AxisComm(steps.AXIS, devices), processes, tuple(range(devices)), mesh)
 
 
 class Feed(NamedTuple):
@@ -168,7 +135,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
 
 
-def mean_of_floats(tree: PyTree, comm: comms.Comm) -> PyTree:
+def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:
     """Floating-point leaves averaged over workers in 32 bits, whatever the run's wire; others as they are."""
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -302,10 +269,10 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     """
     runtime.doing("start")
     workers = gather_workers(experiment.devices)
-    agree_on(experiment, workers.processes, digest)
+    rundir.agree_on(experiment, workers.processes, digest)
     plan = make_plan(experiment, workers)
     functions = build_functions(experiment, workers, plan)
-    folder = agree_on_run_dir(experiment, name, workers.processes)
+    folder = rundir.agree_on_run_dir(experiment, name, workers.processes)
     states, saved = starting_states(experiment, workers, functions.rule, folder, plan.clock.effective_batch)
     start = saved.step if saved else 0
 
@@ -315,7 +282,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         folder if workers.processes.rank == 0 else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     )
     if workers.processes.rank == 0:
-        facts = facts_of(experiment, workers, functions, root)
+        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root)
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
     recorder.say(f"run directory {folder}" + (f", resumed at step {start}" if experiment.resume else ""))
@@ -416,22 +383,6 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
 # ---------------------------------------------------------------- state in and out
 
 
-def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
-    """This process's workers on its devices; copies, since the step donates its state."""
-    if workers.mesh is None:
-        return jax.tree.map(jnp.array, states[workers.mine[0]])
-    spread = jax.sharding.NamedSharding(workers.mesh, jax.sharding.PartitionSpec(steps.AXIS))
-    return jax.device_put(steps.stack([states[worker] for worker in workers.mine]), spread)
-
-
-def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
-    """The inverse of `put`, in host memory."""
-    host = jax.tree.map(np.asarray, state)
-    if workers.mesh is None:
-        return {workers.mine[0]: host}
-    return {worker: jax.tree.map(lambda x, i=i: x[i], host) for i, worker in enumerate(workers.mine)}
-
-
 def starting_states(
     experiment: Experiment, workers: Workers, rule: Rule, folder: Path, effective_batch: int
 ) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
@@ -444,30 +395,8 @@ def starting_states(
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
-        refuse_other_run(saved.extra.get("experiment", {}), identity(experiment, effective_batch))
+        rundir.refuse_other_run(saved.extra.get("experiment", {}), rundir.identity(experiment, effective_batch))
     return (saved.states if saved else states), saved
-
-
-def identity(experiment: Experiment, effective_batch: int) -> dict[str, Any]:
-    """What makes a run the same run: with another of these, a step number would mean other examples or updates."""
-    fields = comms.flatten_json(config.resolved(experiment))
-    names = ("model", "seed", "micro_batch", "rule.name", "optim.name")
-    kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
-    return {**kept, "effective batch": effective_batch}
-
-
-# Fields of `data` under which the same examples stay the same.
-NOT_THE_DATA = ("data.dir", "data.threads", "data.prefetch", "data.on_error")
-
-
-def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Stop where a checkpoint is to be resumed as another run.
-
-    Raises:
-        UsageError: fields that differ: got, expected.
-    """
-    lines = [f"{k}: got {now.get(k)}, expected {v} (the checkpoint's)" for k, v in saved.items() if now.get(k) != v]
-    check(not lines, "--resume goes on with the same run only:\n  " + "\n  ".join(lines))
 
 
 def save(run: Run, state: TrainState, step: int) -> None:
@@ -491,76 +420,10 @@ def save(run: Run, state: TrainState, step: int) -> None:
         replicated=run.functions.rule.state_is_replicated,
         extra={
             "elapsed_s": run.recorder.elapsed_s(),
-            "experiment": identity(run.experiment, run.plan.clock.effective_batch),
+            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch),
         },
         keep=run.experiment.keep_checkpoints,
     )
-
-
-# ---------------------------------------------------------------- facts
-
-
-def agree_on(experiment: Experiment, processes: comms.Processes, digest: str) -> None:
-    """Refuse to start where ranks have different experiments or libraries."""
-    check(experiment.model is not None, "the experiment has no model")
-    facts = {"experiment_file": digest, "experiment": config.resolved(experiment), "versions": experiments.versions()}
-    processes.same("what this run is", facts)
-
-
-def agree_on_run_dir(experiment: Experiment, name: str, processes: comms.Processes) -> Path:
-    """The run directory that rank 0 chose, made.
-
-    Raises:
-        UsageError: it holds a run already and the run is not to be resumed, or the reverse.
-    """
-    chosen = experiment.run_dir or choose_run_dir(name, experiment.resume)
-    folder = Path(processes.gather(chosen)[0])
-    if experiment.resume:
-        check(folder.is_dir(), f"--resume: no run directory {str(folder)!r}; name one with --run-dir")
-    else:
-        check(
-            not (folder / "record.jsonl").exists(),
-            f"run directory {str(folder)!r} holds a run already; go on with --resume, or name another with --run-dir",
-        )
-    processes.barrier()  # all have looked before rank 0 writes
-    if processes.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def choose_run_dir(name: str, resume: bool) -> str:
-    """runs/<name>-<time>, or the newest of that name."""
-    if resume:
-        newest = sorted(Path("runs").glob(f"{name}-[0-9]*"))
-        return str(newest[-1]) if newest else f"runs/{name}-"
-    return f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-
-
-def facts_of(experiment: Experiment, workers: Workers, functions: Functions, root: Path | None) -> dict[str, Any]:
-    """The resolved configuration and where it runs, for config.json and the record."""
-    return {
-        "experiment": config.resolved(experiment),
-        "workers": workers.size,
-        "strategy": functions.strategy,
-        "form": functions.form,
-        "transport": transport(workers),
-        "backend": jax.default_backend(),
-        "versions": experiments.versions(),
-        "commit": experiments.commit(root),
-        "command": sys.argv,
-    }
-
-
-def transport(workers: Workers) -> str:
-    """What the exchange ran over."""
-    if workers.size == 1:
-        return "none: one worker"
-    if workers.mesh is not None:
-        return "XLA collectives between devices of one process"
-    on_gpu = jax.default_backend() == "gpu"
-    if not on_gpu:
-        return "MPI, from host memory"
-    return "MPI, CUDA-aware" if comms.is_cuda_aware() else "MPI, through the host"
 
 
 if __name__ == "__main__":

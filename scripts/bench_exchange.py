@@ -27,7 +27,7 @@ from jax.flatten_util import ravel_pytree
 
 import jaxmpi
 from jaxmpi import launch
-from jaxmpi.comm import processes
+from jaxmpi.processes import processes
 
 # Kernels of AlexNet with two-group conv2, 4 and 5; each has a bias of its last axis.
 ALEXNET = {

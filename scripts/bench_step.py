@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxmpi import data, runtime, train
 from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.workers import gather_workers, put
 from models.cnn import SmallCnn, digits_cnn
 from models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 
@@ -44,10 +45,10 @@ def experiment(name: str) -> Experiment:
 
 def trainer(config: Experiment) -> Steps:
     """The loop of jaxmpi.train, from its own parts."""
-    workers = train.gather_workers(1)
+    workers = gather_workers(1)
     plan = train.make_plan(config, workers)
     functions = train.build_functions(config, workers, plan)
-    state = train.put(train.initial_states(config, workers, functions.rule), workers)
+    state = put(train.initial_states(config, workers, functions.rule), workers)
     batches = plan.feed.batches()
     late: list[Any] = []
 

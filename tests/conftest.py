@@ -7,7 +7,8 @@ import hypothesis
 import jax
 import pytest
 
-from jaxmpi import comm, runtime
+from jaxmpi import runtime
+from jaxmpi.processes import processes
 
 UNDER_MPI = (launch := runtime.launched()) is not None and launch.size > 1
 
@@ -25,7 +26,7 @@ def pytest_report_header() -> list[str]:
     names = ("jaxmpi", "jax", "jaxlib", "flax", "optax", "numpy")
     lines = ["versions: " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)]
     if UNDER_MPI:
-        control = comm.processes()
+        control = processes()
         from mpi4py import MPI
 
         lines.append(f"MPI: rank {control.rank} of {control.size}, {MPI.get_vendor()}")

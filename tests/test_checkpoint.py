@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmpi import checkpoint
-from jaxmpi.comm import SoloProcesses
 from jaxmpi.config import UsageError
+from jaxmpi.processes import SoloProcesses
 from jaxmpi.state import TrainState, create
 
 

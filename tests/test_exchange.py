@@ -15,6 +15,7 @@ import jaxmpi
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import UsageError
 from jaxmpi.exchange import exchange, exchange_gradients, plan
+from jaxmpi.processes import Statement
 from jaxmpi.strategies import ALIASES
 from references import mean_in_leaf_dtype
 from tolerances import leaf_bound
@@ -181,11 +182,11 @@ class Twins(SoloComm):
     order = (0, 1)
 
     def __init__(self) -> None:
-        self.signed: list[dict] = []
+        self.signed: list[Statement] = []
         self.traced = 0
 
-    def sign(self, what, value):
-        self.signed.append(value)
+    def sign(self, statement):
+        self.signed.append(statement)
 
     def alltoall(self, x):
         self.traced += 1
@@ -200,7 +201,7 @@ def test_no_retrace_outside_jit():
     tree = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
     for _ in range(3):
         total = exchange(tree, op="sum", comm=comm)
-    assert (comm.traced, len(comm.signed)) == (1, 1)  # one bucket
+    assert (comm.traced, len(comm.signed)) == (1, 3)  # one bucket; trees are compared at every call
     assert jax.tree.map(lambda x: x.tolist(), total) == {"a": [[2] * 3] * 2, "b": [2] * 4}
 
 
@@ -208,8 +209,8 @@ def test_what_ranks_compare_holds_options_and_every_leaf():
     comm = Twins()
     exchange({"a": {"b": jnp.ones((2, 3))}, "c": jnp.ones(1, jnp.bfloat16)}, "ring16", "sum", comm, 64)
     [signed] = comm.signed
-    assert signed["leaf"] == {"a/b": "float32[2, 3]", "c": "bfloat16[1]"}
-    assert (signed["strategy"], signed["op"], signed["bucket_bytes"]) == ("ring:16", "sum", 64)
+    assert signed.value["leaf"] == {"a/b": "float32[2, 3]", "c": "bfloat16[1]"}
+    assert tuple(signed.value[k] for k in ("strategy", "op", "bucket_bytes")) == ("ring:16", "sum", 64)
 
 
 def test_default_is_every_rank_of_the_job(no_launcher):

@@ -8,7 +8,7 @@ import pytest
 
 from launching import ROOT, mpirun, run, session_of
 
-HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\nfrom jaxmpi.comm import processes\n"
+HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\n"
 HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x).block_until_ready()\n"
 WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
@@ -27,6 +27,7 @@ FAULTS = {
     "exit_3_early": ("sys.exit(3)", "others had not"),
     "hard_exit": ("os._exit(0)", ""),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    "agreed_tree_at_another_time": ("jaxmpi.exchange(x)", "got float32[1000], expected float32[998]"),
     "other_tree": ("jaxmpi.exchange(np.ones(999, np.float32))", "got float32[999], expected float32[998]"),
 }
 
@@ -34,14 +35,15 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
     code, message = FAULTS[fault]
-    others = "jaxmpi.exchange(np.ones(998, np.float32))" if fault == "other_tree" else WORK
-    (tmp_path / "job.py").write_text(f"{HEAD}if comm.rank == 1:\n    {code}\n{others}\n")
+    other = "jaxmpi.exchange(np.ones(998, np.float32))\n"
+    before, others = (other * fault.startswith("agreed"), other) if "tree" in fault else ("", WORK)
+    (tmp_path / "job.py").write_text(f"{HEAD}{before}if comm.rank == 1:\n    {code}\n{others}\n")
     begin = time.monotonic()
     ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_EXIT_TIMEOUT_S": "3"})
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
     assert message in ended.out, ended.out[-3000:]
-    if message and fault != "other_tree":
+    if message and "tree" not in fault:
         assert "rank 1/3 on " in ended.out
     assert time.monotonic() - begin < 50
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and is_job(pid, str(tmp_path))]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.comm import processes
+from jaxmpi.processes import processes
 from references import sum_over_workers
 from tolerances import bound
 

@@ -1,0 +1,284 @@
+"""The control plane: small messages between processes, agreement, and time limits that name who is late.
+
+Importing mpi4py starts MPI, so it happens inside functions.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import runtime
+from jaxmpi.config import TrainingError, UsageError, check
+
+PyTree = Any
+
+POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
+YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
+LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
+AGREE_TIMEOUT_S = float(os.environ.get("JAXMPI_AGREE_TIMEOUT_S", "300"))
+MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
+
+
+class Statement(NamedTuple):
+    """A JSON value that must be the same on all ranks, under a name, with the 32 bytes that stand for both."""
+
+    what: str
+    value: Any
+    digest: bytes
+
+
+def statement(what: str, value: Any) -> Statement:
+    """A statement with its digest, to be compared once or at every step."""
+    text = json.dumps(value, sort_keys=True)
+    return Statement(what, value, hashlib.sha256(f"{what}\0{text}".encode()).digest())
+
+
+class SoloProcesses:
+    """The control plane of a single process."""
+
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+
+    def same(self, what: str, value: Any) -> None:
+        """One rank agrees with itself."""
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def host_barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """The values themselves."""
+        return values
+
+    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
+        """The tree itself."""
+        return tree
+
+    def gather(self, text: str) -> list[str]:
+        """The one text."""
+        return [text]
+
+
+class MpiProcesses:
+    """The control plane: small messages between processes, polled, with time limits that name who is late."""
+
+    def __init__(self) -> None:
+        """Start MPI, check it against the launcher, install the hooks."""
+        from mpi4py import MPI
+
+        check_launcher(runtime.launched(), MPI.COMM_WORLD.size, MPI.Get_library_version())
+        self.world = MPI.COMM_WORLD.Clone()
+        self.rank, self.size = self.world.rank, self.world.size
+        self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
+        runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))
+        self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        self.local_rank, self.local_size = self._local.rank, self._local.size
+        names = self.gather(socket.gethostname())
+        self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+
+    def _wait_at_exit(self, timeout_s: float) -> bool:
+        return wait(self._exit.Ibarrier(), timeout_s)
+
+    def barrier(self) -> None:
+        """Wait for all ranks without spinning; an error after AGREE_TIMEOUT_S."""
+        if not wait(self.world.Ibarrier(), AGREE_TIMEOUT_S):
+            raise TrainingError(f"not all ranks came to where this one is within {AGREE_TIMEOUT_S:.0f} s")
+
+    def host_barrier(self) -> None:
+        """Wait for all ranks of this host."""
+        wait(self._local.Ibarrier(), float("inf"))
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What the first rank of this host makes, on all its ranks; they wait without spinning.
+
+        The value travels pickled, between ranks of one job only.
+        """
+        value = make() if self.local_rank == 0 else None
+        self.host_barrier()
+        return self._local.bcast(value)
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over ranks of f64[n]."""
+        total = np.empty_like(values, np.float64)
+        wait(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), float("inf"))
+        return total
+
+    def _gather_ints(self, value: int) -> list[int]:
+        out = np.empty(self.size, np.int64)
+        self.world.Allgather(np.array([value], np.int64), out)
+        return out.tolist()
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, on every rank."""
+        self.barrier()
+        mine = np.frombuffer(text.encode(), np.uint8)
+        sizes = self._gather_ints(mine.size)
+        out = np.empty(sum(sizes), np.uint8)
+        self.world.Allgatherv(mine, (out, sizes))
+        ends = np.cumsum(sizes)
+        return [out[end - n : end].tobytes().decode() for end, n in zip(ends, sizes, strict=True)]
+
+    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
+        """The arrays of rank `root`; every rank gives a tree of the same structure, shapes and dtypes."""
+        self.same("the tree to broadcast", signature(tree))
+        self.barrier()  # polled: MPI_Bcast would spin until the root is there
+
+        def one(leaf: Any) -> np.ndarray:
+            array = np.array(leaf, order="C")  # a copy: JAX's own buffers are read-only
+            raw = array.reshape(-1).view(np.uint8)
+            for start in range(0, raw.size, MAX_BYTES):
+                self.world.Bcast(raw[start : start + MAX_BYTES], root)
+            return array
+
+        return jax.tree.map(one, tree)
+
+    def same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
+        """Compare a JSON value over all ranks.
+
+        Raises:
+            UsageError: ranks differ (rank, path, got, expected) or are absent when time is up, on all ranks alike.
+        """
+        self.compare(statement(what, value), timeout_s)
+
+    def compare(self, mine: "Statement", timeout_s: float | None = None) -> None:
+        """`same` for a statement made before: 32 bytes a rank, cheap enough for every step.
+
+        The value itself travels only where digests differ.
+        """
+        digest = np.frombuffer(mine.digest, np.uint8)
+        rows = np.empty((self.size, digest.size), np.uint8)
+        if not wait(self.world.Iallgather(digest, rows), timeout_s or AGREE_TIMEOUT_S):
+            late = self._late()
+            raise UsageError(f"{mine.what}: rank {late} did not answer in time; all ranks must call it")
+        odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
+        if odd:
+            texts = self.gather(json.dumps(mine.value, sort_keys=True))
+            lines = [line for rank in odd[:8] for line in differences(rank, texts[0], texts[rank])]
+            raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
+
+    def _late(self) -> list[int]:
+        """Who is not here, by rank 0's word: the others report to it, and it tells those that did."""
+        if self.rank == 0:
+            late = self._collect()
+            data = np.frombuffer(json.dumps(late[:200]).encode().ljust(4096), np.uint8)
+            for rank in set(range(1, self.size)) - set(late):
+                self.world.Send(data, rank, tag=2)
+            return late
+        self.world.Send(np.zeros(1, np.uint8), 0, tag=1)  # one byte: sent at once, whoever is late
+        data = np.empty(4096, np.uint8)
+        return json.loads(data.tobytes()) if wait(self.world.Irecv(data, 0, tag=2), 4 * LATE_S) else [0]
+
+    def _collect(self) -> list[int]:
+        requests = {rank: self.world.Irecv(np.empty(1, np.uint8), rank, tag=1) for rank in range(1, self.size)}
+        deadline = time.monotonic() + LATE_S
+        while requests and time.monotonic() < deadline:
+            requests = {rank: request for rank, request in requests.items() if not request.Test()}
+            time.sleep(POLL_S)
+        return sorted(requests)
+
+
+def wait(request: Any, timeout_s: float) -> bool:
+    """Poll an MPI request, giving the core away between looks; False where time ran out."""
+    deadline = time.monotonic() + timeout_s
+    for looks in itertools.count():
+        if request.Test():
+            return True
+        if time.monotonic() > deadline:
+            return False
+        if looks < YIELDS:
+            os.sched_yield()
+        else:
+            time.sleep(POLL_S)
+    return False
+
+
+def abort(code: int) -> NoReturn:
+    """End every rank of the job."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)  # not reached where MPI keeps its word
+
+
+def check_launcher(launch: runtime.Launch | None, mpi_size: int, library: str) -> None:
+    """Stop where the launcher started N ranks and MPI sees one: the commonest failure on clusters."""
+    check(
+        launch is None or launch.size == mpi_size,
+        f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "
+        f"({library.split(',')[0].strip()}) sees {mpi_size}: they are of different families. "
+        "Use this library's own mpirun, or rebuild mpi4py and mpi4jax with the mpicc of the launcher's MPI",
+    )
+
+
+def differences(rank: int, expected: str, got: str) -> list[str]:
+    """Lines `rank 3: path: got X, expected Y (rank 0)` for two JSON values."""
+    ours, theirs = flatten_json(json.loads(expected)), flatten_json(json.loads(got))
+    return [
+        f"  rank {rank}: {path}: got {theirs.get(path, 'nothing')}, expected {ours.get(path, 'nothing')} (rank 0)"
+        for path in [*ours, *(p for p in theirs if p not in ours)]
+        if ours.get(path) != theirs.get(path)
+    ]
+
+
+def flatten_json(value: Any, path: str = "") -> dict[str, Any]:
+    """Paths such as `optim.lr` to plain values; lists are values."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {k: v for key, part in value.items() for k, v in flatten_json(part, f"{path}.{key}".strip(".")).items()}
+
+
+def signature(tree: PyTree) -> dict[str, str]:
+    """Path to `float32[3,3,64]` of every leaf: what must agree before arrays travel."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+# ---------------------------------------------------------------- this job
+
+Processes = SoloProcesses | MpiProcesses
+
+
+@functools.cache
+def processes() -> Processes:
+    """The control plane of this job; starts MPI where a launcher started several ranks.
+
+    Raises:
+        UsageError: mpi4py is missing, or the launcher and MPI disagree on the number of ranks.
+    """
+    launch = runtime.launched()
+    if launch is None or launch.size == 1:
+        return SoloProcesses()
+    runtime.prepare()
+    try:
+        import mpi4jax  # noqa: F401
+        import mpi4py.MPI  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"{launch.launcher} started {launch.size} ranks, but {error.name} cannot be imported ({error}); "
+            "install it with: uv sync --group mpi, or pip install 'jaxmpi[mpi]' against the cluster's mpicc"
+        ) from error
+    return MpiProcesses()
+
+
+def broadcast(tree: PyTree, root: int = 0) -> PyTree:
+    """The tree of rank `root` on every rank, as NumPy arrays; dtypes and shapes as given.
+
+    Communicates: one broadcast a leaf over all ranks, after a comparison of structure, shapes and dtypes.
+
+    Raises:
+        UsageError: ranks gave trees of different structure; rank, path, got, expected.
+    """
+    return processes().bcast(tree, root)
