@@ -61,7 +61,8 @@ def save(
     step = int(next(iter(states.values())).step)
     final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
     if processes.rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
+        for cut_off in folder.glob("step_*.tmp"):
+            shutil.rmtree(cut_off)
         aside.mkdir(parents=True)
     processes.barrier()
     files = {}

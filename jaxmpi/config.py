@@ -239,6 +239,10 @@ class Experiment:
             self.form in ("auto", "fused", "split"),
             f"form: got {self.form!r}; expected auto, fused or split",
         )
+        check(
+            self.form != "split" or self.devices == 1,
+            f"form: got split with {self.devices} devices; several devices of one process share one jit",
+        )
         for name in ("train_for", "eval_every", "checkpoint_every"):
             steps(getattr(self, name), 1, 1, 1)
         check(
@@ -289,6 +293,21 @@ def unknown_flags(argv: Sequence[str]) -> list[str]:
     given = [arg[2:].split("=")[0].replace("_", "-") for arg in argv if arg.startswith("--")]
     known = {"help", *flags(Experiment)}
     return [name for name in given if name not in known and without_no(name) not in known]
+
+
+def with_objects(part: Any, original: Any) -> Any:
+    """`part` with those of `original`'s values that only Python can set, such as the model.
+
+    The command line sees an experiment without them: its parser would take an array's class for a group of options.
+    """
+    hints = get_type_hints(type(part), include_extras=True)
+    values = {}
+    for f in dataclasses.fields(part):
+        if tyro.conf.Suppress in getattr(hints[f.name], "__metadata__", ()):
+            values[f.name] = getattr(original, f.name)
+        elif dataclasses.is_dataclass(hints[f.name]):
+            values[f.name] = with_objects(getattr(part, f.name), getattr(original, f.name))
+    return dataclasses.replace(part, **values)
 
 
 def without_no(name: str) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from functools import partial
@@ -31,7 +32,7 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
         raise UsageError(f"unknown field --{name}; {config.nearest(name, config.flags(Experiment))}")
     experiment = tyro.cli(
         Experiment,
-        default=base,
+        default=config.with_objects(base, Experiment()),
         args=argv,
         prog="python -m jaxmpi.train EXPERIMENT.py",
         description=f"Train {path or 'an experiment'}. Every field can be given here; defaults are the experiment's.",
@@ -39,7 +40,7 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     )
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
-    return experiment, path
+    return config.with_objects(experiment, base), path
 
 
 def hyphens(flag: str) -> str:
@@ -61,11 +62,26 @@ def load(path: Path) -> Experiment:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look classes up by module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise UsageError(f"{path}: {error}{nearest_import(error)}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
         raise UsageError(f"{path}: expected a module-level `experiment = Experiment(...)`")
     return experiment
+
+
+def nearest_import(error: ImportError) -> str:
+    """What a package of the project offers instead, such as another model; nothing where the package is missing."""
+    from_module = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+    wanted, parent = from_module.groups() if from_module else (error.name or "").rpartition(".")[::-2]
+    module = sys.modules.get(parent)
+    if module is None:
+        return ""
+    files = [file.stem for folder in getattr(module, "__path__", []) for file in Path(folder).glob("[!_]*.py")]
+    own = [k for k, value in vars(module).items() if getattr(value, "__module__", "") == parent and k[0] != "_"]
+    return f"; {config.nearest(wanted, dict.fromkeys([*files, *own]))}"
 
 
 def project_root(path: Path) -> Path:

@@ -38,8 +38,24 @@ class Recorder:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
 
-    def train(self, *, step: int, total_steps: int, epoch: float, examples: int, loss: float, lr: float) -> None:
-        """A progress line; images/s since the last one."""
+    def train(
+        self,
+        *,
+        step: int,
+        total_steps: int,
+        epoch: float,
+        examples: int,
+        loss: float,
+        lr: float,
+        wait_s: float,
+        skipped: int,
+    ) -> None:
+        """A progress line; images/s since the last one.
+
+        Args:
+            wait_s: seconds that a worker has waited for batches so far, their mean.
+            skipped: corrupt examples so far, of all workers.
+        """
         now = time.monotonic()
         since, before = self._window
         images_per_s = (examples - before) / max(now - since, 1e-9)
@@ -53,10 +69,13 @@ class Recorder:
             loss=loss,
             images_per_s=images_per_s,
             lr=lr,
+            wait_s=wait_s,
+            skipped=skipped,
         )
         self.say(
             f"step {step}/{total_steps}  epoch {epoch:.2f}  loss {loss:.4f}  "
             f"{images_per_s:.1f} images/s  lr {lr:.3g}  {self.elapsed_s():.1f} s"
+            + (f"  skipped {skipped}" if skipped else "")
         )
 
     def evaluation(self, *, step: int, epoch: float, examples: int, eval_count: int, **means: float) -> None:

@@ -198,14 +198,14 @@ def install_hooks(job: Job) -> None:
     """From now on an error in any thread, or a rank that leaves early, ends the whole job with a message."""
     global _job
     _job = job
-    install_excepthook()
-    threading.excepthook = lambda args: fail(args.exc_value, args.exc_traceback)
+    install_excepthooks()
     atexit.register(leave)
 
 
-def install_excepthook() -> None:
-    """Show an uncaught error with this rank's name; needed before MPI starts, too."""
+def install_excepthooks() -> None:
+    """Show an uncaught error of any thread with this rank's name, and end; needed before MPI starts, too."""
     sys.excepthook = lambda kind, error, trace: fail(error, trace)
+    threading.excepthook = lambda args: fail(args.exc_value, args.exc_traceback)
 
 
 def who() -> str:

@@ -9,7 +9,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from jaxmpi import checkpoint, config, optim, rules, rundir, runtime, strategies
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
 from jaxmpi.comm import Comm
-from jaxmpi.config import Experiment, TrainingError, check
-from jaxmpi.data import Batch, Loader, Sampler, Source, open_source
+from jaxmpi.config import Experiment, TrainingError
 from jaxmpi.exchange import exchange
+from jaxmpi.feed import Feed, open_feed
 from jaxmpi.processes import processes
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
@@ -37,7 +37,7 @@ PyTree = Any
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
-    runtime.install_excepthook()
+    runtime.install_excepthooks()
     runtime.prepare()  # before the experiment file, which may touch the device
     experiment, path = experiments.parse(list(sys.argv[1:] if argv is None else argv))
     runtime.make_cpu_devices(experiment.devices)
@@ -48,52 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 # ---------------------------------------------------------------- the parts of a run
-
-
-class Feed(NamedTuple):
-    """Examples of one kind, and who reads which when."""
-
-    source: Source
-    samplers: tuple[Sampler, ...]  # of this process's workers
-    data: config.Data
-    train: bool
-
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:
-        """Batches of this process's workers, with a leading axis of workers where there are several."""
-        loaders = [Loader(self.source, sampler, self.data, self.train, start, stop) for sampler in self.samplers]
-        try:
-            for batches in zip(*loaders, strict=True):
-                arrays = [as_arrays(batch) for batch in batches]
-                yield arrays[0] if len(arrays) == 1 else steps.stack(arrays)
-        finally:
-            for loader in loaders:
-                loader.close()
-
-
-def as_arrays(batch: Batch) -> steps.Batch:
-    """What of a batch goes to the device."""
-    return {"image": batch.image, "label": batch.label, "weight": batch.weight}
-
-
-def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Workers) -> Feed:
-    """The source of a split, checked against the model.
-
-    Raises:
-        UsageError: the data is missing, or its classes are not the model's.
-    """
-    source = open_source(experiment.data, split)
-    model = experiment.model
-    check(
-        source.classes in (None, 0, model.classes),
-        f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
-        f"build the model with classes={source.classes}",
-    )
-    is_train = split == "train"
-    samplers = tuple(
-        Sampler(len(source), local_batch * workers.size, rank, workers.size, experiment.seed, shuffle=is_train)
-        for rank in workers.mine
-    )
-    return Feed(source, samplers, experiment.data, is_train)
 
 
 class Functions(NamedTuple):
@@ -261,7 +215,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         root: the project's folder, whose commit is recorded.
         digest: of the experiment file, compared over ranks.
 
-    Returns: the last evaluation: eval_loss, eval_top1, eval_top5, eval_count.
+    Returns: the last evaluation: eval_loss, eval_top1, eval_top5, eval_count; empty where no step was left to do.
 
     Raises:
         UsageError: the experiment cannot run as asked, or ranks differ.
@@ -287,6 +241,8 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         recorder.write("run", **facts)
     recorder.say(f"run directory {folder}" + (f", resumed at step {start}" if experiment.resume else ""))
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
+    if start >= plan.clock.total_steps:
+        recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     try:
         return loop(Run(experiment, workers, plan, functions, recorder, folder), put(states, workers), start)
     finally:
@@ -353,7 +309,8 @@ def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
 
 def log(run: Run, step: int, sums: np.ndarray) -> None:
     """A progress line: the mean loss of all workers' examples since the last one."""
-    loss, count = run.workers.processes.sum(sums)
+    feed = run.plan.feed
+    loss, count, skipped, wait_s = run.workers.processes.sum(np.array([*sums, feed.skipped, feed.wait_s]))
     run.recorder.train(
         step=step,
         total_steps=run.plan.clock.total_steps,
@@ -361,6 +318,8 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
         examples=run.plan.examples(step),
         loss=float(loss / count),
         lr=np.asarray(run.plan.lr(step - 1)).item(),
+        wait_s=float(wait_s) / run.workers.size,
+        skipped=int(skipped),
     )
 
 
@@ -400,7 +359,7 @@ def starting_states(
 
 
 def save(run: Run, state: TrainState, step: int) -> None:
-    """A checkpoint, unless an update has made params that are not finite.
+    """A checkpoint, unless an update has made params or other state that are not finite.
 
     Raises:
         TrainingError: they are not; the checkpoints so far stay.
@@ -409,9 +368,9 @@ def save(run: Run, state: TrainState, step: int) -> None:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}")
     states = take(state, run.workers)
-    for path, leaf in checkpoint.named_leaves(next(iter(states.values())).params):
-        if not np.isfinite(leaf).all():
-            raise TrainingError(f"params/{path} is not finite after step {step}: not saved, earlier checkpoints stay")
+    for path, leaf in checkpoint.named_leaves(next(iter(states.values()))):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
+            raise TrainingError(f"{path} is not finite after step {step}: not saved, earlier checkpoints stay")
     checkpoint.save(
         run.folder / "checkpoints",
         states,

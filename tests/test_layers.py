@@ -24,6 +24,7 @@ ORDER = [
     "state",
     "step",
     "workers",
+    "feed",
     "recorder",
     "checkpoint",
     "experiment",

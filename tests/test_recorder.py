@@ -8,7 +8,16 @@ import pytest
 
 from jaxmpi.recorder import Recorder, cut_record, jsonable
 
-TRAIN = {"step": 3, "total_steps": 10, "epoch": 0.3, "examples": 96, "loss": 1.23456789, "lr": 0.1}
+TRAIN = {
+    "step": 3,
+    "total_steps": 10,
+    "epoch": 0.3,
+    "examples": 96,
+    "loss": 1.23456789,
+    "lr": 0.1,
+    "wait_s": 0.25,
+    "skipped": 0,
+}
 
 
 def rows(folder) -> list[dict]:
@@ -24,7 +33,8 @@ def test_train_lines(tmp_path):
     record, out = recorder(tmp_path)
     record.train(**TRAIN)
     [row] = rows(tmp_path)  # on disk at once
-    assert list(row) == ["kind", "step", "epoch", "examples", "elapsed_s", "loss", "images_per_s", "lr"]
+    names = ["kind", "step", "epoch", "examples", "elapsed_s", "loss", "images_per_s", "lr", "wait_s", "skipped"]
+    assert list(row) == names
     assert (row["kind"], row["step"], row["loss"]) == ("train", 3, 1.23457)
     assert "step 3/10  epoch 0.30  loss 1.2346" in out.getvalue()
     record.close()

@@ -140,7 +140,7 @@ def test_too_few_devices_after_the_start_are_refused():
 FAIL = """
 from jaxmpi import runtime
 from jaxmpi.config import TrainingError, UsageError
-runtime.install_excepthook()
+runtime.install_excepthooks()
 raise {error}
 """
 ERRORS = [
@@ -157,3 +157,11 @@ def test_an_uncaught_error_names_the_rank_and_ends_with_code_1(error, message, h
     assert "jaxmpi: rank 0/1 on " in job.stderr
     assert message in job.stderr
     assert ("Traceback" in job.stderr) == has_traceback
+
+
+def test_an_error_in_a_thread_ends_a_process_without_other_ranks_too():
+    code = "import threading, time\nfrom jaxmpi import runtime\nruntime.install_excepthooks()\n"
+    job = python(code + "threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(60)")
+    assert job.returncode == 1
+    assert "jaxmpi: rank 0/1 on " in job.stderr
+    assert "ZeroDivisionError" in job.stderr

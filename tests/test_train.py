@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxmpi import checkpoint
 from jaxmpi.config import Experiment
-from launching import ROOT, kill_session, mpirun_line, run, train
+from jaxmpi.data import Sampler
+from launching import ROOT, Ended, kill_session, mpirun_line, run, train
 
 DIGITS = "experiments/digits.py"
 TINY = ("--exchange.strategy", "ring16", "--effective-batch", "60", "--log-every", "5")
@@ -164,8 +167,25 @@ BAD = {
     "adam": ([DIGITS, "--rule.name", "subgd", "--optim.name", "adam"], "not linear"),
     "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-scaling", "linear"], "count them twice"),
     "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "no run directory '/nowhere'"),
+    "split devices": ([DIGITS, "--devices", "2", "--form", "split"], "several devices of one process share one jit"),
     "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
 }
+
+
+IMPORTS = {
+    "from models.googlnet import googlenet": "No module named 'models.googlnet'; did you mean 'googlenet'? there are: ",
+    "from models.cnn import digit_cnn": "did you mean 'digits_cnn'? there are: ",
+    "import no_such_package": "No module named 'no_such_package'",
+}
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_an_unknown_model_is_answered_with_the_nearest(line, tmp_path):
+    (tmp_path / "experiment.py").write_text(line)
+    ended = train(1, str(tmp_path / "experiment.py"), timeout_s=60)
+    assert ended.code != 0
+    assert IMPORTS[line] in ended.out, ended.out
+    assert "Traceback" not in ended.out
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -207,6 +227,37 @@ def test_nan_loss_names_worker_and_step_and_keeps_the_last_good_checkpoint(tmp_p
             assert np.isfinite(leaf).all()
 
 
+def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
+    """One example is NaN; the sampler says at which step it comes."""
+    at_step = 4
+    index = Sampler(80, 8, 0, 2, seed=0, shuffle=True).indices(at_step - 1).indices[0]
+    (tmp_path / "broken.py").write_text(ONE_NAN.format(index=index))
+    args = ("--checkpoint-every", "1st", "--keep-checkpoints", "9", "--run-dir", str(tmp_path / "run"))
+    ended = train(2, str(tmp_path / "broken.py"), *args)
+    assert not ended.timed_out
+    assert ended.code != 0
+    kept = [folder.name for folder in checkpoint.found(tmp_path / "run" / "checkpoints")]
+    assert kept == [f"step_{step:08d}" for step in range(1, at_step)]
+    assert f"the loss of worker 0 is nan at step {at_step}; last good checkpoint: " in ended.out
+    assert f"{kept[-1]}. Lower" in ended.out
+
+
+ONE_NAN = """
+import numpy as np
+from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.data import ArraySource
+from models.cnn import digits_cnn_tiny
+
+images = np.random.default_rng(0).standard_normal((80, 8, 8, 1), np.float32)
+images[{index}] = np.nan
+source = ArraySource(images, np.arange(80) % 10, classes=10)
+experiment = Experiment(
+    model=digits_cnn_tiny(), data=Data(source="array", train=source, validation=source, channels=1),
+    optim=Optim("sgd", lr=0.01, lr_scaling="none"), effective_batch=8, train_for="1ep",
+)
+"""
+
+
 def test_resume_from_another_model_names_the_leaf(tmp_path):
     args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert train(1, *args).code == 0
@@ -225,6 +276,89 @@ def test_resume_goes_on_with_the_same_run_only(tmp_path):
     assert ended.code != 0
     assert "seed: got 1, expected 0" in ended.out
     assert "effective batch: got 64, expected 32" in ended.out
+
+
+def test_a_finished_run_says_that_nothing_is_left(tmp_path):
+    args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+    assert train(1, *args).code == 0
+    ended = train(1, *args, "--resume")
+    assert ended.code == 0
+    assert "nothing left to do: train_for ends at step 2" in ended.out
+
+
+def test_bfloat16_and_micro_batches_in_a_whole_run(tmp_path):
+    args = ("--compute-dtype", "bfloat16", "--micro-batch", "4", "--train-for", "5ep", "--eval-every", "5ep")
+    ended = train(2, DIGITS, *args, "--run-dir", str(tmp_path / "run"))
+    assert ended.code == 0, ended.out
+    assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.9
+
+
+# ---------------------------------------------------------------- one rank alone has a fault
+
+
+def one_rank_differs(tmp_path: Path, env: str, *args: str) -> Ended:
+    """Two ranks, of which rank 1 has another variable in its environment."""
+    trainer = [sys.executable, "-m", "jaxmpi.train", *args, "--run-dir", str(tmp_path / "run")]
+    line = [*mpirun_line(1), *trainer, ":", "-n", "1", "env", env, *trainer]
+    return run(line, timeout_s=90, env={"JAXMPI_DATA": str(tmp_path / "data")})
+
+
+def test_ranks_with_different_versions_are_named(tmp_path):
+    other = tmp_path / "site" / "optax-9.9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 9.9.9\n")
+    ended = one_rank_differs(tmp_path, f"PYTHONPATH={tmp_path / 'site'}:{ROOT}", DIGITS)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "rank 1: versions.optax: got 9.9.9, expected " in ended.out
+
+
+def test_a_data_folder_that_one_rank_lacks_is_named(tmp_path):
+    for split in ("train", "validation"):
+        for digit in range(10):
+            folder = tmp_path / "data" / split / str(digit)
+            folder.mkdir(parents=True)
+            Image.new("L", (8, 8)).save(folder / "0.png")
+    ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/nowhere", DIGITS, "--data.source", "imagefolder")
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert f"rank 1/2 on {socket.gethostname()}" in ended.out
+    assert f"no folder {tmp_path}/nowhere/train" in ended.out
+
+
+def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
+    args = (DIGITS, "--rule.name", "awagd", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+    assert train(2, *args).code == 0
+    file = tmp_path / "run" / "checkpoints" / "step_00000002" / "worker_00001.bin"
+    file.write_bytes(b"\xff" + file.read_bytes()[1:])
+    ended = train(2, *args[:-4], "--train-for", "4st", *args[-2:], "--resume")
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert re.search(r"rank 1/2.*\n.*worker_00001.bin: .*damaged, its checksum", ended.out), ended.out
+
+
+@pytest.mark.parametrize("where", ["apply", "save"])
+def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
+    """Only the first rank of a host traces the model, and only rank 0 makes the checkpoint's folder."""
+    path = tmp_path / "raises.py"
+    path.write_text((ROOT / DIGITS).read_text() + (RAISES_IN_APPLY if where == "apply" else ""))
+    (tmp_path / "run").mkdir()
+    if where == "save":
+        (tmp_path / "run" / "checkpoints").write_text("a file where a folder should be")
+    ended = train(3, str(path), "--effective-batch", "30", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert ("ArithmeticError: in apply" if where == "apply" else "NotADirectoryError") in ended.out
+    assert "rank 0/3 on " in ended.out
+
+
+RAISES_IN_APPLY = """
+def apply(*args):
+    raise ArithmeticError("in apply")
+
+import dataclasses
+experiment = dataclasses.replace(experiment, model=experiment.model._replace(apply=apply))
+"""
 
 
 def test_strategy_none_saves_nothing(tmp_path):
@@ -301,3 +435,8 @@ def test_a_corrupt_image_is_named(on_error, tmp_path):
     assert not ended.timed_out
     assert "class3/3.png" in ended.out
     assert (ended.code == 0) == (on_error == "skip")
+    if on_error == "skip":
+        last = record(tmp_path / "run", "train")[-1]
+        assert (last["skipped"], last["examples"]) == (1, 16)
+        assert last["wait_s"] > 0
+        assert "skipped 1" in ended.out

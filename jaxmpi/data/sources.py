@@ -269,7 +269,12 @@ def imagefolder(config: Data, split: str) -> Source:
     base = data_dir(config)
     check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")
     root = os.path.join(base, _split_name(config, split))
-    check(os.path.isdir(root), f"imagefolder: no folder {root}; expected {_LAYOUT}")
+    check(
+        os.path.isdir(root),
+        f"imagefolder: no folder {root}; expected {_LAYOUT}. "
+        f"Folders in {base}: {', '.join(_folders(base)[:8]) if os.path.isdir(base) else 'it does not exist'}; "
+        f"name the right one with --data.{split}-split",
+    )
     train = os.path.join(base, config.train_split)
     classes = _folders(train if os.path.isdir(train) else root)
     return FolderSource(root, classes, config.channels, config.resize)
