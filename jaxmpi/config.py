@@ -89,6 +89,10 @@ class Data:
     validation_split: str = "validation"  # the same, for evaluation
     resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size
     crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
+    crop_area: tuple[
+        float, ...
+    ] = ()  # smallest and largest share of the image that a training crop takes; () = crop px
+    crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)  # with crop_area: narrowest and widest width / height of a crop
     mirror: bool = False  # flip half of the training images left to right
     mean: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], subtracted
     std: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], divided by
@@ -121,6 +125,20 @@ class Data:
         check(
             not (self.mean and self.mean_image),
             "data.mean and data.mean_image: give one of the two",
+        )
+        self._check_crop_area()
+
+    def _check_crop_area(self) -> None:
+        area, (narrow, wide) = self.crop_area, self.crop_aspect
+        check(
+            not area or (len(area) == 2 and 0 < area[0] <= area[1] <= 1),
+            f"data.crop_area: got {area}; expected two shares with 0 < smallest <= largest <= 1",
+        )
+        check(0 < narrow <= wide, f"data.crop_aspect: got {self.crop_aspect}; expected 0 < narrowest <= widest")
+        check(not area or self.crop > 0, "data.crop_area: data.crop is 0; expected the px that crops are scaled to")
+        check(
+            not (area and self.mean_image),
+            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel",
         )
 
 

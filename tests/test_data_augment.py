@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 
 from jaxmpi.config import Data, UsageError
 from jaxmpi.data import Augment, load_mean_image
+from jaxmpi.data.augment import random_window
 
 IMAGE = np.arange(20 * 30 * 3, dtype=np.uint32).reshape(20, 30, 3).astype(np.uint8)
 # Each pixel holds its own place, so that a crop shows where it was taken.
@@ -138,3 +141,72 @@ class TestMeanImage:
         np.save(path, np.zeros((3, 8, 8)))
         with pytest.raises(UsageError, match=r"shape \(3, 8, 8\)"):
             load_mean_image(Data(mean_image=str(path)))
+
+
+# ---------------------------------------------------------------- crops of random area and aspect
+
+
+AREA = Data(crop=12, crop_area=(0.1, 0.9), mirror=True)
+
+
+def test_area_and_aspect_of_windows_are_what_was_asked_for():
+    shares = np.random.default_rng(0).random((2000, 10, 4))
+    windows = np.array([random_window((300, 400), (0.1, 0.9), (3 / 4, 4 / 3), s) for s in shares])
+    top, left, height, width = windows.T
+    assert min(top.min(), left.min()) >= 0
+    assert ((top + height) <= 300).all()
+    assert ((left + width) <= 400).all()
+    # Sides are rounded to px: by at most half of one, of sides of at least sqrt(0.1 * 300 * 400 * 3 / 4) px.
+    slack = 0.5 / np.sqrt(0.1 * 300 * 400 * 3 / 4)
+    area, aspect = height * width / (300 * 400), width / height
+    assert (area > 0.1 * (1 - 2 * slack)).all()
+    assert (area < 0.9 * (1 + 2 * slack) ** 2).all()
+    assert (aspect > 3 / 4 * (1 - 3 * slack)).all()
+    assert (aspect < 4 / 3 * (1 + 3 * slack)).all()
+    small = area < 0.5  # such windows always fit, so nothing is thrown away
+    assert abs(np.log(aspect[small]).mean()) < 5 * np.log(16 / 9) / np.sqrt(12 * small.sum())
+
+
+@pytest.mark.parametrize(("size", "expected"), [((10, 100), (10, 13)), ((100, 10), (13, 10))])
+def test_where_no_window_fits_the_largest_allowed_one_is_taken_from_the_centre(size, expected):
+    top, left, *sides = random_window(size, (1.0, 1.0), (3 / 4, 4 / 3), np.full((10, 4), 0.5))
+    assert tuple(sides) == expected
+    assert (top, left) == tuple((whole - side) // 2 for whole, side in zip(size, sides, strict=True))
+
+
+@pytest.mark.parametrize("image", [IMAGE, IMAGE[..., :1], IMAGE.astype(np.float32)])
+def test_scaled_crops_have_the_size_of_the_crop_and_repeat(image):
+    data = dataclasses.replace(AREA, channels=image.shape[-1])
+    outs = [augmented(data, image, index=i) for i in range(20)]
+    assert {out.shape for out in outs} == {(12, 12, image.shape[-1])}
+    assert {out.dtype for out in outs} == {image.dtype}
+    assert np.array_equal(outs[3], augmented(data, image, index=3))
+    assert len({out.tobytes() for out in outs}) > 10
+
+
+def test_a_scaled_crop_shows_its_window():
+    """On a ramp in both directions a window keeps its slope: columns grow, or fall where it is mirrored."""
+    ramp = np.stack([*np.indices((200, 200)), np.zeros((200, 200))], axis=-1).astype(np.uint8)
+    for index in range(20):
+        out = augmented(AREA, ramp, index=index).astype(int)
+        assert (np.diff(out[:, 0, 0]) > 0).all()
+        assert len(set(np.sign(np.diff(out[0, :, 1])))) == 1
+
+
+def test_validation_takes_the_centre_whatever_the_area():
+    assert np.array_equal(augmented(AREA, PLACES, train=False), PLACES[4:16, 9:21])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"crop_area": (0.0, 1.0)}, "data.crop_area: got"),
+        ({"crop_area": (0.5,)}, "data.crop_area: got"),
+        ({"crop_aspect": (2.0, 1.0)}, "data.crop_aspect: got"),
+        ({"crop": 0}, "data.crop is 0"),
+        ({"mean_image": "mean.npy"}, "use data.mean"),
+    ],
+)
+def test_crop_areas_that_cannot_be(change, message):
+    with pytest.raises(UsageError, match=message):
+        dataclasses.replace(AREA, **change)

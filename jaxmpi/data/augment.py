@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmpi.config import Data, UsageError, check
-from jaxmpi.data.images import resized, with_channels
+from jaxmpi.data.images import resized, stretched, with_channels
 from jaxmpi.data.sampler import random_bits
+
+TRIES = 10  # windows of random area and aspect before the largest one is taken
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Augment:
     """The chain of one split: shorter side, mean image, crop, mirror.
 
     Args:
-        config: `resize`, `crop`, `mirror`, `channels` are used here.
+        config: `resize`, `crop`, `crop_area`, `crop_aspect`, `mirror`, `channels` are used here.
         train: random crop and mirror; otherwise the centre crop and no mirror.
         seed: of the random choices.
         mean_image: f32[height, width, channels] in [0, 255], or None.
@@ -45,6 +47,8 @@ class Augment:
             image, mean = self._mean(image, where)
         else:
             mean = None
+        if self.train and self.config.crop_area:
+            return self._scaled_crop(image, epoch, index, where)
         row, column, mirrored = self._choices(epoch, index, image, where)
         image = _window(image, row, column, self.config.crop)
         if mean is not None:
@@ -86,6 +90,41 @@ class Augment:
             return high // 2, wide // 2, False
         bits = random_bits(3, self.seed, epoch, stream=1, index=index).tolist()
         return bits[0] % (high + 1), bits[1] % (wide + 1), config.mirror and bits[2] % 2 == 1
+
+    def _scaled_crop(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
+        """A window of random area and aspect, scaled to crop x crop, mirrored half of the time."""
+        check(image.ndim == 3, f"{where}: got shape {image.shape}; a crop needs 3 axes")
+        *draws, last = random_bits(4 * TRIES + 1, self.seed, epoch, stream=1, index=index)
+        shares = np.array(draws, np.float64).reshape(TRIES, 4) / 2.0**64  # in [0, 1]
+        top, left, height, width = random_window(
+            image.shape[:2], self.config.crop_area, self.config.crop_aspect, shares
+        )
+        scaled = stretched(image[top : top + height, left : left + width], self.config.crop)
+        return scaled[:, ::-1] if self.config.mirror and last % 2 == 1 else scaled
+
+
+def random_window(
+    size: tuple[int, int], area: tuple[float, ...], aspect: tuple[float, float], shares: np.ndarray
+) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a window: area uniform, aspect log-uniform, place uniform (Szegedy et al. 2015).
+
+    Args:
+        size: height and width of the image, px.
+        area: smallest and largest share of it.
+        aspect: smallest and largest width / height.
+        shares: f64[tries, 4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken;
+            where none does, the largest in the centre whose aspect is allowed.
+    """
+    high, wide = size
+    for of_area, of_aspect, of_top, of_left in shares:
+        px = high * wide * (area[0] + of_area * (area[1] - area[0]))
+        ratio = aspect[0] * (aspect[1] / aspect[0]) ** of_aspect
+        height, width = max(round((px / ratio) ** 0.5), 1), max(round((px * ratio) ** 0.5), 1)
+        if height <= high and width <= wide:
+            return round(of_top * (high - height)), round(of_left * (wide - width)), height, width
+    ratio = min(max(wide / high, aspect[0]), aspect[1])
+    height, width = min(high, round(wide / ratio)), min(wide, round(high * ratio))
+    return (high - height) // 2, (wide - width) // 2, height, width
 
 
 def _window(image: np.ndarray, row: int, column: int, px: int) -> np.ndarray:

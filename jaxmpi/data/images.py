@@ -58,12 +58,20 @@ def _convert(image: Any, mode: str) -> Any:
 
 def resized(image: np.ndarray, px: int) -> np.ndarray:
     """u8 or f32[height, width, channels] with its shorter side `px` long, bilinear, aspect kept."""
+    height, width, _ = image.shape
+    return image if min(height, width) == px else _scaled(image, _shorter_side((width, height), px))
+
+
+def stretched(image: np.ndarray, px: int) -> np.ndarray:
+    """u8 or f32[height, width, channels] as [px, px, channels], bilinear, aspect not kept."""
+    return image if image.shape[:2] == (px, px) else _scaled(image, (px, px))
+
+
+def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """To `size` = (width, height) px."""
     from PIL import Image
 
-    height, width, channels = image.shape
-    if min(height, width) == px:
-        return image
-    size = _shorter_side((width, height), px)
+    channels = image.shape[-1]
     if image.dtype == np.uint8 and channels == 3:
         return np.array(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
     planes = [Image.fromarray(np.ascontiguousarray(image[..., c])) for c in range(channels)]
