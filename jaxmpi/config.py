@@ -211,6 +211,14 @@ class ExchangeConfig:
         )
 
 
+# How batch norm's statistics cross workers: what training normalises with, what evaluation does.
+BATCH_STATISTICS = {
+    "local": "a worker's own batch; a worker's own running ones",
+    "averaged": "a worker's own batch; the mean of all workers' running ones",
+    "synchronised": "all workers' batches, exchanged at every layer; the same",
+}
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One training run. An experiment file holds one as `experiment`."""
@@ -236,6 +244,7 @@ class Experiment:
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     seed: int = 0  # of initialisation, order, augmentation and dropout
+    batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
     compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
     devices: int = 1  # local devices of one process, a worker each; more than 1 excludes MPI
     form: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
@@ -253,6 +262,7 @@ class Experiment:
             self.compute_dtype in ("float32", "bfloat16"),
             f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
         )
+        lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
         check(
             self.form in ("auto", "fused", "split"),
             f"form: got {self.form!r}; expected auto, fused or split",

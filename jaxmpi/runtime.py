@@ -221,6 +221,12 @@ def my_rank() -> int:
     return here.rank if here else 0
 
 
+def launched_workers() -> int:
+    """Ranks of this job by the launcher's word, 1 where there is none; needs no MPI. For recipes that depend on it."""
+    here = launched()
+    return here.size if here else 1
+
+
 def doing(phase: str) -> None:
     """Note what this rank is at, for the message if it fails."""
     if _job is not None:

@@ -1,6 +1,7 @@
 """The step: loss -> gradients -> rule.update (the only line that may communicate) -> metrics as sums with counts."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxmpi.config import Data
-from jaxmpi.model import Model
+from jaxmpi.config import Data, check
+from jaxmpi.model import Model, statistics_over
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState
 
@@ -51,15 +52,48 @@ class Forward(NamedTuple):
     loss: Loss
     data: Data
     compute_dtype: Any = jnp.float32
+    batch_mean: Callable[[PyTree], PyTree] | None = None  # over workers, of batch statistics; None: a worker's own
 
     def outputs(
-        self, params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool
+        self,
+        params: PyTree,
+        model_state: PyTree,
+        image: jax.Array,
+        key: jax.Array,
+        train: bool,
+        real: jax.Array | None = None,
     ) -> tuple[Any, PyTree]:
-        """Normalise, cast, apply, cast back: forward and backward run in `compute_dtype`, params stay f32."""
+        """Normalise, cast, apply, cast back: forward and backward run in `compute_dtype`, params stay f32.
+
+        Args:
+            real: bool[batch], false where an example only fills the batch up: batch statistics leave it out.
+        """
         image = normalise(image, self.data).astype(self.compute_dtype)
         cast = partial(cast_floats, dtype=self.compute_dtype)
-        outputs, new_state = self.model.apply(cast(params), model_state, image, key, train)
+        with synchronised(self, train) as mean, statistics_over(mean, real):
+            outputs, new_state = self.model.apply(cast(params), model_state, image, key, train)
         return cast_floats(outputs, jnp.float32), cast_floats(new_state, jnp.float32)
+
+
+@contextlib.contextmanager
+def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
+    """The mean over workers for batch statistics, which a model in training must ask for within.
+
+    Raises:
+        UsageError: the model did not, so that nothing would be synchronised.
+    """
+    asked = []
+
+    def mean(tree: PyTree) -> PyTree:
+        asked.append(tree)
+        return forward.batch_mean(tree) if forward.batch_mean else tree
+
+    yield mean if forward.batch_mean else None
+    check(
+        bool(asked) or not (train and forward.batch_mean),
+        f"batch_statistics: got synchronised, but {forward.model.name} has no batch norm that takes its means by "
+        "jaxmpi.model.batch_mean, as models.norm.BatchNorm does; use averaged",
+    )
 
 
 def normalise(image: jax.Array, data: Data) -> jax.Array:
@@ -92,9 +126,9 @@ def local_gradients(
     """
 
     def loss_of(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple]:
-        outputs, model_state = forward.outputs(params, model_state, batch["image"], key, True)
-        losses = forward.loss(outputs, batch["label"])
         real = batch["weight"] > 0  # the others only fill the batch up
+        outputs, model_state = forward.outputs(params, model_state, batch["image"], key, True, real)
+        losses = forward.loss(outputs, batch["label"])
         metrics = Metrics(jnp.where(real, losses, 0).sum(), real.sum(dtype=jnp.float32))
         return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
 

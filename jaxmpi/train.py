@@ -26,6 +26,7 @@ from jaxmpi.comm import Comm
 from jaxmpi.config import Experiment, TrainingError
 from jaxmpi.exchange import exchange
 from jaxmpi.feed import Feed, open_feed
+from jaxmpi.model import check_model
 from jaxmpi.processes import processes
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
@@ -65,17 +66,19 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     """The step in the form that suits these workers.
 
     fused: one jit. split: gradients, exchange and update are jits of their own, so that one rank per host compiles the
-    two big ones and the others read them from the cache; a jit that communicates can never be read from it.
+    two big ones and the others read them from the cache; a jit that communicates can never be read from it. So with
+    synchronised batch statistics every rank compiles the gradients for itself.
     """
-    gradients, evaluate = pieces(experiment)
+    gradients, evaluate = pieces(experiment, workers)
     strategy = strategies.parse(experiment.exchange.strategy).name
     share = partial(exchange, strategy=strategy, bucket_bytes=experiment.exchange.bucket_bytes, comm=workers.comm)
     mean, total = partial(share, op="mean"), partial(share, op="sum")
-    mean_state = partial(mean_of_floats, comm=workers.comm)
+    mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     once = workers.comm.jit
     if is_split(experiment, workers):
         rule = build_rule(experiment, plan, rules.Exchange(mean, total, once))
-        step = partial(steps.train_step, gradients=once(gradients), rule=rule)
+        compiled = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else once(gradients)
+        step = partial(steps.train_step, gradients=compiled, rule=rule)
         form = "split form: gradients, exchange and update are jits of their own"
         return Functions(rule, step, once(evaluate), mean_state, strategy, form)
     rule = build_rule(experiment, plan, rules.Exchange(mean, total))
@@ -98,13 +101,20 @@ def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def pieces(experiment: Experiment) -> tuple[Callable, Callable]:
+def own_state(tree: PyTree) -> PyTree:
+    """Model state as it is: every worker evaluates with its own."""
+    return tree
+
+
+def pieces(experiment: Experiment, workers: Workers) -> tuple[Callable, Callable]:
     """The local gradients and the evaluation step, not yet compiled."""
+    is_synchronised = experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
         experiment.model,
         experiment.loss or steps.cross_entropy,
         experiment.data,
         jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32,
+        partial(exchange, strategy="asa32", comm=workers.comm) if is_synchronised else None,
     )
     return steps.local_gradients(forward, experiment.micro_batch), partial(steps.eval_step, forward)
 
@@ -224,6 +234,8 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     runtime.doing("start")
     workers = gather_workers(experiment.devices)
     rundir.agree_on(experiment, workers.processes, digest)
+    if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
+        check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     plan = make_plan(experiment, workers)
     functions = build_functions(experiment, workers, plan)
     folder = rundir.agree_on_run_dir(experiment, name, workers.processes)

@@ -3,11 +3,25 @@
 from collections.abc import Callable
 
 from jaxmpi.model import Model
-from models import cnn, googlenet
+from models import alexnet, cnn, googlenet, googlenetbn, resnet, vgg
 
 MODELS: dict[str, Callable[..., Model]] = {
+    "alexnet": alexnet.alexnet,
+    "alexnet_tiny": alexnet.alexnet_tiny,
+    "vgg16": vgg.vgg16,
+    "vgg16_tiny": vgg.vgg16_tiny,
+    "vgg19": vgg.vgg19,
+    "vgg19_tiny": vgg.vgg19_tiny,
     "googlenet": googlenet.googlenet,
     "googlenet_tiny": googlenet.googlenet_tiny,
+    "googlenetbn": googlenetbn.googlenetbn,
+    "googlenetbn_tiny": googlenetbn.googlenetbn_tiny,
+    "resnet18": resnet.resnet18,
+    "resnet18_tiny": resnet.resnet18_tiny,
+    "resnet50": resnet.resnet50,
+    "resnet50_tiny": resnet.resnet50_tiny,
+    "resnet101": resnet.resnet101,
+    "resnet152": resnet.resnet152,
     "digits_cnn": cnn.digits_cnn,
     "digits_cnn_tiny": cnn.digits_cnn_tiny,
 }

@@ -11,6 +11,10 @@ from rich.table import Table
 from jaxmpi.model import Model
 from models import MODELS
 
+CAPTION = (
+    "depth: weight layers on the longest path; GFLOP: of one forward pass, 2 a multiply-add, as XLA counts it "
+    "before it compiles (nothing for zero padding); gradient bytes: in float32"
+)
 WEIGHT_LAYERS = ("conv_general_dilated", "dot_general")
 
 
@@ -67,13 +71,13 @@ def row(model: Model) -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    table = Table("model")
+    table = Table("model", caption=CAPTION)
     table.columns[0].no_wrap = True
     for heading in ("depth", "params", "input", "GFLOP/image", "gradient bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for make in MODELS.values():
         table.add_row(*row(make()))
-    Console().print(table)
+    Console(width=max(Console().width, 100)).print(table)  # no number is cut short, in a file or pipe either
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from models.layers import (
     Conv,
     Dense,
     Init,
+    at_least_32,
     average_pool,
     he_normal,
     local_response_norm,
@@ -210,5 +211,5 @@ def googlenet_loss(outputs: Array | tuple[Array, ...], labels: Array) -> Array:
 
 
 def _cross_entropy(logits: Array, labels: Array) -> Array:
-    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+    log_p = jax.nn.log_softmax(at_least_32(logits))
     return -jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]

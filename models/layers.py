@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +14,32 @@ from jax.core import Tracer
 
 Array = jax.Array
 Init = Callable[..., Array]  # (key, shape, dtype) -> array
+Start = Callable[[str], tuple[Init, float]]  # how params begin: place -> (initialiser of the kernel, bias)
 
 
 def normal(std: float) -> Init:
-    """Initialiser N(0, std^2), drawn by NumPy from the key.
-
-    jax.random compiles one program a shape, seconds for a deep network; NumPy compiles none.
-    The numbers are the same whether the key is concrete or traced.
-    """
+    """Initialiser N(0, std^2)."""
 
     def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
-        def draw(data: Any) -> np.ndarray:
-            generator = np.random.default_rng(np.asarray(data))
-            return np.float32(std) * generator.standard_normal(shape, np.float32)
-
-        data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-        if isinstance(data, Tracer):
-            out = jax.ShapeDtypeStruct(shape, jnp.float32)
-            return jax.pure_callback(draw, out, data, vmap_method="sequential").astype(dtype)
-        return jnp.asarray(draw(data), dtype)
+        return _drawn(key, shape, dtype, lambda rng: np.float32(std) * rng.standard_normal(shape, np.float32))
 
     return init
+
+
+def _drawn(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, draw: Callable[[np.random.Generator], Any]) -> Array:
+    """`draw(generator)`, by NumPy from the key; the numbers are the same whether the key is concrete or traced.
+
+    jax.random compiles one program a shape, seconds for a deep network; NumPy compiles none.
+    """
+
+    def drawn(data: Any) -> np.ndarray:
+        return draw(np.random.default_rng(np.asarray(data))).astype(np.float32)
+
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    if isinstance(data, Tracer):
+        out = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return jax.pure_callback(drawn, out, data, vmap_method="sequential").astype(dtype)
+    return jnp.asarray(drawn(data), dtype)
 
 
 def he_normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
@@ -42,8 +47,19 @@ def he_normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32
     return normal(math.sqrt(2 / math.prod(shape[:-1])))(key, shape, dtype)
 
 
+def glorot_uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
+    """U(-a, a), a = sqrt(6 / (fan_in + fan_out)), fans with the kernel's area (Glorot & Bengio 2010, eq. 16)."""
+    *area, fan_in, fan_out = shape
+    bound = math.sqrt(6 / (math.prod(area) * (fan_in + fan_out)))
+    return _drawn(key, shape, dtype, lambda rng: rng.uniform(-bound, bound, shape))
+
+
 class Conv(nnx.Module):
-    """relu(conv(x, kernel) + bias), zero-padded by `(size - 1) // 2`; kernel f32[size, size, in, out]."""
+    """relu(conv(x, kernel) + bias), zero-padded by `pad`; kernel f32[size, size, in // groups, out].
+
+    `pad` is `(size - 1) // 2` unless given. Group i of `groups` takes the i-th part of the input's channels to the
+    i-th part of the output's.
+    """
 
     def __init__(
         self,
@@ -51,17 +67,21 @@ class Conv(nnx.Module):
         size: int,
         *,
         stride: int = 1,
+        pad: int | None = None,
+        groups: int = 1,
         init: Init = he_normal,
         bias: float = 0.0,
         rngs: nnx.Rngs,
     ):
-        self.stride = stride
-        self.kernel = nnx.Param(init(rngs.params(), (size, size, *channels), jnp.float32))
-        self.bias = nnx.Param(jnp.asarray(np.full(channels[1], bias, np.float32)))
+        inner, out = channels
+        self.stride, self.pad, self.groups = stride, pad, groups
+        self.kernel = nnx.Param(init(rngs.params(), (size, size, inner // groups, out), jnp.float32))
+        self.bias = nnx.Param(jnp.asarray(np.full(out, bias, np.float32)))
 
     def __call__(self, x: Array) -> Array:
-        """f32[batch, h, w, in] -> f32[batch, h // stride, w // stride, out]."""
-        return jax.nn.relu(_add(conv(x, self.kernel[...], self.stride), self.bias[...]))
+        """f32[batch, h, w, in] -> f32[batch, h', w', out], h' = (h + 2 pad - size) // stride + 1."""
+        x = conv(x, self.kernel[...], self.stride, self.pad, self.groups)
+        return jax.nn.relu(_add(x, self.bias[...]))
 
 
 class Dense(nnx.Module):
@@ -83,33 +103,68 @@ class Dense(nnx.Module):
         return _add(x @ self.kernel[...], self.bias[...])
 
 
+def he_start(place: str) -> tuple[Init, float]:
+    """He-normal kernels, N(0, 0.01^2) for the class layer fc8, biases 0."""
+    return (normal(0.01) if place == "fc8" else he_normal), 0.0
+
+
+class Classifier(nnx.Module):
+    """Two dense layers with ReLU and dropout, then logits: the end of AlexNet and VGG."""
+
+    def __init__(self, widths: tuple[int, int, int], drop: float, start: Start, rngs: nnx.Rngs):
+        features, hidden, classes = widths
+
+        def layer(place: str, shape: tuple[int, int]) -> Dense:
+            init, bias = start(place)
+            return Dense(shape, init=init, bias=bias, rngs=rngs)
+
+        self.fc6 = layer("fc6", (features, hidden))
+        self.fc7 = layer("fc7", (hidden, hidden))
+        self.fc8 = layer("fc8", (hidden, classes))
+        self.drop = nnx.Dropout(drop, rngs=rngs)
+
+    def __call__(self, x: Array, train: bool) -> Array:
+        """f32[batch, h, w, channels], h w channels = features -> logits f32[batch, classes]."""
+        x = x.reshape(x.shape[0], -1)
+        for layer in (self.fc6, self.fc7):
+            x = self.drop(jax.nn.relu(layer(x)), deterministic=not train)
+        return self.fc8(x)
+
+
 def _add(x: Array, bias: Array) -> Array:
     return x + bias.reshape((1,) * (x.ndim - 1) + (-1,))  # ranks may be set to be strict
 
 
-def conv(x: Array, kernel: Array, stride: int = 1) -> Array:
-    """Cross-correlation, zero-padded by `(size - 1) // 2` on each side."""
+def conv(x: Array, kernel: Array, stride: int = 1, pad: int | None = None, groups: int = 1) -> Array:
+    """Cross-correlation, zero-padded by `pad` on each side, `(size - 1) // 2` unless given."""
+    if groups > 1:  # XLA's own grouped convolution takes 4 to 13 times as long on CPU
+        parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
+        return jnp.concatenate([conv(*part, stride, pad) for part in parts], -1)
     size = kernel.shape[0]
-    if size == 1 and stride == 1:
-        return x @ kernel[0, 0]  # the same numbers; faster than a convolution on CPU
+    pad = (size - 1) // 2 if pad is None else pad
+    if size == 1 and pad == 0:
+        return x[:, ::stride, ::stride] @ kernel[0, 0]  # the same numbers; faster than a convolution on CPU
     if max(x.shape[1:3]) < size:
-        return _conv_of_patches(x, kernel, stride)
-    pad = (size - 1) // 2
+        return _conv_of_patches(x, kernel, stride, pad)
     layout = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(x, kernel, (stride, stride), [(pad, pad)] * 2, dimension_numbers=layout)
 
 
-def _conv_of_patches(x: Array, kernel: Array, stride: int) -> Array:
+def _conv_of_patches(x: Array, kernel: Array, stride: int, pad: int) -> Array:
     """The same as one matrix product.
 
     XLA's convolution takes 20 times as long on CPU where the kernel is larger than the image.
     """
     size = kernel.shape[0]
-    pad = (size - 1) // 2
     x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
     rows, columns = (n - size + 1 for n in x.shape[1:3])
     patches = [x[:, i : i + rows : stride, j : j + columns : stride] for i in range(size) for j in range(size)]
     return jnp.concatenate(patches, axis=-1) @ kernel.reshape(-1, kernel.shape[-1])
+
+
+def at_least_32(x: Array) -> Array:
+    """16-bit floats as f32, for sums that would lose bits; wider ones as they are."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -123,7 +178,7 @@ def local_response_norm(x: Array, window: int = 5, k: float = 2.0, alpha: float 
 
 
 def _lrn_forward(x: Array, window: int, k: float, alpha: float) -> tuple[Array, Any]:
-    x32 = x.astype(jnp.float32)  # in bfloat16 k + alpha s would lose all of a small s
+    x32 = at_least_32(x)  # in bfloat16 k + alpha s would lose all of a small s
     d = k + alpha * _sum_neighbours(x32 * x32, window)
     root = lax.rsqrt(d)
     scale = root * jnp.sqrt(root)  # d^-0.75 without pow, which is slow
@@ -133,7 +188,7 @@ def _lrn_forward(x: Array, window: int, k: float, alpha: float) -> tuple[Array, 
 # By hand: the derivative that JAX finds recomputes d for every neighbour, 16 times as slow on CPU.
 def _lrn_backward(window: int, k: float, alpha: float, saved: Any, g: Array) -> tuple[Array]:
     x, d, scale = saved
-    g, x32 = g.astype(jnp.float32), x.astype(jnp.float32)
+    g, x32 = at_least_32(g), at_least_32(x)
     inner = lax.optimization_barrier(g * x32 * scale / d)  # computed once, not once a neighbour
     gx = g * scale - 1.5 * alpha * x32 * _sum_neighbours(inner, window)
     return (gx.astype(x.dtype),)
@@ -150,27 +205,64 @@ def _sum_neighbours(x: Array, window: int) -> Array:
     return functools.reduce(jnp.add, taps)
 
 
-def max_pool(x: Array, stride: int) -> Array:
-    """Maximum over 3x3, padded by 1, sizes rounded down; of equal entries the first has the gradient.
+def max_pool(x: Array, stride: int, window: int = 3, pad: int = 1, ceil: bool = False) -> Array:
+    """Maximum over windows, padded by -inf, sizes rounded down; of equal entries the first has the gradient.
 
-    A row maximum of column maxima: the same values and gradients as one `reduce_window`, whose
-    backward pass takes 3 (stride 1) to 13 (stride 2) times as long on CPU.
+    [batch, h, w, channels] -> h' = (h + 2 pad - window) / stride + 1. `ceil` rounds up: a last window may hang over
+    the edge, if it begins inside. A row maximum of column maxima: the same values and gradients as one
+    `reduce_window`, whose backward pass takes 3 (stride 1) to 13 (stride 2) times as long on CPU.
     """
-    return max_of_three(max_of_three(x, 2, stride), 1, stride)
+    for axis in (2, 1):
+        x = max_along(x, Windows.over(x.shape[axis], axis, window, stride, pad, ceil))
+    return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def max_of_three(x: Array, axis: int, stride: int) -> Array:
-    """Maximum over windows of 3 along one axis, padded by 1."""
-    return functools.reduce(jnp.maximum, _taps(x, axis, stride))
+def adaptive_max_pool(x: Array, size: int) -> Array:
+    """Maxima of equally spaced windows: [batch, size, size, channels] from any height and width.
+
+    From n >= size entries: stride n // size and window n - (size - 1) stride, so that 13 -> 6 is 3/2, 14 -> 7 is 2/2
+    and size -> size does nothing. From fewer, the nearest entries are repeated.
+    """
+    for axis in (2, 1):
+        n = x.shape[axis]
+        if n < size:
+            x = jnp.take(x, np.arange(size) * n // size, axis, unique_indices=False, indices_are_sorted=True)
+        elif n > size:
+            stride = n // size
+            x = max_along(x, Windows(axis, n - (size - 1) * stride, stride, 0, size))
+    return x
 
 
-def _taps(x: Array, axis: int, stride: int) -> list[Array]:
-    """The first, second and third entry of every window."""
-    lowest = jnp.asarray(-jnp.inf, x.dtype)
-    padded = lax.pad(x, lowest, _along(x.ndim, axis, (1, 1, 0)))
-    last = (x.shape[axis] - 1) // stride * stride
-    return [lax.slice_in_dim(padded, i, i + last + 1, stride, axis) for i in range(3)]
+class Windows(NamedTuple):
+    """Windows along one axis: `count` of `size` entries, `stride` apart, the first `pad` before the first entry."""
+
+    axis: int
+    size: int
+    stride: int
+    pad: int
+    count: int
+
+    @classmethod
+    def over(cls, n: int, axis: int, size: int, stride: int, pad: int, ceil: bool) -> "Windows":
+        """All windows of an axis of n entries."""
+        steps, rest = divmod(n + 2 * pad - size, stride)
+        hangs = ceil and rest > 0 and (steps + 1) * stride < n + pad
+        return cls(axis, size, stride, pad, steps + 1 + hangs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def max_along(x: Array, windows: Windows) -> Array:
+    """Maximum over windows along one axis."""
+    return functools.reduce(jnp.maximum, _taps(x, windows))
+
+
+def _taps(x: Array, windows: Windows) -> list[Array]:
+    """The first, second, ... entry of every window."""
+    axis, size, stride, pad, count = windows
+    last = (count - 1) * stride
+    end = last + size - pad - x.shape[axis]  # negative where windows leave the last entries out
+    padded = lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), _along(x.ndim, axis, (pad, end, 0)))
+    return [lax.slice_in_dim(padded, i, i + last + 1, stride, axis) for i in range(size)]
 
 
 def _along(ndim: int, axis: int, config: tuple[int, int, int]) -> list[tuple[int, int, int]]:
@@ -178,26 +270,28 @@ def _along(ndim: int, axis: int, config: tuple[int, int, int]) -> list[tuple[int
     return [config if i == axis else (0, 0, 0) for i in range(ndim)]
 
 
-def _max_forward(x: Array, axis: int, stride: int) -> tuple[Array, tuple[Array, Array]]:
-    first, second, third = _taps(x, axis, stride)
-    y = jnp.maximum(jnp.maximum(first, second), third)
-    owner = jnp.where(first == y, jnp.int8(0), jnp.where(second == y, jnp.int8(1), jnp.int8(2)))
+def _max_forward(x: Array, windows: Windows) -> tuple[Array, tuple[Array, Array]]:
+    taps = _taps(x, windows)
+    y = functools.reduce(jnp.maximum, taps)
+    owner = jnp.full(y.shape, windows.size - 1, jnp.int8)
+    for i in reversed(range(windows.size - 1)):
+        owner = jnp.where(taps[i] == y, jnp.int8(i), owner)
     return y, (owner, x[:0])  # x[:0] for its shape: residuals are arrays
 
 
-def _max_backward(axis: int, stride: int, saved: tuple[Array, Array], g: Array) -> tuple[Array]:
+def _max_backward(windows: Windows, saved: tuple[Array, Array], g: Array) -> tuple[Array]:
     owner, like = saved
-    zero, size = jnp.zeros((), g.dtype), like.shape[axis]
-    last = (size - 1) // stride * stride
+    axis, size, stride, pad, count = windows
+    zero, last = jnp.zeros((), g.dtype), (count - 1) * stride
 
     def spread(i: int) -> Array:  # back to where tap i of every window came from
-        config = _along(g.ndim, axis, (i - 1, size - last - i, stride - 1))
+        config = _along(g.ndim, axis, (i - pad, like.shape[axis] - last - 1 + pad - i, stride - 1))
         return lax.pad(jnp.where(owner == i, g, zero), zero, config)
 
-    return (spread(0) + spread(1) + spread(2),)
+    return (functools.reduce(jnp.add, map(spread, range(size))),)
 
 
-max_of_three.defvjp(_max_forward, _max_backward)
+max_along.defvjp(_max_forward, _max_backward)
 
 
 def average_pool(x: Array, size: int) -> Array:

@@ -123,6 +123,35 @@ def test_a_module_that_ignores_train_is_deterministic_in_evaluation():
     np.testing.assert_array_equal(*evaluation)
 
 
+class Untold(nnx.Module):
+    """As Flax's own guides have it: `train()` and `eval()` are all that tells."""
+
+    def __init__(self, rngs):
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.logits = nnx.Linear(2, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.logits(self.drop(x.mean((1, 2))))
+
+
+class Deterministic(Untold):
+    """Told the other way round."""
+
+    def __call__(self, x, *, deterministic):
+        return self.logits(self.drop(x.mean((1, 2)), deterministic=deterministic))
+
+
+@pytest.mark.parametrize("net", [Untold, Deterministic])
+def test_switches_other_than_train(net):
+    other = adapted(net)
+    state = other.init(KEY, IMAGE[:1])
+    keys = jax.random.key(1), jax.random.key(2)
+    train = [other.apply(*state, IMAGE, key, True)[0] for key in keys]
+    evaluation = [other.apply(*state, IMAGE, key, False)[0] for key in keys]
+    assert not np.array_equal(*train)
+    np.testing.assert_array_equal(*evaluation)
+
+
 def test_each_stream_has_its_own_key():
     class Twice(nnx.Module):
         def __init__(self, rngs):

@@ -161,7 +161,7 @@ def test_auxiliary_heads_reach_the_inner_blocks():
     assert float(jnp.abs(both["stem7"]["kernel"] - main["stem7"]["kernel"]).max()) > 0
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if not name.startswith(("alexnet", "vgg"))])  # see test_zoo.py
 def test_tiny_model_learns(name):
     tiny = tiny_run(name)
     params = jax.tree.map(np.array, tiny.params)  # NumPy: nothing to compile

@@ -1,4 +1,4 @@
-"""The README's blocks run, and what README and docs name exists.
+"""The blocks of README and docs/models.md run, and what README and docs name exists.
 
 A block is a fence under `<!-- block: NAME -->`. One whose name ends in .py is a file; the others are shell lines. Every
 block is in SCENARIOS, which run here, or in NOT_RUN, with the reason.
@@ -20,11 +20,11 @@ from jaxmpi.strategies import ALIASES, STRATEGIES
 from jaxmpi.wires import WIRES
 from launching import ROOT, run
 
-README = (ROOT / "README.md").read_text()
+RUNNABLE = (ROOT / "README.md").read_text() + (ROOT / "docs" / "models.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMED = {
     name: (language, text)
-    for name, language, text in re.findall(r"<!-- block: (\S+) -->\n```(\w+)\n(.*?)^```$", README, re.S | re.M)
+    for name, language, text in re.findall(r"<!-- block: (\S+) -->\n```(\w+)\n(.*?)^```$", RUNNABLE, re.S | re.M)
 }
 FENCES = [
     pytest.param(language, text, id=f"{page.stem}-{i}")
@@ -48,6 +48,7 @@ TWO_RANKS = (("-n 8", "-n 2"), ("-n 4", "-n 2"))
 INSTALLED = (("pip install uv && uv run ", ""),)
 THREE_STEPS = (("digits.py", "digits.py --train-for 3st"),)
 TWO_STEPS = (("googlenet.py", "googlenet.py --train-for 2st"),)
+THREE_EPOCHS = (".py\n", ".py --train-for 3ep\n")
 SCENARIOS = [
     Scenario(
         ("start",), ("+ ", "no data folder", "2 workers", "step 2/2", "top-1"), (*INSTALLED, *TWO_RANKS, *TWO_STEPS)
@@ -66,6 +67,12 @@ SCENARIOS = [
     Scenario(("experiments/softmax.py", "softmax"), ("softmax: 1 workers", "top-1 9")),
     Scenario(
         ("experiments/softmax.py", "experiments/majority.py", "majority"), ("2 workers", "rule majority", "top-1 9")
+    ),
+    *(
+        Scenario(
+            (f"experiments/my_{name}.py", name), (f"{name}: ", "step 135/135", "top-1 9"), (*TWO_RANKS, THREE_EPOCHS)
+        )
+        for name in ("nnx", "linen", "equinox", "functions")
     ),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]
@@ -123,7 +130,7 @@ def test_blocks_run(scenario, clone):
 
 
 def test_every_block_runs_or_says_why_not():
-    assert len(NAMED) == len(re.findall(r"^```\w+$", README, re.M)), "a fence without a name"
+    assert len(NAMED) == len(re.findall(r"^```\w+$", RUNNABLE, re.M)), "a fence without a name"
     ran = {name for scenario in SCENARIOS for name in scenario.blocks}
     assert ran | set(NOT_RUN) == set(NAMED)
     assert not ran & set(NOT_RUN)

@@ -1,0 +1,47 @@
+"""AlexNet by data-parallel SGD after Theano-MPI (Ma et al. 2016, table 1); a tiny one on digits where there is no data.
+
+mpirun -n 8 python -m jaxmpi.train experiments/alexnet.py --data.dir /data/imagenet
+mpirun -n 8 python -m jaxmpi.train experiments/alexnet.py
+
+Batch 128 a worker; rate 0.01 with up to 4 workers, 0.005 with 8, divided by 10 every 20 of 70 epochs, biases at twice
+the rate and without decay. SUBGD sums the workers' updates, so the rate is not scaled. Not run on ImageNet here.
+It differs from the paper in taking a mean per channel and not a mean image, and the shorter side, aspect kept.
+"""
+
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
+from jaxmpi.runtime import launched_workers
+from models.alexnet import alexnet, alexnet_tiny
+
+embedded = Experiment(
+    model=alexnet_tiny(),
+    data=Data(source="digits", resize=64, mean=(0.305,), std=(0.376,)),
+    optim=Optim("adam", lr=2e-3, lr_scaling="none", clip_norm=1.0),
+    schedule=Schedule("poly", power=0.5, warmup="20st"),
+    rule=RuleConfig("gradients"),
+    exchange=ExchangeConfig("asa32"),
+    effective_batch=32,
+    train_for="10ep",
+    eval_every="10ep",
+    checkpoint_every="10ep",
+)
+
+experiment = Experiment(
+    model=alexnet(classes=1000),
+    data=Data(
+        source="imagefolder", resize=256, crop=227, mirror=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    ),
+    optim=Optim(
+        "momentum",
+        lr=0.01 if launched_workers() <= 4 else 0.005,
+        momentum=0.9,
+        weight_decay=5e-4,
+        bias_lr_factor=2.0,
+        decay_bias=False,
+    ),
+    schedule=Schedule("step", boundaries=("20ep", "40ep", "60ep"), factor=0.1),
+    rule=RuleConfig("subgd"),
+    exchange=ExchangeConfig("asa32"),
+    local_batch=128,
+    train_for="70ep",
+    embedded=embedded,
+)

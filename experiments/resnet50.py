@@ -1,0 +1,54 @@
+"""ResNet-50 by data-parallel SGD after IBM (Kumar et al. 2017, arXiv:1711.00705); on digits where there is no data.
+
+mpirun -n 8 python -m jaxmpi.train experiments/resnet50.py --data.dir /data/imagenet
+mpirun -n 8 python -m jaxmpi.train experiments/resnet50.py
+
+Batch b = 64 a worker; the rate rises from 0.1 to 0.1 b n / 256 with n workers over 5 epochs and is divided by 10 every
+30 of 90; crops of random scale and aspect. Not run on ImageNet here.
+"""
+
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
+from jaxmpi.runtime import launched_workers
+from models.resnet import resnet50
+
+LOCAL_BATCH = 64
+
+embedded = Experiment(
+    model=resnet50(classes=10, image_size=32),
+    data=Data(source="digits", resize=32, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.02, lr_scaling="none", momentum=0.9, weight_decay=1e-4, decay_bias=False),
+    schedule=Schedule("poly", power=1.0, warmup="20st"),
+    rule=RuleConfig("gradients"),
+    exchange=ExchangeConfig("asa32"),
+    effective_batch=64,
+    train_for="4ep",
+    eval_every="4ep",
+    checkpoint_every="4ep",
+    log_every=5,
+)
+
+experiment = Experiment(
+    model=resnet50(classes=1000),
+    data=Data(
+        source="imagefolder",
+        resize=256,
+        crop=224,
+        crop_area=(0.08, 1.0),
+        mirror=True,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    ),
+    optim=Optim("momentum", lr=0.1 * LOCAL_BATCH / 256, lr_scaling="linear", momentum=0.9, weight_decay=1e-4),
+    schedule=Schedule(
+        "step",
+        boundaries=("30ep", "60ep"),
+        factor=0.1,
+        warmup="5ep",
+        warmup_from=min(1.0, 256 / (LOCAL_BATCH * launched_workers())),
+    ),
+    rule=RuleConfig("gradients"),
+    exchange=ExchangeConfig("asa32"),
+    local_batch=LOCAL_BATCH,
+    train_for="90ep",
+    embedded=embedded,
+)

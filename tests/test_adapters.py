@@ -1,0 +1,693 @@
+"""Linen, Equinox and plain functions: they train to the losses of a loop written by hand, and bad input is named."""
+
+import json
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxmpi.config import Data, Experiment, UsageError
+from jaxmpi.data import Sampler, open_source
+from jaxmpi.model import Model, check_model, equinox_model, linen_model, nnx_model, plain_model
+from jaxmpi.train import train as train_here
+from launching import run, train
+
+KEY = jax.random.key(0)
+IMAGE: Any = np.random.default_rng(0).standard_normal((4, 8, 8, 1)).astype(np.float32)
+DIGITS = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
+
+
+# ---------------------------------------------------------------- four ranks, to a known loss
+
+LINEN = """
+import flax.linen as nn
+from jaxmpi.model import linen_model
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Conv(4, (3, 3), strides=2)(x))
+        x = nn.Dropout(0.2, deterministic=not train)(nn.tanh(x))
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+model = linen_model(Net(), name="net", input_shape=(8, 8, 1), classes=10)
+"""
+
+EQUINOX = """
+import equinox as eqx
+import jax
+from jaxmpi.model import equinox_model
+
+class Net(eqx.Module):
+    conv: eqx.nn.Conv2d
+    norm: eqx.nn.BatchNorm
+    drop: eqx.nn.Dropout
+    logits: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, last = jax.random.split(key)
+        self.conv = eqx.nn.Conv2d(1, 4, 3, stride=2, padding=1, key=first)
+        self.norm = eqx.nn.BatchNorm(4, "batch", momentum=0.5, mode="batch")
+        self.drop = eqx.nn.Dropout(0.2)
+        self.logits = eqx.nn.Linear(64, 10, key=last)
+
+    def __call__(self, x, state, *, key):
+        x, state = self.norm(self.conv(x), state)
+        return self.logits(self.drop(jax.nn.tanh(x), key=key).reshape(-1)), state
+
+model = equinox_model(Net, name="net", input_shape=(8, 8, 1), classes=10)
+"""
+
+PLAIN = """
+import jax, jax.numpy as jnp
+from jaxmpi.model import plain_model
+
+def init(key):
+    first, last = jax.random.split(key)
+    return [
+        {"w": 0.1 * jax.random.normal(first, (64, 32)), "b": jnp.zeros(32)},
+        {"w": 0.1 * jax.random.normal(last, (32, 10)), "b": jnp.zeros(10)},
+    ]
+
+def apply(params, image):
+    hidden, logits = params
+    x = jnp.tanh(image.reshape(image.shape[0], -1) @ hidden["w"] + hidden["b"])
+    return x @ logits["w"] + logits["b"]
+
+model = plain_model(init, apply, name="net", input_shape=(8, 8, 1), classes=10)
+"""
+
+EXPERIMENT = """
+from jaxmpi.config import Data, Experiment, Optim
+
+experiment = Experiment(
+    model=model, data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="20st", log_every=1,
+)
+"""
+
+# Each of 20 losses near 2.3 is a sum of 60 f32 terms, and 20 updates of lr 0.05 pass rounding on without blowing it up.
+# The record has six digits.
+ROUNDING = 2.0**-24 * 60 * 2.3 * 20 + 5e-6
+Differentiated = Callable[[Any, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Evaluated = Callable[[Any, Any, jax.Array], jax.Array]
+
+
+def train_four(text: str, folder: Path) -> tuple[np.ndarray, float]:
+    """Losses of 20 steps of 4 ranks, and the loss of the evaluation behind them."""
+    (folder / "net.py").write_text(text + EXPERIMENT)
+    ended = train(4, str(folder / "net.py"), "--run-dir", str(folder / "run"))
+    assert ended.code == 0, ended.out
+    assert "split form" in ended.out  # programs travelled between ranks
+    rows = [json.loads(line) for line in (folder / "run" / "record.jsonl").read_text().splitlines()]
+    [evaluation] = [row["eval_loss"] for row in rows if row["kind"] == "eval"]
+    return np.array([row["loss"] for row in rows if row["kind"] == "train"]), evaluation
+
+
+def known(
+    params: Any, state: Any, differentiated: Differentiated, evaluated: Evaluated, workers: int
+) -> tuple[np.ndarray, float]:
+    """The same of a loop in one process: Optax, and `workers` shares of each batch one after the other."""
+    source, tx = open_source(DIGITS, "train"), optax.sgd(0.05, momentum=0.9)
+    moments, states, losses = tx.init(params), [state] * workers, []
+    step = jax.jit(jax.value_and_grad(differentiated, has_aux=True))
+    for k in range(20):
+        total, sums = 0.0, jax.tree.map(jnp.zeros_like, params)
+        for worker in range(workers):
+            indices = Sampler(len(source), 60, worker, workers).indices(k).indices
+            key = jax.random.fold_in(jax.random.fold_in(KEY, worker), k)
+            (loss, states[worker]), grads = step(params, states[worker], *examples(source, indices), key)
+            total, sums = total + loss / workers, jax.tree.map(lambda s, g: s + g / workers, sums, grads)
+        updates, moments = tx.update(sums, moments, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(total)
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / workers, *states)
+    source = open_source(DIGITS, "validation")
+    image, label = examples(source, range(len(source)))
+    return np.array(losses), float(cross_entropy(evaluated(params, mean, image), label))
+
+
+def examples(source: Any, indices: Any) -> tuple[jax.Array, jax.Array]:
+    """Images as the model sees them, and labels."""
+    image = jnp.asarray(np.stack([source[int(i)][0] for i in indices]), jnp.float32)
+    return (image / 255 - 0.305) / 0.376, jnp.asarray([source[int(i)][1] for i in indices], jnp.int32)
+
+
+def cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
+
+
+def check_losses(got: tuple[np.ndarray, float], want: tuple[np.ndarray, float]) -> None:
+    np.testing.assert_allclose(got[0], want[0], atol=ROUNDING)
+    np.testing.assert_allclose(got[1], want[1], atol=ROUNDING)
+    assert np.abs(np.diff(want[0])).mean() > 100 * ROUNDING  # a step left out or done twice would show
+
+
+@pytest.fixture
+def as_users_have_it():
+    """JAX's own settings: what the tests forbid, Equinox and people's models do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def net_of(text: str, tmp_path: Path) -> dict[str, Any]:
+    """The names in an experiment file."""
+    (tmp_path / "names.py").write_text(text)
+    return runpy.run_path(str(tmp_path / "names.py"))
+
+
+def test_linen_trains_to_a_known_loss(tmp_path, as_users_have_it):
+    module = net_of(LINEN, tmp_path)["Net"]()
+
+    def differentiated(params, stats, image, label, key):
+        variables, rngs = {"params": params, "batch_stats": stats}, {"dropout": key}
+        logits, new = module.apply(variables, image, train=True, rngs=rngs, mutable=["batch_stats"])
+        return cross_entropy(logits, label), new["batch_stats"]
+
+    def evaluated(params, stats, image):
+        return module.apply({"params": params, "batch_stats": stats}, image, train=False)
+
+    start = module.init(KEY, IMAGE, train=True)
+    want = known(start["params"], start["batch_stats"], differentiated, evaluated, workers=4)
+    check_losses(train_four(LINEN, tmp_path), want)
+
+
+def test_equinox_trains_to_a_known_loss(tmp_path, as_users_have_it):
+    module, state = eqx.nn.make_with_state(net_of(EQUINOX, tmp_path)["Net"])(KEY)
+    params, static = eqx.partition(module, eqx.is_inexact_array)
+
+    def differentiated(params, state, image, label, key):
+        module = eqx.combine(params, static)
+        batched = jax.vmap(lambda x, key: module(x, state, key=key), axis_name="batch", out_axes=(0, None))
+        logits, state = batched(image.transpose(0, 3, 1, 2), jax.random.split(key, len(image)))
+        return cross_entropy(logits, label), state
+
+    def evaluated(params, state, image):
+        quiet = eqx.nn.inference_mode(eqx.combine(params, static))
+        return jax.vmap(lambda x: quiet(x, state, key=None)[0], axis_name="batch")(image.transpose(0, 3, 1, 2))
+
+    want = known(params, state, differentiated, evaluated, workers=4)
+    check_losses(train_four(EQUINOX, tmp_path), want)
+
+
+def test_plain_functions_train_to_the_loss_of_one_worker(tmp_path, as_users_have_it):
+    names = net_of(PLAIN, tmp_path)
+    forward = names["apply"]
+    want = known(
+        names["init"](KEY),
+        {},
+        lambda params, state, image, label, key: (cross_entropy(forward(params, image), label), state),
+        lambda params, state, image: forward(params, image),
+        workers=1,
+    )
+    check_losses(train_four(PLAIN, tmp_path), want)
+
+
+# ---------------------------------------------------------------- Linen
+
+
+class LinenNet(nn.Module):
+    """Batch norm, dropout, a counter, a sown intermediate, a boxed param."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+        x = nn.BatchNorm(use_running_average=not train)(x.reshape(x.shape[0], -1))
+        calls = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
+        calls.value += 1
+        self.sow("intermediates", "features", x)
+        return nn.Dense(10, kernel_init=boxed)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+class LinenTraining(nn.Module):
+    @nn.compact
+    def __call__(self, x, training=False):
+        return LinenNet()(x, training)
+
+
+class LinenDeterministic(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, deterministic):
+        return LinenNet()(x, not deterministic)
+
+
+class LinenSwitchless(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+
+def linen(module: nn.Module) -> Model:
+    return linen_model(module, name="net", input_shape=(8, 8, 1), classes=10)
+
+
+def test_linen_params_and_state_are_plain_arrays():
+    params, model_state = linen(LinenNet()).init(KEY, IMAGE[:1])
+    assert set(params) == {"BatchNorm_0", "Dense_0"}
+    assert set(model_state) == {"batch_stats", "counters"}
+    assert all(type(leaf) is type(jnp.zeros(1)) for leaf in jax.tree.leaves((params, model_state)))
+
+
+@pytest.mark.parametrize("module", [LinenNet(), LinenTraining(), LinenDeterministic()])
+def test_linen_modules_are_told_whether_they_train(module):
+    model = linen(module)
+    check_model(model)
+    assert_trains_and_evaluates(model)
+
+
+def test_linen_module_that_is_told_nothing():
+    model = linen(LinenSwitchless())
+    params, model_state = model.init(KEY, IMAGE[:1])
+    assert model_state == {}
+    trained, evaluated = (model.apply(params, model_state, IMAGE, KEY, train)[0] for train in (True, False))
+    np.testing.assert_array_equal(trained, evaluated)
+
+
+def assert_trains_and_evaluates(model: Model) -> None:
+    """Dropout follows the key and state moves, in training only."""
+    params, before = model.init(KEY, IMAGE[:1])
+    apply: Any = jax.jit(model.apply, static_argnums=4)
+    keys = jax.random.key(1), jax.random.key(1), jax.random.key(2)
+    one, again, other = (apply(params, before, IMAGE, key, True)[0] for key in keys)
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+    after = apply(params, before, IMAGE, KEY, True)[1]
+    assert not all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True))
+    outputs = [apply(params, after, IMAGE, key, False) for key in keys[1:]]
+    np.testing.assert_array_equal(outputs[0][0], outputs[1][0])
+    assert not np.array_equal(one, outputs[0][0])
+    jax.tree.map(np.testing.assert_array_equal, outputs[0][1], after)
+
+
+# ---------------------------------------------------------------- Equinox
+
+
+class EquinoxNet(eqx.Module):
+    """Batch norm, dropout, a function, an array that is not trained."""
+
+    norm: eqx.nn.BatchNorm
+    drop: eqx.nn.Dropout
+    logits: eqx.nn.Linear
+    activate: Callable
+    order: jax.Array
+
+    def __init__(self, key, mode: Any = "batch"):
+        self.norm = eqx.nn.BatchNorm(1, "batch", mode=mode)
+        self.drop = eqx.nn.Dropout(0.5)
+        self.logits = eqx.nn.Linear(64, 10, key=key)
+        self.activate = jnp.tanh
+        self.order = jnp.arange(64)[::-1]
+
+    def __call__(self, x, state, *, key):
+        x, state = self.norm(x, state)
+        return self.logits(self.drop(self.activate(x).reshape(-1)[self.order], key=key)), state
+
+
+def equinox(make: Any, **kwargs: Any) -> Model:
+    return equinox_model(make, name="net", input_shape=(8, 8, 1), classes=10, **kwargs)
+
+
+def test_equinox_params_and_state_are_plain_arrays():
+    params, model_state = equinox(EquinoxNet).init(KEY, IMAGE[:1])
+    assert set(params) == {"norm/weight", "norm/bias", "logits/weight", "logits/bias"}
+    averages = {"norm/batch_counter", "norm/batch_state_index/0", "norm/batch_state_index/1"}
+    assert set(model_state) == averages | {"order"}
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((params, model_state)))
+
+
+@pytest.mark.parametrize("mode", ["batch", "ema"])
+def test_equinox_batch_norm_and_dropout(mode, as_users_have_it):
+    model = equinox(lambda key: EquinoxNet(key, mode))
+    check_model(model)
+    assert_trains_and_evaluates(model)
+
+
+def test_equinox_module_as_it_is_keeps_its_arrays():
+    module = eqx.nn.MLP(64, 10, 8, 1, key=KEY)
+    flat = eqx.nn.Sequential([eqx.nn.Lambda(jnp.ravel), module])
+    model = equinox(flat)
+    params, model_state = model.init(jax.random.key(7), IMAGE[:1])
+    np.testing.assert_array_equal(params["layers/1/layers/0/weight"], module.layers[0].weight)
+    got = model.apply(params, model_state, IMAGE, KEY, True)[0]
+    np.testing.assert_allclose(got, jax.vmap(flat)(IMAGE), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("channels_first", "shape"), [(True, (2, 6, 8)), (False, (6, 8, 2))])
+def test_equinox_axes(channels_first, shape):
+    class Shape(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, x):
+            return self.scale * jnp.array(x.shape, jnp.float32)
+
+    model = equinox_model(
+        Shape(jnp.ones(())), name="net", input_shape=(6, 8, 2), classes=3, channels_first=channels_first
+    )
+    outputs, _ = model.apply(*model.init(KEY, jnp.zeros((1, 6, 8, 2))), jnp.zeros((5, 6, 8, 2)), KEY, True)
+    np.testing.assert_array_equal(outputs, [shape] * 5)
+
+
+def test_equinox_examples_have_keys_of_their_own():
+    class Drop(eqx.Module):
+        scale: jax.Array
+        drop: eqx.nn.Dropout = eqx.nn.Dropout(0.5)
+
+        def __call__(self, x, key):
+            return self.drop(self.scale * jnp.ones(64), key=key)
+
+    model = equinox(Drop(jnp.ones(())))
+    masks = model.apply(*model.init(KEY, IMAGE[:1]), IMAGE, KEY, True)[0]
+    assert len(np.unique(masks, axis=0)) == len(IMAGE)
+
+
+def test_equinox_module_that_takes_a_state_and_holds_none():
+    class Norm(eqx.Module):
+        logits: eqx.nn.Linear
+
+        def __call__(self, x, state):
+            return self.logits(x.reshape(-1)), state
+
+    model = equinox(lambda key: Norm(eqx.nn.Linear(64, 10, key=key)))
+    params, model_state = model.init(KEY, IMAGE[:1])
+    assert model_state == {}
+    assert model.apply(params, model_state, IMAGE, KEY, True)[0].shape == (4, 10)
+
+
+# ---------------------------------------------------------------- plain functions
+
+
+def logits(params, image):
+    return jnp.tanh(image.reshape(image.shape[0], -1)) @ params
+
+
+def keyed(params, image, key):
+    return jax.random.normal(key, ()) * logits(params, image)
+
+
+def switched(params, image, *, deterministic):
+    return logits(params, image) * (0.0 if deterministic else 1.0)
+
+
+def counting(params, state, image):
+    return logits(params, image), {"calls": state["calls"] + 1}
+
+
+def full(params, model_state, image, key, train):
+    return (keyed if train else logits)(params, image, *([key] if train else [])), model_state
+
+
+W: Any = np.random.default_rng(1).standard_normal((64, 10))  # f64: what NumPy makes becomes f32
+PAIRS = {
+    "key": (lambda key: W, logits),
+    "key and image": (lambda key, image: 0 * image.sum() + W.astype(np.float32), logits),
+    "other names and defaults": (
+        lambda seed, factor=1: factor * W,
+        lambda weights, x, power=1: logits(weights, x) ** power,
+    ),
+    "key by name": (lambda key: W, keyed),
+    "switch by name": (lambda key: W, switched),
+    "state": (lambda key: (W, {"calls": 0}), counting),
+    "the contract itself": (lambda key, image: (W, {}), full),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_plain_pairs(pair, as_users_have_it):
+    init, apply = PAIRS[pair]
+    model = plain_model(init, apply, name="net", input_shape=(8, 8, 1), classes=10)
+    check_model(model)
+    params, model_state = model.init(KEY, IMAGE[:1])
+    assert params.dtype == jnp.float32
+    trained, moved = model.apply(params, model_state, IMAGE, KEY, True)
+    evaluated, kept = model.apply(params, model_state, IMAGE, KEY, False)
+    factor = jax.random.normal(KEY, ())
+    in_training, in_evaluation = {"key by name": (factor, factor), "switch by name": (1, 0)}.get(pair, (1, 1))
+    in_training = factor if pair == "the contract itself" else in_training
+    np.testing.assert_allclose(trained, in_training * logits(params, IMAGE), rtol=1e-6)
+    np.testing.assert_allclose(evaluated, in_evaluation * logits(params, IMAGE), rtol=1e-6)
+    assert kept == model_state
+    if pair == "state":
+        assert (int(model_state["calls"]), int(moved["calls"])) == (0, 1)
+
+
+def test_importing_the_adapters_imports_no_library():
+    code = "import sys, jaxmpi.model; print(sorted({'flax', 'equinox'} & set(sys.modules)))"
+    assert run([sys.executable, "-c", code], timeout_s=60).out.strip() == "[]"
+
+
+# ---------------------------------------------------------------- bad input
+
+
+KINDS = ("nnx", "linen", "equinox", "plain")
+
+
+def adapted(
+    kind: str, outputs: int = 10, classes: int = 10, shape: tuple[int, ...] = (8, 8, 1), heads: int = 0
+) -> Model:
+    """A linear model of each kind; with `heads` it gives a tuple of them in training."""
+    several = lambda x, train: (x,) * heads if heads and train else x  # noqa: E731
+    pixels = int(np.prod(shape))
+    rest: Any = {"name": "net", "input_shape": shape, "classes": classes}
+
+    class Nnx(nnx.Module):
+        def __init__(self, rngs):
+            self.logits = nnx.Linear(pixels, outputs, rngs=rngs)
+
+        def __call__(self, x, train):
+            return several(self.logits(x.reshape(x.shape[0], -1)), train)
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return several(nn.Dense(outputs)(x.reshape(x.shape[0], -1)), train)
+
+    class Equinox(eqx.Module):
+        logits: eqx.nn.Linear
+        inference: bool = False
+
+        def __call__(self, x):
+            return several(self.logits(x.reshape(-1)), not self.inference)
+
+    def apply(params, image, train):
+        return several(logits(params, image), train)
+
+    make = {
+        "nnx": lambda: nnx_model(Nnx, **rest),
+        "linen": lambda: linen_model(Linen(), **rest),
+        "equinox": lambda: equinox_model(lambda key: Equinox(eqx.nn.Linear(pixels, outputs, key=key)), **rest),
+        "plain": lambda: plain_model(lambda key: jnp.zeros((pixels, outputs)), apply, **rest),
+    }
+    return make[kind]()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_good_model_passes(kind, as_users_have_it):
+    for compute_dtype in ("float32", "bfloat16"):
+        check_model(adapted(kind), compute_dtype=compute_dtype)
+    check_model(
+        adapted(kind, heads=2),
+        lambda outputs, labels: optax.softmax_cross_entropy_with_integer_labels(
+            outputs[0] if isinstance(outputs, tuple) else outputs, labels
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(4, 8, 8, 3), (4, 6, 8, 1), (8, 8, 1)])
+def test_image_of_another_size_or_channel_count(kind, shape):
+    model, message = (
+        adapted(kind),
+        r"net: got images of .* \(.*\); expected \(8, 8, 1\): change the data's crop, resize",
+    )
+    params, model_state = model.init(KEY, IMAGE[:1])
+    with pytest.raises(UsageError, match=message):
+        model.apply(params, model_state, jnp.zeros(shape), KEY, True)
+    with pytest.raises(UsageError, match=message):
+        model.init(KEY, jnp.zeros(shape))
+
+
+BAD_DATA = {
+    "size": ({"shape": (6, 6, 1)}, {}, "got images of (height, width, channels) (8, 8, 1); expected (6, 6, 1)"),
+    "channels": ({}, {"channels": 3}, "got images of (height, width, channels) (8, 8, 3); expected (8, 8, 1)"),
+    "classes": (
+        {"outputs": 7, "classes": 7},
+        {},
+        "digits has 10 classes, model net has 7; build the model with classes=10",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_data_that_do_not_fit_the_model(kind, case, tmp_path, as_users_have_it, no_launcher):
+    of_model, of_data, message = BAD_DATA[case]
+    data = Data("digits", **({"channels": 1} | of_data))
+    experiment = Experiment(adapted(kind, **of_model), data=data, train_for="1st", run_dir=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match=re.escape(message)):
+        train_here(experiment, "net")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_that_are_not_one_a_class(kind):
+    message = "net: got float32[2, 7] in training, expected logits float32[2, 10]"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_model(adapted(kind, outputs=7))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tuple_needs_a_loss_that_takes_it(kind):
+    model = adapted(kind, heads=2)
+    got = "net: got a tuple of 2: (float32[2, 10], float32[2, 10]) in training, expected logits float32[2, 10]"
+    with pytest.raises(UsageError, match=re.escape(got) + ".*give the experiment a `loss` that takes the tuple"):
+        check_model(model)
+    with pytest.raises(AttributeError) as raised:
+        check_model(model, lambda outputs, labels: outputs.mean(-1))
+    assert "`loss` on a tuple of 2: (float32[2, 10], float32[2, 10]), which net gives in training" in str(
+        raised.value.__notes__
+    )
+
+
+LOSSES = {
+    "mean": (lambda outputs, labels: outputs.mean(), "got float32[], expected float32[2], one loss an example"),
+    "a class": (lambda outputs, labels: outputs, "got float32[2, 10], expected float32[2]"),
+    "a pair": (lambda outputs, labels: (outputs[:, 0], {}), "got a tuple of 2"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_loss_of_the_wrong_shape(case):
+    loss, message = LOSSES[case]
+    with pytest.raises(UsageError, match=r"the experiment's `loss`.*" + re.escape(message)):
+        check_model(adapted("plain"), loss)
+
+
+class Bare(nnx.Module):
+    """Takes its streams by name only."""
+
+    def __init__(self, *, rngs):
+        self.logits = nnx.Linear(64, 10, rngs=rngs)
+
+
+class Forgetful(EquinoxNet):
+    """Gives no state."""
+
+    def __call__(self, x, state, *, key):
+        return super().__call__(x, state, key=key)[0]
+
+
+STRIPPED = eqx.nn.make_with_state(EquinoxNet)(KEY)[0]
+
+
+UNINITIALISED = {
+    "nnx, an instance": (nnx_model, (Bare(rngs=nnx.Rngs(0)),), "got an instance of Bare; expected a function that"),
+    "nnx, rngs by name": (
+        nnx_model,
+        (Bare,),
+        "got the class Bare; expected a function that builds the module, such as",
+    ),
+    "nnx, nothing": (nnx_model, (None,), "got None; expected a function"),
+    "nnx, another maker": (nnx_model, (lambda rngs: 1,), "got an instance of int from its maker; expected"),
+    "linen, a class": (linen_model, (LinenNet,), "got the class LinenNet; expected an instance of a flax.linen.Module"),
+    "linen, nnx": (linen_model, (Bare(rngs=nnx.Rngs(0)),), "got an instance of Bare; expected an instance of a flax"),
+    "equinox, a class": (equinox_model, (eqx.nn.MLP,), "got the class MLP; expected a function of a key that builds"),
+    "equinox, another maker": (equinox_model, (lambda key: {},), "got an instance of dict from its maker; expected"),
+    "equinox, a pair": (
+        equinox_model,
+        (eqx.nn.make_with_state(EquinoxNet),),
+        "got an instance of tuple from its maker",
+    ),
+    "equinox, stripped": (equinox_model, (STRIPPED,), "leave eqx.nn.make_with_state to the adapter"),
+    "plain, no init": (plain_model, (None, logits), "got None for init; expected init(key)"),
+    "plain, no apply": (plain_model, (lambda key: W, None), "got None for apply; expected apply("),
+    "plain, init": (plain_model, (lambda: W, logits), "got init(); expected init(key)"),
+    "plain, apply": (plain_model, (lambda key: W, lambda p, x, rng: x), "got apply(p, x, rng); expected apply(params"),
+    "plain, no pair": (
+        plain_model,
+        (lambda key: W, counting),
+        "init, where apply takes a state: expected (params, stat",
+    ),
+    "plain, one result": (
+        plain_model,
+        (lambda key: (W, {}), lambda params, state, image: logits(params, image)),
+        "apply: expected (outputs, state), got float32[2, 10]",
+    ),
+    "equinox, one result": (
+        equinox_model,
+        (Forgetful,),
+        "got float32[10] from a module that holds state; expected (outp",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNINITIALISED)
+def test_a_model_that_is_not_initialised(case):
+    adapter, args, message = UNINITIALISED[case]
+    with pytest.raises(UsageError, match=re.escape(f"net: {message}")):
+        check_model(adapter(*args, name="net", input_shape=(8, 8, 1), classes=10))
+
+
+def with_init(made: Any) -> Model:
+    return Model("net", lambda key, image: made, lambda *args: (None, {}), (8, 8, 1), 10)
+
+
+def with_apply(result: Callable[[Any, Any], Any]) -> Model:
+    made = {"w": jnp.zeros((64, 10))}, {"n": jnp.zeros(3)}
+    return Model("net", lambda *args: made, lambda p, s, x, *_: result(logits(p["w"], x), s), (8, 8, 1), 10)
+
+
+BROKEN = {
+    "no model": (None, "got None as the experiment's model; expected a jaxmpi.model.Model: nnx_model"),
+    "a module": (LinenNet(), "got an instance of LinenNet as the experiment's model"),
+    "params alone": (with_init({"w": W}), "net: init: expected (params, model state), got an instance of dict"),
+    "no params": (with_init(({}, {})), "net: init: expected params, got none"),
+    "text": (with_init(({"w": "zeros"}, {})), "net: init: params/w: got an instance of str, expected an array"),
+    "number": (with_init(({"w": 1.0}, {})), "net: init: params/w: got an instance of float, expected an array"),
+    "f64": (with_init(({"w": W}, {})), "net: init: params/w: got float64[64, 10], expected float32"),
+    "whole": (with_init(([jnp.arange(3)], {})), "net: init: params/0: got int32[3], expected float32: what is not"),
+    "random key": (
+        with_init((jnp.ones(1), {"key": KEY})),
+        "net: init: model_state/key: got key<fry>[]; expected no ran",
+    ),
+    "outputs alone": (
+        with_apply(lambda out, state: out),
+        "net: apply: expected (outputs, model state), got float32[2, 10]",
+    ),
+    "new state": (
+        with_apply(lambda out, state: (out, state | {"m": out})),
+        "net: apply in training: model_state/m: got float32[2, 10], expected nothing as init gave it",
+    ),
+    "lost state": (with_apply(lambda out, state: (out, {})), "model_state/n: got nothing, expected float32[3] as init"),
+    "other state": (
+        with_apply(lambda out, state: (out, {"n": jnp.zeros(4)})),
+        "model_state/n: got float32[4], expected float32[3] as init gave it",
+    ),
+    "whole logits": (
+        with_apply(lambda out, state: (out.astype(jnp.int32), state)),
+        "got int32[2, 10] in training, expected logits float32[2, 10]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_model_that_breaks_the_contract(case):
+    model, message = BROKEN[case]
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_model(model)
+
+
+def test_a_models_own_error_says_what_was_tried():
+    with pytest.raises(ZeroDivisionError) as raised:
+        check_model(with_apply(lambda out, state: 1 / 0))
+    assert "before training, jaxmpi was trying model net in training on shapes" in raised.value.__notes__

@@ -1,0 +1,295 @@
+"""AlexNet and VGG: exact counts and depth, start, dropout, small images, and the layers under them."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import models.__main__ as report
+from jaxmpi.config import Data, UsageError
+from jaxmpi.data import open_source
+from models import MODELS
+from models.alexnet import PUBLISHED, AlexNet, alexnet, alexnet_tiny
+from models.alexnet import STARTS as alexnet_starts
+from models.layers import Classifier, Windows, _bins, adaptive_max_pool, conv, glorot_uniform, max_pool
+from models.vgg import DEPTHS, Vgg, vgg16, vgg16_tiny, vgg19
+from models.vgg import STARTS as vgg_starts
+
+KEY = jax.random.key(0)
+FULL = {
+    "alexnet": (8, 60_965_224, 227, 1.43),  # depth, params, px, GFLOP: 0.715 G multiply-adds with the zeros of the pads
+    "vgg16": (16, 138_357_544, 224, 30.9),
+    "vgg19": (19, 143_667_240, 224, 39.3),
+}
+ALEXNET = {"conv1": 34_944, "conv2": 307_456, "conv3": 885_120, "conv4": 663_936, "conv5": 442_624}
+DENSE = {"fc6": 37_752_832, "fc7": 16_781_312, "fc8": 4_097_000}
+
+
+def count(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def noise(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+# ---------------------------------------------------------------- counts and depth
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_row_of_the_table(name):
+    depth, params, size, with_zeros = FULL[name]
+    got_name, got_depth, got_params, shape, flop, gradient_bytes = report.row(MODELS[name]())
+    assert (got_name, got_depth, got_params) == (name, str(depth), f"{params:,}")
+    assert shape == f"{size}x{size}x3"
+    assert 0.9 * with_zeros < float(flop) < with_zeros  # XLA does not count products with the zeros of a pad
+    assert gradient_bytes == f"{4 * params:,}"
+
+
+def test_alexnet_by_layer():
+    params, state, _ = report.shapes(alexnet())
+    assert state == {}
+    assert {name: count(params[name]) for name in ALEXNET} == ALEXNET
+    assert {name: count(layer) for name, layer in params["classifier"].items()} == DENSE
+    assert params["conv2"]["kernel"].shape == (5, 5, 48, 256)  # two groups: half of 96 channels each
+    assert params["conv4"]["kernel"].shape == (3, 3, 192, 384)
+    assert params["conv5"]["kernel"].shape == (3, 3, 192, 256)
+
+
+def test_vgg_by_layer():
+    small, large = (report.shapes(model)[0] for model in (vgg16(), vgg19()))
+    convs = {name: count(layer) for name, layer in small["convs"].items()}
+    first = [1_792, 36_928, 73_856, 147_584, 295_168, 590_080, 590_080, 1_180_160]
+    assert [convs[name] for name in sorted(convs)] == first + [2_359_808] * 5
+    assert {name: count(layer) for name, layer in small["classifier"].items()} == DENSE | {"fc6": 102_764_544}
+    more = {f"conv{stage}_4" for stage in (3, 4, 5)}
+    assert large["convs"].keys() - small["convs"].keys() == more
+    assert small["convs"] == {name: layer for name, layer in large["convs"].items() if name not in more}
+
+
+@pytest.mark.parametrize(("make", "size"), [(alexnet, 35), (alexnet, 64), (vgg16, 16), (vgg16, 64), (vgg19, 300)])
+def test_other_image_sizes_change_only_the_class_layer(make, size):
+    (full, _, _), (other, state, _) = report.shapes(make()), report.shapes(make(10, image_size=size))
+    changed = jax.tree.map(lambda a, b: a.shape != b.shape, full, other)
+    assert [
+        jax.tree_util.keystr(path) for path, differs in jax.tree_util.tree_leaves_with_path(changed) if differs
+    ] == [
+        "['classifier']['fc8']['bias']",
+        "['classifier']['fc8']['kernel']",
+    ]
+    image = jax.ShapeDtypeStruct((2, size, size, 3), jnp.float32)
+    model = make(10, image_size=size)
+    assert jax.eval_shape(lambda p, x: model.apply(p, state, x, KEY, True)[0], other, image).shape == (2, 10)
+
+
+@pytest.mark.parametrize(("make", "smallest"), [(alexnet, 35), (vgg16, 16)])
+def test_what_does_not_fit_is_refused(make, smallest):
+    with pytest.raises(UsageError, match=f"got image_size {smallest - 1} px; expected >= {smallest}"):
+        make(image_size=smallest - 1)
+    with pytest.raises(UsageError, match="did you mean 'published'"):
+        make(init="publish")
+    model = make(10, image_size=64)
+    params, state, _ = report.shapes(model)
+    for shape in ((2, 64, 64, 1), (2, 32, 32, 3)):
+        image = jax.ShapeDtypeStruct(shape, jnp.float32)
+        with pytest.raises(UsageError, match="got images") as error:
+            jax.eval_shape(lambda p, x: model.apply(p, state, x, KEY, False), params, image)
+        assert f"{shape[1:]}; expected (64, 64, 3)" in str(error.value)
+
+
+# ---------------------------------------------------------------- how params begin
+
+
+def spread(n: int) -> float:
+    """Five standard errors of the standard deviation of n normal numbers, relative."""
+    return 5 / math.sqrt(2 * n)
+
+
+def test_alexnet_starts_as_published():
+    layers, _ = alexnet_tiny(init="published").init(KEY, jnp.zeros((1, 64, 64, 3)))
+    layers.update(layers.pop("classifier"))
+    assert layers.keys() == PUBLISHED.keys()
+    assert PUBLISHED["conv2"] == PUBLISHED["conv4"] == (0.01, 0.1)
+    assert PUBLISHED["fc6"] == PUBLISHED["fc7"] == (0.005, 0.1)
+    for name, (std, bias) in PUBLISHED.items():
+        kernel = layers[name]["kernel"]
+        assert float(kernel.std()) == pytest.approx(std, rel=spread(kernel.size))
+        np.testing.assert_array_equal(layers[name]["bias"], np.float32(bias))
+
+
+def test_vgg_starts_as_published():
+    params, _ = vgg16_tiny(init="published").init(KEY, jnp.zeros((1, 32, 32, 3)))
+    for layer in (params["convs"]["conv5_3"], params["classifier"]["fc6"]):
+        *area, fan_in, fan_out = layer["kernel"].shape
+        bound = math.sqrt(6 / (math.prod(area) * (fan_in + fan_out)))
+        assert 0.99 * bound < float(jnp.abs(layer["kernel"]).max()) <= bound
+        assert float(layer["kernel"].std()) == pytest.approx(bound / math.sqrt(3), rel=spread(layer["kernel"].size))
+        assert not layer["bias"].any()
+
+
+@pytest.mark.parametrize("name", ["alexnet_tiny", "vgg16_tiny"])
+def test_he_start(name):
+    model = MODELS[name]()
+    params, _ = model.init(KEY, jnp.zeros((1, *model.input_shape)))
+    for layer, std in (("fc7", math.sqrt(2 / 256)), ("fc8", 0.01)):
+        kernel = params["classifier"][layer]["kernel"]
+        assert float(kernel.std()) == pytest.approx(std, rel=spread(kernel.size))
+    assert not any(leaf.any() for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "bias")
+
+
+def test_glorot_uniform_draws_the_same_under_jit():
+    eager, traced = glorot_uniform(KEY, (3, 3, 4, 5)), jax.jit(glorot_uniform, static_argnums=1)(KEY, (3, 3, 4, 5))
+    np.testing.assert_array_equal(eager, traced)
+    assert eager.dtype == jnp.float32
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def test_dropout_keeps_half_twice_and_doubles_it():
+    batch, width = 256, 64
+    module = Classifier((1, width, width), 0.5, lambda place: (nnx.initializers.zeros_init(), 0.0), nnx.Rngs(0))
+    module.fc6.bias[...] = jnp.ones(width)
+    module.fc7.kernel[...] = module.fc8.kernel[...] = jnp.eye(width)
+    image = jnp.ones((batch, 1, 1, 1))
+    np.testing.assert_array_equal(module(image, False), 1)
+    y = np.asarray(module(image, True))
+    assert set(np.unique(y)) == {0, 4}  # two masks, each doubles what it keeps
+    # A quarter is kept if the masks are independent, with a standard error of sqrt(3 / 16 / n).
+    assert (y > 0).mean() == pytest.approx(0.25, abs=5 * math.sqrt(3 / 16 / y.size))
+
+
+@pytest.mark.parametrize("name", ["alexnet_tiny", "vgg16_tiny"])
+def test_dropout_follows_the_key_in_training_only(name):
+    model = MODELS[name]()
+    image = noise((2, *model.input_shape))
+    params, state = model.init(KEY, image[:1])
+    apply = jax.jit(lambda key, train: model.apply(params, state, image, key, train)[0], static_argnums=1)
+    one, again, other = (apply(jax.random.key(seed), True) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+    np.testing.assert_array_equal(apply(jax.random.key(1), False), apply(jax.random.key(2), False))
+
+
+def test_the_full_models_drop_half():
+    for module in (
+        nnx.eval_shape(lambda: AlexNet(10, 3, alexnet_starts["he"], nnx.Rngs(0))),
+        nnx.eval_shape(lambda: Vgg(DEPTHS["vgg16"], 10, 3, vgg_starts["he"], nnx.Rngs(0))),
+    ):
+        assert module.classifier.drop.rate == 0.5
+
+
+# ---------------------------------------------------------------- tiny variants on the digits
+
+
+@pytest.mark.parametrize("name", ["alexnet_tiny", "vgg16_tiny", "vgg19_tiny"])
+@pytest.mark.usefixtures("standard_promotion")
+def test_tiny_variant_learns_digits(name):
+    model = MODELS[name]()
+    source = open_source(Data("digits", resize=model.input_shape[0]), "train")
+    images, labels = (np.stack(column) for column in zip(*(source[i] for i in range(512)), strict=True))
+    images = ((images / 255 - 0.305) / 0.376).astype(np.float32).repeat(3, -1)
+    params, state = model.init(KEY, jnp.asarray(images[:1]))
+    tx = optax.adam(1e-3)
+
+    @jax.jit
+    def step(params, opt_state, image, label, key):
+        def loss(params):
+            logits, _ = model.apply(params, state, image, key, True)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    opt_state, losses = tx.init(params), []
+    for i in range(128):
+        rows = slice(32 * i % 512, 32 * i % 512 + 32)
+        params, opt_state, value = step(params, opt_state, images[rows], labels[rows], jax.random.fold_in(KEY, i))
+        losses.append(float(value))
+    assert losses[0] == pytest.approx(math.log(10), abs=0.2)
+    assert np.mean(losses[-16:]) < 0.6 * math.log(10)
+
+
+# ---------------------------------------------------------------- layers
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(f, args, g):
+    y, pull = jax.vjp(f, *args)
+    return y, pull(g)
+
+
+@pytest.mark.parametrize(
+    ("image", "size", "stride", "pad", "groups"), [(9, 5, 1, 2, 2), (2, 3, 1, 1, 2), (11, 3, 4, 0, 1), (2, 3, 2, 2, 1)]
+)
+def test_padding_and_groups_of_a_convolution(image, size, stride, pad, groups):
+    x, kernel = noise((2, image, image, 4)), noise((size, size, 4 // groups, 6), 1)
+
+    def plain(x, kernel):
+        layout, pads = ("NHWC", "HWIO", "NHWC"), [(pad, pad)] * 2
+        options = {"dimension_numbers": layout, "feature_group_count": groups, "precision": "highest"}
+        return lax.conv_general_dilated(x, kernel, (stride, stride), pads, **options)
+
+    with jax.default_matmul_precision("highest"):
+        g = noise(jax.eval_shape(plain, x, kernel).shape, 2)
+        want = pulled(plain, (x, kernel), g)
+        got = pulled(lambda x, kernel: conv(x, kernel, stride, pad, groups), (x, kernel), g)
+    # Sums of at most 100 products of size 1 to 10, in other orders.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=100 * 10 * 2.0**-24), got, want)
+
+
+def windows_of(n: int, size: int, stride: int, pad: int, ceil: bool) -> list[range]:
+    """The entries of every window by the rule of torch: rounded up, a window that begins past the last is dropped."""
+    steps = (n + 2 * pad - size) / stride
+    count = (math.ceil(steps) if ceil else math.floor(steps)) + 1
+    starts = [i * stride - pad for i in range(count)]
+    return [range(max(start, 0), min(start + size, n)) for start in starts if start < n]
+
+
+def check_pool(pool, n, windows):
+    """Values and gradients of a pool of n x n different entries, by looking at every window."""
+    rng = np.random.default_rng(n)
+    x = rng.permutation(2 * n * n).reshape(1, n, n, 2).astype(np.float32)
+    shape = (1, len(windows), len(windows), 2)
+    g = rng.integers(1, 9, shape).astype(np.float32)  # sums of small integers are exact
+    want, want_gradient = np.empty(shape, np.float32), np.zeros_like(x)
+    for i, j, c in np.ndindex(shape[1:]):
+        row, column = max(itertools.product(windows[i], windows[j]), key=lambda place: x[0, *place, c])
+        want[0, i, j, c] = x[0, row, column, c]
+        want_gradient[0, row, column, c] += g[0, i, j, c]
+    got, (got_gradient,) = pulled(pool, (x,), g)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got_gradient, want_gradient)
+
+
+POOLS = [(2, 2, 0), (3, 2, 0), (3, 2, 1), (2, 3, 1), (5, 4, 2)]  # size, stride, pad
+
+
+@pytest.mark.parametrize("ceil", [False, True])
+@pytest.mark.parametrize(("size", "stride", "pad"), POOLS)
+def test_max_pool_takes_every_window(size, stride, pad, ceil):
+    for n in range(size, 30):
+        want = windows_of(n, size, stride, pad, ceil)
+        assert Windows.over(n, 1, size, stride, pad, ceil).count == len(want)
+    for n in (7, 8):
+        check_pool(lambda x: max_pool(x, stride, size, pad, ceil), n, windows_of(n, size, stride, pad, ceil))
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 6), (4, 7), (6, 6), (7, 6), (13, 6), (14, 7), (20, 7)])
+def test_adaptive_max_pool_has_the_windows_of_the_average(n, size):
+    windows = [range(row.argmax(), row.argmax() + (row > 0).sum()) for row in _bins(n, size)]
+    check_pool(lambda x: adaptive_max_pool(x, size), n, windows)
+
+
+def test_adaptive_max_pool_is_the_published_pool_at_full_size():
+    for n, size, window in ((13, 6, 3), (14, 7, 2)):
+        x = noise((1, n, n, 2))
+        np.testing.assert_array_equal(adaptive_max_pool(x, size), max_pool(x, 2, window, 0))
