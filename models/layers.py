@@ -33,7 +33,7 @@ def _drawn(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, draw: Callable[
     """
 
     def drawn(data: Any) -> np.ndarray:
-        return draw(np.random.default_rng(np.asarray(data))).astype(np.float32)
+        return np.asarray(draw(np.random.default_rng(np.asarray(data))), np.float32)
 
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     if isinstance(data, Tracer):
@@ -226,7 +226,7 @@ def adaptive_max_pool(x: Array, size: int) -> Array:
     for axis in (2, 1):
         n = x.shape[axis]
         if n < size:
-            x = jnp.take(x, np.arange(size) * n // size, axis, unique_indices=False, indices_are_sorted=True)
+            x = jnp.take(x, np.arange(size) * n // size, axis, mode="clip")
         elif n > size:
             stride = n // size
             x = max_along(x, Windows(axis, n - (size - 1) * stride, stride, 0, size))

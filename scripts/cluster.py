@@ -1,0 +1,207 @@
+"""A cluster of N hosts with slow links on one Linux machine, to run any mpirun or jaxmpi command over.
+
+python scripts/cluster.py --hosts 8 --rate 200mbit -- mpirun -n 8 python -m jaxmpi.train experiments/digits.py
+python scripts/cluster.py --hosts 4 --slots 2 --rate 1gbit -- jaxmpi train -n 8 experiments/digits.py
+
+Hosts are called node0, node1, ... and have a network card, a host name and a /dev/shm of their own; files, cores and
+memory are this machine's. Each card sends and receives at `--rate`; all are plugged into one switch. Everything lives
+in namespaces without names: they end with the last process in them, and those end with this one, killed or not. Needs
+Linux, iproute2, util-linux, and root or the right to make user namespaces.
+
+A rank must not spin here, for each "host" believes that it owns all cores: Open MPI is told to yield.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
+LATENCY = "100ms"  # of data that may wait in a card's queue: longer than any exchange bursts
+NEEDED = ("ip", "tc", "unshare", "nsenter", "mount")
+
+
+class Cluster(NamedTuple):
+    """What was asked for."""
+
+    hosts: int
+    slots: int
+    rate: str
+    command: list[str]
+
+
+def parse(argv: list[str]) -> Cluster:
+    """Options, then `--`, then the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4, help="number of hosts, 1 to 250 (default: 4)")
+    parser.add_argument("--slots", type=int, default=1, help="ranks a host takes (default: 1)")
+    parser.add_argument("--rate", default="200mbit", help="of each card, such as 50mbit or 1gbit (default: 200mbit)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
+    options = parser.parse_args(argv)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not 1 <= options.hosts <= 250:
+        parser.error(f"--hosts: got {options.hosts}; expected 1 to 250")
+    if options.slots < 1:
+        parser.error(f"--slots: got {options.slots}; expected >= 1")
+    if not command:
+        parser.error("no command; give one after --")
+    try:
+        bits_per_s(options.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    return Cluster(options.hosts, options.slots, options.rate, command)
+
+
+def bits_per_s(rate: str) -> float:
+    """The number behind 200mbit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"--rate: got {rate!r}; expected a number and kbit, mbit or gbit, such as 200mbit")
+    return float(match[1]) * BITS[match[2]]
+
+
+# ---------------------------------------------------------------- outside: a world that ends with this process
+
+
+def refusal() -> str:
+    """Why this machine cannot have namespaces; empty where it can."""
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not found; install iproute2 and util-linux"
+    tried = subprocess.run([*unshare(), "ip", "link", "add", "probe", "type", "bridge"], capture_output=True, text=True)
+    if tried.returncode:
+        return f"not permitted here ({tried.stderr.strip()}); run as root, or allow user namespaces"
+    return ""
+
+
+def unshare() -> list[str]:
+    """The line that starts a command in namespaces of its own; all processes in them die with its parent."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", *user, "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def run(argv: list[str]) -> int:
+    """Start the cluster, run the command in its first host, and give back its exit code."""
+    reason = refusal()
+    if reason:
+        print(f"cluster.py: no emulated cluster: {reason}", file=sys.stderr)
+        return 77  # what test suites take for "skipped"
+    folder = tempfile.mkdtemp(prefix="cluster-")  # stays empty: what is in it is seen from inside only
+    line = [*unshare(), sys.executable, __file__, "--inside", folder, *argv]
+    job = subprocess.Popen(line, preexec_fn=die_with_parent)
+    for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(name, lambda number, _: job.send_signal(signal.SIGKILL))
+    code = job.wait()
+    os.rmdir(folder)
+    return code if code >= 0 else 128 - code
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- inside: switch, hosts, command
+
+
+def inside(folder: Path, cluster: Cluster) -> NoReturn:
+    """As the first process of the new world: set it up, become the command's parent, leave with its code."""
+    sh(f"mount -t tmpfs tmpfs {folder}")
+    names = folder / "hosts"
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"{address(i)} node{i}\n" for i in range(cluster.hosts)))
+    sh(f"mount --bind {names} /etc/hosts")
+    sh("ip link set lo up", "ip link add switch type bridge forward_delay 0", "ip link set switch up")
+    holders = [start_host(i, cluster) for i in range(cluster.hosts)]
+    agent = write_agent(folder, holders)
+    (folder / "hostfile").write_text("".join(f"node{i} slots={cluster.slots}\n" for i in range(cluster.hosts)))
+    code = subprocess.run([*enter(holders[0]), *cluster.command], env=environment(folder, agent)).returncode
+    os._exit(code if code >= 0 else 128 - code)  # as pid 1: everybody else in here ends with it
+
+
+def address(host: int) -> str:
+    """Of a host's card."""
+    return f"10.77.0.{host + 1}"
+
+
+def start_host(i: int, cluster: Cluster) -> int:
+    """A process that holds host i's namespaces, its card plugged in; returns its pid."""
+    holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"])
+    while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
+        time.sleep(0.005)
+    burst = max(131072, int(bits_per_s(cluster.rate) / 8 / 100))  # bytes: a timer tick's worth of packets
+    shape = f"root tbf rate {cluster.rate} burst {burst} latency {LATENCY}"
+    sh(f"ip link add port{i} type veth peer name eth0 netns {holder.pid}", f"ip link set port{i} master switch up")
+    sh(f"tc qdisc add dev port{i} {shape}")
+    inner = shlex.join(enter(holder.pid))
+    sh(
+        f"{inner} hostname node{i}",
+        f"{inner} mount -t tmpfs tmpfs /dev/shm",
+        f"{inner} ip link set lo up",
+        f"{inner} ip address add {address(i)}/24 dev eth0",
+        f"{inner} ip link set eth0 up",
+        f"{inner} tc qdisc add dev eth0 {shape}",
+    )
+    return holder.pid
+
+
+def enter(pid: int) -> list[str]:
+    """The line that runs a command in a host."""
+    return ["nsenter", "--target", str(pid), "--net", "--uts", "--mount"]
+
+
+def sh(*lines: str) -> None:
+    """Run lines; stop at the first that fails, with its own words."""
+    for line in lines:
+        done = subprocess.run(shlex.split(line), capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"cluster.py: {line}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+
+
+def write_agent(folder: Path, holders: list[int]) -> Path:
+    """What the launcher calls instead of ssh: AGENT node3 COMMAND ..."""
+    for i, pid in enumerate(holders):
+        (folder / f"node{i}.pid").write_text(str(pid))
+    agent = folder / "agent"
+    agent.write_text(
+        "#!/bin/sh\n"
+        'while [ "${1#-}" != "$1" ]; do shift; done  # ssh options\n'
+        'host="$1"; shift\n'
+        f'exec nsenter --target "$(cat {folder}/$host.pid)" --net --uts --mount /bin/sh -c "$*"\n'
+    )
+    agent.chmod(0o755)
+    return agent
+
+
+def environment(folder: Path, agent: Path) -> dict[str, str]:
+    """What makes a plain mpirun line use these hosts."""
+    settings = {
+        "PRTE_MCA_plm_ssh_agent": str(agent),
+        "PRTE_MCA_prte_default_hostfile": str(folder / "hostfile"),
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl_tcp_if_include": "eth0",
+        "OMPI_MCA_pml": "ob1",  # TCP and shared memory, nothing that looks for better networks
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    return {**os.environ, **settings}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        inside(Path(sys.argv[2]), parse(sys.argv[3:]))
+    parse(sys.argv[1:])  # what is wrong is said here, not in there
+    sys.exit(run(sys.argv[1:]))

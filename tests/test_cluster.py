@@ -1,0 +1,116 @@
+"""The emulated cluster: hosts with names, links and shared memory of their own, gone when it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launching import ROOT, run
+
+CLUSTER = [sys.executable, "scripts/cluster.py"]
+NOT_PERMITTED = 77
+SEND = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+world, data = MPI.COMM_WORLD, np.zeros(2_000_000, np.uint8)
+for _ in range(2):  # the first opens the connection
+    world.Barrier()
+    begin = time.perf_counter()
+    world.Send(data, 1) if world.rank == 0 else world.Recv(data, 0)
+world.Barrier()
+if world.rank == 1:
+    print("seconds", time.perf_counter() - begin)
+"""
+
+
+def on_cluster(*args: str, timeout_s: float = 60):
+    """A run of the script; the test is skipped, visibly, where namespaces are not allowed."""
+    ended = run([*CLUSTER, *args], timeout_s=timeout_s, cwd=ROOT)
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert not ended.timed_out, ended.out
+    return ended
+
+
+def test_hosts_have_names_slots_and_shared_memory_of_their_own():
+    line = "echo $(hostname) $OMPI_COMM_WORLD_RANK; touch /dev/shm/$(hostname); ls /dev/shm | grep -c node"
+    ended = on_cluster("--hosts", "3", "--slots", "2", "--", "mpirun", "-n", "6", "sh", "-c", line)
+    assert ended.code == 0, ended.out
+    assert {f"node{rank // 2} {rank}" for rank in range(6)} <= set(ended.out.splitlines())
+    assert ended.out.splitlines().count("1") == 6  # nobody sees another host's file
+
+
+def test_a_link_carries_what_it_was_asked_to(tmp_path):
+    """2 MB at 50 Mbit/s: 0.33 s with headers; what the queue and the first burst hide is below 0.1 s of it."""
+    (tmp_path / "send.py").write_text(SEND)
+    args = ("--hosts", "2", "--rate", "50mbit", "--", "mpirun", "-n", "2", sys.executable, str(tmp_path / "send.py"))
+    ended = on_cluster(*args)
+    assert ended.code == 0, ended.out
+    seconds = float(ended.out.split("seconds")[1].split()[0])
+    bound = 2e6 * 8 / 50e6 * 1514 / 1448
+    burst = 2 * 131072 * 8 / 50e6  # one at each end
+    assert bound - burst < seconds < 3 * bound
+
+
+def test_the_exit_code_is_the_commands():
+    assert on_cluster("--hosts", "1", "--", "sh", "-c", "exit 5").code == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_when_it_is_killed(number, tmp_path):
+    mark = tmp_path / "started"
+    command = f"touch {mark}; sleep 1234.5"
+    job = subprocess.Popen([*CLUSTER, "--hosts", "2", "--", "sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while not mark.exists() and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if job.poll() == NOT_PERMITTED:
+        assert job.stderr
+        pytest.skip(job.stderr.read().decode())
+    assert mark.exists()
+    links = os.listdir("/sys/class/net")
+    os.kill(job.pid, number)
+    job.communicate(timeout=10)
+    deadline = time.monotonic() + 10
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleepers()
+    assert os.listdir("/sys/class/net") == links  # it never had any of this host's
+
+
+def sleepers() -> list[str]:
+    """Processes that the killed cluster's command has left."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and b"sleep\x001234.5" in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--hosts", "0", "--", "true"], "expected 1 to 250"),
+        (["--slots", "0", "--", "true"], "expected >= 1"),
+        (["--rate", "fast", "--", "true"], "expected a number and kbit, mbit or gbit"),
+        (["--hosts", "2"], "no command"),
+    ],
+)
+def test_wrong_options(args, message):
+    ended = run([*CLUSTER, *args], timeout_s=30, cwd=ROOT)
+    assert ended.code == 2
+    assert message in ended.out
+
+
+def test_where_tools_are_missing_it_says_so():
+    ended = run([*CLUSTER, "--", "true"], timeout_s=30, cwd=ROOT, env={"PATH": ""})
+    assert ended.code == NOT_PERMITTED
+    assert "not found; install iproute2 and util-linux" in ended.out
