@@ -8,3 +8,4 @@ from jaxmpi.config import UsageError as UsageError
 from jaxmpi.exchange import exchange as exchange
 from jaxmpi.exchange import exchange_gradients as exchange_gradients
 from jaxmpi.processes import broadcast as broadcast
+from jaxmpi.processes import same_on_all_ranks as same_on_all_ranks

@@ -26,7 +26,7 @@ from jaxmpi.comm import Comm
 from jaxmpi.config import Experiment, TrainingError
 from jaxmpi.exchange import exchange
 from jaxmpi.feed import Feed, open_feed
-from jaxmpi.model import check_model
+from jaxmpi.modelcheck import check_model
 from jaxmpi.processes import processes
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule

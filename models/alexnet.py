@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from jaxmpi.adapters import nnx_model
 from jaxmpi.config import check, lookup
-from jaxmpi.model import Model, nnx_model
+from jaxmpi.model import Model
 from models.layers import (
     Array,
     Classifier,

@@ -3,7 +3,8 @@
 import jax
 from flax import nnx
 
-from jaxmpi.model import Model, nnx_model
+from jaxmpi.adapters import nnx_model
+from jaxmpi.model import Model
 from models.layers import Array, Conv, Dense, max_pool, normal
 
 

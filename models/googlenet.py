@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmpi.adapters import nnx_model
 from jaxmpi.config import check, lookup
-from jaxmpi.model import Model, nnx_model
+from jaxmpi.model import Model
 from models.layers import (
     Array,
     Conv,

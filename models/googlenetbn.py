@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxmpi.adapters import nnx_model
 from jaxmpi.config import check
-from jaxmpi.model import Model, nnx_model
+from jaxmpi.model import Model
 from models.layers import Array, Dense, average_pool, max_pool, normal
 from models.norm import ConvNorm
 

@@ -14,13 +14,14 @@ class BatchNorm(nnx.Module):
 
     In training m = E[x] and v = E[x^2] - m^2 over examples, height and width of the local batch (of each micro-batch
     where gradients are accumulated), in f32 also where x is a 16-bit float. In evaluation they are the running ones,
-    which every training step moves: mean <- momentum mean + (1 - momentum) m, var alike. v is the mean square, divided
-    by n, for both; PyTorch divides the running one by n - 1. Where |m| is k standard deviations, v has a relative error
-    of about k^2 2^-24.
+    which every training step moves: mean <- momentum mean + (1 - momentum) m, var alike. v divides by n, the running
+    variance too; PyTorch's running variance divides by n - 1. Where |m| is k standard deviations, v has a relative
+    error of about k^2 2^-24.
 
-    Batches. m and v are `jaxmpi.model.batch_mean`s: of one worker's examples, or within `statistics_over` of all
-    workers', and without fillers. Outside of it the fillers of an epoch's short last step, which repeat real examples,
-    count as examples do: in that one step outputs and gradients depend on how often each example is repeated.
+    Batches. m and v are `jaxmpi.model.batch_mean`s: of one worker's examples, or of all workers' in a run whose batch
+    statistics are synchronised. In an epoch's short last step the trainer says which examples only fill the batch up,
+    and these are left out; a worker that has none but fillers takes theirs. Called outside of the trainer, the layer
+    counts all examples.
 
     Params: scale, bias f32[channels]. State: mean, var f32[channels].
     Communicates: as `batch_mean`, 2 channels + 1 floats.
@@ -56,7 +57,8 @@ class BatchNorm(nnx.Module):
     def _move(self, mean: Array, var: Array) -> None:
         for running, new in ((self.mean, mean), (self.var, var)):
             old = at_least_32(running[...])
-            running[...] = (self.momentum * old + (1 - self.momentum) * new).astype(running.dtype)
+            # not running[...] = : Flax then writes the whole program so far into a message, layer by layer
+            running.set_value((self.momentum * old + (1 - self.momentum) * new).astype(running.dtype))
 
 
 def _row(x: Array) -> Array:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
+from jaxmpi.adapters import nnx_model
 from jaxmpi.config import check, lookup
-from jaxmpi.model import Model, nnx_model
+from jaxmpi.model import Model
 from models.layers import Array, Dense, max_pool, normal
 from models.norm import ConvNorm
 

@@ -17,9 +17,11 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxmpi.adapters import equinox_model, linen_model, nnx_model, plain_model
 from jaxmpi.config import Data, Experiment, UsageError
 from jaxmpi.data import Sampler, open_source
-from jaxmpi.model import Model, check_model, equinox_model, linen_model, nnx_model, plain_model
+from jaxmpi.model import Model
+from jaxmpi.modelcheck import check_model
 from jaxmpi.train import train as train_here
 from launching import run, train
 
@@ -32,7 +34,7 @@ DIGITS = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
 
 LINEN = """
 import flax.linen as nn
-from jaxmpi.model import linen_model
+from jaxmpi.adapters import linen_model
 
 class Net(nn.Module):
     @nn.compact
@@ -47,7 +49,7 @@ model = linen_model(Net(), name="net", input_shape=(8, 8, 1), classes=10)
 EQUINOX = """
 import equinox as eqx
 import jax
-from jaxmpi.model import equinox_model
+from jaxmpi.adapters import equinox_model
 
 class Net(eqx.Module):
     conv: eqx.nn.Conv2d
@@ -71,7 +73,7 @@ model = equinox_model(Net, name="net", input_shape=(8, 8, 1), classes=10)
 
 PLAIN = """
 import jax, jax.numpy as jnp
-from jaxmpi.model import plain_model
+from jaxmpi.adapters import plain_model
 
 def init(key):
     first, last = jax.random.split(key)
@@ -443,7 +445,7 @@ def test_plain_pairs(pair, as_users_have_it):
 
 
 def test_importing_the_adapters_imports_no_library():
-    code = "import sys, jaxmpi.model; print(sorted({'flax', 'equinox'} & set(sys.modules)))"
+    code = "import sys, jaxmpi.adapters, jaxmpi.modelcheck; print(sorted({'flax', 'equinox'} & set(sys.modules)))"
     assert run([sys.executable, "-c", code], timeout_s=60).out.strip() == "[]"
 
 

@@ -20,6 +20,8 @@ ORDER = [
     "rules",
     "data",
     "model",
+    "adapters",
+    "modelcheck",
     "optim",
     "state",
     "step",

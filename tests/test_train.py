@@ -373,7 +373,7 @@ from dataclasses import dataclass
 from flax import nnx
 import jax, jax.numpy as jnp
 from jaxmpi.config import Data, Experiment, Optim
-from jaxmpi.model import nnx_model
+from jaxmpi.adapters import nnx_model
 
 class Counter(nnx.Variable): pass
 
@@ -413,7 +413,7 @@ def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, ar
 BATCH_NORM = """
 from flax import nnx
 from jaxmpi.config import Data, Experiment, Optim
-from jaxmpi.model import nnx_model
+from jaxmpi.adapters import nnx_model
 from models.layers import Dense
 from models.norm import ConvNorm
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from jaxmpi.model import nnx_model
+from jaxmpi.adapters import nnx_model
 from models.googlenet import googlenet_loss
 from models.googlenetbn import BLOCKS, GoogLeNetBN, googlenetbn
 from models.resnet import BASIC, BOTTLENECKS, STAGES, ResNet, resnet18, resnet50

@@ -13,10 +13,11 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import models.__main__ as report
+from jaxmpi.adapters import nnx_model
 from jaxmpi.comm import AxisComm
 from jaxmpi.config import UsageError
 from jaxmpi.exchange import exchange
-from jaxmpi.model import batch_mean, nnx_model, statistics_over
+from jaxmpi.model import batch_mean, statistics_over
 from models.googlenetbn import googlenetbn, googlenetbn_tiny, mean_pool
 from models.layers import Dense
 from models.norm import BatchNorm, ConvNorm

@@ -106,6 +106,13 @@ def test_a_program_that_calls_back_into_python_runs_too():
     assert seen == [RANK]
 
 
+def test_same_on_all_ranks():
+    jaxmpi.same_on_all_ranks("the plan", {"lr": 0.1, "sizes": [1, 2]})
+    if SIZE > 1:
+        with pytest.raises(jaxmpi.UsageError, match=r"the plan differs.*\n.*rank 1: lr: got 1, expected 0 \(rank 0\)"):
+            jaxmpi.same_on_all_ranks("the plan", {"lr": int(RANK == 1)})
+
+
 def test_what_differs_is_named_by_rank_and_path():
     if SIZE == 1:
         pytest.skip("one rank agrees with itself")
