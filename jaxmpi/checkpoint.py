@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxmpi.config import UsageError, check
-from jaxmpi.processes import Processes
+from jaxmpi.processes import Processes, named_leaves
 from jaxmpi.state import TrainState
 
 PyTree = Any
@@ -114,14 +114,6 @@ def write_leaves(path: Path, tree: PyTree) -> list[dict[str, Any]]:
         file.flush()
         os.fsync(file.fileno())
     return index
-
-
-def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """Leaves with paths such as `params/conv1/kernel`."""
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,7 +7,9 @@ Importing this file starts neither MPI nor a device.
 import dataclasses
 import difflib
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
@@ -197,6 +199,14 @@ class RuleConfig:
     force: bool = False  # let subgd and awagd run an optimizer for which they equal no single worker
 
 
+def check_bucket_bytes(bucket_bytes: int | None) -> None:
+    """Raise `UsageError` unless it is None or can hold a float."""
+    check(
+        bucket_bytes is None or (isinstance(bucket_bytes, int) and bucket_bytes >= 4),
+        f"bucket_bytes: got {bucket_bytes!r}; expected None (one flat buffer) or a whole number of bytes >= 4",
+    )
+
+
 @dataclass(frozen=True)
 class ExchangeConfig:
     """How they talk, and what travels."""
@@ -205,10 +215,7 @@ class ExchangeConfig:
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
 
     def __post_init__(self) -> None:
-        check(
-            self.bucket_bytes is None or self.bucket_bytes >= 4,
-            f"exchange.bucket_bytes: got {self.bucket_bytes}; expected None or >= 4 bytes",
-        )
+        check_bucket_bytes(self.bucket_bytes)
 
 
 # How batch norm's statistics cross workers: what training normalises with, what evaluation does.
@@ -291,6 +298,21 @@ def local_batch(experiment: Experiment, workers: int) -> int:
     local = experiment.local_batch or effective // workers or 32
     check_divides("local batch", local, experiment.micro_batch or 1, "(micro_batch)")
     return local
+
+
+def seconds_from(variable: str, default: float) -> float:
+    """A time limit that the environment may set.
+
+    Ends the process where the variable holds no number > 0: it is read while modules load.
+    """
+    text = os.environ.get(variable, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        sys.exit(f"jaxmpi: error: {variable}: got {text!r}; expected seconds > 0")
+    return seconds
 
 
 def check_divides(what: str, total: int, parts: int, parts_name: str) -> None:

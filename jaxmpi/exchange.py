@@ -10,10 +10,12 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from jaxmpi import compressors
 from jaxmpi.comm import Comm, world
-from jaxmpi.config import UsageError, lookup
+from jaxmpi.compressors import Peers
+from jaxmpi.config import UsageError, check, check_bucket_bytes, lookup
 from jaxmpi.processes import Statement, signature, statement
-from jaxmpi.strategies import Strategy, parse
+from jaxmpi.strategies import Strategy, allgather, parse
 
 PyTree = Any
 Op = Literal["mean", "sum"]
@@ -37,7 +39,8 @@ def exchange(
 
     Args:
         tree: this worker's leaves; the same structure, shapes and dtypes on every worker.
-        strategy: `algorithm[:wire]` or an alias: ar, asa32 (default), asa16, asabf16, ring32, ring16, ring:bf16, none.
+        strategy: `algorithm[:wire]` or an alias, as asa32 (default), ring16, tree:bf16, color4:8, hier-ring:16; all are
+            in `strategies.STRATEGIES`.
         op: mean or sum.
         comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
@@ -46,19 +49,32 @@ def exchange(
     strategy once a bucket.
 
     Raises:
-        UsageError: an unknown strategy, wire or op; a leaf that is no 16- or 32-bit float (by path); ranks whose trees
-            or options differ (rank, path, got, expected); a call under `jax.grad`.
+        UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
+            16- or 32-bit float (by path); ranks whose trees or options differ (rank, path, got, expected); a call under
+            `jax.grad`.
     """
-    lookup({"mean": 0, "sum": 0}, op, "op")
+    check_op(op)
+    check(
+        not compressors.is_compressor(strategy),
+        f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
+        f"use exchange_gradients({strategy!r}), which holds it in its state",
+    )
+    check_bucket_bytes(bucket_bytes)
     choice = Choice(parse(strategy).name, op, comm or world(), bucket_bytes)
     check_leaves(tree)
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
+    if is_traced(leaves):
         choice.comm.sign(choice.statement(tree))
         return jax.tree.unflatten(structure, choice.inside_jit([not_differentiable(leaf) for leaf in leaves]))
     return _outside_jit(choice)(tree)
+
+
+def is_traced(leaves: Sequence[Any]) -> bool:
+    """Whether this is part of somebody's program: leaves may be constants of it, and then tell nothing."""
+    in_jit = isinstance(jax.lax.add(np.int32(0), np.int32(0)), Tracer)
+    return in_jit or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 class Choice(NamedTuple):
@@ -197,6 +213,11 @@ def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
     return strategy.sum(padded, comm, strategy.wire)[: flat.size]
 
 
+def check_op(op: str) -> None:
+    """Refuse what is neither mean nor sum."""
+    lookup({"mean": 0, "sum": 0}, op, "op")
+
+
 def check_leaves(tree: PyTree) -> None:
     """Refuse leaves that a 32-bit sum would falsify."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -230,8 +251,41 @@ def exchange_gradients(
     First in a chain it makes any optimizer data-parallel:
     `optax.chain(exchange_gradients("ring16"), optax.adamw(1e-3))`.
 
-    Args: as of `exchange`. State: empty. Communicates and raises: as `exchange`.
+    Args: as of `exchange`. strategy may also be a compressor, lowrank<r> or topk<p>, alone or with the strategy for
+        what still travels: `lowrank4`, `topk1/ring32`.
+    State: empty; of a compressor, what each worker still owes, its own, and for lowrank<r> the last factors, equal on
+        all. Communicates and raises: as `exchange`.
     """
+    check_op(op)
+    if compressors.is_compressor(strategy):
+        return compressed(strategy, op, comm, bucket_bytes)
     parse(strategy)
-
     return optax.stateless(lambda updates, params: exchange(updates, strategy, op, comm, bucket_bytes))
+
+
+def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | None) -> optax.GradientTransformation:
+    """A compressor as an Optax transformation; with one worker nothing is compressed."""
+    compressor, strategy = compressors.parse(spelling)
+
+    @jax.jit
+    def run(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        workers: Comm = comm or world()
+        peers = Peers(
+            mean=lambda tree: exchange(tree, strategy.name, "mean", workers, bucket_bytes),
+            rows=lambda tree: allgather(tree, workers),
+            wire=strategy.wire,
+        )
+        mean, state = compressor.compress(jax.tree.map(not_differentiable, updates), state, peers)
+        return mean if op == "mean" else jax.tree.map(lambda x: x * workers.size, mean), state
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        del params
+        workers: Comm = comm or world()
+        check_leaves(updates)
+        if workers.size == 1:
+            return updates, state
+        choice = Choice(spelling, op, workers, bucket_bytes)
+        workers.sign(choice.statement(updates))
+        return run(updates, state)
+
+    return optax.GradientTransformation(lambda params: compressor.init(params), update)

@@ -51,6 +51,8 @@ def hyphens(flag: str) -> str:
 
 def load(path: Path) -> Experiment:
     """The module-level `experiment` of a file; its project root is put on sys.path. The file is code and runs."""
+    if path.is_dir():
+        raise UsageError(f"{str(path)!r} is a folder; in it: {', '.join(sorted(p.name for p in path.glob('*.py')))}")
     if not path.is_file():
         known = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
         raise UsageError(f"no experiment file {str(path)!r}; in {path.parent}: {config.nearest(path.name, known)}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxmpi import step as steps
 from jaxmpi.config import Data, Experiment, check
@@ -19,6 +20,15 @@ class Feed:
     train: bool
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks: how many examples and classes, and of files names and labels."""
+        digest = getattr(self.source, "digest", None)
+        return {
+            "examples": len(self.source),
+            "classes": self.source.classes,
+            "names and labels": digest() if digest else "",
+        }
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:
         """Batches of this process's workers, with a leading axis of workers where there are several."""

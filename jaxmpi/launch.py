@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from jaxmpi import runtime
-from jaxmpi.config import UsageError, lookup
+from jaxmpi.config import UsageError, lookup, nearest
 
 USAGE = """usage: jaxmpi train [-n N] [--launcher mpirun|srun] [--launcher-args "..."] EXPERIMENT.py [--field value ...]
 
@@ -37,10 +37,13 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     """
     several_hosts = environ.get("SLURM_JOB_NUM_NODES", "1") not in ("", "1")
     values = {"-n": "1", "--launcher": "srun" if several_hosts else "mpirun", "--launcher-args": ""}
+    argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     while argv and argv[0] in values:
         if len(argv) == 1:
             raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
         values[argv[0]], argv = argv[1], argv[2:]
+    if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        raise UsageError(f"got {argv[0]}; {nearest(argv[0], values)}, before the experiment file\n{USAGE}")
     if "-n" in argv:
         raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
     if not values["-n"].isdigit() or int(values["-n"]) < 1:
@@ -50,6 +53,11 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
     return Options(int(values["-n"]), values["--launcher"], tuple(launcher_args), tuple(argv))
+
+
+def split_n(option: str) -> list[str]:
+    """`-n 8` for `-n8`, as mpirun takes it."""
+    return ["-n", option[2:]] if option.startswith("-n") and option[2:].isdigit() else [option]
 
 
 def command(options: Options, *, cores: int, is_root: bool) -> list[str]:

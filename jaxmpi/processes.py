@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import runtime
-from jaxmpi.config import TrainingError, UsageError, check
+from jaxmpi.config import TrainingError, UsageError, check, seconds_from
 
 PyTree = Any
 
 POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
 YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
-AGREE_TIMEOUT_S = float(os.environ.get("JAXMPI_AGREE_TIMEOUT_S", "300"))
+AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 
 
@@ -39,7 +39,10 @@ class Statement(NamedTuple):
 
 def statement(what: str, value: Any) -> Statement:
     """A statement with its digest, to be compared once or at every step."""
-    text = json.dumps(value, sort_keys=True)
+    try:
+        text = json.dumps(value)  # order counts: leaves travel in it
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{what}: ranks cannot compare it: {error}; give numbers, texts, lists, dicts") from error
     return Statement(what, value, hashlib.sha256(f"{what}\0{text}".encode()).digest())
 
 
@@ -62,8 +65,10 @@ class SoloProcesses:
         return values
 
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
-        """The tree itself."""
-        return tree
+        """The tree itself, as NumPy arrays."""
+        check(root == 0, f"broadcast: root: got {root}; expected a rank in [0, 1)")
+        check_arrays(tree)
+        return jax.tree.map(np.asarray, tree)
 
     def gather(self, text: str) -> list[str]:
         """The one text."""
@@ -78,6 +83,7 @@ class MpiProcesses:
         from mpi4py import MPI
 
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, MPI.Get_library_version())
+        self._may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self.world = MPI.COMM_WORLD.Clone()
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
@@ -87,16 +93,23 @@ class MpiProcesses:
         names = self.gather(socket.gethostname())
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
 
+    def _let_exchanges_end(self) -> None:
+        """Where MPI lets only one thread call it at a time, wait for exchanges in XLA's threads."""
+        if not self._may_overlap:
+            jax.effects_barrier()
+
     def _wait_at_exit(self, timeout_s: float) -> bool:
         return wait(self._exit.Ibarrier(), timeout_s)
 
     def barrier(self) -> None:
         """Wait for all ranks without spinning; an error after AGREE_TIMEOUT_S."""
+        self._let_exchanges_end()
         if not wait(self.world.Ibarrier(), AGREE_TIMEOUT_S):
             raise TrainingError(f"not all ranks came to where this one is within {AGREE_TIMEOUT_S:.0f} s")
 
     def host_barrier(self) -> None:
         """Wait for all ranks of this host."""
+        self._let_exchanges_end()
         wait(self._local.Ibarrier(), float("inf"))
 
     def from_first(self, make: Callable[[], Any]) -> Any:
@@ -110,6 +123,7 @@ class MpiProcesses:
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over ranks of f64[n]."""
+        self._let_exchanges_end()
         total = np.empty_like(values, np.float64)
         wait(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), float("inf"))
         return total
@@ -131,6 +145,8 @@ class MpiProcesses:
 
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
         """The arrays of rank `root`; every rank gives a tree of the same structure, shapes and dtypes."""
+        check(0 <= root < self.size, f"broadcast: root: got {root}; expected a rank in [0, {self.size})")
+        check_arrays(tree)
         self.same("the tree to broadcast", signature(tree))
         self.barrier()  # polled: MPI_Bcast would spin until the root is there
 
@@ -156,6 +172,7 @@ class MpiProcesses:
 
         The value itself travels only where digests differ.
         """
+        self._let_exchanges_end()
         digest = np.frombuffer(mine.digest, np.uint8)
         rows = np.empty((self.size, digest.size), np.uint8)
         if not wait(self.world.Iallgather(digest, rows), timeout_s or AGREE_TIMEOUT_S):
@@ -163,7 +180,7 @@ class MpiProcesses:
             raise UsageError(f"{mine.what}: rank {late} did not answer in time; all ranks must call it")
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
-            texts = self.gather(json.dumps(mine.value, sort_keys=True))
+            texts = self.gather(json.dumps(mine.value))
             lines = [line for rank in odd[:8] for line in differences(rank, texts[0], texts[rank])]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
 
@@ -211,6 +228,21 @@ def abort(code: int) -> NoReturn:
     os._exit(code)  # not reached where MPI keeps its word
 
 
+def thread_level(mpi: Any) -> int:
+    """What MPI gives to threads.
+
+    Raises:
+        UsageError: less than THREAD_SERIALIZED.
+    """
+    level = mpi.Query_thread()
+    check(
+        level >= mpi.THREAD_SERIALIZED,
+        "MPI lets the main thread alone call it (MPI_THREAD_FUNNELED or less), but XLA exchanges from threads of its "
+        "own; use an MPI built with thread support, and leave mpi4py.rc.thread_level as it is",
+    )
+    return level
+
+
 def check_launcher(launch: runtime.Launch | None, mpi_size: int, library: str) -> None:
     """Stop where the launcher started N ranks and MPI sees one: the commonest failure on clusters."""
     check(
@@ -222,13 +254,14 @@ def check_launcher(launch: runtime.Launch | None, mpi_size: int, library: str) -
 
 
 def differences(rank: int, expected: str, got: str) -> list[str]:
-    """Lines `rank 3: path: got X, expected Y (rank 0)` for two JSON values."""
+    """Lines `rank 3: path: got X, expected Y (rank 0)` for two JSON values that differ."""
     ours, theirs = flatten_json(json.loads(expected)), flatten_json(json.loads(got))
-    return [
+    lines = [
         f"  rank {rank}: {path}: got {theirs.get(path, 'nothing')}, expected {ours.get(path, 'nothing')} (rank 0)"
         for path in [*ours, *(p for p in theirs if p not in ours)]
         if ours.get(path) != theirs.get(path)
     ]
+    return lines or [f"  rank {rank}: order: got {', '.join(theirs)}; expected {', '.join(ours)} (rank 0)"]
 
 
 def flatten_json(value: Any, path: str = "") -> dict[str, Any]:
@@ -239,11 +272,32 @@ def flatten_json(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def signature(tree: PyTree) -> dict[str, str]:
-    """Path to `float32[3,3,64]` of every leaf: what must agree before arrays travel."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    """Path to `float32[3,3,64]` of every leaf, in order: what must agree before arrays travel."""
+    return {name: f"{jnp.result_type(leaf)}{list(np.shape(leaf))}" for name, leaf in named_leaves(tree)}
+
+
+def check_arrays(tree: PyTree) -> None:
+    """Raise `UsageError` by path where a leaf is no array of numbers or a number."""
+    for name, leaf in named_leaves(tree):
+        is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        kind = "" if is_key else np.asarray(leaf).dtype.kind  # V: bfloat16 and the like
+        got = "a random key" if is_key else type(leaf).__name__
+        check(
+            kind != "" and kind in "biufcV",
+            f"broadcast: leaf {name or '(the tree itself)'!r}: got {got}; expected an array of numbers (of a random key: "
+            "jax.random.key_data)",
+        )
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """Leaves with paths such as `params/conv1/kernel`; no two have the same."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        parts = (jax.tree_util.keystr((key,), simple=True).replace("/", "\\/") for key in path)
+        name = "/".join(parts)
+        check(name not in named, f"two leaves of a tree have the path {name!r}; give its nodes other names")
+        named[name] = leaf
+    return list(named.items())
 
 
 # ---------------------------------------------------------------- this job

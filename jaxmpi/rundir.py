@@ -1,6 +1,7 @@
 """A run and its directory: what makes it this run, what all ranks agree on, and what is kept beside the record."""
 
 import datetime
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,45 +10,81 @@ import jax
 
 from jaxmpi import config
 from jaxmpi import experiment as experiments
-from jaxmpi.config import Experiment, check
+from jaxmpi.config import Experiment, UsageError, check
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
 
 
-def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
-    """Refuse to start where ranks have different experiments or libraries."""
+def agree_on(experiment: Experiment, processes: Processes, digest: str, root: Path | None) -> None:
+    """Refuse to start where ranks have different experiments, libraries or commits."""
     check(experiment.model is not None, "the experiment has no model")
-    facts = {"experiment_file": digest, "experiment": config.resolved(experiment), "versions": experiments.versions()}
+    facts = {
+        "experiment_file": digest,
+        "experiment": config.resolved(experiment),
+        "versions": experiments.versions(),
+        "commit": experiments.commit(root),
+    }
     processes.same("what this run is", facts)
 
 
 def agree_on_run_dir(experiment: Experiment, name: str, processes: Processes) -> Path:
-    """The run directory that rank 0 chose, made.
+    """The run directory that rank 0 chose and claimed, seen by all ranks.
 
     Raises:
-        UsageError: it holds a run already and the run is not to be resumed, or the reverse.
+        UsageError: it holds a run already and the run is not to be resumed, or the reverse; or a rank does not see it.
     """
-    chosen = experiment.run_dir or choose_run_dir(name, experiment.resume)
-    folder = Path(processes.gather(chosen)[0])
-    if experiment.resume:
-        check(folder.is_dir(), f"--resume: no run directory {str(folder)!r}; name one with --run-dir")
-    else:
-        check(
-            not (folder / "record.jsonl").exists(),
-            f"run directory {str(folder)!r} holds a run already; go on with --resume, or name another with --run-dir",
-        )
-    processes.barrier()  # all have looked before rank 0 writes
-    if processes.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+    claimed = claim(experiment, name) if processes.rank == 0 else ""
+    folder = Path(processes.gather(claimed)[0])
+    check(
+        folder.is_dir(),
+        f"run directory {str(folder)!r} is not seen by this host; put it on a file system that all hosts share",
+    )
     return folder
 
 
-def choose_run_dir(name: str, resume: bool) -> str:
-    """runs/<name>-<time>, or the newest of that name."""
-    if resume:
-        newest = sorted(Path("runs").glob(f"{name}-[0-9]*"))
-        return str(newest[-1]) if newest else f"runs/{name}-"
-    return f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+def claim(experiment: Experiment, name: str) -> str:
+    """Choose the run directory, make it and its record; of two runs that ask for one only one gets it."""
+    if experiment.resume:
+        return resumed(experiment, name)
+    try:
+        folder = named(experiment.run_dir) if experiment.run_dir else fresh(name)
+        (folder / "record.jsonl").open("x").close()
+    except FileExistsError as error:
+        raise UsageError(
+            f"run directory {error.filename!r} holds a run already, or is none; go on with --resume, or name another "
+            "with --run-dir"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"the run directory cannot be made: {error}; name another with --run-dir") from error
+    return str(folder)
+
+
+def resumed(experiment: Experiment, name: str) -> str:
+    """The run directory that is asked for, or the newest of that name."""
+    newest = sorted(Path("runs").glob(f"{name}-[0-9]*"))
+    folder = experiment.run_dir or (str(newest[-1]) if newest else f"runs/{name}-")
+    check(Path(folder).is_dir(), f"--resume: no run directory {folder!r}; name one with --run-dir")
+    return folder
+
+
+def named(run_dir: str) -> Path:
+    """The run directory that is asked for, made where it is not there."""
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def fresh(name: str) -> Path:
+    """A run directory of its own: runs/<name>-<time>, with a number behind it where that is taken."""
+    stem = f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        folder = Path(stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError  # numbers do not end
 
 
 def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str, root: Path | None) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from jaxmpi.config import TrainingError, UsageError, check
+from jaxmpi.config import TrainingError, UsageError, check, seconds_from
 
 # How long a rank at its end waits for the others before it takes them for stuck.
-EXIT_TIMEOUT_S = float(os.environ.get("JAXMPI_EXIT_TIMEOUT_S", "300"))
+EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
 # How long another rank leaves rank 0 the word when both may hold the same error.
 RANK_0_FIRST_S = 3.0
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 class Launch(NamedTuple):
@@ -66,6 +67,8 @@ def launched() -> Launch | None:
         rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
         if rank is None or size is None:
             continue
+        if local_rank is None and os.environ.get("SLURM_STEP_NUM_TASKS") == size:  # srun --mpi=pmi2 speaks PMI, too
+            local_rank, local_size = (os.environ.get(name) for name in LAUNCHERS["srun"][2:])
         # srun writes "4(x2)" or "4,3": the tasks of the first host stand for all.
         local = (local_size or size).split("(")[0].split(",")[0]
         return Launch(launcher, int(rank), int(size), int(local_rank or rank), int(local))
@@ -105,8 +108,18 @@ def keep_freed_memory() -> None:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: of its affinity, and whole ones of a container's quota."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(mine, quota_cores(Path("/sys/fs/cgroup/cpu.max"), mine))
+
+
+def quota_cores(file: Path, default: int) -> int:
+    """Whole cores, at least 1, of a control group's `quota period` in microseconds."""
+    try:
+        quota, period = file.read_text().split()
+        return default if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return default
 
 
 def tune_mpi(local_size: int) -> None:
@@ -170,7 +183,12 @@ def use_compilation_cache() -> None:
 
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxmpi" / "xla"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
+        except OSError as error:
+            if my_rank() == 0:
+                print(f"jaxmpi: nothing compiled is kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)
+            return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -205,7 +223,13 @@ def install_hooks(job: Job) -> None:
 def install_excepthooks() -> None:
     """Show an uncaught error of any thread with this rank's name, and end; needed before MPI starts, too."""
     sys.excepthook = lambda kind, error, trace: fail(error, trace)
-    threading.excepthook = lambda args: fail(args.exc_value, args.exc_traceback)
+    threading.excepthook = fail_in_thread
+
+
+def fail_in_thread(args: threading.ExceptHookArgs) -> None:
+    """`fail`, but for a thread that only ends itself, as Python has it."""
+    if args.exc_type is not SystemExit:
+        fail(args.exc_value, args.exc_traceback)
 
 
 def who() -> str:
@@ -240,10 +264,12 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     phase = f" ({_job.doing})" if _job else ""
     if isinstance(error, (UsageError, TrainingError)):
         text = f"error: {error}\n"
+    elif isinstance(error, KeyboardInterrupt):
+        text = "interrupted\n"
     else:
         text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
     sys.stderr.write(f"jaxmpi: {who()}{phase}:\n{text}")  # at once: other ranks write too
-    end_job(1)
+    end_job(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def end_job(code: int) -> NoReturn:

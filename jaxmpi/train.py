@@ -27,7 +27,7 @@ from jaxmpi.config import Experiment, TrainingError
 from jaxmpi.exchange import exchange
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
-from jaxmpi.processes import processes
+from jaxmpi.processes import named_leaves, processes
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
@@ -195,6 +195,7 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
     local_batch = config.local_batch(experiment, workers.size)
     feed = open_feed(experiment, "train", local_batch, workers)
     validation = open_feed(experiment, "validation", local_batch, workers)
+    workers.processes.same("the data", {"train": feed.facts(), "validation": validation.facts()})
     epoch_steps, effective_batch = feed.samplers[0].steps_per_epoch, local_batch * workers.size
     total_steps = max(config.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = optim.Clock(epoch_steps, effective_batch, total_steps)
@@ -233,7 +234,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     """
     runtime.doing("start")
     workers = gather_workers(experiment.devices)
-    rundir.agree_on(experiment, workers.processes, digest)
+    rundir.agree_on(experiment, workers.processes, digest, root)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     plan = make_plan(experiment, workers)
@@ -242,7 +243,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     states, saved = starting_states(experiment, workers, functions.rule, folder, plan.clock.effective_batch)
     start = saved.step if saved else 0
 
-    if saved and workers.processes.rank == 0:
+    if experiment.resume and workers.processes.rank == 0:
         cut_record(folder / "record.jsonl", start)
     recorder = Recorder(
         folder if workers.processes.rank == 0 else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0
@@ -366,6 +367,8 @@ def starting_states(
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
+        params = next(iter(saved.states.values())).params
+        workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
         rundir.refuse_other_run(saved.extra.get("experiment", {}), rundir.identity(experiment, effective_batch))
     return (saved.states if saved else states), saved
 
@@ -380,7 +383,7 @@ def save(run: Run, state: TrainState, step: int) -> None:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}")
     states = take(state, run.workers)
-    for path, leaf in checkpoint.named_leaves(next(iter(states.values()))):
+    for path, leaf in named_leaves(next(iter(states.values()))):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
             raise TrainingError(f"{path} is not finite after step {step}: not saved, earlier checkpoints stay")
     checkpoint.save(

@@ -21,7 +21,9 @@ MODELS: dict[str, Callable[..., Model]] = {
     "resnet50": resnet.resnet50,
     "resnet50_tiny": resnet.resnet50_tiny,
     "resnet101": resnet.resnet101,
+    "resnet101_tiny": resnet.resnet101_tiny,
     "resnet152": resnet.resnet152,
+    "resnet152_tiny": resnet.resnet152_tiny,
     "digits_cnn": cnn.digits_cnn,
     "digits_cnn_tiny": cnn.digits_cnn_tiny,
 }

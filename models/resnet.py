@@ -126,6 +126,16 @@ def resnet50_tiny(classes: int = 10, image_size: int = 64, channels: int = 3, ve
     return _model("resnet50_tiny", (image_size, channels), classes, bottleneck(version), TINY_STAGES, WIDTH // 8)
 
 
+def resnet101_tiny(classes: int = 10, image_size: int = 64, channels: int = 3, version: str = "v1.5") -> Model:
+    """ResNet-101 with an eighth of the channels and five blocks. Version: `resnet50`."""
+    return _model("resnet101_tiny", (image_size, channels), classes, bottleneck(version), (1, 1, 2, 1), WIDTH // 8)
+
+
+def resnet152_tiny(classes: int = 10, image_size: int = 64, channels: int = 3, version: str = "v1.5") -> Model:
+    """ResNet-152 with an eighth of the channels and seven blocks. Version: `resnet50`."""
+    return _model("resnet152_tiny", (image_size, channels), classes, bottleneck(version), (1, 2, 3, 1), WIDTH // 8)
+
+
 def bottleneck(version: str) -> Block:
     """The block of the deeper networks, by version."""
     return lookup(BOTTLENECKS, version, "version")

@@ -1,13 +1,16 @@
 """Oracles: what exchange must compute, slowly and readably, in NumPy.
 
-`sum_over_workers` is the float64 sum that every strategy must come close to. `asa` and `ring` follow the roundings and
-the order of additions of the strategies in float32, which they must equal bit for bit.
+`sum_over_workers` is the float64 sum that every strategy must come close to. `asa`, `ring` and the others named like
+strategies follow their roundings and their order of additions in float32, which they must equal bit for bit.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
+
+from jaxmpi.strategies import Forest, plant
 
 Rows = np.ndarray  # f32[workers, n]
 
@@ -26,6 +29,8 @@ def round_to_wire(x: np.ndarray, wire: str) -> np.ndarray:
         return x
     if wire == "bf16":
         return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    if wire == "8":
+        return np.concatenate([round_block(x[i : i + 256]) for i in range(0, len(x), 256)] or [x])
     assert wire == "16"
     largest = np.max(np.abs(x), initial=0)
     if largest == 0 or not np.isfinite(largest):
@@ -34,6 +39,16 @@ def round_to_wire(x: np.ndarray, wire: str) -> np.ndarray:
     _, exponent = np.frexp(largest)  # largest is in [2^(exponent - 1), 2^exponent)
     power = np.clip(15 - exponent, -126, 126)
     return np.ldexp(np.ldexp(x, power).astype(np.float16).astype(np.float32), -power)
+
+
+def round_block(x: np.ndarray) -> np.ndarray:
+    """f32[n <= 256] to multiples of one scale, a number of 16 significant bits."""
+    largest = np.max(np.abs(x))
+    if not np.isfinite(largest):
+        return np.full_like(x, np.nan)
+    mantissa, exponent = np.frexp(largest / np.float32(127))
+    scale = np.maximum(np.ldexp(np.ceil(mantissa * 2**16) / np.float32(2**16), exponent), np.float32(2.0**-126))
+    return (np.rint(x * (1 / scale)) + np.float32(0)) * scale  # an integer has no -0
 
 
 def asa(rows: Rows, wire: str) -> np.ndarray:
@@ -61,6 +76,60 @@ def ring(rows: Rows, wire: str, order: Sequence[int]) -> np.ndarray:
             partial = round_to_wire(partial, wire) + chunks[rank, chunk]
         parts.append(round_to_wire(partial, wire))
     return np.concatenate(parts)
+
+
+def root(rows: Rows, wire: str) -> np.ndarray:
+    """Rank 0 adds what it receives to its own, in rank order, and sends the sum."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + round_to_wire(row, wire)
+    return round_to_wire(total, wire)
+
+
+def tree(rows: Rows, wire: str, order: Sequence[int]) -> np.ndarray:
+    """Partners swap halves and add, with partners 1, 2, 4, ... places away; then all blocks are sent."""
+    levels = len(rows).bit_length() - 1
+    p = 1 << levels
+    rows = padded(rows[list(order)], p)
+    parts = [rows[i] + round_to_wire(rows[p + i], wire) if p + i < len(rows) else rows[i] for i in range(p)]
+    blocks = [0] * p  # which block each place ends up with
+    for level in range(levels):
+        halves = [part.reshape(2, -1) for part in parts]
+        sides = [(i >> level) & 1 for i in range(p)]
+        parts = [halves[i][side] + round_to_wire(halves[i ^ (1 << level)][side], wire) for i, side in enumerate(sides)]
+        blocks = [2 * block + side for block, side in zip(blocks, sides, strict=True)]
+    return np.concatenate([round_to_wire(parts[blocks.index(block)], wire) for block in range(p)])
+
+
+def color(rows: Rows, wire: str, order: Sequence[int], colours: int, packets: int = 1) -> np.ndarray:
+    """Each packet is summed up its tree, children in the order of the rounds they send in."""
+    forest = plant(len(rows), colours)
+    k = len(forest.parent)
+    rows = padded(rows[list(order)], k * packets).reshape(len(rows), k, packets, -1)
+    return np.concatenate(
+        [climb(forest, rows[:, c, i], wire, c, forest.parent[c].index(-1)) for c in range(k) for i in range(packets)]
+    )
+
+
+def climb(forest: Forest, rows: Rows, wire: str, tree: int, place: int) -> np.ndarray:
+    """What one place of a tree sends upwards, and the root to all."""
+    received = np.zeros_like(rows[place])
+    for child in (child for edges in forest.rounds for c, child, above in edges if (c, above) == (tree, place)):
+        received = received + climb(forest, rows, wire, tree, child)
+    return round_to_wire(rows[place] + received, wire)
+
+
+def hier(rows: Rows, wire: str, hosts: Sequence[int], cross: Callable[[Rows, str], np.ndarray]) -> np.ndarray:
+    """Hosts add in rank order, then `cross` sums each part over hosts."""
+    slots = len(hosts) // len(set(hosts))
+    groups = [[row for row, at in zip(rows, hosts, strict=True) if at == host] for host in sorted(set(hosts))]
+    sums = np.stack([functools.reduce(np.add, group) for group in groups]).reshape(len(groups), slots, -1)
+    return np.concatenate([cross(sums[:, part], wire) if len(groups) > 1 else sums[0, part] for part in range(slots)])
+
+
+def padded(rows: Rows, multiple: int) -> Rows:
+    """f32[workers, n] with zeros up to a multiple."""
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple)))
 
 
 def mean_in_leaf_dtype(rows: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmpi import checkpoint
 from jaxmpi.config import UsageError
-from jaxmpi.processes import SoloProcesses
+from jaxmpi.processes import SoloProcesses, named_leaves
 from jaxmpi.state import TrainState, create
 
 
@@ -53,8 +53,7 @@ def blank(like: TrainState) -> TrainState:
 
 def bits(tree) -> dict:
     return {
-        name: (np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes())
-        for name, leaf in checkpoint.named_leaves(tree)
+        name: (np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes()) for name, leaf in named_leaves(tree)
     }
 
 
@@ -108,6 +107,16 @@ def test_a_step_saved_again_replaces_what_was_there(tmp_path):
     saved = restore(tmp_path)
     assert saved is not None
     assert bits(saved.states[1]) == bits(changed[1])
+
+
+def test_paths_that_look_alike_stay_apart(tmp_path):
+    """A slash in a dict's key is no step into a dict."""
+    params = {"a/b": np.full(3, 1, np.float32), "a": {"b": np.full(3, 2, np.float32)}}
+    made = create(params, {}, {}, seed=1, worker=0)._replace(step=np.asarray(7, np.int32))
+    save(tmp_path, {0: made})
+    found = restore(tmp_path, {0: blank(made)}, workers=1)
+    assert found is not None
+    assert bits(found.states[0]) == bits(made)
 
 
 def test_nothing_to_resume_from(tmp_path):

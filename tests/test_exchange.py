@@ -63,7 +63,7 @@ def assert_mean_of_workers(got, tree, strategy: str, op: str = "mean") -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [None, 4, 1 << 20])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("strategy", ["ar", "asa32", "asa16", "ring16"])
+@pytest.mark.parametrize("strategy", ["ar", "asa32", "asa16", "ring16", "tree:8"])
 def test_any_tree_keeps_structure_shapes_and_dtypes(strategy, op, bucket_bytes):
     tree = nested()
     got = over_workers(exchange, strategy=strategy, op=op, bucket_bytes=bucket_bytes)(tree)
@@ -81,20 +81,28 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 leaves = st.tuples(shapes, st.sampled_from(["float32", "bfloat16", "float16"]))
 
 
+trees = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner), max_leaves=5
+)
+
+
 @settings(max_examples=10)
 @given(
-    st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner), max_leaves=5
-    ),
-    st.sampled_from(["asa32", "asa16", "ring16"]),
+    st.lists(trees, min_size=20, max_size=20),
+    st.sampled_from(["asa32", "asa16", "ring16", "asa8"]),
     st.sampled_from([None, 4, 64]),
 )
-def test_random_trees(spec, strategy, bucket_bytes):
+def test_random_trees(specs, strategy, bucket_bytes):
+    """Twenty in one program: compiling is what takes time."""
     is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
-    tree = jax.tree.map(lambda leaf: noise(7, leaf[0], leaf[1]), spec, is_leaf=is_leaf)
-    got = over_workers(exchange, strategy=strategy, bucket_bytes=bucket_bytes)(tree)
-    assert jax.tree.structure(got) == jax.tree.structure(tree)
-    assert_mean_of_workers(got, tree, strategy)
+    many = [jax.tree.map(lambda leaf: noise(7, leaf[0], leaf[1]), spec, is_leaf=is_leaf) for spec in specs]
+
+    def each(trees, comm):
+        return [exchange(tree, strategy, comm=comm, bucket_bytes=bucket_bytes) for tree in trees]
+
+    for tree, got in zip(many, over_workers(each)(many), strict=True):
+        assert jax.tree.structure(got) == jax.tree.structure(tree)
+        assert_mean_of_workers(got, tree, strategy)
 
 
 # ---------------------------------------------------------------- buckets
@@ -133,17 +141,21 @@ def test_a_plan_carries_every_leaf_once_in_order_and_keeps_its_size(sizes, bucke
     assert plan(sizes, bucket_bytes) == buckets
 
 
-def test_asa32_gives_the_same_bits_whatever_the_buckets():
-    """It adds workers 0, 1, 2, ... for every element, wherever in a bucket the element lies. A ring starts each chunk
-    at another worker, so its bits depend on where in the bucket the element lies, and wire 16 scales by the bucket.
+@pytest.mark.parametrize("strategy", ["asa32", "tree", "pipering", "root"])
+def test_some_strategies_give_the_same_bits_whatever_the_buckets(strategy):
+    """They add the workers in one order for every element, wherever in a bucket the element lies. A ring starts each
+    chunk at another worker, so there it matters; and other wires scale by the bucket.
     """
     tree = {str(n): noise(n, (n,), workers=4) for n in (1, 5, 33, 64)}
-    results = [
-        over_workers(exchange, 4, strategy="asa32", bucket_bytes=bucket_bytes)(tree) for bucket_bytes in (None, 4, 100)
-    ]
-    assert [len(plan([1, 33, 5, 64], b)) for b in (None, 4, 100)] == [1, 4, 3]
+    buckets = (None, 4, 100)
+    assert [len(plan([1, 33, 5, 64], b)) for b in buckets] == [1, 4, 3]
+    results = [over_workers(exchange, 4, strategy=strategy, bucket_bytes=b)(tree) for b in buckets]
     bits = [[np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result)] for result in results]
     assert bits[0] == bits[1] == bits[2]
+
+
+def test_a_ring_does_not():
+    tree = {str(n): noise(n, (n,), workers=4) for n in (1, 5, 33, 64)}
     rings = [over_workers(exchange, 4, strategy="ring32", bucket_bytes=b)(tree) for b in (None, 4)]
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, rings), strict=True))
 
@@ -271,8 +283,8 @@ def test_integer_tracers_are_refused_too():
 
 
 UNKNOWN = [
-    ({"strategy": "asa23"}, r"unknown strategy 'asa23'; did you mean 'asa'\? there are: ar, asa, none, ring"),
-    ({"strategy": "asa:8"}, "unknown wire '8'; .*there are: 16, 32, bf16"),
+    ({"strategy": "asa23"}, r"unknown strategy 'asa23'; did you mean 'asa'\? there are: ar, asa, color<k>, hier-"),
+    ({"strategy": "asa:9"}, "unknown wire '9'; .*there are: 16, 32, 8, bf16"),
     ({"op": "max"}, "unknown op 'max'; .*there are: mean, sum"),
 ]
 

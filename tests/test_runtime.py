@@ -26,6 +26,11 @@ LAUNCHED = [
     (dict(zip(SLURM, ("0", "1", "0", "1"), strict=True)), Launch("srun", 0, 1, 0, 1)),
     # Of PMI alone, local ranks are unknown: one host is the guess.
     ({"PMI_RANK": "2", "PMI_SIZE": "4"}, Launch("Hydra's mpiexec (MPICH, Intel MPI)", 2, 4, 2, 4)),
+    # srun --mpi=pmi2 speaks PMI, and Slurm knows the local ranks.
+    (
+        {"PMI_RANK": "5", "PMI_SIZE": "8", **dict(zip(SLURM, ("5", "8", "1", "4(x2)"), strict=True))},
+        Launch("Hydra's mpiexec (MPICH, Intel MPI)", 5, 8, 1, 4),
+    ),
     # mpirun inside a Slurm job is Open MPI's.
     ({**dict(zip(OMPI, "0210", strict=True)), "SLURM_PROCID": "0"}, Launch("Open MPI's mpirun", 0, 2, 1, 0)),
     # A batch script that starts a plain Python: a task number, but no step.
@@ -165,3 +170,36 @@ def test_an_error_in_a_thread_ends_a_process_without_other_ranks_too():
     assert job.returncode == 1
     assert "jaxmpi: rank 0/1 on " in job.stderr
     assert "ZeroDivisionError" in job.stderr
+
+
+def test_a_thread_may_end_itself():
+    code = "import sys, threading\nfrom jaxmpi import runtime\nruntime.install_excepthooks()\n"
+    job = python(
+        code + "thread = threading.Thread(target=lambda: sys.exit(0))\nthread.start()\nthread.join()\nprint('on')"
+    )
+    assert (job.returncode, job.stdout, job.stderr) == (0, "on\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("max 100000", 7), ("250000 100000", 2), ("50000 100000", 1), ("800000 100000", 8), ("", 7), ("odd", 7)],
+)
+def test_cores_of_a_quota(text, cores, tmp_path):
+    (tmp_path / "cpu.max").write_text(text)
+    assert runtime.quota_cores(tmp_path / "cpu.max", 7) == cores
+    assert runtime.quota_cores(tmp_path / "absent", 7) == 7
+
+
+def test_without_a_home_nothing_is_kept_and_training_goes_on():
+    code = "from jaxmpi import runtime\nruntime.prepare()\nimport jax\nprint(jax.config.jax_compilation_cache_dir)"
+    job = python(code, XDG_CACHE_HOME="/proc/nowhere")
+    assert (job.returncode, job.stdout) == (0, "None\n"), job.stderr
+    assert "nothing compiled is kept" in job.stderr
+
+
+@pytest.mark.parametrize("variable", ["JAXMPI_AGREE_TIMEOUT_S", "JAXMPI_EXIT_TIMEOUT_S"])
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_time_limits_that_are_none(variable, text):
+    job = python("import jaxmpi", **{variable: text})
+    assert job.returncode == 1
+    assert job.stderr == f"jaxmpi: error: {variable}: got {text!r}; expected seconds > 0\n"

@@ -10,17 +10,28 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import references
+from jaxmpi import strategies
 from jaxmpi.comm import AxisComm
 from jaxmpi.config import UsageError
 from jaxmpi.exchange import exchange
-from jaxmpi.strategies import ALIASES, STRATEGIES, parse
-from references import asa, ring, sum_over_workers
-from tolerances import bound
+from jaxmpi.strategies import ALIASES, STRATEGIES, SubComm, alltoall_by_rotation, parse, plant
+from references import sum_over_workers
+from tolerances import bound, height
 
-SUMS = [f"{name}:{wire}" for name, row in STRATEGIES.items() if name != "none" for wire in row.wires]
+FILLED = {"color<k>": ["color4"], "hier-<cross>": ["hier-ring"]}
+NOT_ALONG_AN_AXIS = ["none", "shm"]
+ROWS = {
+    name: row.wires
+    for key, row in STRATEGIES.items()
+    if key not in NOT_ALONG_AN_AXIS
+    for name in FILLED.get(key, [key])
+}
+SUMS = [f"{name}:{wire}" for name, wires in ROWS.items() for wire in wires]
 WORKERS = [1, 2, 3, 8]
-LENGTHS = [0, 1, 5, 1009]
+LENGTHS = [0, 1, 1009]
 SCALES = [1e-12, 1.0, 1e6]
+HOSTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 8: (0, 1, 0, 1, 2, 3, 2, 3)}  # for hier
 
 
 class OrderedComm(AxisComm):
@@ -29,6 +40,10 @@ class OrderedComm(AxisComm):
     def __init__(self, axis: str, order: tuple[int, ...]) -> None:
         super().__init__(axis, len(order))
         self.order = order
+
+
+def axis(strategy: str, workers: int) -> AxisComm:
+    return AxisComm("w", workers, HOSTS[workers] if strategy.startswith("hier") else None)
 
 
 def gauss(workers: int, n: int, scale: float = 1.0) -> np.ndarray:
@@ -48,7 +63,7 @@ def exchanged(strategy: str, workers: int):
     @functools.partial(jax.vmap, axis_name="w")
     def run(tree):
         traces.append(1)
-        return exchange(tree, strategy, op="sum", comm=AxisComm("w", workers), bucket_bytes=4)
+        return exchange(tree, strategy, op="sum", comm=axis(strategy, workers), bucket_bytes=4)
 
     return run, traces
 
@@ -66,7 +81,8 @@ def test_sum_is_that_of_numpy_and_bitwise_equal_on_all_workers(strategy, workers
         for n, got in run(rows).items():
             got = np.asarray(got)
             assert same_on_all_workers(got)
-            assert (np.abs(got[0] - sum_over_workers(rows[n])) <= bound(strategy, rows[n])).all()
+            error = bound(strategy, rows[n], hosts=len(set(HOSTS[workers])))
+            assert (np.abs(got[0] - sum_over_workers(rows[n])) <= error).all()
     assert len(traces) == 1
 
 
@@ -82,14 +98,38 @@ def test_nan_of_one_worker_is_nan_on_all(strategy, workers):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("strategy", SUMS)
+def test_infinity_of_one_worker_is_finite_on_none(strategy, workers):
+    run, _ = exchanged(strategy, workers)
+    rows = trees(workers)
+    for n in LENGTHS[1:]:
+        rows[str(n)][0, n - 1] = np.inf
+    for n, got in run(rows).items():
+        assert not np.isfinite(np.asarray(got)[:, -1:]).any(), n
+
+
+def oracle(strategy: str, rows: np.ndarray, order, hosts) -> np.ndarray:
+    """The bits of the sum; `n` divides by the number of workers, as it does for a strategy."""
+    algorithm, _, wire = parse(strategy).name.partition(":")
+    if algorithm.startswith("hier-"):
+        count = len(set(hosts))
+        cross = lambda parts, wire: oracle(f"{algorithm[5:]}:{wire}", parts, range(count), ())  # noqa: E731
+        return references.hier(rows, wire, hosts, cross)
+    if algorithm in ("asa", "root"):
+        return getattr(references, algorithm)(rows, wire)
+    if algorithm in ("ring", "tree"):
+        return getattr(references, algorithm)(rows, wire, order)
+    return references.color(rows, wire, order, 1 if algorithm == "pipering" else int(algorithm[5:]))
+
+
+@pytest.mark.parametrize("workers", WORKERS[1:])
 @pytest.mark.parametrize("strategy", [s for s in SUMS if not s.startswith("ar")])
 def test_bits_are_those_of_the_oracle_that_rounds_and_adds_in_the_same_order(strategy, workers):
-    algorithm, _, wire = strategy.partition(":")
-    rows = gauss(workers, 24 * workers)
-    got = np.asarray(direct(strategy, AxisComm("w", workers))(rows))
-    expected = asa(rows, wire) if algorithm == "asa" else ring(rows, wire, range(workers))
-    assert same_on_all_workers(got)
-    assert got[0].tobytes() == expected.tobytes()
+    run, _ = exchanged(strategy, workers)
+    rows = trees(workers)
+    for n, got in run(rows).items():
+        expected = oracle(strategy, references.padded(rows[n], workers), range(workers), HOSTS[workers])
+        assert np.asarray(got)[0].tobytes() == expected[: int(n)].tobytes()
 
 
 def direct(strategy: str, comm: AxisComm):
@@ -98,18 +138,42 @@ def direct(strategy: str, comm: AxisComm):
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (0, 2, 4, 1, 3), (3, 7, 0, 5, 1, 6, 2, 4)], ids=str)
-@pytest.mark.parametrize("wire", ["32", "16"])
-def test_ring_in_any_order_of_ranks(wire, order):
-    rows = gauss(len(order), 6 * len(order))
-    got = np.asarray(direct(f"ring:{wire}", OrderedComm("w", order))(rows))
+@pytest.mark.parametrize("strategy", ["ring:32", "ring:16", "tree:16", "color2:16", "pipering:8"])
+def test_any_order_of_ranks(strategy, order):
+    workers = len(order)
+    rows = gauss(workers, 24 * workers)
+    got = np.asarray(direct(strategy, OrderedComm("w", order))(rows))
     assert same_on_all_workers(got)
-    assert got[0].tobytes() == ring(rows, wire, order).tobytes()
-    assert got[0].tobytes() != ring(rows, wire, range(len(order))).tobytes()
-    assert (np.abs(got[0] - sum_over_workers(rows)) <= bound(f"ring:{wire}", rows)).all()
+    assert got[0].tobytes() == oracle(strategy, rows, order, ())[: 24 * workers].tobytes()
+    assert got[0].tobytes() != oracle(strategy, rows, range(workers), ())[: 24 * workers].tobytes()
+    assert (np.abs(got[0] - sum_over_workers(rows)) <= bound(strategy, rows)).all()
+
+
+@pytest.mark.parametrize("workers", [5, 7, 17])
+@pytest.mark.parametrize("strategy", ["tree:16", "color3:16", "color16:32", "pipering:16", "root:16"])
+def test_odd_numbers_of_workers(strategy, workers):
+    rows = gauss(workers, 4 * workers)
+    got = np.asarray(direct(strategy, AxisComm("w", workers))(rows))
+    assert same_on_all_workers(got)
+    assert got[0].tobytes() == oracle(strategy, rows, range(workers), ())[: 4 * workers].tobytes()
+
+
+@pytest.mark.parametrize("strategy", ["color3:16", "pipering:8"])
+def test_several_packets_follow_each_other(strategy, monkeypatch):
+    monkeypatch.setattr(strategies, "PACKET", 8)
+    rows = gauss(5, 125)
+    got = np.asarray(direct(strategy, AxisComm("w", 5))(rows))
+    colours = 3 if strategy.startswith("color") else 1
+    packets = round(125 / colours / 8)
+    assert same_on_all_workers(got)
+    assert (
+        got[0].tobytes()
+        == references.color(rows, strategy[-2:].strip(":g"), range(5), colours, packets)[:125].tobytes()
+    )
 
 
 @pytest.mark.parametrize("devices", [3, 8])
-@pytest.mark.parametrize("strategy", ["ar:32", "asa:32", "asa:16", "ring:16"])
+@pytest.mark.parametrize("strategy", ["ar:32", "asa:32", "asa:16", "ring:16", "tree:8", "color4:16", "root:32"])
 def test_the_same_on_devices_through_shard_map(strategy, devices):
     mesh = Mesh(np.array(jax.devices("cpu")[:devices]), ("w",))
     comm = AxisComm("w", devices)
@@ -130,9 +194,12 @@ def test_none_exchanges_nothing(n):
     assert np.asarray(got).tobytes() == rows.tobytes()  # times 4, divided by 4
 
 
-@pytest.mark.parametrize("strategy", ["ar:32", "asa:16", "ring:16", "none:32"])
+SLOWEST = ["ar:32", "asa:16", "ring:16", "tree:32", "root:32", "pipering:16", "color16:16", "hier-asa:32", "none:32"]
+
+
+@pytest.mark.parametrize("strategy", SLOWEST)
 def test_trace_and_compile_at_64_workers_in_5_s(strategy):
-    run = direct(strategy, AxisComm("w", 64))
+    run = direct(strategy, AxisComm("w", 64, tuple(i // 8 for i in range(64)) if strategy.startswith("hier") else None))
     x = jax.ShapeDtypeStruct((64, 64 * 1024), jnp.float32)
     begin = time.perf_counter()
     run.lower(x).compile()
@@ -141,20 +208,45 @@ def test_trace_and_compile_at_64_workers_in_5_s(strategy):
 
 @pytest.mark.parametrize(
     ("spelling", "name"),
-    [*ALIASES.items(), ("ar", "ar:32"), ("asa", "asa:32"), ("ring:bf16", "ring:bf16"), ("none", "none:32")],
+    [
+        *ALIASES.items(),
+        *((row, f"{row}:32") for row in [*ROWS, "none", "color16", "hier-color4"]),
+        ("ring:8", "ring:8"),
+    ],
 )
 def test_spellings(spelling, name):
-    strategy = parse(spelling)
-    assert strategy.name == name
-    assert strategy.sum is STRATEGIES[name.split(":")[0]].sum
+    assert parse(spelling).name == name
+
+
+def test_what_is_in_angle_brackets_is_filled_in():
+    assert parse("ring").sum is STRATEGIES["ring"].sum
+    color, hier = parse("color4").sum, parse("hier-color4").sum
+    assert isinstance(color, functools.partial)
+    assert (color.func, color.keywords) == (strategies.coloured_trees, {"colours": 4})
+    assert isinstance(hier, functools.partial)
+    assert hier.func is strategies.hierarchical
+    assert hier.keywords["cross"].keywords == {"colours": 4}
 
 
 @pytest.mark.parametrize(
     ("spelling", "message"),
     [
-        ("rings", r"unknown strategy 'rings'; did you mean 'ring'\? there are: ar, asa, none, ring"),
+        (
+            "rings",
+            r"unknown strategy 'rings'; did you mean 'ring'\? there are: ar, asa, color<k>, hier-<cross>, none, pipe",
+        ),
         ("", "unknown strategy ''"),
-        ("asa:17", r"unknown wire '17'; did you mean '16'\? there are: 16, 32, bf16"),
+        ("asa:17", r"unknown wire '17'; did you mean '16'\? there are: 16, 32, 8, bf16"),
+        ("color", r"got strategy 'color'; fill in what is in <> in \['color<k>'\], as in color4 and hier-ring"),
+        ("color0", "got strategy 'color0'; expected color1 to color16"),
+        ("color17:16", "got strategy 'color17'; expected color1 to color16"),
+        ("color<k>", "got strategy 'color<k>'; fill in"),
+        ("hier-<cross>", "got strategy 'hier-<cross>'; fill in"),
+        ("ring4", r"unknown strategy 'ring4'; did you mean 'ring'\?"),
+        ("hier", "got strategy 'hier'; fill in"),
+        ("hier-rings:16", "unknown strategy 'rings'"),
+        ("hier-ar", "got strategy 'hier-ar'; between hosts there can be asa, ring, tree, color<k>, pipering, root"),
+        ("hier-hier-ring", "got strategy 'hier-hier-ring'; between hosts there can be"),
         ("asa16:16", r"unknown strategy 'asa16'"),
         ("ar:16", "strategy 'ar' cannot use wire '16'; it takes 32"),
         ("none:bf16", "strategy 'none' cannot use wire 'bf16'"),
@@ -163,3 +255,123 @@ def test_spellings(spelling, name):
 def test_unknown_spellings_name_what_exists(spelling, message):
     with pytest.raises(UsageError, match=message):
         parse(spelling)
+
+
+# ---------------------------------------------------------------- trees
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 17, 31, 32, 33, 63, 64])
+def test_trees_span_have_disjoint_interiors_and_use_each_edge_once(workers):
+    for colours in range(1, 17):
+        forest = plant(workers, colours)
+        assert len(forest.parent) == min(colours, workers)
+        interiors = [set(parents) - {-1} for parents in forest.parent]
+        assert sum(map(len, interiors)) == len(set().union(*interiors))
+        assert forest.height == forest.depth.max() == height(workers, colours)
+        for c, parents in enumerate(forest.parent):
+            root = parents.index(-1)
+            assert parents.count(-1) == 1
+            assert all(way_up(parents, place)[-1] == root for place in range(workers))
+            assert [len(way_up(parents, place)) - 1 for place in range(workers)] == forest.depth[c].tolist()
+            assert all(forest.home[place] == c for place in interiors[c])
+        edges = [(c, i, above) for c, row in enumerate(forest.parent) for i, above in enumerate(row) if above >= 0]
+        assert sorted(edge for used in forest.rounds for edge in used) == sorted(edges)
+        for used, colour in zip(forest.rounds, forest.colour, strict=True):
+            assert len({child for _, child, _ in used}) == len({above for _, _, above in used}) == len(used)
+            assert {(c, child) for c, child, _ in used} == {(c, i) for i, c in enumerate(colour) if c < len(interiors)}
+        counts = [[edge[end] for edge in edges].count(place) for end in (1, 2) for place in range(workers)]
+        assert len(forest.rounds) == max(counts)
+
+
+def way_up(parents: list[int], place: int) -> list[int]:
+    path = [place]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+        assert len(path) <= len(parents)
+    return path
+
+
+def test_figure_2_of_kumar_et_al():
+    forest = plant(8, 4)
+    children = [
+        {at: [i for i, above in enumerate(row) if above == at] for at in {*row} - {-1}} for row in forest.parent
+    ]
+    assert children[0] == {0: [1, 2, 3, 4], 1: [5, 6, 7]}
+    assert children[1] == {2: [3, 4, 5, 6], 3: [0, 1, 7]}
+    assert [row.index(-1) for row in forest.parent] == [0, 2, 4, 6]
+    assert [set(c) for c in children] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+    assert forest.height == 2
+
+
+def test_one_colour_is_a_chain():
+    assert plant(5, 1).parent == [[-1, 0, 1, 2, 3]]
+    assert len(plant(5, 1).rounds) == 1
+
+
+# ---------------------------------------------------------------- hosts
+
+
+SCATTERED = (0, 1, 2, 0, 1, 2)
+
+
+def over_six(function, *rows):
+    return jax.vmap(function, axis_name="w")(*rows)
+
+
+def test_between_hosts_asa_adds_in_the_same_order_through_rotations():
+    rows = gauss(6, 60)
+    for wire in ("32", "16"):
+        got = np.asarray(direct(f"asa:{wire}", Rotating("w", 6, SCATTERED))(rows))
+        assert same_on_all_workers(got)
+        assert got[0].tobytes() == references.asa(rows, wire).tobytes()
+
+
+class Rotating(AxisComm):
+    """Workers without collectives: what they send goes to one at a time."""
+
+    def alltoall(self, x):
+        raise AssertionError("all at once")
+
+    allgather = alltoall
+
+
+def test_a_rotation_sends_each_row_to_its_worker():
+    comm = AxisComm("w", 6, SCATTERED)
+    rows = np.arange(6 * 6 * 2, dtype=np.float32).reshape(6, 6, 2)
+    got = over_six(lambda x: alltoall_by_rotation(x, comm), rows)
+    np.testing.assert_array_equal(np.asarray(got), rows.swapaxes(0, 1))
+
+
+def test_groups_are_comms_of_their_own():
+    groups = [[0, 3], [1, 4], [5, 2]]
+    comm = SubComm(AxisComm("w", 6), groups, (0, 0))
+    rows = gauss(6, 4)
+    assert np.asarray(over_six(lambda x: comm.rank + 0 * x[0].astype(int), rows)).tolist() == [0, 0, 1, 1, 1, 0]
+    sums, first = over_six(lambda x: (comm.allreduce(x), comm.bcast(x, 1)), rows)
+    moved = over_six(lambda x: comm.permute(x, [(0, 1)]), rows)
+    for a, b in groups:
+        np.testing.assert_array_equal(np.asarray(sums)[[a, b]], np.stack([rows[a] + rows[b]] * 2))
+        np.testing.assert_array_equal(np.asarray(first)[[a, b]], rows[[b, b]])
+        np.testing.assert_array_equal(np.asarray(moved)[[a, b]], np.stack([np.zeros(4), rows[a]]))
+
+
+@pytest.mark.parametrize("strategy", ["hier-asa:16", "hier-tree:32", "hier-color2:8", "hier-root:bf16"])
+def test_hier_with_any_cross(strategy):
+    rows = gauss(6, 60)
+    got = np.asarray(direct(strategy, AxisComm("w", 6, SCATTERED))(rows))
+    assert same_on_all_workers(got)
+    assert got[0].tobytes() == oracle(strategy, rows, (), SCATTERED)[:60].tobytes()
+    assert (np.abs(got[0] - sum_over_workers(rows)) <= bound(strategy, rows, hosts=3)).all()
+
+
+def test_hier_on_one_host_is_asa_and_with_one_rank_a_host_the_cross():
+    rows = gauss(6, 60)
+    alone = np.asarray(direct("hier-ring:16", AxisComm("w", 6))(rows))
+    assert alone.tobytes() == np.asarray(direct("asa:32", AxisComm("w", 6))(rows)).tobytes()
+    apart = np.asarray(direct("hier-ring:16", AxisComm("w", 6, tuple(range(6))))(rows))
+    assert apart[0].tobytes() == references.ring(rows, "16", range(6)).tobytes()
+
+
+def test_hier_refuses_hosts_with_unequal_numbers_of_ranks():
+    with pytest.raises(UsageError, match=r"hosts with 2, 1 ranks; expected equally many on each.*use ring or tree"):
+        direct("hier-ring", AxisComm("w", 3, (0, 1, 0)))(gauss(3, 6))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,7 +57,7 @@ def test_four_ranks_learn_and_record(tmp_path):
     facts = json.loads((tmp_path / "run" / "config.json").read_text())
     assert facts["workers"] == 4
     assert facts["strategy"] == "ring:16"
-    assert facts["transport"] == "MPI, from host memory"
+    assert facts["transport"] == {"cpu": "MPI, from host memory", "gpu": "MPI, through the host"}[facts["backend"]]
     assert facts["versions"]["jax"] != "not installed"
     assert re.fullmatch(r"[0-9a-f]{40}\+?", facts["commit"])
 
@@ -154,6 +155,8 @@ def test_help_lists_every_field_with_its_meaning():
 
 BAD = {
     "file": (["experiments/digit.py"], "did you mean 'digits.py'"),
+    "a folder": (["experiments"], "'experiments' is a folder; in it: "),
+    "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be made"),
     "no file": ([], "name an experiment file"),
     "field": ([DIGITS, "--optim.learning-rate", "1"], "unknown field --optim.learning-rate; did you mean"),
     "strategy": ([DIGITS, "--exchange.strategy", "rign32"], "did you mean 'ring'"),
@@ -313,12 +316,38 @@ def test_ranks_with_different_versions_are_named(tmp_path):
     assert "rank 1: versions.optax: got 9.9.9, expected " in ended.out
 
 
-def test_a_data_folder_that_one_rank_lacks_is_named(tmp_path):
+def make_digit_folders(root: Path) -> None:
+    """One grey image a class, for training and for validation."""
     for split in ("train", "validation"):
         for digit in range(10):
-            folder = tmp_path / "data" / split / str(digit)
+            folder = root / split / str(digit)
             folder.mkdir(parents=True)
             Image.new("L", (8, 8)).save(folder / "0.png")
+
+
+@pytest.mark.parametrize("form", ["split", "fused"])
+@pytest.mark.parametrize("change", ["a file less", "another class name", "another file name"])
+def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, form, tmp_path):
+    make_digit_folders(tmp_path / "data")
+    make_digit_folders(tmp_path / "copy")
+    train_folder = tmp_path / "copy" / "train"
+    if change == "a file less":
+        (train_folder / "3" / "0.png").unlink()
+    elif change == "another class name":
+        for split in ("train", "validation"):
+            (tmp_path / "copy" / split / "0").rename(tmp_path / "copy" / split / "x")
+    else:
+        (train_folder / "3" / "0.png").rename(train_folder / "3" / "1.png")
+    args = ("--data.source", "imagefolder", "--effective-batch", "2", "--form", form)
+    ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/copy", DIGITS, *args)
+    assert not ended.timed_out
+    assert ended.code != 0
+    field = "examples: got 9, expected 10" if change == "a file less" else "names and labels: got "
+    assert f"rank 1: train.{field}" in ended.out, ended.out
+
+
+def test_a_data_folder_that_one_rank_lacks_is_named(tmp_path):
+    make_digit_folders(tmp_path / "data")
     ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/nowhere", DIGITS, "--data.source", "imagefolder")
     assert not ended.timed_out
     assert ended.code != 0
@@ -454,6 +483,87 @@ def test_synchronised_statistics_of_a_model_without_any_are_refused(tmp_path):
     assert not ended.timed_out
     assert ended.code != 0
     assert "digits_cnn has no batch norm that takes its means by jaxmpi.model.batch_mean" in ended.out
+
+
+def test_runs_that_start_at_once_have_directories_of_their_own(tmp_path):
+    (tmp_path / "net.py").write_text(TINY_EXPERIMENT)
+    line = [sys.executable, "-m", "jaxmpi.train", str(tmp_path / "net.py"), "--train-for", "2st"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    jobs = [subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) for _ in range(3)]
+    assert [job.wait(timeout=120) for job in jobs] == [0, 0, 0]
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 3
+    assert all(len(record(run, "run")) == 1 for run in runs)
+
+
+def test_a_run_that_never_saved_begins_its_record_anew(tmp_path):
+    args = (DIGITS, "--train-for", "200000st", "--checkpoint-every", "0st", "--run-dir", str(tmp_path / "run"))
+    job = subprocess.Popen([sys.executable, "-m", "jaxmpi.train", *args], cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not has_trained(tmp_path / "run"):
+        time.sleep(0.05)
+    job.kill()
+    job.wait()
+    with (tmp_path / "run" / "record.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # cut off
+    ended = train(1, *args[:2], "3st", *args[3:], "--resume")
+    assert ended.code == 0, ended.out
+    assert [row["step"] for row in record(tmp_path / "run", "train")] == [1, 3]
+
+
+def has_trained(run_dir: Path) -> bool:
+    """Whether a run has come to step 10."""
+    path = run_dir / "record.jsonl"
+    return path.exists() and '"step": 10,' in path.read_text()
+
+
+RESUMED = {
+    "awagd, momentum averaged": (2, "--rule.name", "awagd", "--rule.average-momentum"),
+    "subgd, bfloat16, micro-batches, asa16": (
+        *(
+            2,
+            "--rule.name",
+            "subgd",
+            "--compute-dtype",
+            "bfloat16",
+            "--micro-batch",
+            "5",
+            "--exchange.strategy",
+            "asa16",
+        ),
+    ),
+    "fused, Adam, clipping, ring16": (
+        *(2, "--form", "fused", "--optim.name", "adam", "--optim.clip-norm", "1", "--exchange.strategy", "ring16"),
+    ),
+    "one buffer, nesterov, ring:bf16": (
+        *(3, "--exchange.bucket-bytes", "None", "--optim.name", "nesterov", "--exchange.strategy", "ring:bf16"),
+    ),
+    "devices, mirror": (1, "--devices", "4", "--rule.name", "awagd", "--data.mirror"),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_resume_is_bit_exact_whatever_the_options(case, tmp_path):
+    """Through an epoch's short last step: 24 steps are an epoch."""
+    ranks, *options = RESUMED[case]
+    (tmp_path / "net.py").write_text(TINY_EXPERIMENT)
+    line = (
+        str(tmp_path / "net.py"),
+        *options,
+        "--train-for",
+        "30st",
+        "--checkpoint-every",
+        "15st",
+        "--eval-every",
+        "0st",
+    )
+    assert train(ranks, *line, "--run-dir", str(tmp_path / "whole")).code == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000030")
+    ended = train(ranks, *line, "--run-dir", str(tmp_path / "cut"), "--resume")
+    assert ended.code == 0, ended.out
+    assert "resumed at step 15" in ended.out
+    assert checkpoint_bytes(tmp_path / "cut", 30) == checkpoint_bytes(tmp_path / "whole", 30)
 
 
 def test_a_run_directory_is_never_overwritten(tmp_path):

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxmpi.wires import WIRES
+from jaxmpi.wires import BLOCK, WIRES
 from references import round_to_wire
+from tolerances import TINY, WIRE
 
 HALF_WIRES = ["16", "bf16"]
-SMALLEST_NORMAL = 2.0**-126
+ROUNDING_WIRES = [*HALF_WIRES, "8"]
 
 
 def roundtrip(wire: str, x) -> np.ndarray:
@@ -30,7 +31,7 @@ def relative(got: np.ndarray, x: np.ndarray) -> np.ndarray:
 def test_buckets_of_any_magnitude_survive(wire, scale):
     x = normals(0, scale=scale)
     x = x[np.abs(x) >= 2.0**-28 * np.abs(x).max()]
-    assert (relative(roundtrip(wire, x), x) <= WIRES[wire].rounding).all()
+    assert (relative(roundtrip(wire, x), x) <= WIRE[wire][0]).all()
 
 
 def test_entries_down_to_2_to_minus_28_of_the_largest_keep_their_relative_error():
@@ -43,18 +44,17 @@ def test_wire_32_changes_nothing():
     assert roundtrip("32", normals(1)).tobytes() == normals(1).tobytes()
 
 
-@pytest.mark.parametrize("wire", HALF_WIRES)
-def test_half_the_bytes_travel(wire):
+@pytest.mark.parametrize(("wire", "nbytes"), [("32", 4000), ("16", 2004), ("bf16", 2000), ("8", 1000 + 4 * 4)])
+def test_bytes_that_travel(wire, nbytes):
     sent = WIRES[wire].encode(jnp.ones((3, 1000)))
-    assert jax.tree.leaves(sent)[0].dtype.itemsize == WIRES[wire].bytes_per_element == 2
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(sent)) <= 3 * 1000 * 2 + 3 * 4
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(sent)) == 3 * nbytes
 
 
 ODD = [
     ("zeros", [0, -0.0, 0]),
     ("one", [-3]),
     ("largest f32", [3.4e38, 1, -3.4e38]),
-    ("smallest normal", [SMALLEST_NORMAL, -SMALLEST_NORMAL]),
+    ("smallest normal", [TINY, -TINY]),
     ("next to overflow of a half", [65519, 65520, 65536]),
     ("infinity", [np.inf, 1, -np.inf]),
     ("nan", [np.nan, 1, 0]),
@@ -63,7 +63,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("wire", HALF_WIRES)
+@pytest.mark.parametrize("wire", ROUNDING_WIRES)
 @pytest.mark.parametrize(("name", "values"), ODD, ids=[name for name, _ in ODD])
 def test_odd_values_arrive_as_the_oracle_says(wire, name, values):
     x = np.array(values, np.float32)
@@ -73,9 +73,10 @@ def test_odd_values_arrive_as_the_oracle_says(wire, name, values):
     assert got.shape == x.shape
 
 
-def test_subnormal_numbers_lose_at_most_themselves():
+@pytest.mark.parametrize("wire", ["16", "8"])
+def test_subnormal_numbers_lose_at_most_themselves(wire):
     x = np.array([1e-40, -1e-45, 1e-39], np.float32)
-    assert (np.abs(roundtrip("16", x) - x.astype(np.float64)) <= SMALLEST_NORMAL).all()
+    assert (np.abs(roundtrip(wire, x) - x.astype(np.float64)) <= TINY).all()
 
 
 def test_an_infinity_does_not_drag_its_neighbours_along():
@@ -97,7 +98,33 @@ def test_jit_and_vmap_give_the_same_bits(wire):
         assert np.asarray(many(jnp.asarray(rows))).tobytes() == one.tobytes()
 
 
-@pytest.mark.parametrize("wire", HALF_WIRES)
+@pytest.mark.parametrize("n", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 1])
+def test_wire_8_is_off_by_a_253rd_of_the_largest_of_its_block(n):
+    x = normals(6, n) * np.exp2(np.arange(n) // BLOCK * 20 - 40).astype(np.float32)
+    got = roundtrip("8", x)
+    for begin in range(0, n, BLOCK):
+        block = slice(begin, begin + BLOCK)
+        assert (np.abs(got[block] - x[block].astype(np.float64)) <= np.abs(x[block]).max() / 253).all()
+    assert n == 1 or (got != x).any()
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 40])
+def test_on_wire_8_a_block_with_a_nan_or_an_infinity_is_nan_and_others_are_not(odd, place):
+    x = normals(7, 2 * BLOCK + 41)
+    x[place] = odd
+    expected = np.arange(len(x)) // BLOCK == place // BLOCK
+    assert (np.isnan(roundtrip("8", x)) == expected).all()
+
+
+def test_wire_8_multiplies_exactly():
+    """Else a fused multiply and add would give other bits than the two one after the other."""
+    multiples, scale = WIRES["8"].encode(jnp.asarray(normals(8, 16 * BLOCK)))
+    exact = np.asarray(multiples, np.float64).reshape(-1, BLOCK) * np.asarray(scale, np.float64)[:, None]
+    np.testing.assert_array_equal(roundtrip("8", normals(8, 16 * BLOCK)), exact.reshape(-1))
+
+
+@pytest.mark.parametrize("wire", ROUNDING_WIRES)
 def test_what_has_been_sent_once_is_sent_exactly_the_second_time(wire):
     once = roundtrip(wire, normals(4))
     assert roundtrip(wire, once).tobytes() == once.tobytes()
@@ -106,12 +133,11 @@ def test_what_has_been_sent_once_is_sent_exactly_the_second_time(wire):
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 
 
-@given(arrays(np.float32, 12, elements=finite), st.sampled_from(HALF_WIRES))
+@given(arrays(np.float32, 12, elements=finite), st.sampled_from(ROUNDING_WIRES))
 def test_any_finite_vector_arrives_within_half_a_step(x, wire):
-    largest = float(np.abs(x).max())
-    floor = 2.0**-39 * largest + SMALLEST_NORMAL if wire == "16" else SMALLEST_NORMAL
-    x = x[np.abs(x) < 3.38e38]  # bf16 rounds what is above to infinity, as f32 would at its own end
-    got = roundtrip(wire, np.resize(x, 12)) if x.size else np.zeros(12, np.float32)
-    wanted = np.resize(x, 12).astype(np.float64)
-    assert (np.abs(got - wanted) <= WIRES[wire].rounding * np.abs(wanted) + floor).all()
+    x = x[np.abs(x) < 3.38e38]  # bf16 and 8 round what is above to infinity, as f32 would at its own end
+    x = np.resize(x, 12) if x.size else np.zeros(12, np.float32)
+    got, wanted = roundtrip(wire, x), x.astype(np.float64)
+    rounding, floor = WIRE[wire]
+    assert (np.abs(got - wanted) <= rounding * np.abs(wanted) + floor * np.abs(wanted).max() + TINY).all()
     assert (np.sign(got) * np.sign(wanted) >= 0).all()

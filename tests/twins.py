@@ -15,7 +15,7 @@ that is rounded across 0, or across its neighbour in a pool, switches a gradient
 do, so `precisions` says "float64" only where m is a million.
 
     model = nnx_model(lambda rngs: no_dropout(Net(rngs)), name="net", input_shape=(32, 32, 3), classes=10)
-    twin = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), ToRows(), torch.nn.Linear(7200, 10))
+    twin = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch_zoo.ToRows(), torch.nn.Linear(7200, 10))
     check_twin(model, twin, [*weights("conv", "0"), *weights("logits", "2")])
 """
 
@@ -34,19 +34,14 @@ from flax import nnx
 from jaxmpi.model import Model
 
 pytest.importorskip("torch", reason="PyTorch twins need torch", exc_type=ImportError)
-import torch
+import torch  # pyright: ignore[reportMissingImports] # CI may do without it
+
+import torch_zoo
 
 Pairs = Iterable[tuple[str, str]]  # (path in params or model state, "/" between keys; name in the twin's state_dict)
 Tensors = dict[str, np.ndarray]  # by name, f64, in the layout of torch
 KEY = jax.random.key(0)
 UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}
-
-
-class ToRows(torch.nn.Module):
-    """[batch, channels, h, w] -> [batch, h w channels], the order in which the models flatten."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.permute(0, 2, 3, 1).flatten(1)
 
 
 class BatchNorm2d(torch.nn.BatchNorm2d):
@@ -85,11 +80,6 @@ def no_dropout(module: nnx.Module) -> Any:
     return module
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The twin's softmax cross-entropy of each example."""
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-
-
 class Case(NamedTuple):
     """What model and twin get: trees of f64 arrays in the layout of JAX."""
 
@@ -107,7 +97,7 @@ def check_twin(
     train: bool = False,
     batch: int = 2,
     loss: Callable[[Any, jax.Array], jax.Array] = optax.softmax_cross_entropy_with_integer_labels,
-    twin_loss: Callable[[Any, torch.Tensor], torch.Tensor] = cross_entropy,
+    twin_loss: Callable[[Any, torch.Tensor], torch.Tensor] = torch_zoo.cross_entropy,
     precisions: Sequence[str] = ("float64", "float32"),
 ) -> None:
     """Assert that model and twin agree: outputs, loss, gradients by params and image, model state after.

@@ -3,6 +3,7 @@
 A new source is one class and one row in `SOURCES`.
 """
 
+import hashlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ class Source(Protocol):
 
     `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
     prepared, and an int in [0, classes). A source may also have `where(i) -> str`, the name of
-    example i in errors.
+    example i in errors, and `digest() -> str`, what must be the same on all ranks beside the length.
     """
 
     name: str
@@ -221,6 +222,13 @@ class FolderSource:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def digest(self) -> str:
+        """SHA-256 of the classes' and files' names and the labels, which stands for the order of the examples."""
+        digest = hashlib.sha256("\0".join(self.names).encode())
+        for part in (self.blob, self.ends.tobytes(), self.labels.tobytes()):
+            digest.update(part)
+        return digest.hexdigest()
+
     def where(self, index: int) -> str:
         """The path of file `index`."""
         name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]])
@@ -269,11 +277,11 @@ def imagefolder(config: Data, split: str) -> Source:
     base = data_dir(config)
     check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")
     root = os.path.join(base, _split_name(config, split))
+    there = ", ".join(_folders(base)[:8]) or "none" if os.path.isdir(base) else "it does not exist"
     check(
         os.path.isdir(root),
         f"imagefolder: no folder {root}; expected {_LAYOUT}. "
-        f"Folders in {base}: {', '.join(_folders(base)[:8]) if os.path.isdir(base) else 'it does not exist'}; "
-        f"name the right one with --data.{split}-split",
+        f"Folders in {base}: {there}; name the right one with --data.{split}-split",
     )
     train = os.path.join(base, config.train_split)
     classes = _folders(train if os.path.isdir(train) else root)

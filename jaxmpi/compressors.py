@@ -1,0 +1,228 @@
+"""What travels of a whole tree where even 8 bits are too much: less than the gradients, the rest kept for later.
+
+A compressor has state: the error that each worker still owes the others, which it adds to its next gradients. So what
+has been sent over many steps comes to what was meant. `exchange` has no state and refuses compressors;
+`exchange_gradients` keeps theirs. One function and one row of the table each.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmpi import strategies
+from jaxmpi.config import UsageError, check, nearest
+from jaxmpi.strategies import Strategy
+from jaxmpi.wires import Wire
+
+PyTree = Any
+EXACT = lax.Precision.HIGHEST  # else a GPU multiplies matrices of f32 with fewer bits
+ROWS = 512
+
+
+class Peers(NamedTuple):
+    """What a compressor may ask of the other workers."""
+
+    mean: Callable[[PyTree], PyTree]  # of a tree, by the chosen strategy and wire, the same bits on all
+    rows: Callable[[PyTree], PyTree]  # leaves [...] of all workers as [w, ...], in rank order
+    wire: Wire
+
+
+class Compressor(NamedTuple):
+    """Two pure functions.
+
+    `init(params) -> state`; `compress(grads, state, peers) -> (grads, state)`: this worker's gradients in, what stands
+    for their mean over workers out, with the shapes and dtypes of grads, bitwise equal on all workers.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    compress: Callable[[PyTree, PyTree, Peers], tuple[PyTree, PyTree]]
+
+
+class LowRankState(NamedTuple):
+    """Trees like params, with None where a leaf travels whole."""
+
+    error: PyTree  # f32[n, m], each worker's own
+    q: PyTree  # f32[m, r], equal on all workers
+
+
+def lowrank(rank: int) -> Compressor:
+    """PowerSGD: of each matrix two thin factors travel, found by one step of power iteration from the last ones.
+
+    M_i = G_i + E_i ;  P = orth((1/w) sum_i M_i Q) ;  Q = (1/w) sum_i M_i^T P ;  sent: P Q^T ;  E_i <- M_i - P P^T M_i
+
+    A leaf [..., m] is taken as the matrix [n, m]. Leaves of fewer than two axes, and those for which r (n + m) floats
+    would be no saving, travel whole. Orthonormal columns come from a QR factorization, which gives a direction even
+    where P has lost one.
+    Communicates: two means. Vogels et al. 2019, algorithms 1 and 2.
+    """
+
+    def is_thin(leaf: jax.Array) -> bool:
+        n, m = matrix_shape(leaf)
+        return leaf.ndim >= 2 and rank * (n + m) < n * m
+
+    def init(params: PyTree) -> LowRankState:
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
+        error = [jnp.zeros(matrix_shape(leaf), jnp.float32) if is_thin(leaf) else None for leaf in leaves]
+        q = [
+            jax.random.normal(key, (leaf.shape[-1], rank), jnp.float32) if is_thin(leaf) else None
+            for key, leaf in zip(keys, leaves, strict=False)
+        ]
+        return LowRankState(jax.tree.unflatten(structure, error), jax.tree.unflatten(structure, q))
+
+    def compress(grads: PyTree, state: LowRankState, peers: Peers) -> tuple[PyTree, LowRankState]:
+        leaves, structure = jax.tree.flatten(grads)
+        error, q = structure.flatten_up_to(state.error), structure.flatten_up_to(state.q)
+        meant = {i: leaves[i].astype(jnp.float32).reshape(e.shape) + e for i, e in enumerate(error) if e is not None}
+        whole = {i: leaf for i, leaf in enumerate(leaves) if i not in meant}
+        p, out = peers.mean(({i: dot(m, q[i]) for i, m in meant.items()}, whole))
+        basis = {i: jnp.linalg.qr(columns)[0] for i, columns in p.items()}
+        mine = {i: transposed_dot(m, basis[i]) for i, m in meant.items()}
+        for i, mean in peers.mean(mine).items():
+            out[i] = dot(basis[i], mean.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
+            error[i], q[i] = meant[i] - dot(basis[i], mine[i].T), mean
+        state = LowRankState(jax.tree.unflatten(structure, error), jax.tree.unflatten(structure, q))
+        return jax.tree.unflatten(structure, [out[i] for i in range(len(leaves))]), state
+
+    return Compressor(init, compress)
+
+
+def matrix_shape(leaf: jax.Array) -> tuple[int, int]:
+    """[..., m] as rows of m."""
+    return math.prod(leaf.shape[:-1]), (leaf.shape or (1,))[-1]
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """f32[n, k] times f32[k, m]."""
+    return jnp.matmul(a, b, precision=EXACT)
+
+
+def transposed_dot(m: jax.Array, basis: jax.Array) -> jax.Array:
+    """f32[n, m]^T times f32[n, r], a block of rows at a time: whole, XLA:CPU would first copy M into another order."""
+    size = min(ROWS, len(m))
+    blocks = len(m) // size
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        rows, columns = (lax.dynamic_slice_in_dim(x, i * size, size) for x in (m, basis))
+        return total + dot(columns.T, rows)
+
+    rest = dot(basis[blocks * size :].T, m[blocks * size :])
+    return lax.fori_loop(0, blocks, add, rest).T
+
+
+class TopKState(NamedTuple):
+    """A tree like params, with None where a leaf travels whole."""
+
+    error: PyTree  # f32[n], each worker's own
+
+
+def topk(percent: float) -> Compressor:
+    """Of each leaf only the largest entries travel, k = ceil(p n / 100) of n by magnitude, with their indices.
+
+    m_i = g_i + e_i ;  s_i = the k largest of m_i ;  sent: (1/w) sum_i s_i ;  e_i <- m_i - s_i
+
+    The values go over the wire, and what it rounds off stays in e_i as well. Leaves for which k values and k indices
+    would be no saving travel whole. Sums are in rank order.
+    Communicates: an allgather of 8 bytes an entry (wire 32), one mean of what travels whole.
+    Stich et al. 2018, algorithm 1.
+    """
+
+    def count(leaf: jax.Array) -> int:
+        return math.ceil(percent / 100 * leaf.size)
+
+    def is_sparse(leaf: jax.Array) -> bool:
+        return 2 * count(leaf) < leaf.size < 2**31
+
+    def init(params: PyTree) -> TopKState:
+        return TopKState(
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.size, jnp.float32) if is_sparse(leaf) else None, params)
+        )
+
+    def compress(grads: PyTree, state: TopKState, peers: Peers) -> tuple[PyTree, TopKState]:
+        leaves, structure = jax.tree.flatten(grads)
+        error = structure.flatten_up_to(state.error)
+        meant = {i: leaves[i].astype(jnp.float32).reshape(-1) + e for i, e in enumerate(error) if e is not None}
+        out = peers.mean({i: leaf for i, leaf in enumerate(leaves) if i not in meant})
+        totals, owed = share_largest(meant, {i: count(leaves[i]) for i in meant}, peers)
+        for i in meant:
+            out[i], error[i] = totals[i].reshape(leaves[i].shape).astype(leaves[i].dtype), owed[i]
+        state = TopKState(jax.tree.unflatten(structure, error))
+        return jax.tree.unflatten(structure, [out[i] for i in range(len(leaves))]), state
+
+    return Compressor(init, compress)
+
+
+def share_largest(
+    meant: dict[int, jax.Array], counts: dict[int, int], peers: Peers
+) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+    """Of each f32[n] the mean over workers of what each sent, and what this one kept; one message for all of them."""
+    if not meant:
+        return {}, {}
+    places = {i: lax.top_k(jnp.abs(m), counts[i])[1] for i, m in meant.items()}
+    sent = peers.wire.encode(jnp.concatenate([m[places[i]] for i, m in meant.items()]))
+    all_places, all_sent = peers.rows((jnp.concatenate(list(places.values())), sent))
+    own, all_values = peers.wire.decode(sent), peers.wire.decode(all_sent)
+    totals, owed, end = {}, {}, 0
+    for i, m in meant.items():
+        part = slice(end, end := end + counts[i])
+        totals[i] = add_sparse(all_places[:, part], all_values[:, part], m.size) / len(all_places)
+        owed[i] = m.at[places[i]].add(-own[part], unique_indices=True)
+    return totals, owed
+
+
+def add_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
+    """f32[n]: the sum of i32[w, k] places and f32[w, k] values, worker after worker."""
+
+    def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total.at[row[0]].add(row[1], unique_indices=True), None
+
+    return lax.scan(add, jnp.zeros(n, jnp.float32), (places, values))[0]
+
+
+# ---------------------------------------------------------------- the table
+
+
+class Row(NamedTuple):
+    """A compressor, by the number after its name."""
+
+    make: Callable[[str], Compressor]
+    number: str  # a pattern
+    expected: str  # the same in words, for the error
+
+
+COMPRESSORS: dict[str, Row] = {
+    "lowrank<r>": Row(lambda r: lowrank(int(r)), r"[1-9]\d*", "a rank from 1 on, as in lowrank4"),
+    "topk<p>": Row(
+        lambda p: topk(float(p)),
+        r"(?=.*[1-9])[0-4]?\d(\.\d+)?",
+        "a percentage above 0 and below 50, as in topk1 or topk0.1",
+    ),
+}
+STEMS = {name.partition("<")[0]: row for name, row in COMPRESSORS.items()}
+
+
+def is_compressor(spelling: str) -> bool:
+    """Whether it is spelled as one, rightly or not."""
+    return "/" in spelling or spelling.startswith(tuple(STEMS))
+
+
+def parse(spelling: str) -> tuple[Compressor, Strategy]:
+    """`compressor/strategy` as both, such as `lowrank4/ring16`; asa32 where only the compressor is given.
+
+    Raises:
+        UsageError: an unknown compressor or strategy, a number that the compressor cannot take, or strategy none.
+    """
+    name, _, rest = spelling.partition("/")
+    strategy = strategies.parse(rest or "asa32")
+    check(strategy.name != "none:32", f"got {spelling!r}; strategy none exchanges nothing, compressed or not")
+    stem = next((stem for stem in STEMS if name.startswith(stem)), "")
+    if not stem:
+        raise UsageError(f"unknown compressor {name!r}; {nearest(name, COMPRESSORS)}")
+    row, number = STEMS[stem], name.removeprefix(stem)
+    check(re.fullmatch(row.number, number) is not None, f"got compressor {name!r}; expected {row.expected}")
+    return row.make(number), strategy

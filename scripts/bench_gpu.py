@@ -1,0 +1,477 @@
+"""The zoo on one GPU beside PyTorch twins: images a second, memory, a step's parts; and which rank has which device.
+
+    python scripts/bench_gpu.py [--models resnet50 vgg16] [--dtypes float32 bfloat16] [--batch 128] [--out FILE]
+    python scripts/bench_gpu.py --dry
+
+jaxmpi is the trainer's own step with one worker. PyTorch is the twin of tests/torch_zoo.py with the same layers,
+channels_last, under torch.compile, with fused SGD, batches in pinned memory and TF32 allowed, as XLA allows it. Both
+sides have the same batches and SGD with momentum; params are float32, forward and backward run in the dtype of the
+row. Each side is a process, and they take turns, part by part, round by round. Batches are made beforehand: the loader
+is in no figure. FILE.json holds all, FILE.md the tables; both are written after every row. Where there is no GPU, the
+exit code is 77. With --dry all runs on the CPU at tiny size, which checks this script and measures nothing.
+
+- step: images in host memory to new params; loss read one step late. Its images a second are compared.
+- to device: the copy of a batch, alone, until it is there.
+- forward, forward+backward: in training, from a batch on the device; alone, so forward keeps nothing for backward.
+- update: the optimizer alone.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from zoo_steps import ALONE, recipe, step_memory
+
+import jaxmpi
+from jaxmpi import experiment, launch, runtime, train
+from jaxmpi.config import Experiment, TrainingError, UsageError
+from jaxmpi.processes import processes
+from jaxmpi.step import Batch
+from jaxmpi.workers import put
+from models import MODELS
+
+NO_GPU = 77  # what test suites take for "skipped"
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = ("float32", "bfloat16")
+PARTS = ("step", "to device", "forward", "forward+backward", "update")
+SETTLE = 2  # rounds not counted: in the first, programs are compiled
+BATCHES = 4  # in host memory, taken in turn
+SIZES = {  # of a measurement: dry or not
+    False: {
+        "models": ["alexnet", "vgg16", "vgg19", "googlenet", "googlenetbn", "resnet18", "resnet50"],
+        "batch": 128,
+        "rounds": 20,
+        "steps": 10,
+    },
+    True: {"models": ["alexnet_tiny", "resnet18_tiny"], "batch": 4, "rounds": 3, "steps": 1},
+}
+TORCH_MODES = ("default", "reduce-overhead", "max-autotune")
+Run = Callable[[int], None]  # does a part so many times and waits for the last
+
+
+def config_of(model: str, dtype: str, batch: int) -> Experiment:
+    """What both sides train."""
+    return recipe(model, local_batch=batch, compute_dtype=dtype)
+
+
+def host_batches(config: Experiment) -> list[Batch]:
+    """The first batches of the trainer's loader."""
+    return list(itertools.islice(train.make_plan(config, ALONE).feed.batches(), BATCHES))
+
+
+# ---------------------------------------------------------------- the two sides
+
+
+class Jaxmpi:
+    """The trainer's step, and the functions it is made of."""
+
+    def __init__(self, config: Experiment, options: argparse.Namespace) -> None:
+        plan = train.make_plan(config, ALONE)
+        self.config, self.functions = config, train.build_functions(config, ALONE, plan)
+        self.state = put(train.initial_states(config, ALONE, self.functions.rule), ALONE)
+        batches = host_batches(config)
+        self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
+        local_gradients, _ = train.pieces(config, ALONE)
+        self.gradients = jax.jit(local_gradients)
+        self.forward = jax.jit(lambda *args: local_gradients(*args)[1:])  # XLA leaves out what only gradients need
+        self.update = jax.jit(self.functions.rule.update)
+        self.parts: dict[str, Run] = {
+            "step": self.steps,
+            "to device": self.times(lambda: jax.device_put(next(self.batches)), wait_each=True),
+            "forward": self.times(lambda: self.forward(*self.arguments())),
+            "forward+backward": self.times(lambda: self.gradients(*self.arguments())),
+            "update": self.times(self.one_update),
+        }
+
+    def steps(self, n: int) -> None:
+        """The loop of `jaxmpi.train`, without log, evaluation and checkpoints."""
+        late = []
+        for _ in range(n):
+            self.state, metrics = self.functions.train_step(self.state, next(self.batches))
+            late.append(metrics.loss)
+            if len(late) > 1:
+                read(float(late.pop(0)))
+        jax.block_until_ready(self.state)
+        read(float(late[0]))
+
+    def arguments(self) -> tuple:
+        """Of `local_gradients`."""
+        state = self.state
+        return state.params, state.model_state, self.batch, state.key, state.step
+
+    def one_update(self) -> Any:
+        """With params as gradients: the values do not matter."""
+        return self.update(self.state.params, self.state.rule_state, self.state.params)
+
+    @staticmethod
+    def times(call: Callable[[], Any], wait_each: bool = False) -> Run:
+        """A part from a function that returns before the device is done."""
+
+        def run(n: int) -> None:
+            result = None
+            for _ in range(n):
+                result = call()
+                if wait_each:
+                    jax.block_until_ready(result)
+            jax.block_until_ready(result)
+
+        return run
+
+    def peak_bytes(self) -> int:
+        """The most that was in use since the start; on a CPU, which does not count, what XLA plans for the step."""
+        counted = jax.local_devices()[0].memory_stats() or {}
+        return counted.get("peak_bytes_in_use") or step_memory(self.config).total
+
+
+class Torch:
+    """The twin, as a user of PyTorch trains it."""
+
+    def __init__(self, config: Experiment, options: argparse.Namespace) -> None:
+        sys.path.append(str(ROOT / "tests"))  # which is no package
+        torch, torch_zoo = (importlib.import_module(name) for name in ("torch", "torch_zoo"))
+        self.torch, self.on_gpu = torch, not options.dry
+        self.device = torch.device("cuda" if self.on_gpu else "cpu")
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+        twin = torch_zoo.TWINS[config.model.name]().to(self.device, memory_format=torch.channels_last).train()
+        self.optimizer = torch.optim.SGD(twin.parameters(), config.optim.lr, config.optim.momentum, fused=self.on_gpu)
+        mean, std = (torch.tensor(x, device=self.device) for x in (config.data.mean, config.data.std))
+
+        def loss_of(image: Any, label: Any) -> Any:
+            pixels = ((image.float() / 255 - mean) / std).permute(0, 3, 1, 2)  # channels_last in memory already
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=config.compute_dtype == "bfloat16"):
+                return torch_zoo.with_heads(twin(pixels), label).mean()
+
+        how = {"mode": options.torch_mode} if self.on_gpu else {"backend": "eager"}  # which needs no compiler
+        self.loss = torch.compile(loss_of, **how)
+        batches = [self.tensors(batch) for batch in host_batches(config)]
+        self.batches, self.batch = itertools.cycle(batches), self.to_device(batches[0])
+        self.parts: dict[str, Run] = {
+            "step": self.steps,
+            "to device": self.times(lambda: (self.to_device(next(self.batches)), self.wait())),
+            "forward": self.times(self.forward),
+            "forward+backward": self.times(self.gradients),
+            "update": self.times(self.optimizer.step),
+        }
+
+    def tensors(self, batch: Batch) -> tuple[Any, Any]:
+        """Image and label in host memory, pinned where there is a GPU."""
+        pair = (self.torch.tensor(batch["image"]), self.torch.tensor(batch["label"]).long())
+        return (pair[0].pin_memory(), pair[1].pin_memory()) if self.on_gpu else pair
+
+    def to_device(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """A batch on its way."""
+        return batch[0].to(self.device, non_blocking=True), batch[1].to(self.device, non_blocking=True)
+
+    def steps(self, n: int) -> None:
+        """The usual loop; the loss is read one step late here too."""
+        late = []
+        for _ in range(n):
+            late.append(self.gradients(self.to_device(next(self.batches))))
+            self.optimizer.step()
+            if len(late) > 1:
+                read(late.pop(0).item())
+        self.wait()
+        read(late[0].item())
+
+    def forward(self) -> None:
+        """In training, without what backward needs."""
+        with self.torch.no_grad():
+            self.loss(*self.batch)
+
+    def gradients(self, batch: tuple[Any, Any] | None = None) -> Any:
+        """New gradients of all params; the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(*(batch or self.batch))
+        loss.backward()
+        return loss.detach()
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.on_gpu:
+            self.torch.cuda.synchronize()
+
+    def times(self, call: Callable[[], Any]) -> Run:
+        """A part from a function that returns before the device is done."""
+
+        def run(n: int) -> None:
+            for _ in range(n):
+                call()
+            self.wait()
+
+        return run
+
+    def peak_bytes(self) -> int:
+        """The most that was in use in two steps; 0 on a CPU, which does not count."""
+        if not self.on_gpu:
+            return 0
+        self.torch.cuda.reset_peak_memory_stats()
+        self.steps(2)
+        return self.torch.cuda.max_memory_allocated()
+
+
+SIDES = {"jaxmpi": Jaxmpi, "torch": Torch}
+
+
+def read(loss: float) -> None:
+    """Look at a loss, as a trainer does.
+
+    Raises:
+        TrainingError: it is not finite.
+    """
+    if not np.isfinite(loss):
+        raise TrainingError(f"got loss {loss}; expected a finite one")
+
+
+def serve(name: str, options: argparse.Namespace) -> None:
+    """Be a side: a line `[part, times]` comes in, seconds go out; `["peak bytes", 0]` asks for bytes."""
+    side = SIDES[name](config_of(options.models[0], options.dtypes[0], options.batch), options)
+    for line in sys.stdin:
+        part, times = json.loads(line)
+        begin = time.perf_counter()
+        answer = side.peak_bytes() if part == "peak bytes" else side.parts[part](times)
+        print(json.dumps(answer or time.perf_counter() - begin), flush=True)
+
+
+# ---------------------------------------------------------------- taking turns
+
+
+@contextlib.contextmanager
+def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[str, int], float]]:
+    """A side as a process; gives `ask(part, times)`."""
+    sizes = ["--models", model, "--dtypes", dtype, "--batch", str(options.batch), "--torch-mode", options.torch_mode]
+    line = [sys.executable, __file__, "--side", name, *sizes, *["--dry"] * options.dry]
+    env, pipe = environment(name, options.dry), subprocess.PIPE
+    side = subprocess.Popen(line, bufsize=0, env=env, stdin=pipe, stdout=pipe)
+    assert side.stdin is not None
+    assert side.stdout is not None
+    questions, answers = side.stdin, side.stdout
+
+    def ask(part: str, times: int) -> float:
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            questions.write(json.dumps([part, times]).encode() + b"\n")
+        answer = answers.readline()
+        if not answer:
+            raise ChildProcessError(f"{name} ended in {part} with code {side.wait()}; its message is above")
+        return json.loads(answer)
+
+    with side:
+        try:
+            yield ask
+        finally:
+            side.kill() if sys.exc_info()[0] else questions.close()
+
+
+def environment(name: str, dry: bool) -> dict[str, str]:
+    """The two share the GPU, so JAX must not take three quarters at once; PyTorch's side reads batches by JAX's CPU."""
+    on_cpu = {"JAX_PLATFORMS": "cpu"} if dry or name == "torch" else {}
+    return os.environ | on_cpu | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def measure(model: str, dtype: str, options: argparse.Namespace, sides: list[str]) -> dict[str, Any]:
+    """All parts of a model on the sides in turn: seconds a time by part and side, and peak bytes by side."""
+    with started("jaxmpi", model, dtype, options) as ask:
+        ask("step", 1)  # compiles, and tries algorithms in memory of their own; the next start reads the program
+    with contextlib.ExitStack() as stack:
+        asks = {name: stack.enter_context(started(name, model, dtype, options)) for name in sides}
+        for ask in asks.values():
+            ask("step", SETTLE)
+        peak = {name: int(ask("peak bytes", 0)) for name, ask in asks.items()}
+        seconds: dict[str, dict[str, list[float]]] = {part: {name: [] for name in sides} for part in PARTS}
+        for turn in range(options.rounds + SETTLE):
+            for part, name in itertools.product(PARTS, sides if turn % 2 else sides[::-1]):
+                seconds[part][name].append(asks[name](part, options.steps) / options.steps)
+    counted = {part: {name: values[SETTLE:] for name, values in of.items()} for part, of in seconds.items()}
+    return {"model": model, "dtype": dtype, "batch": options.batch, "seconds": counted, "peak_bytes": peak}
+
+
+# ---------------------------------------------------------------- tables
+
+
+def quartiles(values: Any, form: str = ",.0f") -> str:
+    """Median and quartiles."""
+    middle, low, high = np.percentile(values, (50, 25, 75))
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def speed_row(row: dict[str, Any]) -> list[str]:
+    """Images a second and memory of both sides, and the ratio of each round."""
+    steps = {name: np.array(values) for name, values in row["seconds"]["step"].items()}
+    cells = [row["model"], row["dtype"], str(row["batch"])]
+    cells += [quartiles(row["batch"] / steps[name]) if name in steps else "-" for name in SIDES]
+    cells.append(quartiles(steps["torch"] / steps["jaxmpi"], ".2f") if "torch" in steps else "-")
+    peak = row["peak_bytes"]
+    return cells + [f"{peak[name] / 1e9:.3g}" if peak.get(name) else "-" for name in SIDES]
+
+
+def parts_rows(row: dict[str, Any]) -> Iterator[list[str]]:
+    """Milliseconds by part, a row a side."""
+    for name in row["seconds"]["step"]:
+        times = [quartiles(1e3 * np.array(row["seconds"][part][name]), ".2f") for part in PARTS]
+        yield [row["model"], row["dtype"], name, *times]
+
+
+SPEED = ("model", "dtype", "batch", "jaxmpi images/s", "torch images/s", "jaxmpi / torch", "jaxmpi GB", "torch GB")
+
+
+def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """All tables."""
+    head = [f"- {name}: {value}" for name, value in facts.items()]
+    speed = table(SPEED, [speed_row(row) for row in rows])
+    parts = table(("model", "dtype", "ms", *PARTS), [cells for row in rows for cells in parts_rows(row)])
+    return "\n".join([*head, "", *speed, "", *parts, ""])
+
+
+def table(headings: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
+
+
+# ---------------------------------------------------------------- which rank has which device
+
+
+def show_devices() -> None:
+    """Be a rank: rank 0 prints a line for every rank, after an exchange on these devices."""
+    control, comm = processes(), jaxmpi.world()
+    with runtime.at_work():
+        total = jaxmpi.exchange(np.full(1, control.rank + 1, np.float32), "asa32", op="sum", comm=comm)
+        device = jax.local_devices()[0]
+        limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+        mine = [
+            f"rank {control.rank}, local rank {control.local_rank}: {device.device_kind} {device.local_hardware_id}",
+            f"share of memory {os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', 'not set')}, {limit / 1e9:.1f} GB",
+            f"{runtime.cores()} cores",
+            f"sum of ranks + 1: {float(total[0]):g}",
+        ]
+        lines = control.gather("; ".join(mine))
+        if control.rank == 0:
+            print("\n".join(lines), flush=True)
+        control.barrier()
+
+
+def devices_of_ranks(options: argparse.Namespace) -> list[str]:
+    """What the ranks of one job say."""
+    line = launch.mpirun(launch.Options(options.ranks, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    env = os.environ | ({"JAX_PLATFORMS": "cpu"} if options.dry else {})
+    job = subprocess.run(
+        [*line, sys.executable, __file__, "--side", "rank"], env=env, stdout=subprocess.PIPE, text=True
+    )
+    if job.returncode:
+        raise ChildProcessError(f"the job of {options.ranks} ranks ended with code {job.returncode}")
+    return [text for text in job.stdout.splitlines() if text.startswith("rank ")]
+
+
+# ---------------------------------------------------------------- all of it
+
+PROBES = {
+    "jax": "import jax; d = jax.devices()[0]; print(d.platform if d.platform == 'cpu' else d.device_kind)",
+    "torch": "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu')",
+}
+
+
+def probe(package: str, dry: bool) -> str:
+    """The device that a package would use, asked in a process of its own; "cpu", or empty where it is missing."""
+    env = os.environ | ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
+    asked = subprocess.run([sys.executable, "-c", PROBES[package]], env=env, capture_output=True, text=True)
+    return asked.stdout.strip()
+
+
+def machine(dry: bool) -> dict[str, Any]:
+    """Device, driver, processor and versions."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    has_driver = not dry and shutil.which(query[0])
+    card = subprocess.run(query, capture_output=True, text=True).stdout.strip() if has_driver else ""
+    more = {
+        name: package.version
+        for package in importlib.metadata.distributions()
+        if (name := package.name.lower()).startswith(("torch", "jax-cuda", "nvidia-cud", "nvidia-nccl", "triton"))
+    }
+    found = {**experiment.versions(), **dict(sorted(more.items()))}
+    return {
+        "GPU, driver, memory": card or "none used: nothing here is a measurement",
+        "machine": f"{platform.machine()}, {runtime.cores()} cores, {platform.system()} {platform.release()}",
+        "commit": experiment.commit(ROOT),
+        "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
+    }
+
+
+def parse() -> argparse.Namespace:
+    """Options; sizes by default for a GPU, or tiny."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choices = [name for name in MODELS if not name.startswith("digits")]
+    parser.add_argument("--models", nargs="+", choices=choices, help="default: the zoo but ResNet-101 and 152")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--batch", type=int, help="examples of a step, 128 by default; fewer need less memory")
+    parser.add_argument("--rounds", type=int, help="turns of every part, 20 by default")
+    parser.add_argument("--steps", type=int, help="of a turn, 10 by default")
+    parser.add_argument("--torch-mode", choices=TORCH_MODES, default="default", help="mode of torch.compile")
+    parser.add_argument("--ranks", type=int, default=2, help="of the job that shows which rank has which device")
+    parser.add_argument("--out", type=Path, help="FILE.json and FILE.md")
+    parser.add_argument("--dry", action="store_true", help="all of it on the CPU at tiny size, in about a minute")
+    parser.add_argument("--side", choices=[*SIDES, "rank"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for name, value in SIZES[options.dry].items():
+        setattr(options, name, getattr(options, name) or value)
+    return options
+
+
+def run_all(options: argparse.Namespace) -> int:
+    """Devices, then every model in every dtype; the exit code."""
+    device = probe("jax", options.dry)
+    if device == "cpu" and not options.dry:
+        print(
+            "bench_gpu.py: no GPU: JAX sees a CPU only (`uv sync --extra cuda` installs it for GPUs); --dry needs none"
+        )
+        return NO_GPU
+    theirs = probe("torch", options.dry)
+    if not theirs or (theirs == "cpu" and not options.dry):
+        print(f"PyTorch {'sees no GPU' if theirs else 'is not installed'}: its columns stay empty")
+    sides = list(SIDES) if theirs and (options.dry or theirs != "cpu") else ["jaxmpi"]
+    facts, rows, failed = machine(options.dry), [], []
+    try:
+        facts |= {f"device {i}": line for i, line in enumerate(devices_of_ranks(options))}
+    except (ChildProcessError, UsageError) as error:  # without MPI, or one for GPUs, one GPU can be measured still
+        failed.append(f"devices of ranks: {error}")
+    for model, dtype in itertools.product(options.models, options.dtypes):
+        try:
+            rows.append(measure(model, dtype, options, sides))
+        except ChildProcessError as error:
+            failed.append(f"{model}, {dtype}: {error}")  # out of memory, most likely: the others go on
+            continue
+        print(" | ".join(speed_row(rows[-1])), flush=True)
+        if options.out:
+            options.out.with_suffix(".json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
+            options.out.with_suffix(".md").write_text(markdown(facts, rows))
+    print("\n" + markdown(facts, rows) + "\n".join(failed))
+    return 1 if failed else 0
+
+
+def main() -> None:
+    """Without --side: start the sides and print. With it: be one, or a rank."""
+    options = parse()
+    if options.side is None:
+        sys.exit(run_all(options))
+    runtime.install_excepthooks()
+    runtime.prepare()
+    if options.side == "rank":
+        show_devices()
+    else:
+        serve(options.side, options)
+
+
+if __name__ == "__main__":
+    main()

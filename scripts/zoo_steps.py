@@ -1,0 +1,202 @@
+"""Three steps of every model under mpirun, by the trainer's own functions, and the memory of a step.
+
+    python scripts/zoo_steps.py [-n 2] [--local-batch 8] [--models vgg16 resnet50] [--json FILE]
+    python scripts/zoo_steps.py --tiny
+
+At full size every model has a job of its own, one after the other, on made-up images; the tiny variants share a job, on
+digits. The losses must be finite, and losses and params the same on all ranks after every step, bit for bit; else the
+job ends with an error. Printed are the mean losses of the steps, seconds of the last one, and, at full size, memory:
+
+- step: what XLA plans for the step of one worker, by itself, in one program: params, optimizer state, model state and
+  batch, and on top what is alive between them (activations, gradients, scratch). No other load changes it.
+- peak of a rank: the most memory that the process held, so Python, MPI, compiler and the buffers of the exchange too.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import launch, runtime, train
+from jaxmpi.comm import SoloComm
+from jaxmpi.config import Data, Experiment, Optim, TrainingError
+from jaxmpi.processes import SoloProcesses, processes
+from jaxmpi.state import create
+from jaxmpi.workers import Workers, gather_workers, put
+from models import MODELS
+from models.googlenet import googlenet_loss
+
+TINY = [name for name in MODELS if name.endswith("_tiny")]
+FULL = [name for name in MODELS if name not in TINY and name != "digits_cnn"]
+ALONE = Workers(SoloComm(), SoloProcesses(), (0,), None)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+
+
+def recipe(name: str, **fields: Any) -> Experiment:
+    """A model with its loss, SGD with momentum, and data: made-up images for 1000 classes, digits for 10."""
+    model = MODELS[name]()
+    size, _, channels = model.input_shape
+    data = Data(
+        source="synthetic" if model.classes == 1000 else "digits",
+        resize=size,
+        channels=channels,
+        mean=MEAN[:channels],
+        std=STD[:channels],
+    )
+    loss = googlenet_loss if name.startswith("googlenet") else None
+    return Experiment(model=model, loss=loss, data=data, optim=Optim("momentum", lr_scaling="none"), **fields)
+
+
+# ---------------------------------------------------------------- inside a job
+
+
+def run_job(names: list[str], local_batch: int, steps: int, folder: Path) -> None:
+    """Be a rank: train the models one after another; FOLDER/<model>.<rank>.json holds what came of it."""
+    workers = gather_workers(1)
+    with runtime.at_work():
+        for name in names:
+            runtime.doing(name)
+            row = steps_of(name, local_batch, steps, workers)
+            (folder / f"{name}.{workers.processes.rank}.json").write_text(json.dumps(row))
+        workers.processes.barrier()
+
+
+def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[str, Any]:
+    """The first steps of a model: loss and seconds of each, hashes of this rank's params before and after.
+
+    Raises:
+        TrainingError: a loss is not finite.
+        UsageError: the params of ranks differ.
+    """
+    config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
+    plan = train.make_plan(config, workers)
+    functions = train.build_functions(config, workers, plan)
+    state = put(train.initial_states(config, workers, functions.rule), workers)
+    digests, losses, seconds = [train.tree_digest(state.params)], [], []
+    for batch in plan.feed.batches(0, steps):
+        begin = time.perf_counter()
+        state, metrics = functions.train_step(state, batch)
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - begin)
+        loss, count = workers.processes.sum(np.array([metrics.loss, metrics.count]))
+        losses.append(float(loss / count))
+        digests.append(train.tree_digest(state.params))
+        if not math.isfinite(losses[-1]):
+            raise TrainingError(f"{name}: got loss {losses[-1]} at step {len(losses)}; expected a finite one")
+        workers.processes.same(f"{name} after step {len(losses)}", {"loss": losses[-1], "params": digests[-1]})
+    return {"losses": losses, "seconds": seconds, "params": digests, "peak_rss": peak_rss()}
+
+
+def peak_rss() -> int:
+    """Bytes: the most that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ---------------------------------------------------------------- outside
+
+
+class StepMemory(NamedTuple):
+    """Bytes of one worker's step."""
+
+    params: int
+    kept: int  # params, optimizer state, model state and batch
+    temporary: int  # activations, gradients, scratch
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.kept + self.temporary
+
+
+def step_memory(config: Experiment) -> StepMemory:
+    """What XLA plans for the step of one worker on this backend; compiles, but allocates nothing."""
+    plan = train.make_plan(config, ALONE)
+    functions = train.build_functions(config, ALONE, plan)
+    image = jax.ShapeDtypeStruct((1, *config.model.input_shape), jnp.float32)
+    params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), image)
+    rule_state = jax.eval_shape(functions.rule.init, params)
+    state = create(params, model_state, rule_state, seed=0, worker=0)
+    step: Any = functions.train_step
+    planned = step.lower(state, next(plan.feed.batches())).compile().memory_analysis()
+    made = planned.output_size_in_bytes - planned.alias_size_in_bytes  # outputs that take no argument's place
+    return StepMemory(
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)),
+        planned.argument_size_in_bytes,
+        planned.temp_size_in_bytes + made,
+    )
+
+
+def start_job(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Run one job; model to what its ranks wrote."""
+    line = launch.mpirun(launch.Options(options.n, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = ["--local-batch", str(options.local_batch), "--steps", str(options.steps)]
+        script = [sys.executable, __file__, "--models", *names, *sizes, "--folder", folder]
+        if subprocess.run([*line, *script]).returncode:
+            raise SystemExit(f"zoo_steps.py: the job of {', '.join(names)} failed; its message is above")
+        return {
+            name: [json.loads((Path(folder) / f"{name}.{rank}.json").read_text()) for rank in range(options.n)]
+            for name in names
+        }
+
+
+HEADINGS = ("model", "losses", "s a step", "params MB", "kept MB", "temporary MB", "step MB", "peak of a rank MB")
+
+
+def cells(name: str, ranks: list[dict[str, Any]], memory: StepMemory | None) -> list[str]:
+    """A row of the table."""
+    losses = " ".join(f"{loss:.3f}" for loss in ranks[0]["losses"])
+    sizes = (memory.params, memory.kept, memory.temporary, memory.total) if memory else ()
+    planned = [f"{size / 1e6:,.0f}" for size in sizes] or ["-"] * 4
+    peak = max(row["peak_rss"] for row in ranks)
+    return [name, losses, f"{ranks[0]['seconds'][-1]:.2f}", *planned, f"{peak / 1e6:,.0f}"]
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Every model in turn; a line of a Markdown table as soon as it is done."""
+    names = options.models or (TINY if options.tiny else FULL)
+    result: dict[str, Any] = {}
+    print(f"{options.n} ranks, local batch {options.local_batch}, jax {jax.__version__}, {jax.default_backend()}")
+    print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}", flush=True)
+    for group in [names] if options.tiny else [[name] for name in names]:
+        for name, ranks in start_job(group, options).items():
+            memory = None if options.tiny else step_memory(recipe(name, local_batch=options.local_batch))
+            print(f"| {' | '.join(cells(name, ranks, memory))} |", flush=True)
+            result[name] = {"ranks": ranks, "memory": memory and memory._asdict()}
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def main() -> None:
+    """Without --folder: start the jobs and print. With it: be a rank of one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", type=int, default=2, help="ranks")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--local-batch", type=int, default=8, help="examples of a rank in a step; fewer need less memory"
+    )
+    parser.add_argument("--tiny", action="store_true", help="the tiny variants, in one job")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="only these")
+    parser.add_argument("--json", type=Path, help="file for all of it")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    runtime.prepare()
+    if options.folder:
+        processes()
+        return run_job(options.models, options.local_batch, options.steps, options.folder)
+    run_all(options)
+
+
+if __name__ == "__main__":
+    main()

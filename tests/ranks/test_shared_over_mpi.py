@@ -1,0 +1,122 @@
+"""SharedSum between real processes, inside jit: run by tests/test_mpirun.py, or by hand with
+`mpirun -n 3 python -m pytest tests/ranks`. Expected values come from rank and size.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmpi import shared
+from jaxmpi.processes import MpiProcesses, SoloProcesses, processes
+
+if isinstance(processes(), SoloProcesses):
+    pytest.skip("one rank has nobody to sum with", allow_module_level=True)
+CONTROL = cast(MpiProcesses, processes())
+SIZE, RANK = CONTROL.size, CONTROL.rank
+ENGINE = shared.SharedSum(CONTROL, "tests of SharedSum")
+SHAPES = [(), (0, 4), (13,), (3, 5, 7), (shared.SMALL + 1,), (shared.CHUNK + 5,), (3 * shared.CHUNK,)]
+
+
+def vectors(shapes: list, seed: int = 0) -> list[np.ndarray]:
+    """f32[size, *shape] each: every rank knows what every rank holds."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((SIZE, *shape)).astype(np.float32) for shape in shapes]
+
+
+def in_rank_order(rows: np.ndarray, divisor: float = 1) -> np.ndarray:
+    total = rows[0].copy()
+    for row in rows[1:]:
+        total += row
+    return total / np.float32(divisor)
+
+
+def same_everywhere(text: str) -> bool:
+    mine = hashlib.sha256(text.encode()).hexdigest()
+    return set(CONTROL.gather(mine)) == {mine}
+
+
+@pytest.mark.parametrize("divisor", [1, SIZE])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sum_of_a_tree_is_that_of_rank_order_in_every_bit(divisor, in_place):
+    rows = vectors(SHAPES)
+    step = jax.jit(lambda xs: ENGINE.sum([x * 1 for x in xs], divisor, in_place))
+    for _ in range(3):
+        totals = step([row[RANK] for row in rows])
+        for row, total in zip(rows, totals, strict=True):
+            assert total.shape == row.shape[1:]
+            assert np.asarray(total).tobytes() == in_rank_order(row, divisor).tobytes()
+
+
+def test_independent_sums_of_one_program_do_not_mix():
+    shapes = [(7,), (shared.CHUNK,), (7,), (5000,), (7,)]
+    rows = vectors(shapes)
+
+    @jax.jit
+    def program(xs):
+        slow = [jnp.sin(xs[1]).sum() * 0 + x if i % 2 else x for i, x in enumerate(xs)]  # ready late
+        return [ENGINE.sum([x])[0] for x in slow]
+
+    for _ in range(10):
+        for row, total in zip(rows, program([row[RANK] for row in rows]), strict=True):
+            assert np.asarray(total).tobytes() == in_rank_order(row).tobytes()
+
+
+def test_sums_in_a_loop():
+    def body(x, _):
+        return ENGINE.sum([x], SIZE)[0] * 2, None
+
+    y = jax.jit(lambda x: jax.lax.scan(body, x, length=10)[0])(jnp.full(3, 1.0 + RANK))
+    assert np.asarray(y).tolist() == [(SIZE + 1) / 2 * 2**10] * 3
+
+
+def test_sums_and_mpi_calls_of_one_program_keep_one_order():
+    """With mpi4jax's effect. Without it a rank may wait in a sum for one that waits for it in MPI."""
+    import mpi4jax
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Clone()
+    [effect] = jax.make_jaxpr(lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm))(1.0).effects
+    engine = shared.SharedSum(CONTROL, "in mpi4jax's order", effect=effect)
+
+    @jax.jit
+    def program(x, wait_mpi, wait_sum):  # ranks differ in what is ready first
+        def late(wait, i):
+            return jax.lax.fori_loop(0, wait, lambda _, y: jnp.sin(y @ y), x + i) * 0 + x
+
+        pairs = [(late(wait_mpi, i), late(wait_sum, i)) for i in range(8)]
+        return [(mpi4jax.allreduce(y, op=MPI.SUM, comm=comm), engine.sum([z])[0]) for y, z in pairs]
+
+    x, slow, fast = jnp.ones((100, 100)), 30, 0
+    assert jax.make_jaxpr(program)(x, slow, fast).effects == {effect}
+    for _ in range(3):
+        for total in jax.tree.leaves(program(x, *((slow, fast) if RANK % 2 else (fast, slow)))):
+            assert (np.asarray(total) == SIZE).all()
+    engine.close()
+
+
+def test_the_program_is_the_same_on_all_ranks():
+    text = jax.jit(lambda x: ENGINE.sum([x], SIZE)).lower(jnp.ones(5)).as_text()
+    assert "tests of SharedSum" in text
+    assert same_everywhere(text)
+
+
+def test_the_memory_has_no_name():
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{shared.folder()}/jaxmpi-" in line]
+    assert maps
+    assert all(line.endswith(" (deleted)") for line in maps)
+
+
+def test_another_shape_on_one_rank_is_found():
+    engine = shared.SharedSum(CONTROL, "to fail", timeout_s=30)
+    step = jax.jit(lambda x: engine.sum([x]))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"must sum the same list|failed in a sum") as caught:
+        jax.block_until_ready(step(jnp.ones(10 + (RANK == 1))))
+    if RANK == 1:
+        assert f"[rank 1/{SIZE} on " in str(caught.value)
+    jax.block_until_ready(ENGINE.sum([jnp.ones(3)]))  # the other engine is as it was
+    engine.close()

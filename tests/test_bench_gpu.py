@@ -1,0 +1,107 @@
+"""The script that compares the zoo with PyTorch on a GPU: at tiny size on the CPU, and its peers."""
+
+import importlib
+import json
+import math
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import models.__main__ as report
+from launching import ROOT, run
+from models import MODELS
+
+SCRIPT = [sys.executable, "scripts/bench_gpu.py"]
+TWINNED = [name for name in MODELS if not name.startswith("digits")]
+NEEDS_TORCH = "peers of PyTorch need torch"
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory) -> dict[str, Any]:
+    """What a dry run of one row writes; it has PyTorch in it where that is installed."""
+    out = tmp_path_factory.mktemp("bench") / "dry"
+    args = ("--dry", "--models", "alexnet_tiny", "--dtypes", "bfloat16", "--out", str(out))
+    ended = run([*SCRIPT, *args], timeout_s=280)
+    assert ended.code == 0, ended.out[-4000:]
+    return json.loads(out.with_suffix(".json").read_text()) | {"tables": out.with_suffix(".md").read_text()}
+
+
+def check_side(row: dict[str, Any], side: str) -> None:
+    """Three rounds of every part."""
+    for part in ("step", "to device", "forward", "forward+backward", "update"):
+        seconds = row["seconds"][part][side]
+        assert len(seconds) == 3
+        assert min(seconds) > 0
+
+
+def test_dry_run_measures_every_part_of_the_trainers_step(dry):
+    [row] = dry["rows"]
+    assert (row["model"], row["dtype"], row["batch"]) == ("alexnet_tiny", "bfloat16", 4)
+    check_side(row, "jaxmpi")
+    params, _, _ = report.shapes(MODELS["alexnet_tiny"]())
+    held = 2 * 4 * sum(leaf.size for leaf in jax.tree.leaves(params))  # params and momentum
+    assert held < row["peak_bytes"]["jaxmpi"] < 10 * held
+    images_per_s = 4 / np.median(row["seconds"]["step"]["jaxmpi"])
+    assert f"| alexnet_tiny | bfloat16 | 4 | {images_per_s:,.0f} (" in dry["tables"]
+
+
+def test_dry_run_measures_the_twin_in_turn(dry):
+    pytest.importorskip("torch", reason=NEEDS_TORCH, exc_type=ImportError)
+    [row] = dry["rows"]
+    check_side(row, "torch")
+    ours, theirs = (np.array(row["seconds"]["step"][side]) for side in ("jaxmpi", "torch"))
+    low, high = np.percentile(theirs / ours, (25, 75))
+    assert f"({low:.2f} to {high:.2f})" in dry["tables"]
+
+
+def test_dry_run_shows_the_device_of_every_rank(dry):
+    assert dry["facts"]["GPU, driver, memory"] == "none used: nothing here is a measurement"
+    for rank in range(2):
+        line = dry["facts"][f"device {rank}"]
+        assert line.startswith(f"rank {rank}, local rank {rank}: cpu")
+        assert line.endswith("sum of ranks + 1: 3")  # they have spoken with each other
+
+
+def test_where_there_is_no_gpu_it_says_so_and_stops():
+    ended = run(SCRIPT, timeout_s=120, env={"JAX_PLATFORMS": "cpu"})
+    assert ended.code == 77
+    assert ended.out.startswith("bench_gpu.py: no GPU: JAX sees a CPU only")
+    assert len(ended.out.splitlines()) == 1
+
+
+def test_a_model_that_fails_is_named_and_fails_the_run():
+    args = ("--dry", "--models", "alexnet_tiny", "--dtypes", "float32", "--batch", "-1")
+    ended = run([*SCRIPT, *args], timeout_s=240)
+    assert ended.code == 1
+    assert "error: local_batch: got -1; expected >= 0" in ended.out
+    assert "alexnet_tiny, float32: jaxmpi ended in step with code 1" in ended.out
+
+
+def test_memory_of_a_step_is_that_of_state_and_batch_and_more(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = importlib.import_module("zoo_steps")
+    memory = script.step_memory(script.recipe("alexnet_tiny", local_batch=8))
+    params, state, _ = report.shapes(MODELS["alexnet_tiny"]())
+    assert memory.params == 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert not jax.tree.leaves(state)
+    batch = 8 * (64 * 64 * 3 + 4 + 4)  # u8 pixels, i32 labels, f32 weights
+    counters = 4 + 8 + 4  # step, key, the schedule's own step
+    assert memory.kept == 2 * memory.params + batch + counters
+    activations = 4 * 8 * 14 * 14 * 6  # of the first convolution alone, which the backward pass needs
+    assert memory.total > memory.kept + activations
+
+
+@pytest.mark.parametrize("name", TWINNED)
+def test_twin_has_the_models_params(name):
+    torch = pytest.importorskip("torch", reason=NEEDS_TORCH, exc_type=ImportError)
+    zoo = importlib.import_module("torch_zoo")
+    with torch.device("meta"):  # shapes, no memory
+        twin = zoo.TWINS[name]()
+    params, state, _ = report.shapes(MODELS[name]())
+    theirs = sorted(p.numel() for p in twin.parameters())
+    assert theirs == sorted(leaf.size for leaf in jax.tree.leaves(params))
+    running = [x.numel() for path, x in twin.named_buffers() if not path.endswith("num_batches_tracked")]
+    assert sorted(running) == sorted(leaf.size for leaf in jax.tree.leaves(state))

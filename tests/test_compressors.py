@@ -1,0 +1,389 @@
+"""Low-rank and top-k: what is sent, what is kept, and that in the end everything arrives."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmpi.comm import AxisComm
+from jaxmpi.compressors import COMPRESSORS, parse, transposed_dot
+from jaxmpi.config import UsageError
+from jaxmpi.exchange import exchange, exchange_gradients
+from tolerances import U, bound
+
+WORKERS = 3
+SHAPES = {"conv": (3, 3, 4, 16), "dense": (40, 24), "bias": (24,), "small": (3, 2), "empty": (0, 5), "scalar": ()}
+
+
+def axis(workers: int = WORKERS) -> AxisComm:
+    return AxisComm("w", workers)
+
+
+def gradients(seed: int, shapes=SHAPES, workers: int = WORKERS, dtype=np.float32) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal((workers, *shape)).astype(dtype) for name, shape in shapes.items()}
+
+
+@functools.cache
+def over_workers(spelling: str, workers: int = WORKERS, op: str = "mean"):
+    """`init` and `update` of exchange_gradients, over trees with a leading axis of workers."""
+    tx = exchange_gradients(spelling, op, axis(workers))  # pyright: ignore[reportArgumentType]
+    vmap = functools.partial(jax.vmap, axis_name="w", axis_size=workers)
+    return jax.jit(vmap(tx.init)), jax.jit(vmap(lambda grads, state: tx.update(grads, state)))
+
+
+def same_on_all_workers(tree) -> bool:
+    return all(row.tobytes() == rows[0].tobytes() for rows in map(np.asarray, jax.tree.leaves(tree)) for row in rows)
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+def owed(state, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """f64[w, ...]: what each worker keeps of a leaf; none where the leaf travels whole."""
+    error = state.error[name]
+    return np.zeros((WORKERS, *shape)) if error is None else np.asarray(error, np.float64).reshape(WORKERS, *shape)
+
+
+def one_step_off(spelling: str, meant: np.ndarray) -> np.ndarray:
+    """The largest |sent + mean error kept - mean of what was meant| of one step, from |g + e| of all workers.
+
+    Both begin with an addition, g + e, and end with a mean over workers: w + 1 roundings of at most mean |m|.
+    topk adds the values sent and takes them from m: as many again.
+    lowrank: P has entries of at most 1 (columns of length 1) and a column of M^T P is at most as long as that of M, so
+    an entry of P Q^T is a sum of r products of at most |M[:, l]|. Two such products of matrices, one of the mean Q (w
+    roundings) and one of each worker's, have at most 2 r + w + 2 roundings each, and are taken from M.
+    """
+    mean, workers = np.abs(meant).mean(0), len(meant)
+    if spelling.startswith("topk"):
+        return (2 * workers + 4) * U * mean
+    rank, columns = int(spelling.removeprefix("lowrank").partition("/")[0]), meant.reshape(workers, -1, meant.shape[-1])
+    length = np.linalg.norm(columns, axis=1).mean(0)  # of each column
+    return (workers + 4) * U * mean + 2 * (2 * rank + workers + 2) * U * rank * length
+
+
+@pytest.mark.parametrize(
+    "spelling", ["lowrank1", "lowrank3/ring32", "topk5", "topk1/tree", "topk5/asa16", "topk5/asa:bf16", "topk5/asa8"]
+)
+def test_what_was_sent_and_what_is_owed_is_what_was_meant(spelling):
+    """Over 12 steps. The wire's roundings are owed as well by topk, whose values go over it."""
+    init, update = over_workers(spelling)
+    shapes = {name: SHAPES[name] for name in ("conv", "dense")}
+    state = init(gradients(0, shapes))
+    sent, meant, error = ({name: np.zeros(shape) for name, shape in shapes.items()} for _ in range(3))
+    for step in range(12):
+        grads = gradients(step, shapes)
+        before = {name: owed(state, name, shape) for name, shape in shapes.items()}
+        mean, state = update(grads, state)
+        for name in shapes:
+            sent[name] += np.asarray(mean[name][0], np.float64)
+            meant[name] += grads[name].astype(np.float64).mean(0)
+            error[name] += one_step_off(spelling, np.abs(grads[name]) + np.abs(before[name]))
+    for name, shape in shapes.items():
+        kept = owed(state, name, shape)
+        assert (np.abs(sent[name] + kept.mean(0) - meant[name]) <= error[name]).all()
+        assert np.abs(kept).max() > 0.1
+        assert np.abs(sent[name] - meant[name]).max() > 0.1
+
+
+COMBINED = ["lowrank2", "lowrank2/color4:8", "lowrank2/hier-ring:16", "topk5", "topk5/ring16"]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"),
+    [*((spelling, jnp.float32) for spelling in COMBINED), ("lowrank2", jnp.bfloat16), ("topk5", jnp.float16)],
+)
+def test_structure_shapes_dtypes_and_bits_are_the_same_on_all_workers(spelling, dtype):
+    init, update = over_workers(spelling)
+    grads = gradients(0, dtype=dtype) | {"none": None}
+    state = init(grads)
+    for _ in range(2):
+        mean, after = update(grads, state)
+        assert same_on_all_workers(mean)
+        like = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+        assert like(mean) == like(grads)
+        assert like(after) == like(state)
+        state = after
+    assert not same_on_all_workers(state.error)
+    if hasattr(state, "q"):
+        assert same_on_all_workers(state.q)
+
+
+@pytest.mark.parametrize("spelling", ["lowrank2", "topk5"])
+def test_small_leaves_travel_whole(spelling):
+    init, update = over_workers(spelling)
+    grads = gradients(0)
+    mean, state = update(grads, init(grads))
+    for name in ("scalar", "empty", *(["small", "bias"] if spelling == "lowrank2" else [])):
+        assert state.error[name] is None
+        rows = grads[name].reshape(WORKERS, -1)
+        exact = rows.astype(np.float64).mean(0)
+        error = bound("asa32", rows) / WORKERS + U * (np.abs(rows).mean(0) + 1)
+        assert (np.abs(np.asarray(mean[name][0]).reshape(-1) - exact) <= error).all()
+
+
+@pytest.mark.parametrize("spelling", ["lowrank2", "topk5"])
+def test_sum_is_the_mean_times_the_workers(spelling):
+    grads = gradients(0)
+    (init, update), (_, update_sum) = over_workers(spelling), over_workers(spelling, op="sum")
+    (mean, state), (total, state_sum) = update(grads, init(grads)), update_sum(grads, init(grads))
+    for name, rows in total.items():
+        np.testing.assert_allclose(np.asarray(rows), WORKERS * np.asarray(mean[name]), rtol=4 * U)
+    for a, b in zip(jax.tree.leaves(state.error), jax.tree.leaves(state_sum.error), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=64 * U)
+
+
+@pytest.mark.parametrize("spelling", ["lowrank2", "topk5"])
+def test_nan_of_one_worker_is_nan_on_all(spelling):
+    init, update = over_workers(spelling)
+    grads = gradients(0)
+    odd = [name for name, rows in grads.items() if rows.size]
+    for name in odd:
+        grads[name].reshape(WORKERS, -1)[-1, 0] = np.nan
+    mean, _ = update(grads, init(grads))
+    for name in odd:
+        assert np.isnan(np.asarray(mean[name]).reshape(WORKERS, -1)[:, 0]).all(), name
+
+
+@pytest.mark.parametrize("spelling", ["lowrank2", "topk5"])
+def test_one_worker_keeps_its_bits(spelling, no_launcher):
+    grads = {name: rows[0] for name, rows in gradients(0).items()}
+    tx = exchange_gradients(spelling)
+    mean, state = tx.update(grads, before := tx.init(grads))
+    assert jax.tree.map(lambda x: x.tobytes(), mean) == jax.tree.map(lambda x: x.tobytes(), grads)
+    assert state is before
+
+
+# ---------------------------------------------------------------- low rank
+
+
+def test_a_matrix_of_rank_r_arrives_up_to_rounding():
+    """M = (1/w) sum_i M_i = B A with r columns in B; P = M Q + d with |d| <= (m + w + 2) u (mean |M_i|) |Q|.
+
+    What P misses of M is at most d (A Q)^-1 A; QR and the products of matrices add a few times n r u |M|.
+    """
+    rank, (n, m) = 3, SHAPES["dense"]
+    rng = np.random.default_rng(0)
+    basis, factors = rng.standard_normal((n, rank)), rng.standard_normal((WORKERS, rank, m))
+    grads = {"dense": (basis @ factors).astype(np.float32)}
+    init, update = over_workers(f"lowrank{rank}")
+    state = init(grads)
+    mean, _ = update(grads, state)
+    exact = grads["dense"].astype(np.float64).mean(0)
+    q, a = np.asarray(state.q["dense"][0], np.float64), factors.mean(0)
+    d = (m + WORKERS + 2) * U * np.linalg.norm(np.abs(grads["dense"]).mean(0) @ np.abs(q))
+    d += U * np.linalg.norm(np.abs(grads["dense"]).mean(0)) * np.linalg.norm(q)  # M_i are B A_i rounded
+    error = d * np.linalg.norm(np.linalg.inv(a @ q) @ a) + 8 * n * rank * U * np.linalg.norm(
+        np.abs(grads["dense"]).mean(0)
+    )
+    assert np.linalg.norm(np.asarray(mean["dense"][0]) - exact) <= error
+    assert error < 1e-2 * np.linalg.norm(exact)
+
+
+def test_the_warm_start_finds_the_best_approximation():
+    """Of a matrix that stays as it is, with nothing owed: power iteration, by (s_3 / s_2)^2 closer a step."""
+    rank, (n, m) = 2, SHAPES["dense"]
+    rng = np.random.default_rng(1)
+    left, right = (np.linalg.qr(rng.standard_normal((size, size)))[0] for size in (n, m))
+    values = np.concatenate([[3.0, 2.0], np.full(m - 2, 1.0)])
+    grads = {"dense": np.stack([(left[:, :m] * values @ right).astype(np.float32)] * WORKERS)}
+    init, update = over_workers(f"lowrank{rank}")
+    state, best, errors = init(grads), math.sqrt(m - 2), []
+    for _ in range(12):
+        mean, after = update(grads, state)
+        state = after._replace(error=state.error)
+        errors.append(np.linalg.norm(np.asarray(mean["dense"][0]) - grads["dense"][0]))
+    assert errors[0] > 1.1 * best
+    assert errors[-1] <= best * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 511, 512, 1300])
+def test_a_product_by_blocks_of_rows_is_the_product(n):
+    rng = np.random.default_rng(n)
+    m, basis = (rng.standard_normal((n, k)).astype(np.float32) for k in (5, 3))
+    error = (n + 1) * U * np.abs(m.T).astype(np.float64) @ np.abs(basis)
+    got = np.asarray(transposed_dot(jnp.asarray(m), jnp.asarray(basis)))
+    assert (np.abs(got - m.T.astype(np.float64) @ basis) <= error).all()
+
+
+def test_a_direction_lost_to_zero_gradients_comes_back():
+    init, update = over_workers("lowrank2")
+    grads = gradients(0)
+    zeros = jax.tree.map(np.zeros_like, grads)
+    mean, state = update(zeros, init(grads))
+    assert not np.asarray(mean["dense"]).any()
+    assert not np.asarray(state.q["dense"]).any()
+    mean, _ = update(grads, state)
+    assert np.linalg.matrix_rank(np.asarray(mean["dense"][0], np.float64), tol=1e-3) == 2
+
+
+# ---------------------------------------------------------------- top k
+
+
+@pytest.mark.parametrize("name", ["conv", "dense", "bias"])
+def test_the_largest_are_sent_and_added_in_rank_order(name):
+    workers = 4  # by which division is exact
+    init, update = over_workers("topk5", workers)
+    grads = gradients(0, workers=workers)
+    mean, state = update(grads, init(grads))
+    rows = grads[name].reshape(workers, -1)
+    count = math.ceil(0.05 * rows.shape[1])
+    sent = np.zeros_like(rows)
+    for row, kept in zip(rows, sent, strict=True):
+        largest = np.argsort(np.abs(row))[-count:]
+        kept[largest] = row[largest]
+    expected = functools.reduce(np.add, sent) / np.float32(workers)
+    assert np.asarray(mean[name][0]).tobytes() == expected.tobytes()
+    np.testing.assert_array_equal(np.asarray(state.error[name]), rows - sent)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+class Counting(AxisComm):
+    """Counts the bytes of what is handed to the collectives that asa and topk use."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__("w", workers)
+        self.summed = self.gathered = 0
+
+    def alltoall(self, x):
+        self.summed += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+        return super().alltoall(x)
+
+    def allgather(self, x):
+        self.gathered += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+        return super().allgather(x)
+
+
+ALEXNET = {
+    "conv1": (11, 11, 3, 96),
+    "conv2": (5, 5, 48, 256),
+    "conv3": (3, 3, 256, 384),
+    "conv4": (3, 3, 192, 384),
+    "conv5": (3, 3, 192, 256),
+    "fc6": (9216, 4096),
+    "fc7": (4096, 4096),
+    "fc8": (4096, 1000),
+}
+BIASES = {f"{name}_bias": shape[-1:] for name, shape in ALEXNET.items()}
+
+
+def bytes_of(spelling: str) -> Counting:
+    comm = Counting(8)
+    tx = exchange_gradients(spelling, comm=comm)
+    grads = {name: jax.ShapeDtypeStruct((8, *shape), jnp.float32) for name, shape in (ALEXNET | BIASES).items()}
+    jax.eval_shape(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="w"), grads)
+    return comm
+
+
+def test_low_rank_sends_two_thin_factors():
+    floats = sum(4 * (math.prod(shape[:-1]) + shape[-1]) for shape in ALEXNET.values())
+    floats += sum(math.prod(shape) for shape in BIASES.values())
+    sent = bytes_of("lowrank4").summed
+    assert 4 * floats <= sent <= 4 * (floats + 7 * 40)  # at most 7 floats fill up each bucket, of which there are few
+    assert sent <= 0.01 * bytes_of("asa32").summed
+
+
+def test_top_k_sends_eight_bytes_an_entry():
+    entries = sum(math.ceil(0.01 * math.prod(shape)) for shape in (ALEXNET | BIASES).values())
+    assert bytes_of("topk1").gathered == 8 * entries
+    assert bytes_of("topk1").summed == 0
+    assert bytes_of("topk1/asa16").gathered == 6 * entries + 4  # and one scale
+
+
+# ---------------------------------------------------------------- learning
+
+
+def least_squares(spelling: str, steps: int, forget: bool = False) -> list[float]:
+    """Excess loss of SGD on |X_i W - Y_i|^2, as a part of the first; forget: nothing is owed from step to step."""
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((WORKERS, 64, 12)).astype(np.float32)
+    y = (x @ rng.standard_normal((12, 8)) + rng.standard_normal((WORKERS, 64, 8))).astype(np.float32)
+    best = np.linalg.lstsq(x.reshape(-1, 12), y.reshape(-1, 8))[0]
+    tx, rates = exchange_gradients(spelling, comm=axis()), jnp.asarray(0.1 / (1 + np.arange(steps) / 20), jnp.float32)
+
+    def loss(w, x, y):
+        return jnp.mean(jnp.sum((x @ w - y) ** 2, -1))
+
+    def step(carry, rate):
+        w, state = carry
+        mean, after = tx.update(jax.grad(loss)(w, x_i, y_i), state)
+        return (w - rate * mean, state if forget else after), w
+
+    def run(x_here, y_here):
+        nonlocal x_i, y_i
+        x_i, y_i = x_here, y_here
+        w = jnp.zeros((12, 8))
+        return jax.lax.scan(step, (w, tx.init(w)), rates)[1]
+
+    x_i = y_i = None
+    path = np.asarray(jax.jit(jax.vmap(run, axis_name="w"))(x, y))[0].astype(np.float64)
+    losses = [np.sum((x.reshape(-1, 12) @ (w - best)) ** 2) for w in path]
+    return [value / losses[0] for value in losses]
+
+
+@pytest.mark.parametrize("spelling", ["lowrank1", "topk5"])
+def test_sgd_on_least_squares_comes_to_the_same_point(spelling):
+    assert least_squares("asa32", 300)[-1] < 1e-4
+    assert least_squares(spelling, 300)[-1] < 1e-4
+    assert least_squares(spelling, 300, forget=True)[-1] > 1e-2  # what is not sent must be owed
+
+
+def test_first_in_a_chain():
+    tx = optax.chain(exchange_gradients("lowrank2/ring32", comm=axis()), optax.sgd(0.5))
+    grads = gradients(0, {"dense": SHAPES["dense"]})
+    updates, _ = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="w"))(grads)
+    init, update = over_workers("lowrank2/ring32")
+    mean, _ = update(grads, init(grads))
+    np.testing.assert_allclose(np.asarray(updates["dense"]), -0.5 * np.asarray(mean["dense"]), rtol=0, atol=64 * U)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_spellings():
+    for name in ("lowrank1", "lowrank32", "topk1", "topk0.1", "topk49.9"):
+        assert parse(name)[1].name == "asa:32"
+        assert parse(f"{name}/color4:16")[1].name == "color4:16"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "message"),
+    [
+        ("lowrank0", "got compressor 'lowrank0'; expected a rank from 1 on, as in lowrank4"),
+        ("lowrank", "got compressor 'lowrank'; expected a rank"),
+        ("lowrank2.5", "expected a rank"),
+        ("topk", "expected a percentage above 0 and below 50, as in topk1 or topk0.1"),
+        ("topk0", "expected a percentage"),
+        ("topk0.0", "expected a percentage"),
+        ("topk50", "expected a percentage"),
+        ("lowrnk4/ring32", r"unknown compressor 'lowrnk4'; did you mean 'lowrank<r>'\? there are: lowrank<r>, topk<p>"),
+        ("topk1/rings", r"unknown strategy 'rings'; did you mean 'ring'\?"),
+        ("topk1/ring:9", "unknown wire '9'"),
+        ("topk1/none", "got 'topk1/none'; strategy none exchanges nothing"),
+    ],
+)
+def test_unknown_spellings_name_what_exists(spelling, message):
+    with pytest.raises(UsageError, match=message):
+        exchange_gradients(spelling)
+
+
+@pytest.mark.parametrize("spelling", ["lowrank4", "topk1/ring32"])
+def test_exchange_refuses_compressors_and_names_what_takes_them(spelling):
+    with pytest.raises(UsageError, match=rf"use exchange_gradients\('{spelling}'\), which holds it in its state"):
+        exchange(jnp.ones(3), spelling)
+
+
+def test_leaves_that_a_sum_would_falsify_are_refused_by_path():
+    tx = exchange_gradients("lowrank4", comm=axis())
+    with pytest.raises(UsageError, match="leaf 'step' is int32"):
+        tx.update({"step": jnp.int32(1)}, tx.init({"step": jnp.int32(1)}))
+
+
+def test_every_compressor_is_tested_here():
+    assert [name.partition("<")[0] for name in COMPRESSORS] == ["lowrank", "topk"]

@@ -1,0 +1,332 @@
+"""Python functions as XLA handlers: what they see, in which order they run, and what becomes of their errors."""
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmpi import handlers
+from jaxmpi.config import UsageError
+from launching import ROOT, run
+
+SHAPES = [(), (1,), (0,), (2, 0, 3), (7,), (3, 5, 2), (1, 1, 1, 1, 1, 2)]
+
+
+@pytest.fixture
+def python() -> Iterator[Callable]:
+    """A function under a name of its own, called like `call` without the name."""
+    names = []
+
+    def made(function: Callable, **options) -> Callable:
+        names.append(f"{function.__name__} {len(names)}")
+        handlers.register(names[-1], function, **options)
+        return lambda operands, results, name=names[-1], **more: handlers.call(name, operands, results, **more)
+
+    yield made
+    for name in names:
+        handlers.forget(name)
+
+
+@pytest.fixture(params=["ffi", "io_callback"])
+def form(request, monkeypatch) -> Iterator[str]:
+    """Both ways from a program to Python."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the first of the two ways is there on CPUs only")
+    if request.param == "io_callback":
+        monkeypatch.setenv("JAXMPI_FFI", "off")
+    handlers.why_not.cache_clear()
+    assert handlers.why_not() == {"ffi": "", "io_callback": "JAXMPI_FFI is off"}[request.param]
+    yield request.param
+    handlers.why_not.cache_clear()
+
+
+def copy(operands, results):
+    for operand, result in zip(operands, results, strict=True):
+        assert (operand.shape, operand.dtype) == (result.shape, result.dtype)
+        np.copyto(result, operand)
+
+
+@pytest.mark.parametrize("dtype", handlers.DTYPES.values(), ids=str)
+def test_every_dtype_and_shape_arrives_and_comes_back(dtype, python, form):
+    with jax.enable_x64(dtype.itemsize >= 8):
+        rng = np.random.default_rng(0)
+        bits = [rng.integers(0, 2 if dtype.kind == "b" else 64, (*shape, dtype.itemsize), np.uint8) for shape in SHAPES]
+        arrays = [jnp.asarray(b.view(dtype)[..., 0]) for b in bits]
+        assert {array.dtype for array in arrays} == {dtype}
+        call = python(copy)
+        for back, array in zip(jax.jit(lambda x: call(x, x))(arrays), arrays, strict=True):
+            assert (back.shape, back.dtype) == (array.shape, array.dtype)
+            assert np.asarray(back).tobytes() == np.asarray(array).tobytes()
+
+
+def test_types_smaller_than_a_byte_are_refused(python):
+    call, x = python(copy), jnp.ones(4, jnp.int4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="cannot go to Python; cast it to 8 bits"):
+        jax.block_until_ready(jax.jit(lambda v: call([v], [v]))(x))
+
+
+def test_views_are_xlas_own_buffers(python):
+    seen = {}
+
+    def look(operands, results):
+        seen["operand"], seen["result"] = operands[0].ctypes.data, results[0].ctypes.data
+        seen["writeable"] = operands[0].flags.writeable, results[0].flags.writeable
+        results[0][...] = 3
+
+    call, x = python(look), jnp.ones((1000, 3))
+    [y] = jax.jit(lambda v: call([v], [v]))(x)
+    assert (np.asarray(y) == 3).all()
+    assert seen == {
+        "operand": x.unsafe_buffer_pointer(),
+        "result": y.unsafe_buffer_pointer(),
+        "writeable": (False, True),
+    }
+    assert seen["result"] % 64 == 0
+
+
+def test_in_place_results_take_the_operands_buffers(python):
+    def check_same(operands, results):
+        assert operands[0].ctypes.data == results[0].ctypes.data
+        results[0][...] = operands[0] + 1
+
+    call, x = python(check_same), jnp.arange(100.0)
+    [y] = jax.jit(lambda v: call([v * 2], [v], in_place=[(0, 0)]))(x)
+    assert (np.asarray(y) == 2 * np.arange(100.0) + 1).all()
+    twice = jax.jit(lambda v: (v, call([v], [v], in_place=[(0, 0)])[0]))(x)  # XLA copies what is needed elsewhere
+    assert (np.asarray(twice[0]) == np.arange(100)).all()
+    assert (np.asarray(twice[1]) == np.arange(100) + 1).all()
+
+
+def test_a_view_of_more_than_2_to_the_31_entries():
+    size = 2**31 + 5
+    dims = (ctypes.c_int64 * 2)(size, 1)
+    memory = np.zeros(size, np.uint8)  # pages that are not written need no memory
+    memory[-1] = 7
+    view = handlers._view(handlers.Buffer(0, None, 6, memory.ctypes.data, 2, dims), False)
+    assert view.shape == (size, 1)
+    assert view[-1, 0] == 7
+
+
+def test_attributes_keep_their_values(python, form):
+    seen = {}
+
+    def note(operands, results, **attributes):
+        seen.update(attributes)
+
+    call = python(note)
+    values = {"whole": -(2**40), "real": 0.1, "text": "conv1/kernel \N{SNOWMAN}", "empty": ""}
+    jax.jit(lambda: call([], [], **values))()
+    jax.effects_barrier()
+    assert {**seen, "real": 0.1} == values
+    assert seen["real"] == pytest.approx(0.1, rel=2**-24)  # an f32 where x64 is off
+
+
+# ---------------------------------------------------------------- order
+
+
+@pytest.fixture
+def marks(python) -> tuple[list[int], Callable]:
+    """What ran, in order, and a call that notes its number; f32[...] in and out."""
+    seen: list[int] = []
+    busy: list[int] = []
+
+    def note(operands, results, number):
+        busy.append(number)
+        time.sleep(0.001)
+        assert busy == [number], "two calls at once"
+        busy.pop()
+        seen.append(number)
+        copy(operands, results)
+
+    call = python(note)
+    return seen, lambda x, number: call([x], [x], number=number)[0]
+
+
+def test_independent_calls_run_one_by_one_in_program_order(marks, form):
+    seen, mark = marks
+
+    @jax.jit
+    def program(x):  # the later calls' operands are ready first
+        late = [mark(jnp.sin(x * i) @ x if i % 3 == 0 else x + i, i) for i in range(12)]
+        return [y @ y for y in late]
+
+    for _ in range(3):
+        seen.clear()
+        jax.block_until_ready(program(jnp.ones((300, 300))))
+        assert seen == list(range(12))
+
+
+def test_order_holds_in_loops_branches_and_inner_jits(marks, form):
+    seen, mark = marks
+    inner = jax.jit(lambda x: mark(x, 2))
+
+    @jax.jit
+    def program(x):
+        def body(carry, _):
+            mark(x, 1)  # of no use to the result
+            return inner(carry), None
+
+        y = jax.lax.scan(body, x, length=2)[0]
+        y = jax.lax.cond(y[0] > 0, lambda v: mark(v, 3), lambda v: mark(v, 4), y)
+        return mark(x, 5) + y
+
+    jax.block_until_ready(program(jnp.ones(3)))
+    assert seen == [1, 2, 1, 2, 3, 5]
+
+
+def test_programs_run_in_the_order_in_which_they_were_started(marks):
+    seen, mark = marks
+    slow, fast = jax.jit(lambda x: mark(x @ x @ x, 1)), jax.jit(lambda x: mark(x, 2))
+    x = jnp.ones((500, 500))
+    jax.block_until_ready([slow(x), fast(x)])
+    seen.clear()
+    jax.block_until_ready([program(x) for program in (slow, fast, slow, fast)])
+    assert seen == [1, 2, 1, 2]
+
+
+def test_calls_work_outside_jit_and_ahead_of_time(marks):
+    seen, mark = marks
+    x = jnp.arange(3.0)
+    assert mark(x, 1).tolist() == [0, 1, 2]
+    assert jax.jit(lambda v: mark(v, 2)).lower(x).compile()(x).tolist() == [0, 1, 2]
+    assert seen == [1, 2]
+
+
+def test_the_first_name_may_be_registered_while_a_program_is_traced(python):
+    handlers.why_not.cache_clear()
+    step = jax.jit(lambda x: python(copy)([x + 1], [x])[0])
+    assert step(jnp.arange(3.0)).tolist() == [1, 2, 3]
+    assert handlers.why_not() == ""
+
+
+def test_neither_vmap_nor_grad_is_offered(marks):
+    _, mark = marks
+    with pytest.raises(NotImplementedError, match=handlers.TARGET):
+        jax.vmap(lambda x: mark(x, 1))(jnp.ones((2, 3)))
+    with pytest.raises(NotImplementedError, match=handlers.TARGET):
+        jax.grad(lambda x: mark(x, 1))(1.0)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def boom(operands, results):
+    raise ValueError("leaf conv1/kernel is odd")
+
+
+def test_an_exception_is_an_xla_error_with_type_message_and_rank(python, form):
+    call, works, x = python(boom), python(copy), jnp.ones(3)
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.block_until_ready(jax.jit(lambda v: call([v], [v]))(x))
+    assert "ValueError: leaf conv1/kernel is odd [rank 0/1 on " in str(caught.value)
+    assert f"{Path(__file__).name}:{boom.__code__.co_firstlineno + 1}]" in str(caught.value)
+    assert jax.jit(lambda v: works([v], [v]))(x)[0].tolist() == [1, 1, 1]
+
+
+def test_operands_cannot_be_written(python):
+    def spoil(operands, results):
+        operands[0][...] = 0
+
+    call = python(spoil)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: assignment destination is read-only"):
+        jax.block_until_ready(jax.jit(lambda v: call([v], [v]))(jnp.ones(3)))
+
+
+def test_a_function_that_is_not_there_is_named(python):
+    call = python(copy)
+    step = jax.jit(lambda v: call([v], [v]))
+    step(jnp.ones(3))
+    handlers.forget("copy 0")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="unknown Python function of a program 'copy 0'"):
+        jax.block_until_ready(step(jnp.ones(3)))
+
+
+def test_a_name_is_taken_once(python):
+    python(copy)
+    with pytest.raises(UsageError, match="'copy 0' is registered already"):
+        handlers.register("copy 0", copy)
+
+
+def test_a_smaller_call_frame_is_refused():
+    with pytest.raises(UsageError, match=r"XLA's call frame has 8 bytes, expected 168 or more"):
+        handlers._handle(handlers.Frame(struct_size=8, stage=handlers.EXECUTE))
+
+
+SCRIPT = """
+import sys, pathlib
+import jax, jax.export, jax.monitoring, jax.numpy as jnp
+from jaxmpi import handlers
+
+def double(operands, results, times):
+    print("python ran", flush=True)
+    if times == 0:
+        raise ValueError("boom")
+    results[0][...] = operands[0] * times
+
+handlers.register("something else " + sys.argv[1], print)  # what else a process has does not matter
+handlers.register("double", double, ends_job=True)
+step = jax.jit(lambda x: handlers.call("double", [x], [x], times=2)[0] * 3 + 987)
+x, file = jnp.ones(4), pathlib.Path(sys.argv[2])
+jax.monitoring.register_event_listener(lambda event, **_: print(event) if "cache_hits" in event else None)
+if sys.argv[1] == "exports":
+    file.write_bytes(jax.export.export(step, disabled_checks=handlers.EXPORTABLE)(x).serialize())
+    print(step(x).tolist())
+if sys.argv[1] == "finds":
+    print(step(x).tolist())
+if sys.argv[1] == "imports":
+    print(jax.jit(jax.export.deserialize(bytearray(file.read_bytes())).call)(x).tolist())
+if sys.argv[1] == "fails":
+    jax.jit(lambda x: handlers.call("double", [x], [x], times=0)[0])(x)
+    jax.effects_barrier()
+    print("went on")
+"""
+
+
+def script(what: str, folder: Path) -> tuple[int, str]:
+    (folder / "job.py").write_text(SCRIPT)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    line = [sys.executable, str(folder / "job.py"), what, str(folder / "program")]
+    ended = run(line, timeout_s=60, env=cache, cwd=ROOT)
+    return ended.code, ended.out
+
+
+def test_programs_are_found_in_the_cache_and_exported_to_other_processes(tmp_path):
+    """None holds anything of the process that made it."""
+    answer = "[993.0, 993.0, 993.0, 993.0]"
+    _, first = script("exports", tmp_path)
+    _, second = script("finds", tmp_path)
+    _, third = script("imports", tmp_path)
+    for out in (first, second, third):
+        assert "python ran" in out, out
+        assert answer in out, out
+    assert [out.count("cache_hits") for out in (first, second)] == [0, 1]
+
+
+def test_a_function_may_end_the_job(tmp_path):
+    code, out = script("fails", tmp_path)
+    assert code == 1
+    assert "jaxmpi: rank 0/1 on " in out
+    assert "ValueError: boom" in out
+    assert "went on" not in out
+
+
+def test_no_thread_and_no_file_is_left(python):
+    call, x = python(copy), jnp.ones(1000)
+    step = jax.jit(lambda v: call([v], [v])[0])
+    step(x).block_until_ready()
+    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    for _ in range(1000):
+        x = step(x)
+    x.block_until_ready()
+    assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before

@@ -1,0 +1,370 @@
+"""Sums through shared memory, with threads for ranks: each has its own mapping and its own end of the chain."""
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxmpi import shared
+from jaxmpi.config import TrainingError, UsageError
+from jaxmpi.shared import SharedSum
+from launching import ROOT, run
+
+
+class Threads:
+    """The control plane between threads that stand for ranks."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, box: list) -> None:
+        self.local_rank, self.local_size, self.barrier, self.box = rank, size, barrier, box
+
+    def host_barrier(self) -> None:
+        self.barrier.wait(timeout=60)
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        if self.local_rank == 0:
+            self.box[:] = [make()]
+        self.host_barrier()
+        return self.box[0]
+
+
+class Containers(Threads):
+    """Ranks of which number 1 does not see the folder of the others."""
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        path, chunk, trouble = super().from_first(make)
+        return path + self.local_rank * "-elsewhere", chunk, trouble
+
+
+def together(size: int, work: Callable[[SharedSum, int], Any], host: type = Threads, **options) -> list[Any]:
+    """What `work(engine, rank)` gives or raises, on every rank."""
+    barrier, box = threading.Barrier(size), []
+    came: list[Any] = [None] * size
+
+    def rank_of(rank: int) -> None:
+        try:
+            engine = SharedSum(host(rank, size, barrier, box), f"sum {rank}", **options)
+            try:
+                came[rank] = work(engine, rank)
+            finally:
+                engine.close()
+        except Exception as error:
+            came[rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return came
+
+
+def sums(
+    size: int, lists: list[list[list[np.ndarray]]], divisor: float = 1, each: bool = True, **options
+) -> list[list[list[np.ndarray]]]:
+    """[rank][call][vector]: the results of one call after another of lists[call][rank]."""
+
+    def work(engine: SharedSum, rank: int) -> list[list[np.ndarray]]:
+        made, engine.each_divides = [], each
+        for vectors in lists:
+            totals = [np.full_like(x, 77) for x in vectors[rank]]
+            engine.add(vectors[rank], totals, divisor)
+            made.append(totals)
+        return made
+
+    came = together(size, work, **options)
+    for result in came:
+        if isinstance(result, Exception):
+            raise result
+    return came
+
+
+def random_vectors(size: int, shapes: list, seed: int = 0) -> list[list[np.ndarray]]:
+    """[rank][vector] f32."""
+    rng = np.random.default_rng(seed)
+    return [[rng.standard_normal(shape).astype(np.float32) for shape in shapes] for _ in range(size)]
+
+
+def in_rank_order(rows: list[np.ndarray], divisor: float = 1) -> np.ndarray:
+    """What every strategy that adds in f32 in the order of ranks gives, bit for bit."""
+    total = rows[0].copy()
+    for row in rows[1:]:
+        total += row
+    return total / np.float32(divisor)
+
+
+def check_calls(size: int, lists: list, divisor: float, each: bool = True) -> None:
+    results = sums(size, lists, divisor, each)
+    for call, vectors in enumerate(lists):
+        for i in range(len(vectors[0])):
+            expected = in_rank_order([vectors[rank][i] for rank in range(size)], divisor)
+            for rank in range(size):
+                assert results[rank][call][i].tobytes() == expected.tobytes()
+
+
+SIZES = {
+    "nothing": [],
+    "empty": [0, 0],
+    "one": [1],
+    "largest small": [shared.SMALL],
+    "smallest chain": [shared.SMALL + 1],
+    "many small": [1] * 300,
+    "no multiple of ranks or lines": [shared.CHUNK + 13, 0, 5, 3 * shared.CHUNK - 1, 17],
+    "slots used again": [shared.CHUNK] * 40,
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_sum_is_that_of_rank_order_in_every_bit(size, sizes):
+    check_calls(size, [random_vectors(size, sizes)], 1)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Chunks so small that short vectors go many times round."""
+    for name, floats in {"CHUNK": 48, "SHORT": 32, "LEAST": 16, "SMALL": 96}.items():
+        monkeypatch.setattr(shared, name, floats)
+
+
+calls = st.lists(
+    st.lists(st.integers(0, 70) | st.sampled_from([32, 48, 700, 3000]), max_size=6), min_size=1, max_size=5
+)
+
+
+def test_any_calls_one_after_another(tiny):
+    @given(st.integers(1, 6), calls, st.sampled_from([1, 3, 8]), st.booleans())
+    def holds(size: int, shapes: list[list[int]], divisor: float, each: bool) -> None:
+        check_calls(size, [random_vectors(size, s, seed) for seed, s in enumerate(shapes)], divisor, each)
+
+    holds()
+
+
+def test_results_may_be_the_operands_and_have_any_shape(tiny):
+    vectors = random_vectors(3, [(), (4, 50), (0, 3), (500,)])
+    expected = [in_rank_order([vectors[rank][i].copy() for rank in range(3)]) for i in range(4)]
+
+    def work(engine: SharedSum, rank: int) -> None:
+        engine.add(vectors[rank], vectors[rank])
+
+    assert together(3, work) == [None] * 3
+    for rank in range(3):
+        for got, want in zip(vectors[rank], expected, strict=True):
+            assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("size_of_vector", [10, 300])
+def test_nan_and_infinity_of_one_rank_reach_all(size_of_vector, tiny):
+    vectors = [[np.ones(size_of_vector, np.float32)] for _ in range(3)]
+    vectors[0][0][0], vectors[1][0][1], vectors[2][0][2] = np.nan, np.inf, -np.inf
+    vectors[0][0][2] = np.inf
+    vectors[0][0][3] = vectors[1][0][3] = 3e38
+    for [[total]] in sums(3, [vectors], 3):
+        assert np.isnan(total[[0, 2]]).all()
+        assert (total[[1, 3]] == np.inf).all()
+        assert (total[4:] == 1).all()
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1, 15, 16, 17, 0, 48), (2**31 + 7, 3, 2**33)])
+def test_pieces_cover_every_vector_once(sizes):
+    chunks = shared.cut(sizes, 1 << 22 if max(sizes, default=0) > 1000 else 32)
+    ends = [0] * len(sizes)
+    for chunk in chunks:
+        at = 0
+        for vector, part, place in chunk.pieces:
+            assert part.start == ends[vector]
+            assert 0 < part.stop - part.start == place.stop - place.start
+            assert at <= place.start < at + 16
+            assert place.start % 16 == 0
+            ends[vector], at = part.stop, place.stop
+        assert at <= chunk.floats
+    assert ends == list(sizes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 64, 256])
+def test_shared_memory_stays_under_48_mib_a_host_whatever_the_vectors(size):
+    path, chunk, trouble = shared.make_file(size, max(16, 2 * size))
+    try:
+        assert trouble == ""
+        assert chunk % 16 == 0 < chunk
+        assert Path(path).stat().st_size <= 48 << 20
+        assert Path(path).stat().st_mode & 0o777 == 0o600
+    finally:
+        Path(path).unlink()
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("odd", [[5, 5], [200, 100], [10], [300], []])
+@pytest.mark.parametrize("expected", [[4, 6], [100, 200]])
+def test_a_rank_with_another_list_is_found_before_results_are_used(expected, odd, tiny):
+    lists = [[np.ones(n, np.float32) for n in (odd if rank == 1 else expected)] for rank in range(3)]
+    came = together(3, lambda engine, rank: engine.add(lists[rank], [x.copy() for x in lists[rank]]), timeout_s=20)
+    assert all(isinstance(error, (UsageError, TrainingError)) for error in came), came
+    found = [str(error) for error in came if isinstance(error, UsageError)]
+    assert found
+    assert "all ranks must sum the same list" in found[0]
+
+
+def test_another_divisor_is_found(tiny):
+    came = together(2, lambda engine, rank: engine.add([np.ones(3, np.float32)], [np.ones(3, np.float32)], rank + 1))
+    assert any("in other parts or with another divisor" in str(error) for error in came)
+
+
+@pytest.mark.parametrize("n", [3, 900])
+def test_an_absent_rank_is_named_when_time_is_up(n, tiny):
+    def work(engine: SharedSum, rank: int) -> None:
+        x = np.ones(n, np.float32)
+        for _ in range(2 if rank == 1 else 3):
+            engine.add([x], [x.copy()])
+
+    came = together(3, work, timeout_s=0.3)
+    assert came[1] is None
+    assert all(isinstance(came[rank], TrainingError) for rank in (0, 2))
+    texts = [str(came[rank]) for rank in (0, 2)]
+    assert any("s in a sum for local rank 1; all ranks must sum as often" in text for text in texts), texts
+
+
+def test_a_failed_rank_ends_the_sums_of_all_and_later_ones(tiny):
+    def work(engine: SharedSum, rank: int) -> list[str]:
+        x, texts = np.ones(900, np.float32), []
+        odd = x.astype(np.float64) if rank == 2 else x
+        for _ in range(2):
+            try:
+                engine.add([x], [x.copy()])
+                engine.add([odd], [x.copy()])
+            except (UsageError, TrainingError) as error:
+                texts.append(str(error))
+        return texts
+
+    came = together(3, work, timeout_s=20)
+    assert "got float64[900]" in came[2][0]
+    assert "expected float32, C-contiguous" in came[2][0]
+    for texts in (came[0], came[1], [came[2][1]]):
+        assert all("local rank 2 failed in a sum over this host" in text for text in texts)
+
+
+def test_ranks_that_share_no_memory_are_told_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared, "folder", lambda: str(tmp_path))
+    came = together(3, lambda engine, rank: None, host=Containers)
+    assert [str(error).split(" share")[0] for error in came] == [
+        "local ranks [1, 2]",
+        "local ranks [0, 2]",
+        "local ranks [0, 1]",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+LITTLE_ROOM = """
+import resource, sys
+from jaxmpi import shared
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+path, chunk, trouble = shared.make_file(8, 16)
+print(bool(path), chunk, trouble)
+if path: shared.os.unlink(path)
+"""
+
+
+def test_little_room_makes_small_chunks_and_none_an_error():
+    """A limit on a file's size stands for a full /dev/shm."""
+    half = run([sys.executable, "-c", LITTLE_ROOM, str(7 << 20)], timeout_s=60, cwd=ROOT)
+    assert half.out.split()[:2] == ["True", str(shared.CHUNK // 2)], half.out
+    none = run([sys.executable, "-c", LITTLE_ROOM, "1000"], timeout_s=60, cwd=ROOT)
+    assert none.out.startswith("False 0 no "), none.out
+    assert f"bytes for 8 ranks in {shared.folder()} (File too large); enlarge it" in none.out
+
+
+DEATH = """
+import multiprocessing, os, pickle, sys, time
+import numpy as np
+from jaxmpi import shared
+
+shared.folder = lambda: sys.argv[3]
+
+class Host:
+    def __init__(self, rank, barrier):
+        self.local_rank, self.local_size, self.barrier = rank, 3, barrier
+    def host_barrier(self):
+        self.barrier.wait()
+    def from_first(self, make):
+        if self.local_rank == 0:
+            pickle.dump(make(), open(sys.argv[1], "wb"))
+        self.host_barrier()
+        return pickle.load(open(sys.argv[1], "rb"))
+
+def work(rank, barrier):
+    engine = shared.SharedSum(Host(rank, barrier), "sum")
+    x = np.ones(int(sys.argv[2]), np.float32)
+    for i in range(10):
+        if (rank, i) == (1, 5):
+            os.kill(os.getpid(), 9)
+        begin = time.monotonic()
+        try:
+            engine.add([x], [x.copy()])
+        except Exception as error:
+            print(f"rank {rank}: {type(error).__name__}: {error} after {time.monotonic() - begin:.1f} s", flush=True)
+            break
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("fork")  # nothing of JAX has started
+    barrier = spawn.Barrier(3)
+    ranks = [spawn.Process(target=work, args=(rank, barrier)) for rank in range(3)]
+    for rank in ranks: rank.start()
+    ranks[0].join(), ranks[2].join()  # nobody asks how rank 1 died, so its process stays as a zombie
+    print("codes", [rank.exitcode for rank in ranks])
+"""
+
+
+@pytest.mark.parametrize("floats", [10, 10**6])
+def test_a_killed_rank_is_noticed_and_named_and_leaves_nothing(floats, tmp_path):
+    (tmp_path / "job.py").write_text(DEATH)
+    line = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "box"), str(floats), str(tmp_path)]
+    ended = run(line, timeout_s=60, cwd=ROOT)
+    assert not ended.timed_out
+    assert "rank 0: TrainingError: local rank " in ended.out, ended.out
+    assert "rank 2: TrainingError: local rank " in ended.out
+    assert "TrainingError: local rank 1 has ended; local rank " in ended.out
+    assert all(float(text.split(" s")[0]) < 10 for text in ended.out.split(" after ")[1:])
+    assert {file.name for file in tmp_path.iterdir()} == {"job.py", "box"}
+
+
+# ---------------------------------------------------------------- in programs
+
+
+def test_one_rank_in_jit_means_its_own_and_keeps_shapes():
+    [came] = together(
+        1,
+        lambda engine, rank: jax.jit(lambda x: engine.sum(x, 4, in_place=True))(
+            [jnp.arange(6.0).reshape(2, 3), jnp.zeros((0, 2)), jnp.float32(8)]
+        ),
+    )
+    assert [x.tolist() for x in came] == [[[0, 0.25, 0.5], [0.75, 1, 1.25]], [], 2]
+    assert [x.shape for x in came] == [(2, 3), (0, 2), ()]
+
+
+def test_a_thousand_sums_leave_no_file_and_no_map(tiny, monkeypatch, tmp_path):
+    monkeypatch.setattr(shared, "folder", lambda: str(tmp_path))
+
+    def maps() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    def work(engine: SharedSum, rank: int) -> tuple[int, int]:
+        x, counts = np.ones(100, np.float32), []
+        for i in range(1000):
+            engine.add([x], [x.copy()])
+            if i in (10, 999):
+                counts.append(maps())
+        return counts[0], counts[1]
+
+    for before, after in together(2, work):
+        assert after <= before + 4  # what malloc does meanwhile
+    assert not list(tmp_path.iterdir())
