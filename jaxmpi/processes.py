@@ -284,8 +284,8 @@ def check_arrays(tree: PyTree) -> None:
         got = "a random key" if is_key else type(leaf).__name__
         check(
             kind != "" and kind in "biufcV",
-            f"broadcast: leaf {name or '(the tree itself)'!r}: got {got}; expected an array of numbers (of a random key: "
-            "jax.random.key_data)",
+            f"broadcast: leaf {name or '(the tree itself)'!r}: got {got}; expected an array of numbers (of a random "
+            "key: jax.random.key_data)",
         )
 
 

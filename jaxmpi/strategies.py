@@ -240,11 +240,11 @@ def allgather(x: PyTree, comm: Comm) -> PyTree:
 
 def alltoall_by_rotation(x: PyTree, comm: Comm) -> PyTree:
     """Leaves [w, ...]: row i goes to worker i, row j of the result came from worker j; one partner at a time."""
-    order, place, rows = jnp.asarray(comm.order), place_of(comm), x
-    for places in range(1, comm.size):
-        received = comm.permute(take(x, order[(place + places) % comm.size]), shift(comm, places))
-        rows = put(rows, order[(place - places) % comm.size], received)
-    return rows
+    size, place, places = comm.size, place_of(comm), np.argsort(comm.order).astype(np.int32)
+    leaving = take(x, jnp.asarray(comm.order)[(place + jnp.arange(size)) % size])  # row i: for the worker i places on
+    arrived = [take(leaving, 0)]
+    arrived += [comm.permute(take(leaving, i), shift(comm, i)) for i in range(1, size)]
+    return take(jax.tree.map(lambda *rows: jnp.stack(rows), *arrived), (place - jnp.asarray(places)) % size)
 
 
 def allgather_by_rotation(x: PyTree, comm: Comm) -> PyTree:

@@ -420,6 +420,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of a turn, 10 by default")
     parser.add_argument("--torch-mode", choices=TORCH_MODES, default="default", help="mode of torch.compile")
     parser.add_argument("--ranks", type=int, default=2, help="of the job that shows which rank has which device")
+    parser.add_argument("--only-devices", action="store_true", help="show that, and measure nothing")
     parser.add_argument("--out", type=Path, help="FILE.json and FILE.md")
     parser.add_argument("--dry", action="store_true", help="all of it on the CPU at tiny size, in about a minute")
     parser.add_argument("--side", choices=[*SIDES, "rank"], help=argparse.SUPPRESS)
@@ -429,33 +430,40 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def sides_here(dry: bool) -> list[str]:
+    """jaxmpi, and PyTorch where it can be measured; else a line that says why not."""
+    theirs = probe("torch", dry)
+    if theirs and (dry or theirs != "cpu"):
+        return list(SIDES)
+    print(f"PyTorch {'sees no GPU' if theirs else 'is not installed'}: its columns stay empty")
+    return ["jaxmpi"]
+
+
+def save(out: Path | None, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """What there is so far."""
+    if out is not None:
+        out.with_suffix(".json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
+        out.with_suffix(".md").write_text(markdown(facts, rows))
+
+
 def run_all(options: argparse.Namespace) -> int:
     """Devices, then every model in every dtype; the exit code."""
-    device = probe("jax", options.dry)
-    if device == "cpu" and not options.dry:
-        print(
-            "bench_gpu.py: no GPU: JAX sees a CPU only (`uv sync --extra cuda` installs it for GPUs); --dry needs none"
-        )
+    if not options.dry and probe("jax", options.dry) in ("", "cpu"):
+        print("bench_gpu.py: no GPU: JAX finds none (`uv sync --extra cuda` makes it look for one); --dry needs none")
         return NO_GPU
-    theirs = probe("torch", options.dry)
-    if not theirs or (theirs == "cpu" and not options.dry):
-        print(f"PyTorch {'sees no GPU' if theirs else 'is not installed'}: its columns stay empty")
-    sides = list(SIDES) if theirs and (options.dry or theirs != "cpu") else ["jaxmpi"]
-    facts, rows, failed = machine(options.dry), [], []
+    sides, facts, rows, failed = sides_here(options.dry), machine(options.dry), [], []
     try:
         facts |= {f"device {i}": line for i, line in enumerate(devices_of_ranks(options))}
     except (ChildProcessError, UsageError) as error:  # without MPI, or one for GPUs, one GPU can be measured still
         failed.append(f"devices of ranks: {error}")
-    for model, dtype in itertools.product(options.models, options.dtypes):
+    for model, dtype in [] if options.only_devices else itertools.product(options.models, options.dtypes):
         try:
             rows.append(measure(model, dtype, options, sides))
         except ChildProcessError as error:
             failed.append(f"{model}, {dtype}: {error}")  # out of memory, most likely: the others go on
             continue
         print(" | ".join(speed_row(rows[-1])), flush=True)
-        if options.out:
-            options.out.with_suffix(".json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
-            options.out.with_suffix(".md").write_text(markdown(facts, rows))
+        save(options.out, facts, rows)
     print("\n" + markdown(facts, rows) + "\n".join(failed))
     return 1 if failed else 0
 

@@ -124,7 +124,8 @@ def hier(rows: Rows, wire: str, hosts: Sequence[int], cross: Callable[[Rows, str
     slots = len(hosts) // len(set(hosts))
     groups = [[row for row, at in zip(rows, hosts, strict=True) if at == host] for host in sorted(set(hosts))]
     sums = np.stack([functools.reduce(np.add, group) for group in groups]).reshape(len(groups), slots, -1)
-    return np.concatenate([cross(sums[:, part], wire) if len(groups) > 1 else sums[0, part] for part in range(slots)])
+    parts = [cross(sums[:, part], wire) if len(groups) > 1 else sums[0, part] for part in range(slots)]
+    return np.concatenate([part[: sums.shape[-1]] for part in parts])  # without what `cross` filled up
 
 
 def padded(rows: Rows, multiple: int) -> Rows:

@@ -68,7 +68,7 @@ def test_dry_run_shows_the_device_of_every_rank(dry):
 def test_where_there_is_no_gpu_it_says_so_and_stops():
     ended = run(SCRIPT, timeout_s=120, env={"JAX_PLATFORMS": "cpu"})
     assert ended.code == 77
-    assert ended.out.startswith("bench_gpu.py: no GPU: JAX sees a CPU only")
+    assert ended.out.startswith("bench_gpu.py: no GPU: JAX finds none")
     assert len(ended.out.splitlines()) == 1
 
 

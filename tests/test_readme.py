@@ -190,6 +190,7 @@ OTHERS_FLAGS = {
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue"},
     "uv": {"--extra", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
     "ruff": {"--check"},
+    "XLA": {"--xla"},
 }
 
 

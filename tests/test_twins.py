@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from jaxmpi.adapters import nnx_model
+from models import MODELS
 from models.alexnet import STARTS, AlexNet, alexnet
 from models.googlenet import BLOCKS, TINY_BLOCKS, GoogLeNet, googlenet, googlenet_loss
 from models.googlenet import STARTS as GOOGLENET_STARTS
@@ -72,6 +73,15 @@ def test_vgg_at_full_size(name, make):
     check_twin(make(), twin, pairs_in_order(twin, vgg_paths(DEPTHS[name])), batch=1, precisions=WIDE)
 
 
+TINY = {"alexnet_tiny": ALEXNET, "vgg16_tiny": vgg_paths(DEPTHS["vgg16"])}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_images_too_small_for_the_last_pool(name):
+    twin = torch_zoo.TWINS[name]()
+    check_twin(MODELS[name](), twin, pairs_in_order(twin, TINY[name]), batch=4, precisions=WIDE)
+
+
 # ---------------------------------------------------------------- GoogLeNet
 
 INCEPTION = ("one", "reduce3", "three", "reduce5", "five", "pool")
@@ -85,9 +95,10 @@ def googlenet_paths(blocks: Iterable[str]) -> list[str]:
 
 AT_224 = (224, None, BLOCKS, "float64")
 AT_64 = (64, nn.Identity(), TINY_BLOCKS, "float32")  # 4x4 where the heads begin
+AT_32 = (32, torch_zoo.Repeat(4), TINY_BLOCKS, "float64")  # 2x2 there
 
 
-@pytest.mark.parametrize(("size", "pool", "blocks", "precision"), [AT_224, AT_64])
+@pytest.mark.parametrize(("size", "pool", "blocks", "precision"), [AT_224, AT_64, AT_32])
 def test_googlenet_and_its_auxiliary_heads_in_training(size, pool, blocks, precision):
     model = nnx_model(
         lambda rngs: no_dropout(GoogLeNet(10, 3, GOOGLENET_STARTS["he"], rngs, blocks=blocks, shrink=8)),
