@@ -44,7 +44,7 @@ from jaxmpi.strategies import Strategy, parse
 
 PyTree = Any
 POLL_S = 0.0004  # between looks at pending messages; a link's buffers hold more than it carries meanwhile
-WINDOW = 8  # segments of a bucket under way at once
+WINDOW = 16  # segments of a bucket under way at once
 TAGS = 1 << 15  # that every MPI has
 TIMEOUT_S = float(os.environ.get("JAXMPI_EXCHANGE_TIMEOUT_S", "1800"))
 OPEN, START, DONE, SEND, COLLECT = (f"jaxmpi exchange: {verb}" for verb in ("open", "start", "done", "send", "collect"))
@@ -196,6 +196,7 @@ class Courier:
 
     def _run(self) -> None:
         hostcomm.flush_subnormals()
+        hostcomm.take_short_turns()
         with np.errstate(all="ignore"):  # NaN and infinity pass through to all ranks
             while self._take():
                 if not self._poll():

@@ -52,7 +52,8 @@ class SoloProcesses:
     rank, size, local_rank, local_size = 0, 1, 0, 1
 
     def same(self, what: str, value: Any) -> None:
-        """One rank agrees with itself."""
+        """One rank agrees with itself, on what several could compare."""
+        statement(what, value)
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -9,6 +9,7 @@ place is an index into `comm.order`: ranks of one host are neighbours.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from jaxmpi.wires import WIRES, Wire
 
 PyTree = Any
 Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
-PACKET = 1 << 14  # floats that travel at once along a tree: 64 KiB, where bytes begin to cost more than a message
+PRICE = 1 << 13  # floats that would travel in the time that a message costs by itself, roughly, on most networks
 MAX_COLOURS = 16
 
 
@@ -125,7 +126,8 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     """
     forest, place = plant(comm.size, colours), place_of(comm)
     k, height = len(forest.depth), forest.height
-    packets = max(1, round(x.size / (k * PACKET)))
+    # m + 2 height turns of PRICE + part / m each are fewest for this m.
+    packets = max(1, round(math.sqrt(2 * height * x.size / (k * PRICE))))
     own = pad(x, k * packets).reshape(k, packets, -1)
     depth = jnp.asarray(forest.depth)[:, place]  # of this place in each tree
     home = jnp.asarray(forest.home)[place]  # the one tree in which it has children

@@ -403,6 +403,7 @@ def machine(dry: bool) -> dict[str, Any]:
     found = {**experiment.versions(), **dict(sorted(more.items()))}
     return {
         "GPU, driver, memory": card or "none used: nothing here is a measurement",
+        "GB": "as XLA plans the step; PyTorch counts none on a CPU" if dry else "the most that an allocator had in use",
         "machine": f"{platform.machine()}, {runtime.cores()} cores, {platform.system()} {platform.release()}",
         "commit": experiment.commit(ROOT),
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),

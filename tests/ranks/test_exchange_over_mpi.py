@@ -14,7 +14,6 @@ import pytest
 import jaxmpi
 from jaxmpi.comm import MpiComm, ring_order
 from jaxmpi.processes import processes
-from jaxmpi.strategies import PACKET
 from references import sum_over_workers
 from tolerances import bound
 
@@ -51,7 +50,8 @@ def test_sum_equals_numpy_and_is_bitwise_equal_on_all_ranks(strategy):
 
 def scattered() -> MpiComm:
     """The ranks of this host as if dealt out to several."""
-    assert isinstance(COMM, MpiComm)
+    if not isinstance(COMM, MpiComm):
+        pytest.skip("one rank cannot be dealt out")
     comm = copy.copy(COMM)
     comm.hosts = tuple(rank % HOSTS for rank in range(SIZE))
     comm.order = ring_order(comm.hosts)
@@ -69,7 +69,7 @@ def test_sum_between_hosts(strategy):
 @pytest.mark.parametrize("strategy", ["color3:32", "pipering:16"])
 def test_many_packets_and_no_deadlock(strategy):
     """Messages too long to be sent before they are received."""
-    row = vectors(5 * PACKET + 1)
+    row = vectors(60_001)
     [got] = jaxmpi.exchange([row[RANK]], strategy, op="sum")
     assert (np.abs(np.asarray(got) - sum_over_workers(row)) <= bound(strategy, row)).all()
     assert same_bits_everywhere(got)
