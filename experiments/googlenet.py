@@ -3,7 +3,7 @@
 mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py
 
-The second line: 93.9 % top-1 in 134 to 184 s on 2 cores (docs/results.md). The first has not been run on ImageNet here.
+The second line: 92 % top-1 in 60 to 100 s on 2 cores (docs/results.md). The first has not been run on ImageNet here.
 It differs from the paper in taking a mean per channel and not a mean image, and the shorter side, aspect kept.
 """
 

@@ -5,6 +5,8 @@ mpirun -n 8 python -m jaxmpi.train experiments/resnet50.py
 
 Batch b = 64 a worker; the rate rises from 0.1 to 0.1 b n / 256 with n workers over 5 epochs and is divided by 10 every
 30 of 90; crops of random scale and aspect. Not run on ImageNet here.
+
+The second line on digits: 97 % top-1 with 2 workers (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

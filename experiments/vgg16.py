@@ -6,6 +6,8 @@ mpirun -n 8 python -m jaxmpi.train experiments/vgg16.py
 Batch 32 a worker; rate 0.002, divided by 10 after 15, 30 and 35 of 40 epochs, biases at twice the rate and without
 decay. Theano-MPI's table 1 has no row for it; batch from section 4 of the paper, the rest from its code. Not run on
 ImageNet here.
+
+The second line on digits: 97 % top-1 (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

@@ -189,6 +189,8 @@ def environment(folder: Path, agent: Path) -> dict[str, str]:
     settings = {
         "PRTE_MCA_plm_ssh_agent": str(agent),
         "PRTE_MCA_prte_default_hostfile": str(folder / "hostfile"),
+        # Process numbers begin anew in here, so sessions of two clusters would have the same names in /tmp.
+        "PRTE_MCA_prte_tmpdir_base": str(folder),
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl_tcp_if_include": "eth0",
         "OMPI_MCA_pml": "ob1",  # TCP and shared memory, nothing that looks for better networks
