@@ -3,14 +3,14 @@
 mpirun -n 8 python -m jaxmpi.train experiments/googlenetbn.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/googlenetbn.py
 
-Batch b = 64 a worker; the rate rises from 0.1 to 0.1 b n / 256 with n workers over 5 epochs and is divided by 10 every
-30 of 90; crops of random scale and aspect. Not run on ImageNet here.
+Batch b = 64 a worker; the rate rises from 0.1 to 0.1 b n / 256 with n workers over 5 epochs (after Goyal et al. 2017;
+the paper gives no length) and is divided by 10 every 30 of 90; with another batch give --optim.lr 0.1 b / 256. Crops of
+random area and aspect. Not run on ImageNet here.
 
 The second line on digits: 99 % top-1 with 2 workers (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from jaxmpi.runtime import launched_workers
 from models.googlenet import googlenet_loss
 from models.googlenetbn import googlenetbn
 
@@ -49,7 +49,7 @@ experiment = Experiment(
         boundaries=("30ep", "60ep"),
         factor=0.1,
         warmup="5ep",
-        warmup_from=min(1.0, 256 / (LOCAL_BATCH * launched_workers())),
+        warmup_lr=0.1,
     ),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("asa32"),

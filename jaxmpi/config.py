@@ -179,10 +179,16 @@ class Schedule:
     span: str = "100%"  # poly, cosine: duration over which lr falls to 0
     warmup: str = "0st"  # duration of the warm-up
     warmup_shape: str = "linear"  # linear | geometric; geometric rises once an epoch
+    warmup_lr: float = 0.0  # lr at the start, whatever lr is scaled to; 0 means warmup_from
     warmup_from: float = 0.0  # share of lr at the start; 0 means 1/steps (linear), 1/workers (geometric)
 
     def __post_init__(self) -> None:
         check(self.factor > 0, f"schedule.factor: got {self.factor}; expected > 0")
+        check(self.warmup_lr >= 0, f"schedule.warmup_lr: got {self.warmup_lr}; expected >= 0")
+        check(
+            not (self.warmup_lr and self.warmup_from),
+            f"got schedule.warmup_lr {self.warmup_lr} and schedule.warmup_from {self.warmup_from}; give one of them",
+        )
         check(self.power > 0, f"schedule.power: got {self.power}; expected > 0")
         check(
             0 <= self.warmup_from <= 1,

@@ -1,5 +1,6 @@
 """Learning-rate schedules and optimizers: configuration -> Optax."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,6 +99,8 @@ def schedule(config: Schedule, clock: Clock, peak_lr: float, workers: int) -> op
     Raises:
         UsageError: an unknown decay or warm-up, or a text that is no duration.
     """
+    if config.warmup_lr:
+        config = dataclasses.replace(config, warmup_lr=0.0, warmup_from=min(config.warmup_lr / peak_lr, 1.0))
     decay = lookup(DECAYS, config.decay, "schedule.decay")(config, clock)
     warm = lookup(WARMUPS, config.warmup_shape, "schedule.warmup_shape")(config, clock, workers)
     if clock.steps(config.warmup) == 0:

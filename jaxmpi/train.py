@@ -337,7 +337,7 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
-    """Every validation example once, over all workers; model state is the workers' mean."""
+    """Every validation example once, over all workers; model state as `batch_statistics` says."""
     runtime.doing(f"evaluation after step {step}")
     model_state = run.functions.mean_state(state.model_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))

@@ -41,3 +41,18 @@ def test_wrong_options_end_without_a_traceback():
     job = run("train", "-n", "many", "x.py")
     assert job.returncode == 1
     assert job.stderr == "jaxmpi: error: -n: got 'many'; expected a number of workers >= 1\n"
+
+
+def test_models_prints_the_exact_counts():
+    ended = run("models")
+    assert ended.returncode == 0, ended.stderr
+    counts = {
+        "alexnet": "60,965,224",
+        "vgg16": "138,357,544",
+        "vgg19": "143,667,240",
+        "googlenet": "13,378,280",
+        "googlenetbn": "19,147,888",
+        "resnet50": "25,557,032",
+    }
+    rows = {line.split()[1]: line for line in ended.stdout.splitlines() if len(line.split()) > 9}
+    assert all(count in rows[name] for name, count in counts.items()), ended.stdout

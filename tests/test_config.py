@@ -81,7 +81,7 @@ OUT_OF_RANGE = [
     (Schedule, {"factor": 0.0}, "schedule.factor: got 0.0"),
     (Schedule, {"power": 0.0}, "schedule.power: got 0.0"),
     (Schedule, {"warmup_from": 1.5}, "schedule.warmup_from: got 1.5; expected a share"),
-    (ExchangeConfig, {"bucket_bytes": 3}, "exchange.bucket_bytes: got 3; expected None or >= 4 bytes"),
+    (ExchangeConfig, {"bucket_bytes": 3}, "bucket_bytes: got 3; expected None"),
     (Experiment, {"local_batch": 8, "effective_batch": 32}, "got local_batch 8 and effective_batch 32; give one"),
     (Experiment, {"local_batch": -1}, "local_batch: got -1"),
     (Experiment, {"effective_batch": -1}, "effective_batch: got -1"),

@@ -217,3 +217,17 @@ def test_refusals():
         optimizer(Optim(name="adan"), optax.constant_schedule(1.0))
     with pytest.raises(UsageError, match="bias_lr_factor: got 0; expected > 0"):
         scale_biases(0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "start", "peak"), [(1, 0.025, 0.025), (4, 0.1, 0.1), (8, 0.1, 0.2), (64, 0.1, 1.6)]
+)
+def test_a_warm_up_may_begin_at_a_rate_of_its_own(workers, start, peak):
+    """IBM's: from 0.1 to 0.1 b n / 256 with b = 64, which is less than 0.1 for few workers."""
+    config = Schedule("step", boundaries=("30ep", "60ep"), warmup="5ep", warmup_lr=0.1)
+    made = schedule(config, Clock(10, 64 * workers, 900), 0.1 * 64 / 256 * workers, workers)
+    lr = lambda step: np.asarray(made(step)).item()  # noqa: E731
+    assert [lr(step) for step in (0, 50, 299, 300, 600)] == pytest.approx(
+        [start, peak, peak, peak / 10, peak / 100], rel=1e-6
+    )
+    assert lr(25) == pytest.approx((start + peak) / 2, rel=1e-6)

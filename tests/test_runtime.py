@@ -203,3 +203,24 @@ def test_time_limits_that_are_none(variable, text):
     job = python("import jaxmpi", **{variable: text})
     assert job.returncode == 1
     assert job.stderr == f"jaxmpi: error: {variable}: got {text!r}; expected seconds > 0\n"
+
+
+GPUS = [
+    # CUDA_VISIBLE_DEVICES, local rank, ranks of the host -> device chosen, share of its memory
+    ("0,1", 1, 2, "1", None),
+    ("0,1", 3, 4, "1", "0.450"),
+    ("0,1", 2, 3, "0", "0.450"),
+    ("3", 1, 2, None, None),  # a launcher's gift
+]
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "local_size", "device", "share"), GPUS)
+def test_each_local_rank_takes_its_gpu_and_share(visible, local_rank, local_size, device, share):
+    code = (
+        f"import os, jax\nfrom jaxmpi import runtime\nruntime.pin_gpu({local_rank}, {local_size})\n"
+        "print(jax.config.read('jax_cuda_visible_devices'), os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION'))"
+    )
+    chosen, fraction = python(code, CUDA_VISIBLE_DEVICES=visible).stdout.split()
+    assert fraction == str(share)
+    if device is not None:
+        assert chosen == device

@@ -1,0 +1,78 @@
+"""The experiments' recipes against the papers' numbers, and that each has one for embedded data."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmpi import experiment as experiments
+from jaxmpi import optim, rules
+from jaxmpi.config import Experiment
+from jaxmpi.data import open_source
+from launching import ROOT
+from models import MODELS
+
+FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))
+OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+STEPS = 1000  # an epoch
+
+
+def recipe(name: str) -> Experiment:
+    return experiments.load(ROOT / "experiments" / f"{name}.py")
+
+
+def rates(experiment: Experiment, workers: int, epochs: list[float]) -> list[float]:
+    """What each worker runs at these epochs."""
+    factor, _ = rules.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers)
+    clock = optim.Clock(STEPS, experiment.local_batch * workers, 90 * STEPS)
+    lr = optim.schedule(experiment.schedule, clock, experiment.optim.lr * factor, workers)
+    return [np.asarray(lr(round(epoch * STEPS))).item() for epoch in epochs]
+
+
+@pytest.mark.parametrize(("workers", "lr"), [(1, 0.01), (2, 0.01), (4, 0.01), (8, 0.005)])
+def test_alexnet(workers, lr, no_launcher, monkeypatch):
+    """Ma et al. 2016, table 1, by number of workers; divided by 10 every 20 epochs."""
+    for variable, value in zip(OMPI, ("0", str(workers)), strict=True):
+        monkeypatch.setenv(variable, value)
+    experiment = recipe("alexnet")
+    assert (experiment.local_batch, experiment.train_for, experiment.rule.name) == (128, "70ep", "subgd")
+    assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias, experiment.optim.weight_decay) == (
+        2,
+        False,
+        5e-4,
+    )
+    assert rates(experiment, workers, [0, 19.9, 20, 40, 60]) == pytest.approx([lr, lr, lr / 10, lr / 100, lr / 1000])
+
+
+def test_vgg16():
+    experiment = recipe("vgg16")
+    assert (experiment.local_batch, experiment.train_for, experiment.optim.weight_decay) == (32, "40ep", 5e-4)
+    assert rates(experiment, 8, [0, 14.9, 15, 30, 35]) == pytest.approx([2e-3, 2e-3, 2e-4, 2e-5, 2e-6])
+
+
+@pytest.mark.parametrize("name", ["resnet50", "googlenetbn"])
+@pytest.mark.parametrize("workers", [4, 8, 256])
+def test_ibm(name, workers):
+    """From 0.1 to 0.1 b n / 256 over 5 epochs, divided by 10 every 30 of 90; crops of random area and aspect."""
+    experiment, peak = recipe(name), 0.1 * 64 * workers / 256
+    assert (experiment.local_batch, experiment.train_for, experiment.data.crop) == (64, "90ep", 224)
+    assert len(experiment.data.crop_area) == 2
+    expected = [0.1, (0.1 + peak) / 2, peak, peak, peak / 10, peak / 100]
+    assert rates(experiment, workers, [0, 2.5, 5, 29.9, 30, 60]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_experiment_runs_on_embedded_data(file: Path):
+    experiment = experiments.load(file)
+    embedded = experiment.embedded or experiment
+    source = open_source(embedded.data, "train")
+    image, _ = source[0]
+    channels = (embedded.data.channels,)
+    assert (*image.shape[:2], *channels) == embedded.model.input_shape
+    assert source.classes == embedded.model.classes
+
+
+def test_tiny_variants_stand_in_where_the_issue_is_speed():
+    embedded = [recipe(name).embedded for name in ("alexnet", "vgg16")]
+    assert [one.model.name for one in embedded if one] == ["alexnet_tiny", "vgg16_tiny"]
+    assert {recipe(name).model.name for name in ("alexnet", "vgg16", "resnet50", "googlenetbn")} <= set(MODELS)
