@@ -26,7 +26,7 @@ class Feed:
         digest = getattr(self.source, "digest", None)
         return {
             "examples": len(self.source),
-            "classes": self.source.classes,
+            "classes": int(self.source.classes or 0),
             "names and labels": digest() if digest else "",
         }
 

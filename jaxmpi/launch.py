@@ -83,7 +83,7 @@ def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
     return [
         *plain,
         *(["--allow-run-as-root"] if is_root else []),
-        *(["--oversubscribe"] if options.workers > cores else []),
+        *(["--oversubscribe"] if options.workers > cores // 2 else []),  # slots are physical cores
         *["--bind-to", "none"],  # the ranks share out the cores themselves
     ]
 

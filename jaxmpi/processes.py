@@ -148,17 +148,18 @@ class MpiProcesses:
         """The arrays of rank `root`; every rank gives a tree of the same structure, shapes and dtypes."""
         check(0 <= root < self.size, f"broadcast: root: got {root}; expected a rank in [0, {self.size})")
         check_arrays(tree)
-        self.same("the tree to broadcast", signature(tree))
+        arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
+        sent = {name: f"{array.dtype}{list(array.shape)}" for name, array in named_leaves(arrays)}
+        self.same("the tree to broadcast", sent)
         self.barrier()  # polled: MPI_Bcast would spin until the root is there
 
-        def one(leaf: Any) -> np.ndarray:
-            array = np.array(leaf, order="C")  # a copy: JAX's own buffers are read-only
+        def one(array: np.ndarray) -> np.ndarray:
             raw = array.reshape(-1).view(np.uint8)
             for start in range(0, raw.size, MAX_BYTES):
                 self.world.Bcast(raw[start : start + MAX_BYTES], root)
             return array
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(one, arrays)
 
     def same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
         """Compare a JSON value over all ranks.

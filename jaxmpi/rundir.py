@@ -15,14 +15,13 @@ from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
 
 
-def agree_on(experiment: Experiment, processes: Processes, digest: str, root: Path | None) -> None:
-    """Refuse to start where ranks have different experiments, libraries or commits."""
+def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
+    """Refuse to start where ranks have different experiments or libraries."""
     check(experiment.model is not None, "the experiment has no model")
     facts = {
         "experiment_file": digest,
         "experiment": config.resolved(experiment),
         "versions": experiments.versions(),
-        "commit": experiments.commit(root),
     }
     processes.same("what this run is", facts)
 

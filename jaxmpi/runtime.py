@@ -182,10 +182,10 @@ def use_compilation_cache() -> None:
     import jax
 
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxmpi" / "xla"
         try:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "xla"
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # not writable, or nobody's home
             if my_rank() == 0:
                 print(f"jaxmpi: nothing compiled is kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)
             return

@@ -234,7 +234,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     """
     runtime.doing("start")
     workers = gather_workers(experiment.devices)
-    rundir.agree_on(experiment, workers.processes, digest, root)
+    rundir.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     plan = make_plan(experiment, workers)

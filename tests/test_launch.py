@@ -81,7 +81,7 @@ def test_one_worker_needs_no_launcher(path, text):
 MPIRUN = [
     # who prints its version, workers, cores, root -> arguments after -n N
     ("openmpi", 4, 8, False, ["--bind-to", "none"]),
-    ("openmpi", 8, 8, False, ["--bind-to", "none"]),
+    ("openmpi", 5, 8, False, ["--oversubscribe", "--bind-to", "none"]),
     ("openmpi", 9, 8, False, ["--oversubscribe", "--bind-to", "none"]),
     ("openmpi", 4, 8, True, ["--allow-run-as-root", "--bind-to", "none"]),
     ("prte", 8, 2, True, ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]),

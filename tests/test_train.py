@@ -281,6 +281,36 @@ def test_resume_goes_on_with_the_same_run_only(tmp_path):
     assert "effective batch: got 64, expected 32" in ended.out
 
 
+def test_params_and_classes_may_be_numpys_own_types(tmp_path):
+    """Ranks other than the first know the params by their shapes only, and a number of classes may be NumPy's."""
+    (tmp_path / "numpy.py").write_text(NUMPY_TYPES)
+    ended = train(2, str(tmp_path / "numpy.py"), "--run-dir", str(tmp_path / "run"))
+    assert ended.code == 0, ended.out
+
+
+NUMPY_TYPES = """
+import numpy as np
+from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.data import ArraySource
+from jaxmpi.model import Model
+
+labels = np.arange(40) % 10
+source = ArraySource(np.random.default_rng(0).random((40, 4), np.float32), labels, classes=labels.max() + 1)
+
+def init(key, image):
+    return {"w": np.zeros((4, 10), np.float32), "b": np.zeros(10, np.float32)}, {}
+
+def apply(params, model_state, image, key, train):
+    return image @ params["w"] + params["b"], model_state
+
+experiment = Experiment(
+    model=Model("numpy", init, apply, input_shape=(4,), classes=10),
+    data=Data(source="array", train=source, validation=source), optim=Optim("sgd", lr=0.1, lr_scaling="none"),
+    effective_batch=8, train_for="3st",
+)
+"""
+
+
 def test_a_finished_run_says_that_nothing_is_left(tmp_path):
     args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert train(1, *args).code == 0

@@ -185,6 +185,14 @@ def test_broadcast_of_what_is_no_number(tree, message):
         jaxmpi.broadcast(tree)
 
 
+def test_broadcast_compares_what_it_sends():
+    """JAX would call both float32, but one is twice as long."""
+    if SIZE == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(jaxmpi.UsageError, match=r"rank 1: a: got float64\[3\], expected float32\[3\]"):
+        jaxmpi.broadcast({"a": np.zeros(3, np.float64 if RANK == 1 else np.float32)})
+
+
 def test_broadcast_from_a_rank_that_is_not_there():
     with pytest.raises(jaxmpi.UsageError, match=rf"root: got {SIZE}; expected a rank in \[0, {SIZE}\)"):
         jaxmpi.broadcast(np.ones(1), root=SIZE)
