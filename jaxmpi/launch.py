@@ -74,7 +74,7 @@ def command(options: Options, *, cores: int, is_root: bool) -> list[str]:
 
 
 def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
-    """Open MPI refuses root and more ranks than cores unless told; other MPIs take the plain line."""
+    """Open MPI refuses root and more ranks than physical cores unless told; other MPIs take the plain line."""
     path = find("mpirun")
     plain = [path, "-n", str(options.workers)]
     version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout

@@ -142,7 +142,8 @@ def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict
     example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
     key = jax.random.key(experiment.seed)
     if workers.processes.rank == 0:
-        params, model_state = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
+        made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
+        params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
     else:
         shapes = jax.eval_shape(experiment.model.init, key, example)
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
