@@ -50,6 +50,7 @@ class SoloProcesses:
     """The control plane of a single process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    hosts = (0,)
 
     def same(self, what: str, value: Any) -> None:
         """One rank agrees with itself, on what several could compare."""

@@ -16,6 +16,7 @@ ORDER = [
     "handlers",
     "shared",
     "comm",
+    "mesh",
     "wires",
     "strategies",
     "compressors",

@@ -1,0 +1,159 @@
+"""`--comm xla`: XLA's collectives over a jax.distributed job that MPI sets up, here gloo between CPU processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launching import ROOT, Ended, mpirun, mpirun_line, run, train
+
+ON_CPU = {"JAX_PLATFORMS": "cpu"}
+A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
+EXPERIMENT = """
+from jaxmpi.config import Data, Experiment, Optim
+from models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="10st", log_every=1,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny experiment, and the runs of this module."""
+    made = tmp_path_factory.mktemp("xla")
+    (made / "tiny.py").write_text(EXPERIMENT)
+    return made
+
+
+def trained(folder: Path, name: str, *args: str, ranks: int = 4, env: dict[str, str] | None = None) -> Path:
+    """The run directory of a run that went well."""
+    args = (str(folder / "tiny.py"), "--run-dir", str(folder / name), *args)
+    ended = train(ranks, *args, env=ON_CPU | (env or {}))
+    assert ended.code == 0, ended.out
+    return folder / name
+
+
+def binaries(run_dir: Path) -> dict[str, bytes]:
+    """Every file of the last checkpoint but the manifest, which holds times."""
+    return {path.name: path.read_bytes() for path in sorted((run_dir / "checkpoints/step_00000020").glob("*.bin"))}
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in record(run_dir, "train")]
+
+
+def record(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The record's lines of a kind."""
+    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def facts(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def over_xla(folder: Path) -> Path:
+    """20 steps of 4 processes, one device each, where a proxy for downloads is set."""
+    return trained(folder, "xla", "--comm", "xla", "--exchange.strategy", "ring32", env=A_PROXY)
+
+
+def test_a_run_over_xla_is_that_over_mpi(over_xla, folder):
+    over_mpi = trained(folder, "mpi", "--form", "fused", "--exchange.strategy", "ring32")
+    assert [row["step"] for row in record(over_xla, "train")] == list(range(1, 21))
+    assert facts(over_xla)["transport"] == "XLA collectives between processes, gloo"
+    assert facts(over_xla)["workers"] == 4
+    assert sorted(binaries(over_xla)) == ["common.bin", *(f"worker_0000{i}.bin" for i in range(4))]
+    assert binaries(over_xla) == binaries(over_mpi)  # all sums are added in one order
+    [evaluation], [expected] = record(over_xla, "eval"), record(over_mpi, "eval")
+    assert evaluation["eval_count"] == 360
+    assert evaluation["eval_loss"] == expected["eval_loss"]
+
+
+def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
+    """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
+    args = ("--comm", "xla", "--exchange.strategy", "ring32")
+    trained(folder, "resumed", *args, "--train-for", "10st")
+    resumed = trained(folder, "resumed", *args, "--resume", "--devices", "2", ranks=2)
+    assert facts(resumed)["workers"] == 4
+    assert binaries(resumed) == binaries(over_xla)
+    assert losses(resumed) == losses(over_xla)
+
+
+def test_strategies_wires_and_compressors():
+    ended = mpirun(4, "tests/over_xla.py", timeout_s=240, env=ON_CPU)
+    assert ended.code == 0, ended.out
+    assert ended.out.count(" strategies\n") == 4
+
+
+# ---------------------------------------------------------------- how a job ends
+
+WORK = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxmpi
+from jaxmpi.mesh import global_mesh
+from jaxmpi.processes import processes
+
+rank = processes().rank
+{before}
+mesh, comm = global_mesh()
+along = NamedSharding(mesh, P("workers"))
+mean = jax.jit(jax.shard_map(
+    lambda x: jaxmpi.exchange(x, "ring32", comm=comm), mesh=mesh, in_specs=P("workers"), out_specs=P("workers"),
+    check_vma=False))
+x = jax.make_array_from_process_local_data(along, np.ones((1, 1000), np.float32))
+mean(x).block_until_ready()
+if rank == 1:
+    {fault}
+for i in range(10**6):
+    mean(x).block_until_ready()
+"""
+FAULTS = {
+    "raise": ("raise ValueError('boom')", "ValueError: boom"),
+    "exit_0_early": ("sys.exit(0)", "others had not"),
+    "terminated": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)", ""),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+}
+STARTS = {
+    "absent": ("if rank == 1: time.sleep(100)", "rank [1] did not answer in time"),
+    "device_used": ("jnp.zeros(1)", "must be called before any JAX calls"),
+    "other_mesh": ("if rank == 1: global_mesh('w')", "rank 1: axis: got w, expected workers (rank 0)"),
+}
+
+
+def job(folder: Path, name: str, before: str, fault: str, env: dict[str, str]) -> Ended:
+    (folder / f"{name}.py").write_text(WORK.format(before=before, fault=fault))
+    ended = mpirun(3, str(folder / f"{name}.py"), timeout_s=60, env=ON_CPU | env)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.code != 0
+    return ended
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_rank_fails_and_the_job_ends(fault, folder):
+    code, message = FAULTS[fault]
+    ended = job(folder, fault, "", code, {"JAXMPI_EXIT_TIMEOUT_S": "2"})
+    assert message in ended.out, ended.out[-3000:]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_start_that_cannot_be_is_named(start, folder):
+    code, message = STARTS[start]
+    ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
+    assert message in ended.out, ended.out[-3000:]
+    assert "Traceback" not in ended.out
+
+
+def test_the_option_before_the_experiment_and_devices_over_mpi(folder):
+    line = [*mpirun_line(2), *"python -m jaxmpi.train".split(), str(folder / "tiny.py"), "--devices", "2"]
+    ended = run(line, timeout_s=60, cwd=ROOT, env=ON_CPU)
+    assert ended.code != 0
+    assert "or take --comm xla" in ended.out
