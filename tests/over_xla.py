@@ -1,8 +1,9 @@
 """Every strategy and compressor in a `shard_map` over the devices of all processes, as a user would write it.
 
-Run by tests/test_comm_xla.py, or by hand: `mpirun -n 4 python tests/over_xla.py`.
+Run by tests/test_comm_xla.py, or by hand: `mpirun -n 4 python tests/over_xla.py all`.
 """
 
+import sys
 from typing import Any
 
 import jax
@@ -16,9 +17,12 @@ from jaxmpi.mesh import global_mesh
 from jaxmpi.processes import MpiProcesses, processes
 from jaxmpi.programs import loaded_jit
 from references import padded, sum_over_workers
-from test_strategies import SUMS, oracle
+from test_strategies import ROWS, SUMS, oracle
 from tolerances import bound
 
+# All, or every algorithm once, with one wire or another.
+ONCE = [f"{name}:{wires[i % len(wires)]}" for i, (name, wires) in enumerate(ROWS.items())]
+NAMES = SUMS if sys.argv[1:] == ["all"] else ONCE
 N = 997  # prime: padded for every strategy
 MESH, OVER_XLA = global_mesh("w")
 CONTROL: MpiProcesses = processes()  # pyright: ignore[reportAssignmentType]
@@ -50,7 +54,7 @@ def same_bits_everywhere(x: np.ndarray) -> bool:
 def check_strategies() -> None:
     """The same bits on all ranks, those of the oracle; XLA's own allreduce within rounding."""
     rows, comm = vectors(N), GlooComm("w", SIZE, HOSTS)
-    got = on_mesh(lambda x: {name: jaxmpi.exchange(x, name, "sum", comm) for name in [*SUMS, "none"]}, rows[RANK])
+    got = on_mesh(lambda x: {name: jaxmpi.exchange(x, name, "sum", comm) for name in [*NAMES, "none"]}, rows[RANK])
     assert (got.pop("none") == SIZE * rows[RANK]).all()
     for name, total in got.items():
         assert same_bits_everywhere(total), name
@@ -94,4 +98,4 @@ if __name__ == "__main__":
     check_strategies()
     check_compressors()
     check_mpi_beside()
-    print(f"rank {RANK}: {len(SUMS)} strategies and {len(COMPRESSORS)} compressors\n", end="")
+    print(f"rank {RANK}: {len(NAMES)} strategies and {len(COMPRESSORS)} compressors\n", end="")

@@ -1,12 +1,17 @@
 """`--comm xla`: XLA's collectives over a jax.distributed job that MPI sets up, here gloo between CPU processes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from launching import ROOT, Ended, mpirun, mpirun_line, run, train
+from jaxmpi.config import COMMS
+from jaxmpi.strategies import parse
+from launching import ROOT, Ended, mpirun, train
+from tolerances import WIRE, U
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
 A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
@@ -58,22 +63,51 @@ def facts(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "config.json").read_text())
 
 
+def params(run_dir: Path) -> np.ndarray:
+    """f32[n]: of the last checkpoint, one leaf after another."""
+    folder = run_dir / "checkpoints/step_00000020"
+    index = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
+    raw = (folder / "common.bin").read_bytes()
+    leaves = [row for row in index if row["path"].startswith("params")]
+    return np.concatenate([np.frombuffer(raw, np.float32, int(np.prod(row["shape"])), row["offset"]) for row in leaves])
+
+
 @pytest.fixture(scope="module")
 def over_xla(folder: Path) -> Path:
     """20 steps of 4 processes, one device each, where a proxy for downloads is set."""
     return trained(folder, "xla", "--comm", "xla", "--exchange.strategy", "ring32", env=A_PROXY)
 
 
-def test_a_run_over_xla_is_that_over_mpi(over_xla, folder):
-    over_mpi = trained(folder, "mpi", "--form", "fused", "--exchange.strategy", "ring32")
+def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, folder):
+    over_mpi = trained(folder, "mpi", "--exchange.strategy", "ring32")
     assert [row["step"] for row in record(over_xla, "train")] == list(range(1, 21))
     assert facts(over_xla)["transport"] == "XLA collectives between processes, gloo"
     assert facts(over_xla)["workers"] == 4
     assert sorted(binaries(over_xla)) == ["common.bin", *(f"worker_0000{i}.bin" for i in range(4))]
-    assert binaries(over_xla) == binaries(over_mpi)  # all sums are added in one order
-    [evaluation], [expected] = record(over_xla, "eval"), record(over_mpi, "eval")
+    assert_close(over_xla, over_mpi, "ring32")
+    [evaluation] = record(over_xla, "eval")
     assert evaluation["eval_count"] == 360
-    assert evaluation["eval_loss"] == expected["eval_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["asa16", "ar"])
+def test_other_strategies_leave_what_they_leave_over_mpi(strategy, folder):
+    xla, mpi = (
+        trained(folder, f"{strategy}-{comm}", "--comm", comm, "--exchange.strategy", strategy) for comm in COMMS
+    )
+    assert_close(xla, mpi, strategy)
+
+
+def assert_close(a: Path, b: Path, strategy: str) -> None:
+    """Gradients are compiled apart, and so differ by rounding: sums of 60 x 64 terms in f32, and the wire's twice.
+
+    A gradient's entry is below 4 here, and 20 updates of lr 0.05 at momentum 0.9 add at most ten of each to a param.
+    """
+    r, _ = WIRE[parse(strategy).name.partition(":")[2]]
+    apart = 20 * 0.05 * 10 * 4 * (60 * 64 * U + 2 * 2 * r)
+    np.testing.assert_allclose(params(a), params(b), rtol=0, atol=apart)
+    if not r:
+        np.testing.assert_allclose(losses(a), losses(b), rtol=0, atol=U * 60 * 2.3 * 20)  # as in test_train.py
 
 
 def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
@@ -86,10 +120,19 @@ def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
     assert losses(resumed) == losses(over_xla)
 
 
-def test_strategies_wires_and_compressors():
-    ended = mpirun(4, "tests/over_xla.py", timeout_s=240, env=ON_CPU)
+@pytest.mark.parametrize("which", [pytest.param("all", marks=pytest.mark.slow), "each once"])
+def test_strategies_and_compressors_in_a_shard_map_of_ones_own(which):
+    ended = mpirun(4, "tests/over_xla.py", which, timeout_s=240, env=ON_CPU)
     assert ended.code == 0, ended.out
-    assert ended.out.count(" strategies\n") == 4
+    assert ended.out.count(" strategies and 2 compressors\n") == 4
+
+
+def test_the_example_in_the_docs(tmp_path):
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.S)
+    (tmp_path / "example.py").write_text(example)
+    ended = mpirun(2, str(tmp_path / "example.py"), timeout_s=60, env=ON_CPU)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("[[0.5 0.5 0.5]]") == 2
 
 
 # ---------------------------------------------------------------- how a job ends
@@ -129,22 +172,26 @@ STARTS = {
 }
 
 
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def job(folder: Path, name: str, before: str, fault: str, env: dict[str, str]) -> Ended:
     (folder / f"{name}.py").write_text(WORK.format(before=before, fault=fault))
-    ended = mpirun(3, str(folder / f"{name}.py"), timeout_s=60, env=ON_CPU | env)
+    ended = mpirun(2, str(folder / f"{name}.py"), timeout_s=60, env=ON_CPU | env)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
     return ended
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["raise", "terminated", *slow("exit_0_early", "killed")])
 def test_one_rank_fails_and_the_job_ends(fault, folder):
     code, message = FAULTS[fault]
     ended = job(folder, fault, "", code, {"JAXMPI_EXIT_TIMEOUT_S": "2"})
     assert message in ended.out, ended.out[-3000:]
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", ["absent", "device_used", *slow("other_mesh")])
 def test_a_start_that_cannot_be_is_named(start, folder):
     code, message = STARTS[start]
     ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
@@ -152,8 +199,7 @@ def test_a_start_that_cannot_be_is_named(start, folder):
     assert "Traceback" not in ended.out
 
 
-def test_the_option_before_the_experiment_and_devices_over_mpi(folder):
-    line = [*mpirun_line(2), *"python -m jaxmpi.train".split(), str(folder / "tiny.py"), "--devices", "2"]
-    ended = run(line, timeout_s=60, cwd=ROOT, env=ON_CPU)
+def test_several_devices_a_process_are_refused_over_mpi(folder):
+    ended = train(2, str(folder / "tiny.py"), "--devices", "2", timeout_s=60)
     assert ended.code != 0
     assert "or take --comm xla" in ended.out
