@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, config, optim, rules, rundir, runtime, strategies
+from jaxmpi import checkpoint, compressors, config, optim, rules, rundir, runtime, strategies
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
 from jaxmpi.comm import Comm
 from jaxmpi.config import Experiment, TrainingError
-from jaxmpi.exchange import exchange
+from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.processes import named_leaves, processes
@@ -70,18 +70,16 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     synchronised batch statistics every rank compiles the gradients for itself.
     """
     gradients, evaluate = pieces(experiment, workers)
-    strategy = strategies.parse(experiment.exchange.strategy).name
-    share = partial(exchange, strategy=strategy, bucket_bytes=experiment.exchange.bucket_bytes, comm=workers.comm)
-    mean, total = partial(share, op="mean"), partial(share, op="sum")
+    strategy, talk = exchanges(experiment, workers)
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     once = workers.comm.jit
     if is_split(experiment, workers):
-        rule = build_rule(experiment, plan, rules.Exchange(mean, total, once))
+        rule = build_rule(experiment, plan, talk._replace(jit=once))
         compiled = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else once(gradients)
         step = partial(steps.train_step, gradients=compiled, rule=rule)
         form = "split form: gradients, exchange and update are jits of their own"
         return Functions(rule, step, once(evaluate), mean_state, strategy, form)
-    rule = build_rule(experiment, plan, rules.Exchange(mean, total))
+    rule = build_rule(experiment, plan, talk)
     step = partial(steps.train_step, gradients=gradients, rule=rule)
     if workers.mesh is None:
         return Functions(
@@ -90,6 +88,16 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     over = partial(steps.over_devices, mesh=workers.mesh)
     form = f"fused form: one jit over {workers.size} devices"
     return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
+
+
+def exchanges(experiment: Experiment, workers: Workers) -> tuple[str, rules.Exchange]:
+    """The strategy in full, and what of it rules use."""
+    spelling = experiment.exchange.strategy
+    is_compressed = compressors.is_compressor(spelling)
+    strategy = spelling if is_compressed else strategies.parse(spelling).name
+    options = {"strategy": strategy, "bucket_bytes": experiment.exchange.bucket_bytes, "comm": workers.comm}
+    mean, total = (partial(exchange, op=op, **options) for op in ("mean", "sum"))
+    return strategy, rules.Exchange(mean, total, compressor=exchange_gradients(**options) if is_compressed else None)
 
 
 def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:

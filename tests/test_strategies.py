@@ -21,13 +21,7 @@ from references import sum_over_workers
 from tolerances import bound, height
 
 FILLED = {"color<k>": ["color4"], "hier-<cross>": ["hier-ring"]}
-NOT_ALONG_AN_AXIS = ["none", "shm"]
-ROWS = {
-    name: row.wires
-    for key, row in STRATEGIES.items()
-    if key not in NOT_ALONG_AN_AXIS
-    for name in FILLED.get(key, [key])
-}
+ROWS = {name: row.wires for key, row in STRATEGIES.items() if key != "none" for name in FILLED.get(key, [key])}
 SUMS = [f"{name}:{wire}" for name, wires in ROWS.items() for wire in wires]
 WORKERS = [1, 2, 3, 8]
 CASES = [(name, w) for name in SUMS for w in WORKERS if not name.endswith("bf16") or w == 3]  # bf16 is 16 unscaled
@@ -114,6 +108,8 @@ def oracle(strategy: str, rows: np.ndarray, order, hosts) -> np.ndarray:
         count = len(set(hosts))
         cross = lambda parts, wire: oracle(f"{algorithm[5:]}:{wire}", parts, range(count), ())  # noqa: E731
         return references.hier(rows, wire, hosts, cross)
+    if algorithm == "shm":
+        return references.asa(rows, wire)
     if algorithm in ("asa", "root"):
         return getattr(references, algorithm)(rows, wire)
     if algorithm in ("ring", "tree"):

@@ -563,7 +563,11 @@ def has_trained(run_dir: Path) -> bool:
 
 
 RESUMED = {
-    "awagd, momentum averaged": (2, "--rule.name", "awagd", "--rule.average-momentum"),
+    "awagd, momentum averaged, shm": (
+        *(2, "--rule.name", "awagd", "--rule.average-momentum", "--exchange.strategy", "shm"),
+    ),
+    "compressed": (2, "--exchange.strategy", "lowrank2/ring16"),
+    "compressed, fused, over devices": (1, "--devices", "3", "--exchange.strategy", "topk5"),
     "subgd, bfloat16, micro-batches, asa16": (
         *(
             2,
@@ -587,7 +591,7 @@ RESUMED = {
 }
 
 
-SLOW = ("fused, Adam, clipping, ring16", "one buffer, nesterov, ring:bf16")
+SLOW = ("compressed, fused, over devices", "fused, Adam, clipping, ring16", "one buffer, nesterov, ring:bf16")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in RESUMED])

@@ -42,9 +42,15 @@ def build(
         linear: whether its updates are linear in the gradients it is given.
 
     Raises:
-        UsageError: an unknown rule, or one that equals no single worker with this optimizer.
+        UsageError: an unknown rule, one that equals no single worker with this optimizer, or a compressor for what are
+            no gradients.
     """
     row = lookup(RULES, config.name, "rule")
+    check(
+        config.name == "gradients" or exchange.compressor is None,
+        f"rule {config.name!r} exchanges no gradients, which compressors are for; use rule gradients, or a strategy "
+        "without a compressor",
+    )
     check(
         row.any_optimizer or linear or config.force,
         f"rule {config.name!r} with {optimizer} equals no single worker on the whole batch: {optimizer} is not linear "

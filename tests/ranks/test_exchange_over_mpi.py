@@ -18,7 +18,7 @@ from references import sum_over_workers
 from tolerances import bound
 
 STRATEGIES = ["ar", "asa32", "asa16", "asabf16", "asa8", "ring32", "ring16"]
-STRATEGIES += ["tree:32", "tree:8", "color4:16", "pipering:32", "root:16"]
+STRATEGIES += ["tree:32", "tree:8", "color4:16", "pipering:32", "root:16", "shm"]
 ACROSS = ["asa16", "ring32", "hier-ring32", "hier-color2:8"]
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -64,6 +64,11 @@ def test_sum_between_hosts(strategy):
     [got] = jaxmpi.exchange([row[RANK]], strategy, op="sum", comm=scattered())
     assert (np.abs(np.asarray(got) - sum_over_workers(row)) <= bound(strategy, row, HOSTS)).all()
     assert same_bits_everywhere(got)
+
+
+def test_shared_memory_ends_at_the_host():
+    with pytest.raises(jaxmpi.UsageError, match=f"strategy shm sums in the memory of one host; got workers on {HOSTS}"):
+        jaxmpi.exchange(np.zeros(3, np.float32), "shm", comm=scattered())
 
 
 @pytest.mark.parametrize("strategy", ["color3:32", "pipering:16"])
