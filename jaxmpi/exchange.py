@@ -45,8 +45,8 @@ def exchange(
         comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
 
-    Communicates: a comparison of structure and options between ranks (inside jit, while tracing only), then the
-    strategy once a bucket.
+    Communicates: a comparison of structure and options between ranks, then the strategy once a bucket. Inside jit they
+    are compared while tracing only: ranks that call it with different trees, both traced before, are not caught.
 
     Raises:
         UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no

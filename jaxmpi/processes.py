@@ -91,6 +91,7 @@ class MpiProcesses:
         runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self._local.rank, self._local.size
+        runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
         names = self.gather(socket.gethostname())
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
 

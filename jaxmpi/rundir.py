@@ -17,6 +17,7 @@ import jax
 
 from jaxmpi import config
 from jaxmpi import experiment as experiments
+from jaxmpi.checkpoint import found
 from jaxmpi.config import Experiment, UsageError, check
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
@@ -57,7 +58,7 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Path
         folder = resumed(experiment, name) if experiment.resume else new(experiment, name)
         held.enter_context(locked(folder))
         if not experiment.resume:
-            make_record(folder)
+            begin_record(folder)
     except OSError as error:
         raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
     return folder
@@ -88,21 +89,24 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def make_record(folder: Path) -> None:
-    """Begin the record; refuse a folder that has one."""
-    try:
-        (folder / "record.jsonl").open("x").close()
-    except FileExistsError as error:
-        raise UsageError(
-            f"run directory {str(folder)!r} holds a run already; go on with --resume, or name another with --run-dir"
-        ) from error
+def begin_record(folder: Path) -> None:
+    """Begin the record; refuse a folder with a checkpoint or steps. A run that came to neither has nothing to lose."""
+    record = folder / "record.jsonl"
+    check(
+        not found(folder / "checkpoints") and not (record.exists() and '"kind": "train"' in record.read_text()),
+        f"run directory {str(folder)!r} holds a run already; go on with --resume, or name another with --run-dir",
+    )
+    record.write_text("")
 
 
 def resumed(experiment: Experiment, name: str) -> Path:
     """The run directory that is asked for, or the newest of that name."""
     made = {tuple(map(int, m.groups(default="1"))): m[0] for m in map(stamped(name).fullmatch, runs()) if m}
     folder = Path(experiment.run_dir or Path("runs", made[max(made)] if made else f"{name}-"))
-    check(folder.is_dir(), f"--resume: no run directory {str(folder)!r}; name one with --run-dir")
+    check(
+        (folder / "record.jsonl").is_file(),
+        f"--resume: {str(folder)!r} is no run directory, it has no record.jsonl; name one with --run-dir",
+    )
     return folder
 
 
@@ -156,12 +160,12 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
     }
 
 
-def identity(experiment: Experiment, effective_batch: int) -> dict[str, Any]:
+def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
     """What makes a run the same run: with another of these, a step number would mean other examples or updates."""
     fields = flatten_json(config.resolved(experiment))
     names = ("model", "seed", "micro_batch", "rule.name", "optim.name")
     kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
-    return {**kept, "effective batch": effective_batch}
+    return {**kept, **flatten_json(data), "effective batch": effective_batch}
 
 
 # Fields of `data` under which the same examples stay the same.

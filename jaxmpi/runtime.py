@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,15 +130,32 @@ def tune_mpi(local_size: int) -> None:
 
 
 def pin_cores(local_rank: int, local_size: int) -> None:
-    """Give each rank of a host its share of the cores, unless the launcher has bound it or they do not divide.
+    """Give each rank of a host its share of the cores, unless it has been given a part of them or they do not divide.
 
     XLA sizes its thread pool by the cores a process may use when its device starts.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
     mine = sorted(os.sched_getaffinity(0))
-    if len(mine) < (os.cpu_count() or 1) or local_rank >= local_size:
-        return
+    if len(mine) == (os.cpu_count() or 1) and local_rank < local_size:
+        take_share(mine, local_rank, local_size)
+
+
+def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
+    """Where ranks of this host were given the same part of its cores, as in a container, each takes its share."""
+    mine = masks[local_rank]
+    alike = [rank for rank, mask in enumerate(masks) if mask == mine]
+    if mine and len(alike) > 1:
+        take_share(mine, alike.index(local_rank), len(alike))
+
+
+def core_mask() -> list[int]:
+    """The cores that this process may use; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
+    """The cores of one of `local_size` ranks, where they divide."""
     if len(mine) % local_size == 0:
         share = len(mine) // local_size
         os.sched_setaffinity(0, mine[local_rank * share : (local_rank + 1) * share])

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxmpi.comm import Comm, Pairs, add_rows
-from jaxmpi.config import UsageError, check, lookup
+from jaxmpi.config import UsageError, check, lookup, nearest
 from jaxmpi.processes import Statement
 from jaxmpi.wires import WIRES, Wire
 
@@ -448,6 +448,7 @@ def parse(spelling: str) -> Strategy:
     Raises:
         UsageError: the algorithm or the wire is unknown, or the algorithm cannot use the wire.
     """
+    check(isinstance(spelling, str), f"strategy: got {spelling!r}; expected a name, such as asa32")
     algorithm, _, wire = ALIASES.get(spelling, spelling).partition(":")
     wire = wire or "32"
     row = find(algorithm)
@@ -471,4 +472,6 @@ def find(algorithm: str) -> Row:
         return row._replace(sum=functools.partial(row.sum, cross=cross.sum))
     blanks = [name for name in STRATEGIES if "<" in name and algorithm in (name, name.partition("<")[0].strip("-"))]
     check(not blanks, f"got strategy {algorithm!r}; fill in what is in <> in {blanks}, as in color4 and hier-ring")
-    return lookup(STRATEGIES, algorithm, "strategy")
+    if algorithm not in STRATEGIES:
+        raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm.lower(), {**STRATEGIES, **ALIASES})}")
+    return STRATEGIES[algorithm]

@@ -184,6 +184,7 @@ class Plan(NamedTuple):
     save_every: int  # steps
     lr: optax.Schedule  # by step, scaling included
     headline: str
+    data: dict[str, Any]  # what tells it from other data, wherever it lies
 
     def examples(self, step: int) -> int:
         """Examples that all workers have seen after `step` steps: a short last step of an epoch counts as it is."""
@@ -204,7 +205,8 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
     local_batch = config.local_batch(experiment, workers.size)
     feed = open_feed(experiment, "train", local_batch, workers)
     validation = open_feed(experiment, "validation", local_batch, workers)
-    workers.processes.same("the data", {"train": feed.facts(), "validation": validation.facts()})
+    facts = {"train": feed.facts(), "validation": validation.facts()}
+    workers.processes.same("the data", facts)
     epoch_steps, effective_batch = feed.samplers[0].steps_per_epoch, local_batch * workers.size
     total_steps = max(config.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = optim.Clock(epoch_steps, effective_batch, total_steps)
@@ -223,6 +225,7 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
         clock.steps(experiment.checkpoint_every) or total_steps,
         optim.schedule(experiment.schedule, clock, lr * factor, workers.size),
         headline,
+        {"the data": facts},
     )
 
 
@@ -248,6 +251,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     plan = make_plan(experiment, workers)
     functions = build_functions(experiment, workers, plan)
+    rules.check_wire(experiment.rule, functions.strategy)
     with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
         return run_in(folder, experiment, workers, plan, functions, root)
 
@@ -257,7 +261,7 @@ def run_in(
 ) -> dict[str, float]:
     """Start or resume in a run directory, and go on to the end."""
     is_first = workers.processes.rank == 0
-    states, saved = starting_states(experiment, workers, functions.rule, folder, plan.clock.effective_batch)
+    states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
     start = saved.step if saved else 0
     if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start)
@@ -266,7 +270,8 @@ def run_in(
         facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root)
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
-    recorder.say(f"run directory {folder}" + (f", resumed at step {start}" if experiment.resume else ""))
+    place = f"resumed at step {start}" if saved else "no checkpoint in it: from the start"
+    recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
@@ -326,10 +331,9 @@ def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
     losses = np.atleast_1d(np.asarray(metrics.loss, np.float64))
     for worker, loss in zip(run.workers.mine, losses, strict=True):
         if not np.isfinite(loss):
-            kept = checkpoint.found(run.folder / "checkpoints")
             raise TrainingError(
-                f"the loss of worker {worker} is {loss} at step {step}; "
-                f"last good checkpoint: {kept[-1] if kept else 'none yet'}. Lower the learning rate, warm up or clip"
+                f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
+                "Lower the learning rate, warm up or clip"
             )
     return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum()])
 
@@ -370,7 +374,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
 
 
 def starting_states(
-    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, effective_batch: int
+    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
 ) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
     """State 0, or that of the newest checkpoint where the run is resumed."""
     states = initial_states(experiment, workers, rule)
@@ -383,7 +387,8 @@ def starting_states(
     if saved:
         params = next(iter(saved.states.values())).params
         workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
-        rundir.refuse_other_run(saved.extra.get("experiment", {}), rundir.identity(experiment, effective_batch))
+        now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
+        rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
     return (saved.states if saved else states), saved
 
 
@@ -397,9 +402,26 @@ def save(run: Run, state: TrainState, step: int) -> None:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}")
     states = take(state, run.workers)
-    for path, leaf in named_leaves(next(iter(states.values()))):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
-            raise TrainingError(f"{path} is not finite after step {step}: not saved, earlier checkpoints stay")
+    for worker, of_worker in states.items():
+        for path, leaf in named_leaves(of_worker):
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
+                raise TrainingError(
+                    f"{path} of worker {worker} is not finite after step {step}: not saved, earlier checkpoints stay"
+                )
+    try:
+        write(run, states)
+    except OSError as error:
+        raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}; {last_good(run)}") from error
+
+
+def last_good(run: Run) -> str:
+    """The newest checkpoint, for errors."""
+    kept = checkpoint.found(run.folder / "checkpoints")
+    return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
+
+
+def write(run: Run, states: dict[int, TrainState]) -> None:
+    """A checkpoint of these states."""
     checkpoint.save(
         run.folder / "checkpoints",
         states,
@@ -408,7 +430,7 @@ def save(run: Run, state: TrainState, step: int) -> None:
         replicated=run.functions.rule.state_is_replicated,
         extra={
             "elapsed_s": run.recorder.elapsed_s(),
-            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch),
+            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
         },
         keep=run.experiment.keep_checkpoints,
     )

@@ -27,6 +27,7 @@ def claim(resume: bool = False, run_dir: str = "") -> Path:
 
 
 def test_two_jobs_never_share_a_run_directory(tmp_path):
+    (tmp_path / "record.jsonl").write_text("")
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -35,7 +36,6 @@ def test_two_jobs_never_share_a_run_directory(tmp_path):
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(UsageError, match=f"in use by process {other.pid} on "):
             claim(resume=True, run_dir=str(tmp_path))
-        assert not (tmp_path / "record.jsonl").exists()
         other.kill()
         other.wait(10)
         assert claim(resume=True, run_dir=str(tmp_path)) == tmp_path
@@ -43,18 +43,34 @@ def test_two_jobs_never_share_a_run_directory(tmp_path):
 
 def test_the_newest_run_of_this_experiment_is_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="no run directory 'runs/digits-'"):
+    with pytest.raises(UsageError, match="'runs/digits-' is no run directory"):
         claim(resume=True)
     stamps = ("20260102-030405", "20260102-030405-2", "20260102-030405-10", "20251231-235959-11")
     for name in (*(f"digits-{stamp}" for stamp in stamps), "digits-2-20270101-000000", "digits-9", "x"):
         Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "record.jsonl").write_text("")
     assert claim(resume=True) == Path("runs", "digits-20260102-030405-10")
 
 
 def test_a_run_directory_that_holds_a_run_is_named(tmp_path):
-    assert claim(run_dir=str(tmp_path)) == tmp_path
+    record, checkpoint = tmp_path / "record.jsonl", tmp_path / "checkpoints" / "step_00000003"
+    for _ in range(2):  # a run that came to no step may be started again
+        assert claim(run_dir=str(tmp_path)) == tmp_path
+        record.write_text('{"kind": "run"}\n')
+    record.write_text('{"kind": "run"}\n{"kind": "train", "step": 1}\n')
     with pytest.raises(UsageError, match=f"run directory '{tmp_path}' holds a run already"):
         claim(run_dir=str(tmp_path))
+    record.unlink()
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(UsageError, match=f"run directory '{tmp_path}' holds a run already"):
+        claim(run_dir=str(tmp_path))
+
+
+def test_a_folder_without_a_record_is_not_resumed(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match=r"is no run directory, it has no record\.jsonl"):
+        claim(resume=True, run_dir=str(tmp_path))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

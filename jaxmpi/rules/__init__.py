@@ -60,6 +60,23 @@ def build(
     return row.build(tx, exchange, config)
 
 
+COARSE = ("8", "bf16")  # wires that round weights to 8 bits
+
+
+def check_wire(config: RuleConfig, strategy: str) -> None:
+    """Refuse to send weights through a wire that rounds away what a step changes in them.
+
+    Raises:
+        UsageError: AWAGD over `8` or `bf16`, unless forced.
+    """
+    wire = strategy.partition(":")[2]
+    check(
+        config.name != "awagd" or wire not in COARSE or config.force,
+        f"rule awagd sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. Use "
+        "wire 32 or 16, rule gradients, or --rule.force",
+    )
+
+
 def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
     """The factor on lr and the name of the scaling used; `rule` takes the rule's own default.
 
