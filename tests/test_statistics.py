@@ -17,12 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxmpi import experiment as experiments
-from jaxmpi.config import Experiment
+from jaxmpi import step as steps
+from jaxmpi.adapters import nnx_model
+from jaxmpi.comm import AxisComm
+from jaxmpi.config import Data, Experiment
 from jaxmpi.data import Sampler
+from jaxmpi.exchange import exchange
 from jaxmpi.processes import named_leaves
 from launching import train
+from models.norm import BatchNorm
 from tolerances import U
 
 NET = """
@@ -105,6 +111,10 @@ def test_batch_statistics_by_one_word(word, workers, micro, ranks, args, net, tm
     bound = {name: bound_of(name, exact[name], rounded[name]) for name in exact}
     for name, want in exact.items():
         assert np.linalg.norm(got[name] - want) <= bound[name], name
+    if word == "synchronised":
+        for name in (name for name in got if name.endswith(" of 0")):
+            for worker in range(1, workers):  # in every bit
+                np.testing.assert_array_equal(got[name.replace(" of 0", f" of {worker}")], got[name])
     for other in set(WORDS) - {word}:  # which differ in training, or in evaluation alone
         elsewhere = by_hand(net, other, workers, micro, "float64")
         far = [np.linalg.norm(got[name] - elsewhere[name]) > 100 * bound[name] for name in ("losses", "evaluation")]
@@ -134,6 +144,33 @@ def run_of(run_dir: Path, workers: int) -> dict[str, np.ndarray]:
                 array = np.frombuffer(raw, leaf["dtype"], math.prod(leaf["shape"]), leaf["offset"])
                 found[leaf["path"] + place] = array.reshape(leaf["shape"]).astype(np.float64)
     return found
+
+
+class Mixed(nnx.Module):
+    """A layer of another library's before one that takes its means by `batch_mean`."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.theirs = nnx.BatchNorm(2, rngs=rngs)
+        self.ours = BatchNorm(2, eps=1e-3)
+
+    def __call__(self, x, train):
+        return self.ours(self.theirs(x, use_running_average=not train), train).mean((1, 2))
+
+
+def test_of_a_mixed_model_only_layers_that_ask_are_synchronised():
+    model = nnx_model(Mixed, name="mixed", input_shape=(6, 6, 2), classes=2)
+    params, state = model.init(jax.random.key(0), jnp.zeros((1, 6, 6, 2)))
+    mean = functools.partial(exchange, strategy="asa32", comm=AxisComm("workers", 2))
+    forward = steps.Forward(model, steps.cross_entropy, Data("array", channels=2), batch_mean=mean)
+
+    def state_after(image: jax.Array) -> Any:
+        return forward.outputs(params, state, image, jax.random.key(0), True)[1]
+
+    images = np.random.default_rng(0).standard_normal((2, 4, 6, 6, 2), np.float32)
+    after = jax.jit(jax.vmap(state_after, axis_name="workers"))(images)
+    for name in ("mean", "var"):
+        assert np.array_equal(*after["ours"][name])
+        assert not np.isclose(*after["theirs"][name]).any()
 
 
 # ---------------------------------------------------------------- by hand
