@@ -176,10 +176,10 @@ def my_gpu() -> str:
     here, gpus = launched(), visible_gpus()
     if here is None or not gpus:
         return ""
-    given = here.launcher == "srun" and int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) >= here.local_size
-    if len(gpus) == 1 and given:  # every rank may call its own "0"
-        return f"{gpus[0]} of local rank {here.local_rank}"
-    return gpus[here.local_rank % len(gpus)]
+    mine = gpus[here.local_rank % len(gpus)]
+    of_step = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if here.launcher == "srun" else 0
+    given = of_step >= here.local_size * len(gpus)  # by task: every rank may call its own "0"
+    return f"{mine} of local rank {here.local_rank}" if given else mine
 
 
 def share_gpu(ranks: int) -> None:

@@ -254,16 +254,18 @@ def test_ranks_on_one_gpu_share_its_memory(first, second, more, share):
 
 
 OF_A_STEP = [
-    # GPUs of the step on this host -> whether two ranks of srun that both see "0" mean the same GPU
-    ("1", True),
-    ("2", False),
-    (None, True),
+    # what two ranks of srun see, GPUs of the step on this host -> whether both take the same GPU
+    ("0", "1", True),
+    ("0", "2", False),
+    ("0", None, True),
+    ("0,1", "2", False),
+    ("0,1", "4", False),
 ]
 
 
-@pytest.mark.parametrize(("gpus", "is_same"), OF_A_STEP)
-def test_srun_may_call_every_ranks_own_gpu_0(gpus, is_same, no_launcher, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+@pytest.mark.parametrize(("visible", "gpus", "is_same"), OF_A_STEP)
+def test_srun_may_call_every_ranks_own_gpu_0(visible, gpus, is_same, no_launcher, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     if gpus is not None:
         monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
