@@ -3,6 +3,7 @@
 Importing mpi4py starts MPI, so it happens inside functions.
 """
 
+import collections
 import functools
 import hashlib
 import itertools
@@ -92,8 +93,10 @@ class MpiProcesses:
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self._local.rank, self._local.size
         runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
-        names = self.gather(socket.gethostname())
+        here = [tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), runtime.my_gpu()]))]
+        names = [host for host, _ in here]
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+        runtime.share_gpu(max(collections.Counter(place for place in here if place[1]).values(), default=1))
 
     def _let_exchanges_end(self) -> None:
         """Where MPI lets only one thread call it at a time, wait for exchanges in XLA's threads."""
