@@ -169,11 +169,20 @@ def pin_gpu(local_rank: int, local_size: int) -> None:
     """Take one of the GPUs that this process sees, and a part of its memory, as if all ranks of the host saw the same.
 
     They may not, where a launcher gives each its own; `share_gpu` corrects that once ranks can ask each other.
+
+    Raises:
+        UsageError: a GPU has started already, and there are several.
     """
     gpus = visible_gpus()
     if len(gpus) > 1:
         import jax
+        from jax._src import xla_bridge  # nothing public tells whether a device has started
 
+        check(
+            not (xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu"),
+            "JAX's device has started before jaxmpi could give this rank a GPU of its own: all ranks of the host would "
+            "be on the first; call jaxmpi.world() before the first JAX array",
+        )
         jax.config.update("jax_cuda_visible_devices", str(local_rank % len(gpus)))
     if gpus:
         share_gpu(-(-local_size // len(gpus)))

@@ -1,5 +1,6 @@
 """What the launcher says, and what is set in this process before the device starts."""
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -294,3 +295,17 @@ def test_srun_may_call_every_ranks_own_gpu_0(visible, gpus, is_same, no_launcher
             monkeypatch.setenv(name, value)
         found.add(runtime.my_gpu())
     assert len(found) == (1 if is_same else 2)
+
+
+@pytest.mark.parametrize(("backend", "is_late"), [("gpu", True), ("cpu", False)])
+def test_a_gpu_that_has_started_cannot_be_chosen_any_more(backend, is_late, monkeypatch):
+    """Where there is no GPU, only JAX's word about its backend is another."""
+    jax.devices()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    chosen = []
+    monkeypatch.setattr(jax.config, "update", lambda *option: chosen.append(option))
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    with pytest.raises(UsageError, match=r"call jaxmpi\.world\(\) before") if is_late else contextlib.nullcontext():
+        runtime.pin_gpu(1, 2)
+    assert chosen == ([] if is_late else [("jax_cuda_visible_devices", "1")])
