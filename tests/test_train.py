@@ -156,10 +156,10 @@ def test_help_lists_every_field_with_its_meaning():
 BAD = {
     "file": (["experiments/digit.py"], "did you mean 'digits.py'"),
     "a folder": (["experiments"], "'experiments' is a folder; in it: "),
-    "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be made"),
+    "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be used"),
     "no file": ([], "name an experiment file"),
     "field": ([DIGITS, "--optim.learning-rate", "1"], "unknown field --optim.learning-rate; did you mean"),
-    "strategy": ([DIGITS, "--exchange.strategy", "rign32"], "did you mean 'ring'"),
+    "strategy": ([DIGITS, "--exchange.strategy", "rign32"], "did you mean 'ring32'"),
     "wire": ([DIGITS, "--exchange.strategy", "asa:64"], "unknown wire '64'"),
     "ar cannot": ([DIGITS, "--exchange.strategy", "ar:16"], "it takes 32"),
     "rule": ([DIGITS, "--rule.name", "awgd"], "did you mean 'awagd'"),
@@ -169,7 +169,7 @@ BAD = {
     "folder": ([DIGITS, "--data.source", "imagefolder", "--data.dir", "/nowhere"], "/nowhere"),
     "adam": ([DIGITS, "--rule.name", "subgd", "--optim.name", "adam"], "not linear"),
     "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-scaling", "linear"], "count them twice"),
-    "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "no run directory '/nowhere'"),
+    "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "'/nowhere' is no run directory"),
     "split devices": ([DIGITS, "--devices", "2", "--form", "split"], "several devices of one process share one jit"),
     "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
 }
