@@ -1,0 +1,274 @@
+"""Exchanges beside XLA, between real processes: run by tests/test_mpirun.py, or by hand with
+`mpirun -n 3 python -m pytest tests/ranks`. Expected values come from rank and size.
+"""
+
+import threading
+from typing import cast
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi
+import references
+from jaxmpi import handlers, hostcomm, overlap
+from jaxmpi.comm import MpiComm
+from jaxmpi.processes import MpiProcesses
+from jaxmpi.wires import BLOCK
+
+COMM = jaxmpi.world()
+if COMM.size == 1:
+    pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
+CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
+SIZE, RANK = COMM.size, int(COMM.rank)
+STRATEGIES = [f"{name}:{wire}" for name in hostcomm.HOST_SUMS for wire in hostcomm.HOST_WIRES]
+ROW = hostcomm.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
+# The last has more segments than may be under way at once, its last rows are short or empty.
+LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (overlap.WINDOW + 2) + BLOCK + 1]
+
+
+def vectors(n: int, seed: int = 0) -> np.ndarray:
+    """f32[size, n]: every rank knows what every rank holds."""
+    rng = np.random.default_rng(seed + n)
+    return (rng.standard_normal((SIZE, n)) * np.exp2(rng.integers(-9, 9, (SIZE, 1)))).astype(np.float32)
+
+
+def oracle(strategy: str, rows: np.ndarray) -> np.ndarray:
+    """What all ranks must hold, bit for bit."""
+    algorithm, _, wire = strategy.partition(":")
+    padded = references.padded(rows, SIZE)
+    total = references.ring(padded, wire, COMM.order) if algorithm == "ring" else references.asa(padded, wire)
+    return total[: rows.shape[1]]
+
+
+# ---------------------------------------------------------------- sums
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sums_are_the_oracles_in_every_bit(strategy):
+    rows = [vectors(n) for n in LENGTHS]
+    step = jax.jit(lambda xs: overlap.exchange([x * 1 for x in xs], strategy, "sum", bucket_bytes=4))
+    for _ in range(2):
+        for row, total in zip(rows, step([row[RANK] for row in rows]), strict=True):
+            np.testing.assert_array_equal(np.asarray(total).view(np.uint32), oracle(strategy, row).view(np.uint32))
+
+
+def test_a_tree_keeps_shapes_and_dtypes_and_a_mean_divides():
+    tree = {"a": jnp.full((3, 5), RANK, jnp.bfloat16), "b": [jnp.float32(RANK), jnp.zeros((0, 2), jnp.float16)]}
+    mean = jax.jit(lambda t: overlap.exchange(jax.tree.map(lambda x: x * 1, t)))(tree)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), mean) == jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert float(mean["b"][0]) == (SIZE - 1) / 2
+
+
+def test_what_is_used_elsewhere_too_is_not_touched():
+    x = jnp.arange(1000.0) + RANK
+    for step in (jax.jit(lambda v: (overlap.exchange(v, op="sum"), v)), jax.jit(lambda v: late_use(v * 1))):
+        total, same = step(x)
+        assert np.asarray(total).tolist() == [SIZE * i + SIZE * (SIZE - 1) / 2 for i in range(1000)]
+        assert np.asarray(same).tolist() == (np.arange(1000) + RANK).tolist()
+
+
+def late_use(x):
+    total = overlap.exchange(x, op="sum")
+    return total, x + 0 * total  # x is read after the sum has taken its buffer
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_what_is_not_finite_on_the_last_rank_reaches_all(odd):
+    x = jnp.where(RANK == SIZE - 1, odd, 1.0) * jnp.ones(7)
+    for strategy in STRATEGIES:
+        total = np.asarray(jax.jit(lambda v, s=strategy: overlap.exchange(v * 1, s))(x))
+        assert not np.isfinite(total).any()
+
+
+def test_sums_of_what_is_subnormal_are_those_of_a_program():
+    tiny = np.float32(1.2e-38) * np.linspace(-1, 1, 64, dtype=np.float32)
+    rows = np.where(np.arange(SIZE)[:, None] % 2, tiny[::-1] * np.float32(0.99), tiny).astype(np.float32)
+    beside, inside = (
+        jax.jit(lambda v, b=b: overlap.exchange(v * np.float32(1), op="sum", beside=b))(rows[RANK])
+        for b in (True, False)
+    )
+    assert np.asarray(beside).tobytes() == np.asarray(inside).tobytes()
+    assert (np.asarray(beside) != oracle("ring:32", rows)).any()  # which keeps what is subnormal
+
+
+def test_exchanges_of_programs_that_are_started_together_do_not_mix():
+    slow, fast = (jax.jit(lambda v, n=n: overlap.exchange([spin(v, n), spin(v, n // 2)], op="sum")) for n in (200, 2))
+    x = jnp.full((50, 50), 1.0 + RANK)
+    results = [program(x * k) for k in range(1, 5) for program in (slow, fast)]
+    for i, result in enumerate(results):
+        assert (np.asarray(result) == (i // 2 + 1) * SIZE * (SIZE + 1) / 2).all()
+
+
+def spin(x, n):
+    """X itself, later."""
+    return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ y), x) * 0 + x
+
+
+def test_it_goes_beside_mpi_calls_of_the_same_program():
+    """Ranks differ in what is ready first."""
+
+    @jax.jit
+    def program(x, before, after):
+        late = jax.lax.fori_loop(0, after, lambda _, y: jnp.sin(y @ y), x) * 0 + x
+        early = jax.lax.fori_loop(0, before, lambda _, y: jnp.sin(y @ y), x) * 0 + x
+        first = jaxmpi.exchange(early, "asa32", "sum")
+        return first, overlap.exchange([late, x + 0], op="sum"), jaxmpi.exchange(late, "ring32", "sum")
+
+    x = jnp.ones((100, 100))
+    for total in jax.tree.leaves(program(x, *((100, 0) if RANK % 2 else (0, 100)))):
+        assert (np.asarray(total) == SIZE).all()
+
+
+def test_in_a_loop():
+    step = jax.jit(lambda x: jax.lax.scan(lambda v, _: (overlap.exchange(v * 2), None), x, length=5)[0])
+    assert np.asarray(step(jnp.full(3, 1.0 + RANK))).tolist() == [(SIZE + 1) / 2 * 2**5] * 3
+
+
+def test_an_exported_program_runs_on_all_ranks():
+    """The first rank of the host traces for all."""
+    overlap.courier()
+    x = jnp.arange(1000.0) * (RANK + 1)
+
+    def trace() -> bytes:
+        step = jax.jit(lambda v: overlap.exchange(v * 1, "asa32", "sum", portable=True))
+        exported = jax.export.export(step, disabled_checks=handlers.EXPORTABLE)
+        return bytes(exported(jax.ShapeDtypeStruct(x.shape, x.dtype)).serialize())
+
+    call = jax.jit(jax.export.deserialize(bytearray(CONTROL.from_first(trace))).call)
+    for total in (call(x), call.lower(x).compile()(x)):
+        assert np.asarray(total).tolist() == (np.arange(1000.0) * SIZE * (SIZE + 1) / 2).tolist()
+
+
+def test_another_tree_on_one_rank_is_named_by_rank_and_path():
+    tree = {"conv1": {"kernel": np.zeros((3, 3 + (RANK == 1)), np.float32)}}
+    with pytest.raises(jaxmpi.UsageError, match=r"rank 1: .*: got .*, expected .* \(rank 0\)"):
+        jax.jit(overlap.exchange)(tree)
+
+
+def test_many_exchanges_leave_nothing():
+    step, x = jax.jit(lambda v: overlap.exchange([v * 1, v[:3] * 1], op="sum", bucket_bytes=16)), jnp.ones(100)
+    rounds = 1000 if SIZE == 2 else 20
+    jax.block_until_ready(step(x))
+    threads, jobs = threading.active_count(), len(overlap.courier().jobs)
+    for _ in range(rounds):
+        jax.block_until_ready(step(x))
+    assert threading.active_count() == threads
+    assert len(overlap.courier().jobs) == jobs
+    assert [thread.name for thread in threading.enumerate()].count(overlap.THREAD) == 1
+
+
+def test_thread_and_names_are_gone_after_close():
+    overlap.courier().close()
+    assert overlap.THREAD not in [thread.name for thread in threading.enumerate()]
+    assert not [name for name in handlers._functions if name.startswith(overlap.THREAD)]
+    assert np.asarray(jax.jit(overlap.exchange)(jnp.ones(3) * 1)).tolist() == [1, 1, 1]  # another one comes
+
+
+def test_what_is_sent_late_and_never_asked_for_is_forgotten():
+    late = overlap.delayed_gradients("ring32")
+    step, state = jax.jit(lambda x, state: late.update(x * 1, state)), late.init(jnp.zeros(3))
+    jobs = len(overlap.courier().jobs)
+    for _ in range(2 * overlap.KEPT):
+        mean, _ = step(jnp.ones(3), state)  # from the first state each time
+    assert np.asarray(mean).tolist() == [0, 0, 0]
+    assert len(overlap.courier().jobs) <= jobs + overlap.KEPT
+
+
+# ---------------------------------------------------------------- training
+
+
+def net(params, image):
+    x = image
+    for name in ("one", "two", "zero"):  # not in the order of their names
+        layer = params[name]
+        x = jax.lax.conv_general_dilated(x, layer["kernel"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = jax.nn.relu(x + layer["bias"])
+    return x.mean((1, 2)) @ params["logits"]
+
+
+def loss(params, image, label):
+    return -jax.nn.log_softmax(net(params, image))[jnp.arange(len(label)), label].mean(), 0.0
+
+
+def start():
+    rng = np.random.default_rng(0)
+
+    def layer(a, b):
+        return {"kernel": rng.standard_normal((3, 3, a, b), np.float32) / 3, "bias": np.zeros(b, np.float32)}
+
+    return {"one": layer(3, 8), "two": layer(8, 16), "zero": layer(16, 32), "logits": np.ones((32, 5), np.float32)}
+
+
+def train(strategy: str, beside: bool, late: bool = False, steps: int = 20, again: int = -1):
+    """Params after some steps of momentum; the state goes through host memory after step `again`."""
+    order, tx = overlap.Order(), optax.sgd(0.05, momentum=0.9)
+    gradients = order.of(lambda *args: jax.grad(loss, has_aux=True)(*args))
+    delayed = overlap.delayed_gradients(strategy, bucket_bytes=4096, order=order, beside=beside)
+
+    @jax.jit
+    def step(params, state, image, label):
+        grads, _ = gradients(params, image, label)
+        moments, waiting = state
+        if late:
+            grads, waiting = delayed.update(grads, waiting)
+        else:
+            grads = overlap.exchange(grads, strategy, bucket_bytes=4096, order=order, beside=beside)
+        updates, moments = tx.update(grads, moments, params)
+        return optax.apply_updates(params, updates), (moments, waiting)
+
+    params = jax.tree.map(jnp.asarray, start())
+    state, rng = (tx.init(params), delayed.init(params)), np.random.default_rng(RANK)
+    for i in range(steps):
+        batch = rng.standard_normal((4, 16, 16, 3), np.float32), rng.integers(0, 5, 4)
+        params, state = step(params, state, *batch)
+        if i == again:
+            params, state = jax.tree.map(np.array, (params, state))
+            overlap.courier().close()  # what still travels is gone, as after a restart
+            overlap.courier()
+    return jax.tree.map(np.asarray, params), order
+
+
+def bits(tree) -> bytes:
+    return b"".join(leaf.tobytes() for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("strategy", ["ring:32", "asa:16", "ring:8"])
+def test_params_after_20_steps_have_the_same_bits_with_and_without_overlap(strategy):
+    beside, order = train(strategy, True)
+    inside, _ = train(strategy, False)
+    assert bits(beside) == bits(inside)
+    assert bits(beside) != bits(start())
+    assert len(set(CONTROL.gather(bits(beside).hex()))) == 1
+    assert order.leaves(7)[0] == 0  # the logits' kernel
+    assert order.leaves(7)[-1] in (1, 2)  # of layer one
+
+
+def test_one_step_late_has_the_same_bits_beside_inside_and_after_a_restart():
+    beside, _ = train("ring:32", True, late=True)
+    inside, _ = train("ring:32", False, late=True)
+    resumed, _ = train("ring:32", True, late=True, again=9)
+    assert bits(beside) == bits(inside) == bits(resumed)
+    assert bits(beside) != bits(train("ring:32", True)[0])
+
+
+def test_one_step_late_is_what_its_equation_says():
+    """Loss (x - t)^2 / 2 with targets t = rank + 1: g(x) = x - t. Numbers small enough to be exact."""
+    tx = overlap.delayed_gradients("asa32")
+    step = jax.jit(lambda x, state: descend(*tx.update(x - (RANK + 1.0), state), x))
+    x, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+    at, before = 0.0, 0.0
+    for _ in range(6):
+        x, state = step(x, state)
+        at, before = at - 0.5 * before, at - (SIZE + 1) / 2
+        assert np.asarray(x) == pytest.approx(np.full(3, at), rel=6 * SIZE * 2.0**-23)
+    assert np.asarray(cast(overlap.Late, state).gradients) == pytest.approx(
+        np.full(3, before + (SIZE + 1) / 2 - RANK - 1), rel=1e-4
+    )
+
+
+def descend(mean, state, x):
+    return x - 0.5 * mean, state
