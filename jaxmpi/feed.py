@@ -22,12 +22,12 @@ class Feed:
     wait_s: float = 0.0  # seconds that batches have been waited for so far
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks: how many examples and classes, and of files names and labels."""
+        """What must be the same on all ranks: how many examples and classes, and the source's digest of them."""
         digest = getattr(self.source, "digest", None)
         return {
             "examples": len(self.source),
             "classes": int(self.source.classes or 0),
-            "names and labels": digest() if digest else "",
+            "digest of names, labels or images": digest() if digest else "",
         }
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:

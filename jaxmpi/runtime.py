@@ -185,7 +185,8 @@ def use_compilation_cache() -> None:
         try:
             folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "xla"
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
-        except (OSError, RuntimeError) as error:  # not writable, or nobody's home
+            check(os.access(folder, os.W_OK | os.X_OK), f"{str(folder)!r} is not writable")
+        except (OSError, RuntimeError, UsageError) as error:  # not writable, or nobody's home
             if my_rank() == 0:
                 print(f"jaxmpi: nothing compiled is kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)
             return

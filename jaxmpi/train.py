@@ -240,16 +240,21 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     plan = make_plan(experiment, workers)
     functions = build_functions(experiment, workers, plan)
-    folder = rundir.agree_on_run_dir(experiment, name, workers.processes)
+    with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
+        return run_in(folder, experiment, workers, plan, functions, root)
+
+
+def run_in(
+    folder: Path, experiment: Experiment, workers: Workers, plan: Plan, functions: Functions, root: Path | None
+) -> dict[str, float]:
+    """Start or resume in a run directory, and go on to the end."""
+    is_first = workers.processes.rank == 0
     states, saved = starting_states(experiment, workers, functions.rule, folder, plan.clock.effective_batch)
     start = saved.step if saved else 0
-
-    if experiment.resume and workers.processes.rank == 0:
+    if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start)
-    recorder = Recorder(
-        folder if workers.processes.rank == 0 else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0
-    )
-    if workers.processes.rank == 0:
+    recorder = Recorder(folder if is_first else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0)
+    if is_first:
         facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root)
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)

@@ -379,7 +379,7 @@ def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, 
     ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/copy", DIGITS, *args)
     assert not ended.timed_out
     assert ended.code != 0
-    field = "examples: got 9, expected 10" if change == "a file less" else "names and labels: got "
+    field = "examples: got 9, expected 10" if change == "a file less" else "digest of names, labels or images: got "
     assert f"rank 1: train.{field}" in ended.out, ended.out
 
 

@@ -208,6 +208,8 @@ def test_same_on_all_ranks():
     if SIZE > 1:
         with pytest.raises(jaxmpi.UsageError, match=r"the plan differs.*\n.*rank 1: lr: got 1, expected 0 \(rank 0\)"):
             jaxmpi.same_on_all_ranks("the plan", {"lr": int(RANK == 1)})
+        with pytest.raises(jaxmpi.UsageError, match="different calls: rank 0 to 'the plan', rank 1 to 'the end'"):
+            jaxmpi.same_on_all_ranks("the end" if RANK == 1 else "the plan", 1)
 
 
 def test_what_differs_is_named_by_rank_and_path():
