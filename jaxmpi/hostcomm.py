@@ -1,6 +1,6 @@
 """Sums over MPI ranks in NumPy, for a thread that runs beside XLA.
 
-A sum changes this rank's vector in place and is a generator: where it must wait it yields the messages it waits for. So
+A sum changes this rank's vector in place and is a generator: where it must wait it yields the requests it waits for. So
 one thread carries any number of sums at once; a link is busy with one while another adds. Vectors, additions and
 roundings are those of `strategies` and `wires` in jit: the same bits.
 """
@@ -116,56 +116,33 @@ HOST_WIRES: dict[str, HostWire] = {
 # ---------------------------------------------------------------- messages
 
 
-class Messages(NamedTuple):
-    """What a sum waits for."""
-
-    requests: list[Any]  # of mpi4py
-    peers: tuple[int, ...]  # the ranks at the other ends
+Requests = list[Any]  # of mpi4py
 
 
 class HostComm:
     """Messages between the workers of a job, sent and received without waiting, on a communicator of its own."""
 
     def __init__(self, world: Any, order: Sequence[int]) -> None:
-        """Clone the communicator; all ranks come here together.
-
-        Args:
-            world: mpi4py's, of all workers.
-            order: ranks by host, then local rank.
-        """
+        """Clone mpi4py's communicator of all workers; all ranks come here together. order: ranks by host."""
         self.mpi = world.Clone()
         self.rank, self.size = self.mpi.rank, self.mpi.size
         self.order = tuple(order)
         self.place = self.order.index(self.rank)
 
-    def swap(self, sent: np.ndarray, to: int, received: np.ndarray, source: int, tag: int) -> Messages:
+    def swap(self, sent: np.ndarray, to: int, received: np.ndarray, source: int, tag: int) -> Requests:
         """Send one u8[n] and receive another."""
         receiving = [self.mpi.Irecv(part, source, tag) for part in cut(received)]
-        return Messages([*receiving, *(self.mpi.Isend(part, to, tag) for part in cut(sent))], (source, to))
+        return [*receiving, *(self.mpi.Isend(part, to, tag) for part in cut(sent))]
 
-    def shift(self, sent: np.ndarray, received: np.ndarray, tag: int) -> Messages:
+    def shift(self, sent: np.ndarray, received: np.ndarray, tag: int) -> Requests:
         """Send to the next place, receive from the one before."""
         before, after = (self.order[(self.place + step) % self.size] for step in (-1, 1))
         return self.swap(sent, after, received, before, tag)
 
-    def test(self, requests: list[Any]) -> bool:
-        """Look once whether any of the requests are complete; those that are become false."""
-        from mpi4py import MPI
 
-        return bool(MPI.Request.Testsome(requests))
-
-    def free(self) -> None:
-        """Give the communicator back; all ranks come here together."""
-        self.mpi.Free()
-
-
-def why_no_threads() -> str:
-    """Why MPI cannot be called by two threads at once; empty where it can."""
-    from mpi4py import MPI
-
-    names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
-    level = names.get(MPI.Query_thread(), "")
-    return f"MPI gives MPI_THREAD_{level}, and MPI_THREAD_MULTIPLE is needed" if level else ""
+def some_are_complete(requests: Requests) -> bool:
+    """Look once whether any are complete; those that are become false."""
+    return bool(requests and type(requests[0]).Testsome(requests))
 
 
 def cut(message: np.ndarray) -> list[np.ndarray]:
@@ -175,10 +152,10 @@ def cut(message: np.ndarray) -> list[np.ndarray]:
 
 # ---------------------------------------------------------------- strategies
 
-Sum = Callable[[Rows, HostComm, HostWire, int], Iterator[Messages]]
+Sum = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]
 
 
-def ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Messages]:
+def ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
     """Scatter-reduce, then allgather, around the ring of ranks ordered by host; as `strategies.ring`."""
     size, place = comm.size, comm.place
     sent = wire.encode(rows[place])
@@ -191,7 +168,7 @@ def ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Messa
     yield from pass_on(sent, [rows[(place + 1 - back) % size] for back in range(size)], comm, wire, tag)
 
 
-def alltoall_sum_allgather(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Messages]:
+def alltoall_sum_allgather(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
     """ASA, its all-to-all as rotations: one partner at a time; as `strategies.alltoall_sum_allgather`."""
     size, place, order = comm.size, comm.place, comm.order
     parts = {comm.rank: wire.encode(rows[comm.rank])}
@@ -206,7 +183,7 @@ def alltoall_sum_allgather(rows: Rows, comm: HostComm, wire: HostWire, tag: int)
     yield from pass_on(wire.encode(total), [rows[rank] for rank in whose], comm, wire, tag)
 
 
-def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Messages]:
+def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
     """All workers' results round the ring: row 0 from `sent`, row i from i places back, forwarded as it came."""
     rows[0][:] = wire.decode(sent)
     for row in rows[1:]:
@@ -237,7 +214,7 @@ class HostSum(NamedTuple):
         row, wire = -(-n // self.comm.size), self._parts()[1]
         return 1 if wire.is_whole else max(1, -(-row // columns(wire)))
 
-    def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Messages]]:
+    def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:
         """Generators which together make f32[n], C-contiguous, the sum over workers; in place.
 
         Row i of [size, ceil(n / size)] is worker i's, as where `exchange` pads; a segment is some columns.

@@ -11,6 +11,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.handlers import EXPORTABLE
+
 PyTree = Any
 
 
@@ -89,7 +91,7 @@ def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]
         return result
 
     try:
-        exported = jax.export.export(jax.jit(flat))(*shapes).serialize()
+        exported = jax.export.export(jax.jit(flat), disabled_checks=EXPORTABLE)(*shapes).serialize()
     except NotImplementedError:  # host callbacks stay in the process that made them
         return Program(b"", None)
     return Program(bytes(exported), made[0])

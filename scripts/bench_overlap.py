@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +48,7 @@ class Timed(NamedTuple):
 def params_of_all() -> dict[str, np.ndarray]:
     """The net's params: `w0` f32[3, 3, in, out], `b0` f32[out], ..., `fc` f32[in, classes]."""
     rng, params = np.random.default_rng(0), {}
-    for i, (a, b) in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(WIDTHS)):
         params[f"w{i}"] = rng.standard_normal((3, 3, a, b), np.float32) * np.float32((2 / 9 / a) ** 0.5)
         params[f"b{i}"] = np.zeros(b, np.float32)
     params["fc"] = rng.standard_normal((WIDTHS[-1], CLASSES), np.float32) * np.float32(0.05)
@@ -102,11 +104,14 @@ def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[in
 
         import jaxmpi
         from jaxmpi import overlap
+        from jaxmpi.buckets import Order
+        from jaxmpi.courier import courier
 
-        order, (gradients, descend, init) = overlap.Order(), in_jax()
+        order, (gradients, descend, init) = Order(), in_jax()
         gradients = order.of(gradients)
-        options = {"strategy": strategy, "bucket_bytes": BUCKET_BYTES, "order": order, "beside": beside}
+        options = {"strategy": strategy, "bucket_bytes": BUCKET_BYTES, "order": order}
         delayed = overlap.delayed_gradients(**options)
+        mean = partial(overlap.exchange if beside else jaxmpi.exchange, **options)
 
         def step(params: Any, state: Any, *data: Any) -> Any:
             grads, value = gradients(params, *data)
@@ -114,7 +119,7 @@ def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[in
             if late:
                 grads, waiting = delayed.update(grads, waiting)
             else:
-                grads = overlap.exchange(grads, **options)
+                grads = mean(grads)
             params, moments = descend(grads, moments, params)
             return params, (moments, waiting), value
 
@@ -130,10 +135,10 @@ def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[in
         )
         run, compute = (Loop(jax.jit(f), params, state, data) for f in (step, alone))
         run.steps = IN_A_ROW if late else 1
-        exchange = jax.jit(lambda tree: overlap.exchange(jax.tree.map(lambda x: x * 2, tree), **options))
+        exchange = jax.jit(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)))
 
         def first_s() -> float:
-            starts = [event.time_s for event in overlap.courier().events if event.what == "start"]
+            starts = [event.time_s for event in courier().events if event.what == "start"]
             return min(t for t in starts if t > run.began_s) if starts else float("nan")
 
         return Timed(compute, lambda: jax.block_until_ready(exchange(params)), run, first_s, compute.loss(), run.steps)
@@ -165,7 +170,6 @@ class Loop:
 def with_psum(batch: int) -> Timed:
     """What JAX itself offers: psum over a mesh of all processes, gloo below."""
     import jax
-    import jax.numpy as jnp
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -246,9 +250,10 @@ def torch_net() -> Any:
     import torch
 
     params, layers = params_of_all(), []
-    for i, (a, b) in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(WIDTHS)):
         layer = torch.nn.Conv2d(a, b, 3, padding=1)
         layer.weight.data = torch.from_numpy(params[f"w{i}"].transpose(3, 2, 0, 1).copy())
+        assert layer.bias is not None
         layer.bias.data.zero_()
         layers += [layer, torch.nn.ReLU(), *([torch.nn.MaxPool2d(2)] if i % 2 == 0 else [])]
     last = torch.nn.Linear(WIDTHS[-1], CLASSES, bias=False)

@@ -3,193 +3,50 @@
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jaxmpi import hostcomm, overlap
+from jaxmpi import overlap
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import UsageError
-from jaxmpi.hostcomm import HOST_WIRES
-from jaxmpi.wires import BLOCK, SMALLEST_NORMAL, WIRES
-from launching import ROOT, mpirun, run, session_of
-from test_wires import ODD, normals
-
-# ---------------------------------------------------------------- wires in NumPy
-
-
-def in_thread(function: Callable):
-    """What a function gives in a thread that flushes what is subnormal, as that of exchanges does."""
-    results = []
-
-    def work():
-        assert hostcomm.flush_subnormals()
-        with np.errstate(all="ignore"):
-            results.append(function())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def both_ways(wire: str, x: np.ndarray) -> tuple[list[Any], list[Any]]:
-    """The arrays sent and what arrives: in NumPy, and in a program."""
-    there, back = HOST_WIRES[wire].encode, HOST_WIRES[wire].decode
-    sent, arrived = in_thread(lambda: (there(x), back(there(x))))
-    assert sent.size == HOST_WIRES[wire].size_bytes(x.size)
-    jitted = jax.jit(lambda v: (WIRES[wire].encode(v), WIRES[wire].decode(WIRES[wire].encode(v))))
-    encoded, decoded = jax.tree.map(np.asarray, jitted(x))
-    return [parts(wire, sent), arrived], [encoded, decoded]
-
-
-def parts(wire: str, sent: np.ndarray):
-    if wire == "16":
-        return sent[4:].view(np.float16), sent[:4].view(np.float32)
-    if wire == "8":
-        return hostcomm.parts_i8(sent)[::-1]
-    return sent.view(np.float32 if wire == "32" else jnp.bfloat16)
-
-
-@pytest.mark.parametrize("wire", HOST_WIRES)
-@pytest.mark.parametrize("scale", [1e-37, 1e-12, 1.0, 3e5, 1e36])
-def test_wires_are_those_of_programs_in_every_bit(wire, scale):
-    for n in (1, BLOCK - 1, BLOCK, BLOCK + 1, 1009, 1000 * BLOCK):
-        ours, theirs = both_ways(wire, normals(n, n, scale))
-        for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            assert mine.dtype == other.dtype
-            assert mine.tobytes() == other.tobytes()
-
-
-@pytest.mark.parametrize("wire", HOST_WIRES)
-@pytest.mark.parametrize(("name", "values"), ODD, ids=[name for name, _ in ODD])
-def test_odd_values_arrive_as_in_programs(wire, name, values):
-    (_, ours), (_, theirs) = both_ways(wire, np.array(values, np.float32))
-    np.testing.assert_array_equal(ours, theirs)
-    assert (np.signbit(ours) == np.signbit(theirs))[~np.isnan(ours)].all()
-
-
-def test_a_thread_adds_what_is_subnormal_as_xla_does():
-    tiny = np.float32(SMALLEST_NORMAL) * np.array([1, 1.5, -1, -1.5], np.float32)
-    other = -tiny * np.float32(1.25)
-    ours = in_thread(lambda: tiny + other)
-    assert ours.tobytes() == np.asarray(jax.jit(jnp.add)(tiny, other)).tobytes()
-    assert (ours == 0).all()
-    assert (tiny + other != 0).all()  # here, in another thread
-
-
-def test_a_thread_may_ask_for_short_turns():
-    granted = []
-    thread = threading.Thread(target=lambda: granted.append(hostcomm.take_short_turns()))
-    thread.start()
-    thread.join()
-    assert granted == [sys.platform == "linux"]
-
-
-@pytest.mark.parametrize("wire", HOST_WIRES)
-def test_columns_are_whole_blocks_and_one_message(wire):
-    width = hostcomm.columns(HOST_WIRES[wire])
-    assert width % BLOCK == 0
-    size_bytes = HOST_WIRES[wire].size_bytes
-    assert size_bytes(width) <= hostcomm.MESSAGE_BYTES < size_bytes(width + BLOCK)
-
-
-# ---------------------------------------------------------------- what travels when
-
-sizes = st.lists(st.integers(0, 3000), max_size=20)
-
-
-@given(sizes, st.sampled_from([None, 4, 400, 4000, 10**6]), st.randoms())
-def test_every_leaf_that_holds_something_travels_once_and_in_order(sizes, bucket_bytes, random):
-    ready = list(range(len(sizes)))
-    random.shuffle(ready)
-    buckets = overlap.plan(sizes, bucket_bytes, ready)
-    assert sorted(i for bucket in buckets for i in bucket) == [i for i, n in enumerate(sizes) if n]
-    place = {leaf: i for i, leaf in enumerate(ready)}
-    for bucket in buckets:
-        assert [place[i] for i in bucket] == sorted(place[i] for i in bucket)
-    firsts = [place[bucket[0]] for bucket in buckets]
-    assert firsts == sorted(firsts)
-    if bucket_bytes is None:
-        assert len(buckets) <= 1
-    else:
-        # The first is closed by the leaf with which it holds a quarter; the others hold one leaf, or no more than all.
-        assert all(4 * sum(sizes[i] for i in bucket[:-1]) <= bucket_bytes for bucket in buckets)
-        assert not buckets or 16 * sum(sizes[i] for i in buckets[0][:-1]) < bucket_bytes
-
-
-def test_the_first_bucket_holds_about_a_quarter():
-    fours = [list(range(i, i + 4)) for i in range(1, 37, 4)]
-    assert overlap.plan([25] * 40, 400, list(range(40))) == [[0], *fours, [37, 38, 39]]
-    assert overlap.plan([1, 100, 1], 400, [0, 1, 2]) == [[0], [1], [2]]  # a big leaf is alone and not copied
-
-
-def backward(params, x):
-    """Gradients of three layers, whose names say nothing of their order."""
-
-    def loss(params):
-        y = x
-        for name in "mza":
-            y = jnp.tanh(y @ params[name])
-        return y.sum()
-
-    return jax.grad(loss)(params), x.sum()
-
-
-def test_the_order_of_gradients_is_found_and_results_stay():
-    params = {name: jnp.full((3, 3), 0.1 * (i + 1)) for i, name in enumerate("amz")}  # leaves: a, m, z
-    order, x = overlap.Order(), jnp.ones((2, 3))
-    assert order.leaves(3) == [2, 1, 0]  # nothing is known: from the last
-    noted = jax.jit(order.of(backward))
-    got, expected = noted(params, x), jax.jit(backward)(params, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    assert order.leaves(3) == [0, 2, 1]  # a, the last layer, then z, then m
-    assert order.leaves(2) == [1, 0]  # another tree
-
-
-def test_gradients_of_one_equation_go_from_the_last_leaf():
-    order = overlap.Order()
-    whole = order.of(lambda p: (jax.jit(lambda p: [2 * v for v in p])(p), 0.0))
-    jax.eval_shape(whole, [jnp.ones(2)] * 3)
-    assert order.leaves(3) == [2, 1, 0]
-
-
-def test_a_gradient_that_is_known_beforehand_is_first():
-    order = overlap.Order()
-    jax.eval_shape(order.of(lambda p: ([p[0] * 2, p[1], jnp.float32(0)], 0.0)), [jnp.ones(2)] * 2)
-    assert order.leaves(3)[-1] == 0
-
+from launching import ROOT, mpirun, run, session_of, train
 
 # ---------------------------------------------------------------- whether
 
 
 @pytest.mark.parametrize(
-    ("asked", "strategy", "comm", "line"),
+    ("asked", "comm", "unfit", "line"),
     [
-        ("auto", "ring32", SoloComm(), "no overlap: there is one worker"),
-        ("on", "ring32", SoloComm(), "no overlap: there is one worker"),
-        ("off", "ring32", AxisComm("w", 2), "no overlap: exchange.overlap is off"),
-        ("auto", "ring32", AxisComm("w", 2), "no overlap: workers are not MPI ranks"),
+        ("auto", SoloComm(), "", "overlap off: there is one worker"),
+        ("on", SoloComm(), "", "overlap off: there is one worker"),
+        ("on", SoloComm(), "the step is split", "overlap off: the step is split"),
+        ("off", AxisComm("w", 2), "", "overlap off: as asked"),
+        ("auto", AxisComm("w", 2), "", "overlap off: workers are not MPI ranks"),
+        ("auto", AxisComm("w", 2), "the step is split", "overlap off: the step is split"),
     ],
 )
-def test_where_there_is_no_overlap_a_line_says_why(asked, strategy, comm, line):
-    assert overlap.chosen(asked, strategy, comm) == (False, line)
+def test_where_there_is_no_overlap_a_line_says_why(asked, comm, unfit, line):
+    assert overlap.chosen(asked, "ring32", comm, unfit) == (False, line)
 
 
-def test_on_where_it_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="got on, but workers are not MPI ranks"):
-        overlap.chosen("on", "ring32", AxisComm("w", 2))
-    with pytest.raises(UsageError, match=r"exchange\.overlap"):
+@pytest.mark.parametrize("asked", ["on", "delayed"])
+def test_what_cannot_be_is_refused(asked):
+    with pytest.raises(UsageError, match=f"got {asked}, but workers are not MPI ranks; use off or auto"):
+        overlap.chosen(asked, "ring32", AxisComm("w", 2))
+
+
+def test_late_in_pieces_is_refused_for_one_worker_too():
+    with pytest.raises(UsageError, match="got delayed, but the step is split"):
+        overlap.chosen("delayed", "ring32", SoloComm(), "the step is split")
+
+
+def test_another_word_is_refused():
+    with pytest.raises(UsageError, match=r"unknown exchange\.overlap 'perhaps'; .*auto, delayed, off, on"):
         overlap.chosen("perhaps", "ring32", SoloComm())
 
 
@@ -233,8 +90,9 @@ if CORES:
 import numpy as np, jax, jax.numpy as jnp
 import jaxmpi
 from jaxmpi import overlap
+from jaxmpi.courier import courier
 comm = jaxmpi.world()
-courier = overlap.courier()
+courier = courier()
 """
 
 EARLY = """
@@ -282,33 +140,30 @@ def test_buckets_leave_while_the_backward_pass_goes_on(cores, tmp_path):
     assert shares == sorted(shares)
 
 
+STEP = "step = jax.jit(lambda x: overlap.exchange({'conv1': x * 2, 'conv2': x * 3}))\n"
+ON_AND_ON = "for i in range(10**6):\n    step(jnp.ones(300_000)).popitem()[1].block_until_ready()\n"
 FAULTS = {
     "another size on rank 1": (
-        "n = 1000 + 30000 * comm.rank\n"
-        "step = jax.jit(lambda x: overlap.exchange({'conv1': x * 2}, portable=True))\n"
-        "step(jnp.ones(n)).block_until_ready(); time.sleep(60)",
-        "in the exchange of bucket 1 of 1 (conv1)",
+        STEP + "step(jnp.ones(1000 + comm.rank % 2)); time.sleep(60)",
+        "rank 1: leaf.conv1: got float32[1001], expected float32[1000] (rank 0)",
+    ),
+    "another plan on rank 1": (
+        "step = jax.jit(lambda x: overlap.exchange(x * 2, bucket_bytes=4 + comm.rank % 2))\n"
+        "step(jnp.ones(1000)); time.sleep(60)",
+        "rank 1: bucket_bytes: got 5, expected 4 (rank 0)",
     ),
     "rank 1 does not come": (
-        "step = jax.jit(lambda x: overlap.exchange({'conv1': x * 2, 'conv2': x}, portable=True))\n"
-        "if comm.rank != 1: step(jnp.ones(9)).block_until_ready()\n"
-        "time.sleep(60)",
-        "bucket 1 of 1 (conv2 and 1 more) has waited 3 s for rank 1",
+        STEP + "if comm.rank != 1: step(jnp.ones(9))\ntime.sleep(60)",
+        "rank [1] did not answer in time",
     ),
-    "rank 1 is killed": (
-        "step = jax.jit(lambda x: overlap.exchange(x * 2))\n"
-        "while True:\n"
-        "    step(jnp.ones(300_000)).block_until_ready()\n"
-        "    if comm.rank == 1: os.kill(os.getpid(), 9)",
-        "",
+    "rank 1 comes once": (
+        STEP + "for i in range(2 - comm.rank % 2): step(jnp.ones(9))\ntime.sleep(60)",
+        "bucket 1 of 1 (conv2 and 1 more) has waited 2 s for rank [1]",
     ),
-    "rank 1 leaves": (
-        "step = jax.jit(lambda x: overlap.exchange(x * 2))\n"
-        "for i in range(10**6):\n"
-        "    step(jnp.ones(300_000)).block_until_ready()\n"
-        "    if comm.rank == 1: sys.exit(0)",
-        "others had not",
-    ),
+    "rank 1 raises": (STEP + ON_AND_ON + "    if comm.rank == 1 and i: raise ValueError('boom')", "ValueError: boom"),
+    "rank 1 is killed": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 9)", ""),
+    "rank 1 is ended": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 15)", ""),
+    "rank 1 leaves": (STEP + ON_AND_ON + "    if comm.rank == 1: sys.exit(0)", "others had not"),
 }
 
 
@@ -316,12 +171,14 @@ FAULTS = {
 def test_a_fault_ends_the_job(fault, tmp_path):
     code, message = FAULTS[fault]
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
-    env = {"JAXMPI_EXIT_TIMEOUT_S": "3", "JAXMPI_EXCHANGE_TIMEOUT_S": "3"}
+    env = {f"JAXMPI_{limit}_TIMEOUT_S": "2" for limit in ("EXIT", "EXCHANGE", "AGREE")}
     begin = time.monotonic()
     ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=90, env=env)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
     assert message in ended.out, ended.out[-3000:]
+    if message:
+        assert "jaxmpi: rank " in ended.out
     assert time.monotonic() - begin < 60
     assert not survivors(str(tmp_path))
 
@@ -347,8 +204,10 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
         "_, state = jax.jit(late.update)(jnp.ones(2_000_000), state)\n"
         "jax.block_until_ready(state)\n"
         "assert courier.jobs\n"
-        "import atexit; atexit.register(lambda: print('alive', courier._thread.is_alive()))\n"
-        "atexit.unregister(courier.stop); atexit.register(courier.stop)\n"
+        "import atexit\n"
+        "atexit.unregister(courier.stop)\n"  # to look after it, since the last registered is the first called
+        "atexit.register(lambda: print('alive', courier._thread.is_alive()))\n"
+        "atexit.register(courier.stop)\n"
     )
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
@@ -358,7 +217,7 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
 
 def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
     code = (
-        "import mpi4py; mpi4py.rc.thread_level = 'funneled'\n"
+        "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
         "import jaxmpi\nfrom jaxmpi import overlap\n"
         "print(overlap.chosen('auto', 'ring32', jaxmpi.world()))\n"
     )
@@ -366,6 +225,75 @@ def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
     assert "MPI_THREAD_MULTIPLE" in ended.out, ended.out[-3000:]
 
+
+# ---------------------------------------------------------------- runs
+
+TINY = """
+from jaxmpi.config import Data, Experiment, ExchangeConfig, Optim
+from models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    exchange=ExchangeConfig("ring16", bucket_bytes=4096),
+    effective_batch=60, train_for="20st", eval_every="10st", checkpoint_every="10st", log_every=10,
+)
+"""
+
+
+def train_tiny(ranks: int, tmp_path: Path, run_dir: str, *args: str) -> tuple[dict, dict[str, bytes]]:
+    """What config.json holds, and the files of the checkpoint of step 20."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    ended = train(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / run_dir), *args)
+    assert ended.code == 0, ended.out[-3000:]
+    facts = json.loads((tmp_path / run_dir / "config.json").read_text())
+    assert facts["form"] in ended.out
+    folder = tmp_path / run_dir / "checkpoints" / "step_00000020"
+    return facts, {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+
+def test_runs_with_and_without_overlap_end_with_the_same_bits(tmp_path):
+    """And so they do in separate programs, whose buckets are the same."""
+    off, without = train_tiny(4, tmp_path, "off")
+    on, beside = train_tiny(4, tmp_path, "on", "--exchange.overlap", "on")
+    assert off["form"].startswith("split form")
+    assert off["form"].endswith("overlap off: all ranks are on one host")
+    assert on["form"] == "fused form: one jit; overlap on: as asked"
+    assert len(without) == 5
+    assert beside == without
+
+
+def test_a_delayed_run_is_resumed_with_the_same_bits(tmp_path):
+    late = ("--exchange.overlap", "delayed")
+    facts, whole = train_tiny(2, tmp_path, "whole", *late)
+    assert "overlap delayed: gradients are applied one step late" in facts["form"]
+    assert train_tiny(2, tmp_path, "parts", *late, "--train-for", "10st")[1] == {}  # it ends with step 10
+    _, resumed = train_tiny(2, tmp_path, "parts", *late, "--resume")
+    assert len(whole) == 3
+    assert resumed == whole
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--exchange.overlap", "on", "--form", "split"), "got on, but the step is split (form split)"),
+        (("--exchange.overlap", "on", "--micro-batch", "5"), "got on, but gradients come to exist with the last micro"),
+        (
+            ("--exchange.overlap", "on", "--exchange.strategy", "tree"),
+            "strategy tree:32 is not among ring, asa",
+        ),
+        (("--exchange.overlap", "delayed", "--rule.name", "awagd"), "got delayed with rule 'awagd'"),
+    ],
+)
+def test_a_run_that_cannot_overlap_says_why(args, message, tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    ended = train(2, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / "run"), *args)
+    assert ended.code == 1
+    assert message in ended.out, ended.out[-3000:]
+
+
+# ---------------------------------------------------------------- between hosts
 
 ON_A_CLUSTER = """
 n = 500_000

@@ -42,9 +42,13 @@ def build(
         linear: whether its updates are linear in the gradients it is given.
 
     Raises:
-        UsageError: an unknown rule, or one that equals no single worker with this optimizer.
+        UsageError: an unknown rule, one that equals no single worker with this optimizer, or one that cannot be late.
     """
     row = lookup(RULES, config.name, "rule")
+    check(
+        exchange.late is None or config.name == "gradients",
+        f"exchange.overlap: got delayed with rule {config.name!r}, which exchanges no gradients; use rule gradients",
+    )
     check(
         row.any_optimizer or linear or config.force,
         f"rule {config.name!r} with {optimizer} equals no single worker on the whole batch: {optimizer} is not linear "

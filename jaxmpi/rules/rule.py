@@ -15,6 +15,7 @@ class Exchange(NamedTuple):
     mean: Callable[[PyTree], PyTree]
     sum: Callable[[PyTree], PyTree]
     jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
+    late: optax.GradientTransformation | None = None  # mean of the last step's gradients; its state is a worker's own
 
 
 class Rule(NamedTuple):
