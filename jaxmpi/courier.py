@@ -6,7 +6,7 @@ gradients, so XLA runs it when they are there, on each rank in an order of its o
 until a bucket holds the sum. The bucket passes through both in one buffer, which the thread changes in between: nothing
 is copied, and XLA, for which only these calls use the buffer, leaves it alone.
 
-An exchange that may go on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
+An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
 """
 
 import atexit
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,10 +75,8 @@ class Courier:
             order: ranks by host.
         """
         self.control, self.comm = control, HostComm(control.world, order)
-        # No earlier process of this run has had this number.
-        self.session = int(control.bcast(np.array(time.time_ns() % 2**32, np.uint32)))
         self.count = 0  # segments so far, in all programs; equal on all ranks
-        self.jobs: dict[tuple[int, int], Job] = {}
+        self.jobs: dict[tuple[int, ...], Job] = {}  # that nobody has waited for yet
         self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
         self._agreed: set[str] = set()  # plans
         self._arrived: deque[Job] = deque()
@@ -103,7 +101,7 @@ class Courier:
     # ------------------------------------------------------------ called by programs
 
     def _open(self, operands: list, results: list, segments: int, plan: str) -> None:
-        """Ticket u32[2]: this session, and the number of the exchange's first segment.
+        """Ticket u32[]: the number of the exchange's first segment.
 
         Ranks compare a plan, which is JSON, when it is first used.
         """
@@ -111,52 +109,51 @@ class Courier:
         if plan not in self._agreed:
             self.control.compare(statement("the exchange beside a program", json.loads(plan)))
             self._agreed.add(plan)
-        results[0][:] = self.session, self.count
+        results[0][...] = self.count
         self.count = (self.count + segments) % 2**32
 
-    def _start(self, operands: list, results: list, strategy: str, first: int, label: str) -> None:
+    def _start(self, operands: list, results: list, **bucket: Any) -> None:
         """(bucket, ticket) -> (the bucket, which is not ready, ticket)."""
-        bucket, ticket = operands
-        copy_unless_shared(bucket, results[0])
-        results[1][:] = ticket
-        self._carry(results[0], key_of(ticket, first), strategy, label)
+        copy_unless_shared(operands[0], results[0])
+        results[1][...] = operands[1]
+        self._carry((int(operands[1]), bucket["first"]), results[0], int(operands[1]), **bucket)
 
     def _done(self, operands: list, results: list, first: int) -> None:
         """(bucket, ticket, what must be there before) -> (sum); waits."""
-        bucket, ticket = operands[:2]
-        job = self._wait(key_of(ticket, first))
-        moved = job.bucket.ctypes.data != bucket.ctypes.data
+        job = self._wait((int(operands[1]), first))
+        moved = job.bucket.ctypes.data != operands[0].ctypes.data
         check(not moved, f"XLA has moved {job.label} while it travelled; use --exchange.overlap off, and report this")
-        copy_unless_shared(bucket, results[0])
+        copy_unless_shared(operands[0], results[0])
 
-    def _send(self, operands: list, results: list, strategy: str, first: int, label: str) -> None:
-        """(bucket, ticket) -> (ticket); a copy travels."""
-        bucket, ticket = operands
-        self._carry(bucket.copy(), key_of(ticket, first), strategy, label)
-        results[0][:] = ticket
+    def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
+        """(bucket, ticket, number u32[] of this step) -> (ticket); a copy travels."""
+        x, ticket, number = operands
+        self._carry((late, int(number), bucket["first"]), x.copy(), int(ticket), **bucket)
+        results[0][...] = ticket
 
-    def _collect(self, operands: list, results: list, strategy: str, first: int, again: int, label: str) -> None:
-        """(bucket, its ticket, ticket of this step, what must be there before) -> (its sum); waits.
+    def _collect(self, operands: list, results: list, late: int, again: int, **bucket: Any) -> None:
+        """(bucket, number of its step, ticket of this step, what must be there before) -> (its sum); waits.
 
         Where it is not under way, as after a resume, it is sent now: on all ranks alike.
         """
-        bucket, sent, ticket = operands[:3]
-        key = key_of(sent, first)
+        x, number, ticket = operands[:3]
+        key = late, int(number), bucket["first"]
         if key not in self.jobs:
-            key = key_of(ticket, again)
-            self._carry(bucket.copy(), key, strategy, label)
+            self._carry(key, x.copy(), int(ticket) + again, **bucket)
         np.copyto(results[0], self._wait(key).bucket)
 
-    def _carry(self, bucket: np.ndarray, key: tuple[int, int], strategy: str, label: str) -> None:
+    def _carry(
+        self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, first: int, label: str
+    ) -> None:
         total = HostSum(strategy, self.comm)
-        tags = [(key[1] + i) % TAGS for i in range(total.segments(bucket.size))]
-        job = self.jobs[key] = Job(label, bucket, total.of(bucket, tags))
+        tags = [(number + first + i) % TAGS for i in range(total.segments(x.size))]
+        job = self.jobs[key] = Job(label, x, total.of(x, tags))
         self._note("start", label)
         with self._wake:
             self._arrived.append(job)
             self._wake.notify()
 
-    def _wait(self, key: tuple[int, int]) -> Job:
+    def _wait(self, key: tuple[int, ...]) -> Job:
         job = self.jobs.pop(key)
         self._note("wait", job.label)
         self._is_waited_for = True
@@ -233,11 +230,6 @@ def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
     """Nothing, where XLA has given operand and result one buffer, as it is asked to."""
     if source.ctypes.data != to.ctypes.data:
         np.copyto(to, source)
-
-
-def key_of(ticket: np.ndarray, first: int) -> tuple[int, int]:
-    """Of a bucket whose segments begin at number `first` of an exchange."""
-    return int(ticket[0]), (int(ticket[1]) + first) % 2**32
 
 
 @functools.cache

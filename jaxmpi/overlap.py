@@ -4,6 +4,7 @@ What programs call, and the thread behind it: `courier`. Bits are those of `exch
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from jaxmpi.processes import named_leaves
 from jaxmpi.strategies import parse
 
 PyTree = Any
-TICKET = jax.ShapeDtypeStruct((2,), jnp.uint32)
+TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
+_late = itertools.count()  # programs with exchanges one step late; all ranks make the same
 
 
 # ---------------------------------------------------------------- whether
@@ -194,7 +196,7 @@ class Late(NamedTuple):
     """State of `delayed_gradients`, each worker's own."""
 
     gradients: PyTree  # of the last step, as they were sent
-    ticket: jax.Array  # u32[2]: under which number they travel; where nothing does, they are sent again
+    number: jax.Array  # u32[]: of that step, under which they travel; where nothing does, they are sent again
 
 
 def delayed_gradients(
@@ -211,18 +213,20 @@ def delayed_gradients(
     taken at. Inside jit. What the last step of a run has sent is never applied.
 
     Args: as of `exchange`.
-    State: `Late`, each worker's own. A checkpoint of it is exact: what travelled when it was taken is sent again.
+    State: `Late`, each worker's own; a state is for one step. A checkpoint of it is exact: what travelled when it was
+        taken is sent again.
     Communicates: as `exchange`, of the last step's gradients. Raises: as `exchange`.
     """
+    late = next(_late)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Late]:
         del params
         choice = chosen_for(updates, strategy, op, comm, bucket_bytes, order)
         if choice.comm.size == 1:
-            return state.gradients, Late(updates, state.ticket)
+            return state.gradients, Late(updates, state.number + 1)
         vectors, last = fused(updates, choice), fused(state.gradients, choice)
-        sums, ticket = relayed(vectors, last, state, Calls.of(choice, updates, vectors, portable))
-        return means(sums, updates, choice), Late(updates, ticket)
+        sums = relayed(vectors, last, state.number, late, Calls.of(choice, updates, vectors, portable))
+        return means(sums, updates, choice), Late(updates, state.number + 1)
 
     def init(params: PyTree) -> Late:
         return Late(jax.tree.map(jnp.zeros_like, params), jnp.zeros(TICKET.shape, TICKET.dtype))
@@ -231,17 +235,18 @@ def delayed_gradients(
 
 
 def relayed(
-    vectors: Sequence[jax.Array], last: Sequence[jax.Array], state: Late, calls: Calls
-) -> tuple[list[jax.Array], jax.Array]:
-    """f32[n] each, and those of the last step -> the last step's sums, and the ticket of these."""
+    vectors: Sequence[jax.Array], last: Sequence[jax.Array], number: jax.Array, late: int, calls: Calls
+) -> list[jax.Array]:
+    """f32[n] each, and those of the last step, u32[] -> the last step's sums over workers."""
     numbers = {"segments": 2 * calls.segments, "plan": calls.plan}
     [ticket] = handlers.call(OPEN, [], [TICKET], effect=calls.effect, **numbers)
     sent = [
-        handlers.call(SEND, [vector, ticket], [TICKET], effect=None, **bucket)[0]
+        handlers.call(SEND, [vector, ticket, number + 1], [TICKET], effect=None, late=late, **bucket)[0]
         for vector, bucket in zip(vectors, calls.buckets, strict=True)
     ]
     sums = []
     for x, bucket in zip(last, calls.buckets, strict=True):
-        operands, sent, again = [x, state.ticket, ticket, *sent], [], calls.segments + bucket["first"]
-        sums += handlers.call(COLLECT, operands, [like(x)], effect=calls.effect, again=again, **bucket)
-    return sums, ticket
+        operands, sent = [x, number, ticket, *sent], []
+        attributes = {"late": late, "again": calls.segments, **bucket}
+        sums += handlers.call(COLLECT, operands, [like(x)], effect=calls.effect, **attributes)
+    return sums

@@ -71,14 +71,17 @@ def compile_together(
         jitted = jax.jit(function, donate_argnums=donate_argnums)
         return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
     # The first rank too compiles what it has sent, so that all look for one cache key.
-    jitted = jax.jit(jax.export.deserialize(bytearray(program.exported)).call, donate_argnums=donated)
+    exported = jax.export.deserialize(bytearray(program.exported))
+    jitted = jax.jit(exported.call, donate_argnums=donated)
     lowered = jitted.lower(*shapes)
     if control.local_rank != 0:
         control.host_barrier()
     compiled = lowered.compile()
     if control.local_rank == 0:
         control.host_barrier()
-    return lambda leaves: jax.tree.unflatten(program.structure, compiled(*leaves))
+    # JAX leaves out the tokens of ordered effects where the compiled program is called by itself.
+    run = jitted if exported.ordered_effects else compiled
+    return lambda leaves: jax.tree.unflatten(program.structure, run(*leaves))
 
 
 def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> Program:

@@ -5,10 +5,10 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxmpi import overlap
@@ -53,12 +53,13 @@ def test_another_word_is_refused():
 def test_one_worker_exchanges_nothing():
     tree = {"a": jnp.arange(3.0), "b": jnp.ones((), jnp.bfloat16)}
     same = jax.jit(lambda t: overlap.exchange(t, comm=SoloComm()))(tree)
-    assert jax.tree.map(np.asarray, same) == pytest.approx(jax.tree.map(np.asarray, tree))
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), same, tree))
 
 
 def test_one_worker_may_be_late_too():
     late = overlap.delayed_gradients(comm=SoloComm())
-    step, state = jax.jit(late.update), late.init(jnp.zeros(2))
+    step: Any = jax.jit(late.update)
+    state = late.init(jnp.zeros(2))
     seen = []
     for g in (1.0, 2.0, 3.0):
         mean, state = step(jnp.full(2, g), state)
