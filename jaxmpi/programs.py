@@ -72,7 +72,9 @@ def compile_together(
         return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
     # The first rank too compiles what it has sent, so that all look for one cache key.
     exported = jax.export.deserialize(bytearray(program.exported))
-    jitted = jax.jit(exported.call, donate_argnums=donated)
+    # Results of a program with effects are bound to their device, unlike its first arguments: one program for both.
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if exported.ordered_effects else None
+    jitted = jax.jit(exported.call, donate_argnums=donated, in_shardings=place)
     lowered = jitted.lower(*shapes)
     if control.local_rank != 0:
         control.host_barrier()

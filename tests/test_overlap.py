@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from jaxmpi import overlap
+from jaxmpi import overlap, rules
 from jaxmpi.comm import AxisComm, SoloComm
-from jaxmpi.config import UsageError
+from jaxmpi.config import ExchangeConfig, Experiment, RuleConfig, UsageError
+from jaxmpi.processes import SoloProcesses
+from jaxmpi.train import unfit_for_overlap
+from jaxmpi.workers import Workers
 from launching import ROOT, mpirun, run, session_of, train
 
 # ---------------------------------------------------------------- whether
@@ -168,7 +173,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW_FAULTS = ("another size on rank 1", "rank 1 does not come", "rank 1 is killed")  # like others, or their like
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault in SLOW_FAULTS)) for fault in FAULTS]
+)
 def test_a_fault_ends_the_job(fault, tmp_path):
     code, message = FAULTS[fault]
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
@@ -267,31 +277,44 @@ def test_runs_with_and_without_overlap_end_with_the_same_bits(tmp_path):
 
 def test_a_delayed_run_is_resumed_with_the_same_bits(tmp_path):
     late = ("--exchange.overlap", "delayed")
-    facts, whole = train_tiny(2, tmp_path, "whole", *late)
+    facts, whole = train_tiny(2, tmp_path, "run", *late)
     assert "overlap delayed: gradients are applied one step late" in facts["form"]
-    assert train_tiny(2, tmp_path, "parts", *late, "--train-for", "10st")[1] == {}  # it ends with step 10
-    _, resumed = train_tiny(2, tmp_path, "parts", *late, "--resume")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000020")  # as if it had been killed before
+    _, resumed = train_tiny(2, tmp_path, "run", *late, "--resume")
     assert len(whole) == 3
     assert resumed == whole
 
 
+def test_a_run_that_cannot_overlap_says_why(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    args = ("--exchange.strategy", "tree", "--exchange.overlap", "on", "--run-dir", str(tmp_path / "run"))
+    ended = train(2, str(tmp_path / "tiny.py"), *args)
+    assert ended.code == 1
+    expected = "exchange.overlap: got on, but strategy tree:32 is not among ring, asa; use off or auto"
+    assert expected in ended.out, ended.out[-3000:]
+
+
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("fields", "reason"),
     [
-        (("--exchange.overlap", "on", "--form", "split"), "got on, but the step is split (form split)"),
-        (("--exchange.overlap", "on", "--micro-batch", "5"), "got on, but gradients come to exist with the last micro"),
-        (
-            ("--exchange.overlap", "on", "--exchange.strategy", "tree"),
-            "strategy tree:32 is not among ring, asa",
-        ),
-        (("--exchange.overlap", "delayed", "--rule.name", "awagd"), "got delayed with rule 'awagd'"),
+        ({}, ""),
+        ({"form": "fused"}, ""),
+        ({"form": "split"}, "the step is split (form split)"),
+        ({"micro_batch": 8}, "gradients come to exist with the last micro-batch only"),
+        ({"micro_batch": 16}, ""),  # the local batch
+        ({"micro_batch": 8, "exchange": ExchangeConfig(overlap="delayed")}, ""),
     ],
 )
-def test_a_run_that_cannot_overlap_says_why(args, message, tmp_path):
-    (tmp_path / "tiny.py").write_text(TINY)
-    ended = train(2, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / "run"), *args)
-    assert ended.code == 1
-    assert message in ended.out, ended.out[-3000:]
+def test_steps_that_cannot_hide_an_exchange(fields, reason):
+    workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
+    assert unfit_for_overlap(Experiment(effective_batch=16, **fields), workers) == reason
+
+
+@pytest.mark.parametrize("rule", ["subgd", "awagd"])
+def test_only_gradients_can_be_late(rule):
+    late = rules.Exchange(lambda tree: tree, lambda tree: tree, late=overlap.delayed_gradients(comm=SoloComm()))
+    with pytest.raises(UsageError, match=f"got delayed with rule '{rule}', which exchanges no gradients"):
+        rules.build(RuleConfig(rule), optax.sgd(0.1), late, optimizer="sgd", linear=True)
 
 
 # ---------------------------------------------------------------- between hosts
@@ -327,3 +350,15 @@ def test_between_hosts_with_slow_links_buckets_arrive_while_others_are_computed(
     assert ended.code == 0, ended.out[-3000:]
     assert ended.out.count("summed before the last start:") == 3
     assert "summed before the last start: 0" not in ended.out
+
+
+def test_between_hosts_a_run_overlaps_by_itself(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    cluster = [sys.executable, "scripts/cluster.py", "--hosts", "2", "--rate", "500mbit", "--", "mpirun", "-n", "2"]
+    args = ["--train-for", "3st", "--run-dir", str(tmp_path / "run")]
+    line = [*cluster, sys.executable, "-m", "jaxmpi.train", str(tmp_path / "tiny.py"), *args]
+    ended = run(line, timeout_s=120, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
+    if ended.code == 77:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-3000:]
+    assert "fused form: one jit; overlap on: ranks are on 2 hosts" in ended.out

@@ -2,6 +2,7 @@
 `mpirun -n 3 python -m pytest tests/ranks`. Expected values come from rank and size.
 """
 
+import gc
 import threading
 from functools import partial
 from typing import cast
@@ -147,15 +148,24 @@ def test_an_exported_program_runs_on_all_ranks():
 
 
 def test_many_exchanges_leave_nothing():
-    step, x = jax.jit(lambda v: overlap.exchange([v * 1, v[:3] * 1], "ring32", "sum", bucket_bytes=16)), jnp.ones(100)
-    rounds = 1000 if SIZE == 2 else 20
-    jax.block_until_ready(step(x))
-    threads, jobs = threading.active_count(), len(courier().jobs)
+    step = jax.jit(lambda v: overlap.exchange([v * 1, v[:3] * 1], "ring32", "sum", bucket_bytes=16))
+    rounds, x = 1000 if SIZE == 2 else 20, jnp.ones(100)
+    for _ in range(2):
+        jax.block_until_ready(step(x))
+    before = kept()
     for _ in range(rounds):
         jax.block_until_ready(step(x))
-    assert threading.active_count() == threads
-    assert len(courier().jobs) == jobs
+    objects, *others = (after - start for after, start in zip(kept(), before, strict=True))
+    assert objects < 20  # not one an exchange
+    assert others == [0, 0]
     assert [thread.name for thread in threading.enumerate()].count(THREAD) == 1
+
+
+def kept() -> list[int]:
+    """Python objects, threads, and buckets that nobody has waited for."""
+    courier().events.clear()
+    gc.collect()
+    return [len(gc.get_objects()), threading.active_count(), len(courier().jobs)]
 
 
 def test_what_is_sent_late_and_never_asked_for_is_not_kept():
