@@ -103,7 +103,7 @@ def net(tmp_path_factory) -> Path:
 )
 def test_batch_statistics_by_one_word(word, workers, micro, ranks, args, net, tmp_path):
     sizes = ("--micro-batch", str(micro), "--batch-statistics", word, "--run-dir", str(tmp_path / "run"))
-    ended = train(ranks, str(net), *sizes, *args)
+    ended = train(ranks, str(net), *sizes, *args, timeout_s=280)
     assert ended.code == 0, ended.out
     got = run_of(tmp_path / "run", workers)
     exact, rounded = (by_hand(net, word, workers, micro, precision) for precision in ("float64", "float32"))
