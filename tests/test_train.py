@@ -321,7 +321,7 @@ def apply(params, state, image, key, train):
 def experiment_of(images, labels, **data):
     source = ArraySource(images, labels, classes=10)
     data = Data(source="array", train=source, validation=source, channels=1, **data)
-    model = Model("softmax", (4, 4, 1), 10, init, apply)
+    model = Model("softmax", init, apply, (4, 4, 1), 10)
     return Experiment(model=model, data=data, effective_batch=10, train_for="1ep")
 
 pixels, labels = np.zeros((20, 4, 4), np.uint8), np.arange(20) % 10
