@@ -60,17 +60,17 @@ def split_n(option: str) -> list[str]:
     return ["-n", option[2:]] if option.startswith("-n") and option[2:].isdigit() else [option]
 
 
-def command(options: Options, *, cores: int, is_root: bool) -> list[str]:
-    """The line to run.
+def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmpi.train") -> list[str]:
+    """The line to run `python -m module` on every rank.
 
     Raises:
         UsageError: the launcher is unknown or not installed.
     """
-    trainer = [sys.executable, "-m", "jaxmpi.train", *options.train_args]
+    rank = [sys.executable, "-m", module, *options.train_args]
     if options.workers <= 1:
-        return trainer
+        return rank
     line = lookup({"mpirun": mpirun, "srun": srun}, options.launcher, "launcher")
-    return [*line(options, cores, is_root), *options.launcher_args, *trainer]
+    return [*line(options, cores, is_root), *options.launcher_args, *rank]
 
 
 def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:

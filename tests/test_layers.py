@@ -36,6 +36,10 @@ ORDER = [
     "rundir",
     "train",
     "launch",
+    "contenders",
+    "chart",
+    "figures",
+    "bench",
     "cli",
 ]
 EXEMPT = ["__init__", "cli"]

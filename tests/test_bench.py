@@ -1,0 +1,336 @@
+"""`jaxmpi bench`: real small jobs, the figures' formulas, and what it refuses."""
+
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import models.__main__ as report
+from jaxmpi import bench, chart, contenders, figures
+from jaxmpi.config import TrainingError, UsageError
+from jaxmpi.processes import SoloProcesses
+from launching import ROOT, Ended, mpirun, run
+from models import MODELS
+
+BENCH = [sys.executable, "-m", "jaxmpi.bench"]
+QUICK = ("--rounds", "2", "--warm-up", "1")
+LIBRARIES = [name for name in contenders.PEERS if contenders.installed(name)]
+
+
+def jaxmpi_bench(*args: str, timeout_s: float = 120, cwd: Path = ROOT) -> Ended:
+    """`python -m jaxmpi.bench args`, as `jaxmpi bench` runs it."""
+    ended = run([*BENCH, *args], timeout_s=timeout_s, cwd=cwd)
+    assert not ended.timed_out, ended.out[-3000:]
+    return ended
+
+
+def consistent(case: dict, rounds: int) -> None:
+    """Every figure follows from the seconds, by formulas written down here once more."""
+    size_bytes, n = 4 * case["floats"], case["ranks"]
+    assert case["bytes"] == size_bytes
+    assert case["least_sent_bytes"] == pytest.approx(2 * (n - 1) / n * size_bytes)
+    for row in case["rows"]:
+        seconds = sorted(row["seconds"])
+        assert len(seconds) == rounds
+        assert seconds[0] > 0
+        assert row["median_s"] == pytest.approx(np.median(seconds))
+        assert seconds[0] <= row["quartiles_s"][0] <= row["median_s"] <= row["quartiles_s"][1] <= seconds[-1]
+        assert row["algorithm_bytes_per_s"] == pytest.approx(size_bytes / row["median_s"])
+        assert row["bus_bytes_per_s"] == pytest.approx(2 * (n - 1) / n * size_bytes / row["median_s"])
+        if case["bound_s"] is None:
+            assert row["of_bound"] is None
+        else:
+            assert row["of_bound"] == pytest.approx(case["bound_s"] / row["median_s"])
+
+
+# ---------------------------------------------------------------- real jobs
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> tuple[str, dict, Path]:
+    """Every peer there is and both kinds of case, with the peers' second job: text, JSON, chart."""
+    folder = tmp_path_factory.mktemp("bench")
+    out, plot = folder / "bench.json", folder / "bench.png"
+    args = ("-n", "2", "--strategies", "asa32", "ring:16", "none", "lowrank2", "--sizes", "0", "1000", "64Ki")
+    files = ("--tree", "googlenet_tiny", "--as-it-comes", "--out", str(out), "--plot", str(plot))
+    ended = jaxmpi_bench(*args, *files, *QUICK, timeout_s=200)
+    assert ended.code == 0, ended.out[-4000:]
+    return ended.out, json.loads(out.read_text()), plot
+
+
+def test_two_ranks_time_every_strategy_and_peer(two_ranks):
+    text, result, _ = two_ranks
+    assert [case["floats"] for case in result["cases"][:3]] == [0, 1000, 65536]
+    ours, peers = ["asa32", "ring:16", "none", "lowrank2"], LIBRARIES
+    for case in result["cases"]:
+        assert (case["ranks"], case["hosts"]) == (2, 1)
+        consistent(case, rounds=2)
+        for allocator, names in (("tuned", ours + peers), ("as it comes", peers)):
+            assert [row["by"] for row in case["rows"] if row["allocator"] == allocator] == names
+        assert all(row["is_peer"] == (row["by"] in peers) for row in case["rows"])
+    assert all(name in text for name in ours + peers)
+    assert "bound, 2 ranks on 1 host: 3 K a rank through memory" in text
+    assert result["versions"]["jax"] in json.dumps(result)
+
+
+def test_the_tree_is_that_of_the_model(two_ranks):
+    params, _, _ = report.shapes(MODELS["googlenet_tiny"]())
+    sizes = [math.prod(leaf.shape) for leaf in report.jax.tree.leaves(params)]
+    [case] = [case for case in two_ranks[1]["cases"] if case["is_tree"]]
+    assert (case["case"], case["floats"], case["leaves"]) == ("googlenet_tiny", sum(sizes), len(sizes))
+
+
+def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
+    for case in two_ranks[1]["cases"]:
+        for allocator in ("tuned", "as it comes"):
+            peers = [row for row in case["rows"] if row["is_peer"] and row["allocator"] == allocator]
+            fastest = min(peers, key=lambda row: row["median_s"])
+            for row in case["rows"]:
+                said = row["to_fastest_peer"][allocator]
+                assert said["peer"] == fastest["by"]
+                assert said["ratio"][0] == pytest.approx(np.median(np.divide(row["seconds"], fastest["seconds"])))
+
+
+def test_the_chart_has_ink_and_the_bound(two_ranks):
+    with Image.open(two_ranks[2]) as image:
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    assert (image.format, image.width) == ("PNG", chart.WIDTH)
+    bound = np.array([int(chart.BOUND[i : i + 2], 16) for i in (1, 3, 5)])
+    assert (np.abs(pixels.astype(int) - bound).max(1) < 40).sum() > 50
+    assert (pixels < 128).all(1).sum() > 500
+
+
+def test_one_rank_has_no_peers_and_no_bound(tmp_path):
+    out = tmp_path / "out.json"
+    ended = jaxmpi_bench("-n", "1", "--strategies", "asa16", "--sizes", "0", "100", "--out", str(out), *QUICK)
+    assert ended.code == 0, ended.out[-3000:]
+    assert "one rank: nothing travels, and no peer runs" in ended.out
+    for case in json.loads(out.read_text())["cases"]:
+        assert [row["by"] for row in case["rows"]] == ["asa16"]
+        assert (case["bound_s"], case["least_sent_bytes"]) == (None, 0)
+        consistent(case, rounds=2)
+
+
+def test_under_a_launcher_every_process_is_a_rank(tmp_path):
+    out = tmp_path / "out.json"
+    args = ("--strategies", "color2", "tree:bf16", "--sizes", "999", "--peers", "none", "--out", str(out), *QUICK)
+    ended = mpirun(4, "-m", "jaxmpi.bench", *args, timeout_s=120)
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (4, ["color2", "tree:bf16"])
+    assert all(row["to_fastest_peer"] == {} for row in case["rows"])
+    consistent(case, rounds=2)
+    assert ended.out.count("999 floats, 4 ranks") == 1  # one rank speaks
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'?"),
+        (("--peers", "none", "-n", "4"), "-n: got 4 in a job of 2 ranks"),
+        (("--peers", "none", "--rate-mbit", "200", "--sizes", "8"), "all ranks are on one host"),
+        (("--as-it-comes",), "--as-it-comes needs two jobs"),
+    ],
+)
+def test_what_is_wrong_under_a_launcher_ends_all_ranks(args, message):
+    ended = mpirun(2, "-m", "jaxmpi.bench", *args, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert message in ended.out
+    assert "Traceback" not in ended.out
+
+
+def test_a_job_that_fails_is_not_waited_for():
+    """Hosts do not exist: the second job would wait for ever for its turn."""
+    ended = jaxmpi_bench("--launcher-args", "--no-such-option", "--sizes", "8", "--as-it-comes", *QUICK, timeout_s=60)
+    assert ended.code == 1
+    assert "jaxmpi: error: a job ended with exit code" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [(), ("--rate-mbit", "100")])
+def test_between_hosts_the_bound_is_that_of_the_link(tmp_path, given):
+    """2 x 2 MB over 100 Mbit/s: a ring is near the bound, and its card sends what it must, and headers."""
+    out = tmp_path / "out.json"
+    cluster = [sys.executable, "scripts/cluster.py", "--hosts", "2", "--rate", "100mbit", "--", "mpirun", "-n", "2"]
+    args = ("--strategies", "ring32", "--sizes", "512Ki", "--peers", "none", "--out", str(out), *QUICK, *given)
+    ended = run([*cluster, *BENCH, *args], timeout_s=120)
+    if ended.code == 77:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    [row] = case["rows"]
+    assert case["hosts"] == 2
+    assert case["bound_s"] == pytest.approx((2 << 20) / (100e6 / 8 * 1448 / 1514), rel=0.1)
+    assert 0.7 < row["of_bound"] < 1.1  # a first burst is let through
+    assert 1 < row["sent_bytes"] / case["least_sent_bytes"] < 1.15
+
+
+# ---------------------------------------------------------------- refused before anything starts
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'? there are: ar, asa,"),
+        (("--strategies", "ring:7"), "unknown wire '7'"),
+        (("--peers", "gloo"), "unknown peer"),
+        (("--tree", "alexnett"), "unknown model 'alexnett'; did you mean 'alexnet'?"),
+        (("--sizes", "many"), "--sizes: got 'many'"),
+        (("--sizes", "2147483648"), "--sizes: got '2147483648'; expected floats below 2^31"),
+        (("--rounds", "0"), "--rounds: got 0; expected >= 1"),
+        (("-n", "0"), "-n: got 0; expected >= 1"),
+        (("--rate-mbit", "-1"), "--rate-mbit: got -1.0; expected > 0"),
+        (("--out", "absent/out.json"), "cannot write 'absent/out.json'"),
+        (("--plot", "/"), "cannot write '/'"),
+        (("--sizes", "0", "--plot", "x.png"), "--plot: no case has any floats to draw"),
+        (("--strategies", "--peers", "none"), "nothing to time"),
+        (("--peers", "none", "--as-it-comes"), "--as-it-comes times peers, and there are none"),
+        (("--speed",), "unrecognized arguments: --speed"),
+        (("--launcher", "mpiexec", "--sizes", "8"), "unknown launcher 'mpiexec'"),
+        (("--launcher-args", "'", "--sizes", "8"), "No closing quotation"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_job_starts(args, message, monkeypatch, no_launcher):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        bench.main(args)
+    assert str(ended.value).startswith("jaxmpi: error: ")
+    assert message in str(ended.value)
+    assert not Path("x.png").exists()
+
+
+def test_a_folder_without_models_is_named(tmp_path, monkeypatch, no_launcher):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(SystemExit, match=r"--tree: python -m models, in .*; lm300m needs no models"):
+        bench.main(["--tree", "alexnet"])
+
+
+def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):
+    monkeypatch.setattr(bench, "free_bytes", lambda: 2 << 30)
+    with pytest.raises(SystemExit, match="no case fits into memory"):
+        bench.main(["--tree", "lm300m", "--peers", "none"])
+    assert capsys.readouterr().out.startswith("lm300m: left out: 2 ranks need 15.8 GB, and 2.1 GB are free")
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_as_many_ranks_as_memory_holds(monkeypatch):
+    case = bench.Case("x", False, [(1 << 28,)])
+    one = bench.BASE_BYTES + bench.COPIES * (1 << 30)
+    for ranks, jobs in itertools.product((0, 1, 5), (1, 2)):
+        monkeypatch.setattr(bench, "free_bytes", lambda free=jobs * one * ranks: free)
+        assert bench.fitting(case, 8, jobs) == ranks
+        assert bench.fitting(case, 3, jobs) == min(ranks, 3)
+
+
+def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
+    def lengths(*argv: str) -> list[int]:
+        return [case.floats for case in bench.make_plan(bench.parse([*argv, "--peers", "none"])).cases]
+
+    assert lengths() == lengths("--sizes") == list(bench.BAIDU)
+    assert (bench.BAIDU[0], bench.BAIDU[-1]) == (0, 64 * 2**20)
+    assert lengths("--sizes", "7", "3Ki", "2Mi") == [7, 3072, 2 << 20]
+    assert lengths("--tree", "lm300m") == [298_588_480]
+    assert lengths("--tree", "lm300m", "--sizes") == [*bench.BAIDU, 298_588_480]
+
+
+def test_plan_survives_the_way_to_the_ranks(no_launcher):
+    plan = bench.make_plan(bench.parse(["--tree", "lm300m", "--sizes", "5", "--peers", "mpi4py"]))
+    there = bench.Plan.of_json(json.loads(json.dumps(bench.dataclasses.asdict(plan))))
+    assert [(c.name, c.is_tree, c.floats) for c in there.cases] == [(c.name, c.is_tree, c.floats) for c in plan.cases]
+    assert (there.strategies, there.peers) == (list(plan.strategies), ["mpi4py"])
+
+
+def test_bounds():
+    size_bytes, seconds = 4 << 20, {"copy": [0.03, 0.01, 0.01], "link": [0.1]}
+    job = {"seconds": seconds, "floats": 1 << 20, "ranks": 4, "hosts": 1}
+
+    def bound(rate_mbit: float | None = None, **changes: int) -> float | None:
+        changed = job | changes
+        return figures.bound_s(changed, figures.bytes_per_s(changed, rate_mbit))
+
+    speed = 2 * contenders.COPY_BYTES / 0.01  # of one rank among all that copy at once
+    assert bound() == pytest.approx(3 * size_bytes / speed)
+    assert bound(hosts=2) == pytest.approx(size_bytes / (contenders.LINK_BYTES / 0.1))
+    assert bound(200.0, hosts=2) == pytest.approx(size_bytes * 1514 / 1448 * 8 / 200e6)
+    assert bound(200.0, hosts=4) == pytest.approx(1.5 * size_bytes * 1514 / 1448 * 8 / 200e6)
+    assert bound(ranks=1) is bound(floats=0) is None
+
+
+class Job(SoloProcesses):
+    """Rank 1 of 3, as far as a check of results can see."""
+
+    rank, size = 1, 3
+
+
+WRONG = [1.0, math.nan, math.inf]
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("floats", [0, 1, 12, 13, 14, 13 << 16, (13 << 16) + 1])
+def test_results_are_checked(op, floats):
+    contender = contenders.Contender("x", False, op, lambda inputs: lambda: [])
+    total = sum(contenders.pattern(rank, (floats,)) for rank in range(3))
+    right = total / 3 if op == "mean" else total
+    contenders.check_result(contender, [right, right.reshape(1, floats)], Job())
+    for off in WRONG if floats else ():
+        wrong = right.copy()
+        wrong[-1] += off * 18 * contenders.ROUGH * 1.01
+        with pytest.raises(TrainingError, match="x: array 1 is off by"):
+            contenders.check_result(contender, [right, wrong], Job())
+
+
+def test_a_mean_that_was_not_divided_is_found():
+    contender = contenders.Contender("x", False, "mean", lambda inputs: lambda: [])
+    total = np.sum([contenders.pattern(rank, (13,)) for rank in range(3)], 0)
+    with pytest.raises(TrainingError):
+        contenders.check_result(contender, [total], Job())
+
+
+def test_two_jobs_take_turns(tmp_path):
+    control, order = SoloProcesses(), []
+    for name in (figures.TUNED, figures.AS_IT_COMES):
+        (tmp_path / f"{name}.plan").touch()
+    (tmp_path / "turn").write_text(f"{figures.TUNED} 0")
+    jobs = [bench.Turns(tmp_path, name, control) for name in (figures.TUNED, figures.AS_IT_COMES)]
+    for _ in range(3):
+        for job in jobs:
+            with job:
+                order.append(job.mine)
+    assert order == [figures.TUNED, figures.AS_IT_COMES] * 3
+    jobs[1].end()
+    for _ in range(2):  # alone now
+        with jobs[0]:
+            assert not jobs[0].alone or (tmp_path / f"{figures.AS_IT_COMES} has ended").exists()
+
+
+def test_a_turn_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "TURN_S", 0.05)
+    (tmp_path / f"{figures.TUNED}.plan").touch()
+    (tmp_path / "turn").write_text(f"{figures.TUNED} 0")
+    with (
+        pytest.raises(TrainingError, match="the job 'tuned' has kept its turn"),
+        bench.Turns(tmp_path, figures.AS_IT_COMES, SoloProcesses()),
+    ):
+        raise AssertionError("it was not its turn")
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0015, "1.5 m"), (2.5e-7, "250 n"), (3e9, "3 G"), (12.0, "12 ")])
+def test_short_numbers(value, text):
+    assert chart.short(value) == text
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(contenders.PEERS, "absent", contenders.PEERS["torch"]._replace(package="no_such_package"))
+    with pytest.raises(UsageError, match="peer 'absent' needs no_such_package, which is not installed"):
+        contenders.importable(["absent"])
+    assert "absent" not in contenders.importable(["all"])
+    assert contenders.importable(["none"]) == ()
