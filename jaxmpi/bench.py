@@ -39,8 +39,6 @@ BAIDU = (0, 32, 256, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 
 MULTIPLES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20}
 SAMPLE_S = 0.02  # a shorter exchange is repeated up to this
 MOST_REPEATS = 1000
-# Of one rank, for `fitting`: as measured with all peers; see docs/exchange.md.
-BASE_BYTES, COPIES = 700 << 20, 6
 TURN_S = 1800.0  # for the other job's turn to end
 
 
@@ -125,13 +123,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", help="JSON file for all figures")
     add("--plot", help="PNG file for the chart")
     add("--job", nargs=3, help=argparse.SUPPRESS)  # plan, result, allocator: how `start` starts ranks
-    options = parser.parse_args(list(argv))
+    options = parser.parse_args(joined(argv))
     for name, least in (("n", 1), ("rounds", 1), ("warm_up", 1)):
         value = getattr(options, name)
         flag = f"-{'-' * (len(name) > 1)}{name.replace('_', '-')}"
         check(value is None or value >= least, f"{flag}: got {value}; expected >= {least}")
     check(options.rate_mbit is None or options.rate_mbit > 0, f"--rate-mbit: got {options.rate_mbit}; expected > 0")
     return options
+
+
+def joined(argv: Sequence[str]) -> list[str]:
+    """`--launcher-args=--hostfile` for `--launcher-args --hostfile`, which would look like another option."""
+    text = "\0".join(argv)
+    return re.sub("(^|\0)--launcher-args\0", r"\1--launcher-args=", text).split("\0") if argv else []
 
 
 def floats(text: str) -> int:
@@ -192,7 +196,11 @@ def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
     job = subprocess.run(line, capture_output=True, text=True, env=environ)
     last = job.stderr.strip().splitlines()[-1:] or [f"exit code {job.returncode}"]
     check(job.returncode == 0, f"--tree: python -m models, in {os.getcwd()}: {last[0]}; lm300m needs no models")
-    return found | {k: {path: tuple(s) for path, s in tree.items()} for k, tree in json.loads(job.stdout).items()}
+    try:
+        printed = json.loads(job.stdout)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{shlex.join(line)}, in {os.getcwd()}: expected JSON of shapes by model and path") from error
+    return found | {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}
 
 
 def lm300m() -> dict[str, Shape]:
@@ -223,9 +231,9 @@ def start(argv: Sequence[str]) -> None:
     cases_by_ranks: dict[int, list[Case]] = {}
     for case in plan.cases:
         jobs, least = 1 + options.as_it_comes, min(2, wanted)
-        ranks = fitting(case, wanted, jobs) if picks else wanted
+        ranks = fitting(case, plan.peers, wanted, jobs) if picks else wanted
         if ranks < least:
-            print(left_out(case, least * jobs))
+            print(left_out(case, plan.peers, least * jobs))
             continue
         cases_by_ranks.setdefault(ranks, []).append(case)
     check(bool(cases_by_ranks), "no case fits into memory")
@@ -237,19 +245,14 @@ def start(argv: Sequence[str]) -> None:
     report(runs, options, ["jaxmpi", "bench", *argv])
 
 
-def need_bytes(case: Case, ranks: int) -> int:
-    """Memory of so many ranks that measure a case."""
-    return ranks * (BASE_BYTES + COPIES * 4 * case.floats)
-
-
-def fitting(case: Case, wanted: int, jobs: int) -> int:
+def fitting(case: Case, peers: Sequence[str], wanted: int, jobs: int) -> int:
     """The ranks of each job, up to those wanted, for which this machine has memory."""
-    return min(wanted, free_bytes() // need_bytes(case, jobs))
+    return min(wanted, free_bytes() // (jobs * contenders.rank_bytes(case.floats, peers)))
 
 
-def left_out(case: Case, ranks: int) -> str:
+def left_out(case: Case, peers: Sequence[str], ranks: int) -> str:
     """A line on a case that memory does not hold."""
-    need_gb = need_bytes(case, ranks) / 1e9
+    need_gb = ranks * contenders.rank_bytes(case.floats, peers) / 1e9
     return f"{case.name}: left out: {ranks} ranks need {need_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"
 
 
@@ -375,10 +378,10 @@ def my_plan(options: argparse.Namespace) -> Plan:
     local = here.local_size if here else 1
     check(not options.as_it_comes, "--as-it-comes needs two jobs: call jaxmpi bench without a launcher before it")
     plan = make_plan(options)
-    fits = [case for case in plan.cases if fitting(case, local, 1) >= local]
+    fits = [case for case in plan.cases if fitting(case, plan.peers, local, 1) >= local]
     for case in plan.cases:
         if case not in fits:
-            print(left_out(case, local), flush=True)
+            print(left_out(case, plan.peers, local), flush=True)
     check(bool(fits), "no case fits into memory")
     return dataclasses.replace(plan, cases=tuple(fits))
 

@@ -30,6 +30,7 @@ PATTERN = np.arange(-6, 7, dtype=np.float32)  # whole numbers: sums are exact in
 ROUGH = 0.1  # of the largest entry: more than a wire rounds away, less than a wrong sum is off
 COPY_BYTES = 32 << 20  # of one copy, beyond the caches where several ranks copy
 LINK_BYTES = 2 << 20  # of one message between hosts
+BASE_BYTES, TORCH_BYTES = 300 << 20, 400 << 20  # of a process, without any case
 
 
 class Inputs:
@@ -145,7 +146,7 @@ class Peer(NamedTuple):
     """Another library's way: the package it needs, what it gives, and how to start it."""
 
     package: str
-    op: Op
+    op: Op  # mean of the tree, or the easier work: sum of one flat array
     connect: Callable[[MpiProcesses], None]  # once a job, before the device starts
     start: Callable[[Inputs], Run]
 
@@ -257,6 +258,15 @@ def importable(names: Sequence[str]) -> tuple[str, ...]:
 def installed(peer: str) -> bool:
     """Whether a peer's package can be found; importing it may start MPI."""
     return importlib.util.find_spec(PEERS[peer].package) is not None
+
+
+def rank_bytes(floats: int, peers: Sequence[str]) -> int:
+    """Memory of a rank that measures a case, as measured: docs/exchange.md.
+
+    Leaves, and three times as much while a strategy works; peers that take one flat array keep two of them.
+    """
+    flat = any(PEERS[name].op == "sum" for name in peers)
+    return BASE_BYTES + TORCH_BYTES * ("torch" in peers) + (4 + 2 * flat) * 4 * floats
 
 
 def peer(name: str) -> Contender:
