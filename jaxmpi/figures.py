@@ -63,14 +63,17 @@ def bound_s(case: Json, bytes_per_s: float | None) -> float | None:
 
 
 def bytes_per_s(job: Json, rate_mbit: float | None) -> float | None:
-    """Of a host's link each way, payload, as given or as measured; of one host all ranks' copies, reads and writes."""
+    """Of a host's link each way, payload, as given or measured; inside one host all ranks' copies, read and written.
+
+    Measured is the fastest round: a bound is what can be reached.
+    """
     if job["ranks"] == 1:
         return None
     if job["hosts"] == 1:
-        return 2 * COPY_BYTES * job["ranks"] / float(np.median(job["seconds"][COPY.name]))
+        return 2 * COPY_BYTES * job["ranks"] / min(job["seconds"][COPY.name])
     if rate_mbit is not None:
         return rate_mbit * 1e6 / 8 * FRAME_PAYLOAD
-    return LINK_BYTES / float(np.median(job["seconds"][LINK.name]))
+    return LINK_BYTES / min(job["seconds"][LINK.name])
 
 
 def fastest_peer(rows: Sequence[Json], allocator: str) -> Json | None:
