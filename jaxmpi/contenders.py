@@ -28,9 +28,9 @@ Shape = tuple[int, ...]
 
 PATTERN = np.arange(-6, 7, dtype=np.float32)  # whole numbers: sums are exact in any order
 ROUGH = 0.1  # of the largest entry: more than a wire rounds away, less than a wrong sum is off
-COPY_BYTES = 32 << 20  # of one copy, beyond the caches where several ranks copy
+COPY_BYTES = 64 << 20  # of one copy, beyond the caches where several ranks copy
 LINK_BYTES = 2 << 20  # of one message between hosts
-BASE_BYTES, TORCH_BYTES = 300 << 20, 400 << 20  # of a process, without any case
+BASE_BYTES, TORCH_BYTES = 400 << 20, 400 << 20  # of a process, without any case
 
 
 class Inputs:
@@ -293,12 +293,14 @@ def meeting_point(control: MpiProcesses) -> str:
 
 
 def copying(inputs: Inputs) -> Run:
-    """Copy COPY_BYTES on every rank at once: the speed of this host's memory."""
+    """Copy COPY_BYTES on every rank at once, and wait for all: the speed of this host's memory."""
+    control = of_several(inputs)
     source = np.ones(COPY_BYTES // 4, np.float32)
     target = np.empty_like(source)
 
     def run() -> Arrays:
         np.copyto(target, source)
+        control.world.Barrier()  # ranks that share a core may copy one after another
         return []
 
     return run

@@ -65,15 +65,15 @@ def bound_s(case: Json, bytes_per_s: float | None) -> float | None:
 def bytes_per_s(job: Json, rate_mbit: float | None) -> float | None:
     """Of a host's link each way, payload, as given or measured; inside one host all ranks' copies, read and written.
 
-    Measured is the fastest round: a bound is what can be reached.
+    Measured is the median round: what disturbs the machine disturbs all that is timed.
     """
     if job["ranks"] == 1:
         return None
     if job["hosts"] == 1:
-        return 2 * COPY_BYTES * job["ranks"] / min(job["seconds"][COPY.name])
+        return 2 * COPY_BYTES * job["ranks"] / float(np.median(job["seconds"][COPY.name]))
     if rate_mbit is not None:
         return rate_mbit * 1e6 / 8 * FRAME_PAYLOAD
-    return LINK_BYTES / min(job["seconds"][LINK.name])
+    return LINK_BYTES / float(np.median(job["seconds"][LINK.name]))
 
 
 def fastest_peer(rows: Sequence[Json], allocator: str) -> Json | None:

@@ -257,7 +257,7 @@ def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no
     monkeypatch.setattr(bench, "free_bytes", lambda: 2 << 30)
     with pytest.raises(SystemExit, match="no case fits into memory"):
         bench.main(["--tree", "lm300m", "--peers", "none"])
-    assert capsys.readouterr().out.startswith("lm300m: left out: 2 ranks need 10.2 GB, and 2.1 GB are free")
+    assert capsys.readouterr().out.startswith("lm300m: left out: 2 ranks need 10.4 GB, and 2.1 GB are free")
 
 
 # ---------------------------------------------------------------- parts
@@ -300,7 +300,7 @@ def test_plan_survives_the_way_to_the_ranks(no_launcher):
 
 
 def test_bounds():
-    size_bytes, seconds = 4 << 20, {"copy": [0.03, 0.01, 0.02], "link": [0.1, 0.2]}
+    size_bytes, seconds = 4 << 20, {"copy": [0.03, 0.01, 0.01], "link": [0.1, 0.2, 0.1]}
     job = {"seconds": seconds, "floats": 1 << 20, "ranks": 4, "hosts": 1}
 
     def bound(rate_mbit: float | None = None, **changes: int) -> float | None:
