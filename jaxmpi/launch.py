@@ -35,8 +35,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         UsageError: an option without its value, or a number of workers that is none.
     """
-    several_hosts = environ.get("SLURM_JOB_NUM_NODES", "1") not in ("", "1")
-    values = {"-n": "1", "--launcher": "srun" if several_hosts else "mpirun", "--launcher-args": ""}
+    values = {"-n": "1", "--launcher": default_launcher(environ), "--launcher-args": ""}
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     while argv and argv[0] in values:
         if len(argv) == 1:
@@ -53,6 +52,11 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
     return Options(int(values["-n"]), values["--launcher"], tuple(launcher_args), tuple(argv))
+
+
+def default_launcher(environ: Mapping[str, str]) -> str:
+    """Srun inside a Slurm job of several hosts."""
+    return "mpirun" if environ.get("SLURM_JOB_NUM_NODES", "1") in ("", "1") else "srun"
 
 
 def split_n(option: str) -> list[str]:

@@ -1,5 +1,6 @@
 """`jaxmpi bench`: real small jobs, the figures' formulas, and what it refuses."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -15,7 +16,9 @@ import pytest
 from PIL import Image
 
 import models.__main__ as report
-from jaxmpi import bench, chart, contenders, figures
+from jaxmpi import chart, runtime
+from jaxmpi.bench import __main__ as bench
+from jaxmpi.bench import contenders, figures, jobs, memory, options, peers
 from jaxmpi.config import TrainingError, UsageError
 from jaxmpi.processes import SoloProcesses
 from launching import ROOT, Ended, kill_session, mpirun, run, session_of
@@ -23,10 +26,10 @@ from models import MODELS
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
 QUICK = ("--rounds", "2", "--warm-up", "1")
-LIBRARIES = [name for name in contenders.PEERS if contenders.installed(name)]
+LIBRARIES = [name for name in peers.PEERS if peers.installed(name)]
 
 
-def jaxmpi_bench(*args: str, timeout_s: float = 120, cwd: Path = ROOT) -> Ended:
+def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:
     """`python -m jaxmpi.bench args`, as `jaxmpi bench` runs it."""
     ended = run([*BENCH, *args], timeout_s=timeout_s, cwd=cwd)
     assert not ended.timed_out, ended.out[-3000:]
@@ -62,7 +65,7 @@ def two_ranks(tmp_path_factory) -> tuple[str, dict, Path]:
     out, plot = folder / "bench.json", folder / "bench.png"
     args = ("-n", "2", "--strategies", "ring:16", "lowrank2", "--sizes", "0", "1000", "--tree", "digits_cnn_tiny")
     files = ("--as-it-comes", "--out", str(out), "--plot", str(plot))
-    ended = jaxmpi_bench(*args, *files, *QUICK, timeout_s=200)
+    ended = jaxmpi_bench(*args, *files, *QUICK, timeout_s=280)
     assert ended.code == 0, ended.out[-4000:]
     return ended.out, json.loads(out.read_text()), plot
 
@@ -122,11 +125,11 @@ def test_one_rank_has_no_peers_and_no_bound(tmp_path):
 
 def test_under_a_launcher_every_process_is_a_rank(tmp_path):
     out = tmp_path / "out.json"
-    args = ("--strategies", "color2", "none", "--sizes", "999", "--peers", "none", "--out", str(out), *QUICK)
-    ended = mpirun(4, "-m", "jaxmpi.bench", *args, timeout_s=120)
+    args = ("--strategies", "tree:bf16", "none", "--sizes", "999", "--peers", "none", "--out", str(out), *QUICK)
+    ended = mpirun(4, "-m", "jaxmpi.bench", *args, timeout_s=240)
     assert ended.code == 0, ended.out[-3000:]
     [case] = json.loads(out.read_text())["cases"]
-    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (4, ["color2", "none"])
+    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (4, ["tree:bf16", "none"])
     assert all(row["to_fastest_peer"] == {} for row in case["rows"])
     consistent(case, rounds=2)
     assert ended.out.count("999 floats, 4 ranks") == 1  # one rank speaks
@@ -140,18 +143,36 @@ def test_under_a_launcher_every_process_is_a_rank(tmp_path):
     ],
 )
 def test_what_is_wrong_under_a_launcher_ends_all_ranks(args, message):
-    ended = mpirun(2, "-m", "jaxmpi.bench", *args, timeout_s=60)
+    ended = mpirun(2, "-m", "jaxmpi.bench", *args, timeout_s=120)
     assert not ended.timed_out
     assert ended.code != 0
     assert message in ended.out
     assert "Traceback" not in ended.out
 
 
-def test_a_job_that_fails_is_not_waited_for():
-    """The launcher refuses its line, so the first job never gives up its turn."""
-    ended = jaxmpi_bench("--launcher-args", "--no-such-option", "--sizes", "8", "--as-it-comes", *QUICK, timeout_s=60)
+def test_a_launcher_that_refuses_is_heard():
+    ended = jaxmpi_bench("--launcher-args", "--no-such-option", "--sizes", "8", *QUICK, timeout_s=120)
     assert ended.code == 1
+    assert "--no-such-option" in ended.out
     assert "jaxmpi: error: a job ended with exit code" in ended.out
+
+
+def test_with_launcher_arguments_the_ranks_report(tmp_path):
+    """On other hosts they would not see files of this one."""
+    out = tmp_path / "out.json"
+    args = ("-n", "2", "--strategies", "ar", "--sizes", "8", "--peers", "none", "--out", str(out), *QUICK)
+    ended = jaxmpi_bench("--launcher-args", "--oversubscribe", *args)
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (2, ["ar"])
+
+
+def test_where_one_job_fails_the_other_is_ended(capfd):
+    begin = time.monotonic()
+    with pytest.raises(TrainingError, match="a job ended with exit code 3"):
+        jobs.wait_for([(["sh", "-c", "exit 3"], {}), (["sleep", "1234.75"], {})])
+    assert time.monotonic() - begin < 20
+    assert capfd.readouterr().out.splitlines() == ["+ sh -c 'exit 3'", "+ sleep 1234.75"]
 
 
 def test_what_ends_the_command_ends_its_ranks():
@@ -215,6 +236,7 @@ def test_between_hosts_the_link_is_the_bound(tmp_path):
         (("--sizes", "0", "--plot", "x.png"), "--plot: no case has any floats to draw"),
         (("--strategies", "--peers", "none"), "nothing to time"),
         (("--peers", "none", "--as-it-comes"), "--as-it-comes times peers, and there are none"),
+        (("--as-it-comes", "--launcher", "srun"), "--as-it-comes: two jobs take turns through files"),
         (("--speed",), "unrecognized arguments: --speed"),
         (("--launcher", "mpiexec", "--sizes", "8"), "unknown launcher 'mpiexec'"),
         (("--launcher-args", "'", "--sizes", "8"), "No closing quotation"),
@@ -230,10 +252,10 @@ def test_what_is_wrong_is_said_before_a_job_starts(args, message, monkeypatch, n
 
 
 def test_a_second_job_is_for_those_who_start_jobs(monkeypatch):
-    for name, value in zip(bench.runtime.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
+    for name, value in zip(runtime.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="--as-it-comes needs two jobs"):
-        bench.my_plan(bench.parse(["--as-it-comes"]))
+    with pytest.raises(UsageError, match="--as-it-comes: two jobs take turns"):
+        bench.my_plan(options.parse(["--as-it-comes"]))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +276,7 @@ def test_a_folder_with_other_models_is_named(main, message, tmp_path, monkeypatc
 
 
 def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):
-    monkeypatch.setattr(bench, "free_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2 << 30)
     with pytest.raises(SystemExit, match="no case fits into memory"):
         bench.main(["--tree", "lm300m", "--peers", "none"])
     assert capsys.readouterr().out.startswith("lm300m: left out: 2 ranks need 10.4 GB, and 2.1 GB are free")
@@ -264,37 +286,37 @@ def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no
 
 
 def test_as_many_ranks_as_memory_holds(monkeypatch):
-    case, size_bytes = bench.Case("x", False, [(1 << 28,)]), 1 << 30
+    case, size_bytes = options.Case("x", False, [(1 << 28,)]), 1 << 30
     need = {(): 4 * size_bytes, ("mpi4jax", "psum"): 4 * size_bytes, ("mpi4py",): 6 * size_bytes}
-    for (peers, one), ranks, jobs in itertools.product(need.items(), (0, 1, 5), (1, 2)):
-        free = jobs * ranks * (one + contenders.BASE_BYTES)
-        monkeypatch.setattr(bench, "free_bytes", lambda free=free: free)
-        assert bench.fitting(case, peers, 8, jobs) == ranks
-        assert bench.fitting(case, peers, 3, jobs) == min(ranks, 3)
-    assert contenders.rank_bytes(0, ["torch"]) == contenders.BASE_BYTES + contenders.TORCH_BYTES
+    for (names, one), ranks, count in itertools.product(need.items(), (0, 1, 5), (1, 2)):
+        free = count * ranks * (one + memory.BASE_BYTES)
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        assert memory.fitting(case, names, 8, count) == ranks
+        assert memory.fitting(case, names, 3, count) == min(ranks, 3)
+    assert memory.rank_bytes(0, ["torch"]) == memory.BASE_BYTES + memory.TORCH_BYTES
 
 
 @pytest.mark.parametrize("value", ["--hostfile hosts", "--oversubscribe", "-x PATH", ""])
 def test_the_launchers_arguments_may_look_like_ours(value, no_launcher):
-    options = bench.parse(["-n8", "--launcher-args", value, "--rounds", "3"])
-    assert (options.n, options.launcher_args, options.rounds) == (8, value, 3)
-    assert bench.parse([f"--launcher-args={value}"]).launcher_args == value
+    parsed = options.parse(["-n8", "--launcher-args", value, "--rounds", "3"])
+    assert (parsed.n, parsed.launcher_args, parsed.rounds) == (8, value, 3)
+    assert options.parse([f"--launcher-args={value}"]).launcher_args == value
 
 
 def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
     def lengths(*argv: str) -> list[int]:
-        return [case.floats for case in bench.make_plan(bench.parse([*argv, "--peers", "none"])).cases]
+        return [case.floats for case in options.make_plan(options.parse([*argv, "--peers", "none"])).cases]
 
-    assert lengths() == lengths("--sizes") == list(bench.BAIDU)
-    assert (bench.BAIDU[0], bench.BAIDU[-1]) == (0, 64 * 2**20)
+    assert lengths() == lengths("--sizes") == list(options.BAIDU)
+    assert (options.BAIDU[0], options.BAIDU[-1]) == (0, 64 * 2**20)
     assert lengths("--sizes", "7", "3Ki", "2Mi") == [7, 3072, 2 << 20]
     assert lengths("--tree", "lm300m") == [298_588_480]
-    assert lengths("--tree", "lm300m", "--sizes") == [*bench.BAIDU, 298_588_480]
+    assert lengths("--tree", "lm300m", "--sizes") == [*options.BAIDU, 298_588_480]
 
 
 def test_plan_survives_the_way_to_the_ranks(no_launcher):
-    plan = bench.make_plan(bench.parse(["--tree", "lm300m", "--sizes", "5", "--peers", "mpi4py"]))
-    there = bench.Plan.of_json(json.loads(json.dumps(bench.dataclasses.asdict(plan))))
+    plan = options.make_plan(options.parse(["--tree", "lm300m", "--sizes", "5", "--peers", "mpi4py"]))
+    there = options.Plan.of_json(json.loads(json.dumps(dataclasses.asdict(plan))))
     assert [(c.name, c.is_tree, c.floats) for c in there.cases] == [(c.name, c.is_tree, c.floats) for c in plan.cases]
     assert (there.strategies, there.peers) == (list(plan.strategies), ["mpi4py"])
 
@@ -350,25 +372,35 @@ def test_two_jobs_take_turns(tmp_path):
     for name in (figures.TUNED, figures.AS_IT_COMES):
         (tmp_path / f"{name}.plan").touch()
     (tmp_path / "turn").write_text(f"{figures.TUNED} 0")
-    jobs = [bench.Turns(tmp_path, name, control) for name in (figures.TUNED, figures.AS_IT_COMES)]
+    both = [jobs.Turns(tmp_path, name, control) for name in (figures.TUNED, figures.AS_IT_COMES)]
     for _ in range(3):
-        for job in jobs:
+        for job in both:
             with job:
                 order.append(job.mine)
     assert order == [figures.TUNED, figures.AS_IT_COMES] * 3
-    jobs[1].end()
-    for _ in range(2):  # alone now
-        with jobs[0]:
-            assert not jobs[0].alone or (tmp_path / f"{figures.AS_IT_COMES} has ended").exists()
+    both[1].end()
+    with both[0]:
+        assert not both[0].alone  # the turn that the other gave it last
+    with both[0]:
+        assert both[0].alone
+
+
+def test_an_error_in_a_turn_waits_for_nobody(tmp_path):
+    class Late(SoloProcesses):
+        def barrier(self) -> None:
+            raise AssertionError("others may never come")
+
+    with pytest.raises(ValueError, match="boom"), jobs.Turns(tmp_path, figures.TUNED, Late()):
+        raise ValueError("boom")
 
 
 def test_a_turn_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "TURN_S", 0.05)
+    monkeypatch.setattr(jobs, "TURN_S", 0.05)
     (tmp_path / f"{figures.TUNED}.plan").touch()
     (tmp_path / "turn").write_text(f"{figures.TUNED} 0")
     with (
         pytest.raises(TrainingError, match="the job 'tuned' has kept its turn"),
-        bench.Turns(tmp_path, figures.AS_IT_COMES, SoloProcesses()),
+        jobs.Turns(tmp_path, figures.AS_IT_COMES, SoloProcesses()),
     ):
         raise AssertionError("it was not its turn")
 
@@ -379,8 +411,8 @@ def test_short_numbers(value, text):
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(contenders.PEERS, "absent", contenders.PEERS["torch"]._replace(package="no_such_package"))
+    monkeypatch.setitem(peers.PEERS, "absent", peers.PEERS["torch"]._replace(package="no_such_package"))
     with pytest.raises(UsageError, match="peer 'absent' needs no_such_package, which is not installed"):
-        contenders.importable(["absent"])
-    assert "absent" not in contenders.importable(["all"])
-    assert contenders.importable(["none"]) == ()
+        peers.importable(["absent"])
+    assert "absent" not in peers.importable(["all"])
+    assert peers.importable(["none"]) == ()

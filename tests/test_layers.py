@@ -36,9 +36,7 @@ ORDER = [
     "rundir",
     "train",
     "launch",
-    "contenders",
     "chart",
-    "figures",
     "bench",
     "cli",
 ]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 
 from jaxmpi import cli, experiment, launch, optim
+from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import COMPRESSORS
-from jaxmpi.contenders import PEERS
 from jaxmpi.data import SOURCES
 from jaxmpi.rules import RULES
 from jaxmpi.strategies import ALIASES, STRATEGIES
@@ -200,7 +200,7 @@ def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
-    scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench.py"]
+    scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:
         assert not flags(page.read_text()) - known, page.name

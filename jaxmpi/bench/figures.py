@@ -11,7 +11,8 @@ import numpy as np
 from rich.table import Table
 
 from jaxmpi import chart
-from jaxmpi.contenders import COPY, COPY_BYTES, LINK, LINK_BYTES, PEERS
+from jaxmpi.bench.contenders import COPY, COPY_BYTES, LINK, LINK_BYTES
+from jaxmpi.bench.peers import PEERS
 
 AS_IT_COMES, TUNED = "as it comes", "tuned"
 FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
