@@ -40,6 +40,8 @@ ORDER = [
     "rundir",
     "train",
     "launch",
+    "chart",
+    "bench",
     "cli",
 ]
 EXEMPT = ["__init__", "cli"]
