@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi import config
+from jaxmpi import checkpoint, config
 from jaxmpi import experiment as experiments
 from jaxmpi.config import Experiment, UsageError, check
 from jaxmpi.processes import Processes, flatten_json
@@ -64,6 +64,24 @@ def resumed(experiment: Experiment, name: str) -> str:
     folder = experiment.run_dir or (str(newest[-1]) if newest else f"runs/{name}-")
     check(Path(folder).is_dir(), f"--resume: no run directory {folder!r}; name one with --run-dir")
     return folder
+
+
+def stored_exchange(experiment: Experiment, name: str) -> dict[str, Any] | None:
+    """The strategy and bucket size that `auto` came to in the run that is resumed; None where there are none.
+
+    Raises:
+        UsageError: the newest checkpoint's are damaged.
+    """
+    saved = checkpoint.found(Path(resumed(experiment, name)) / "checkpoints") if experiment.resume else []
+    stored = checkpoint.read_manifest(saved[-1])["extra"].get("exchange") if saved else None
+    if stored is None:
+        return None
+    check(
+        isinstance(stored, dict) and {"asked", "strategy", "bucket_bytes"} == set(stored),
+        f"{saved[-1]}: exchange: got {stored!r:.80}; expected asked, strategy and bucket_bytes: damaged",
+    )
+    asked = stored.pop("asked")
+    return stored if asked == experiment.exchange.strategy else None
 
 
 def named(run_dir: str) -> Path:

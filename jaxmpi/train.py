@@ -6,6 +6,7 @@
 "Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run on all ranks.
 """
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -27,6 +28,7 @@ from jaxmpi.config import Experiment, TrainingError
 from jaxmpi.exchange import exchange
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
+from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import named_leaves, processes
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
@@ -60,6 +62,26 @@ class Functions(NamedTuple):
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     strategy: str
     form: str  # which jits the step is made of, for the log
+
+
+def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tuple[Experiment, str]:
+    """`auto` as a strategy and a bucket size: those of the run that is resumed, so that it goes on bit for bit, or
+    those that a probe finds; and a line that says why, empty where nothing was left open.
+    """
+    asked = experiment.exchange
+    if not is_auto(asked.strategy):
+        return experiment, ""
+    text = json.dumps(rundir.stored_exchange(experiment, name)) if workers.processes.rank == 0 else ""
+    stored = json.loads(workers.processes.gather(text)[0])
+    if stored:
+        exchange = dataclasses.replace(asked, **stored)
+        return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
+    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
+    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), example)
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes)
+    exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
+    return dataclasses.replace(experiment, exchange=exchange), verdict.why
 
 
 def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> Functions:
@@ -239,6 +261,8 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     plan = make_plan(experiment, workers)
+    asked = experiment.exchange.strategy
+    experiment, why = settle_exchange(experiment, name, workers)
     functions = build_functions(experiment, workers, plan)
     folder = rundir.agree_on_run_dir(experiment, name, workers.processes)
     states, saved = starting_states(experiment, workers, functions.rule, folder, plan.clock.effective_batch)
@@ -250,15 +274,17 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         folder if workers.processes.rank == 0 else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     )
     if workers.processes.rank == 0:
-        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root)
+        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {"asked": asked}
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
     recorder.say(f"run directory {folder}" + (f", resumed at step {start}" if experiment.resume else ""))
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
+    if why:
+        recorder.say(why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     try:
-        return loop(Run(experiment, workers, plan, functions, recorder, folder), put(states, workers), start)
+        return loop(Run(experiment, workers, plan, functions, recorder, folder, asked), put(states, workers), start)
     finally:
         recorder.close()
 
@@ -272,6 +298,7 @@ class Run(NamedTuple):
     functions: Functions
     recorder: Recorder
     folder: Path
+    asked: str  # the strategy as it was asked for: `auto` or what the experiment's then is
 
 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
@@ -395,6 +422,11 @@ def save(run: Run, state: TrainState, step: int) -> None:
         replicated=run.functions.rule.state_is_replicated,
         extra={
             "elapsed_s": run.recorder.elapsed_s(),
+            "exchange": {
+                "asked": run.asked,
+                "strategy": run.functions.strategy,
+                "bucket_bytes": run.experiment.exchange.bucket_bytes,
+            },
             "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch),
         },
         keep=run.experiment.keep_checkpoints,
