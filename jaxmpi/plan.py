@@ -28,7 +28,7 @@ from jaxmpi.processes import MpiProcesses, statement
 from jaxmpi.strategies import parse
 from jaxmpi.wires import WIRES
 
-BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2.5)  # of a probe; what has begun when it is over is finished
+BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # of a probe; what has begun when it is over is finished
 FORMAT = 1
 BUCKETS = (4 << 20, 1 << 20, 16 << 20, 64 << 20)  # bytes; the first stays unless another gains MARGIN
 MARGIN = 0.05
@@ -37,6 +37,7 @@ LONGEST = 1 << 22  # floats of the longer one at most
 LONG_S = 0.08  # predicted seconds of the longer one at most
 REPEATS = 3
 HOPELESS = 1.5  # a prediction of so many times the best one's is not worth a measurement
+ENOUGH = 4  # strategies of a wire to measure
 BASELINE = "asa:32"  # what others must beat by MARGIN
 
 
@@ -109,7 +110,7 @@ def probe(comm: MpiComm, sizes: Sequence[int], wires: Sequence[str]) -> Probe:
 
     Communicates: it is a measurement of a few seconds, unless nothing is missing.
     """
-    key = identity(comm.processes)
+    key = identity(comm)
     saved = from_rank_0(comm.processes, lambda: as_json(read(key)))
     return measured(comm, from_json(saved) if saved else None, key, sizes, wires)
 
@@ -180,36 +181,57 @@ def measured(
     known = probe or Probe(measure_net(comm), {})
     codecs = {wire: codec_seconds(comm, known.net, wire) for wire in wires if wire not in known.net.codec_s_per_float}
     known = known._replace(net=known.net._replace(codec_s_per_float={**known.net.codec_s_per_float, **codecs}))
-    fresh = 0
+    count = sum(map(len, known.seconds.values()))
     while True:
-        name = from_rank_0(control, lambda: next_to_measure(known, sizes, wires, time.perf_counter() > end))
-        if name is None:
+        late = time.perf_counter() > end
+        following = from_rank_0(control, lambda late=late: next_to_measure(known, sizes, wires, late))
+        if following is None:
             break
-        lengths = from_rank_0(control, lambda name=name: lengths_for(known.net, name))
-        known.seconds[name] = {n: time_strategy(comm, name, n) for n in lengths}
-        fresh += 1
-    if control.rank == 0 and (fresh or codecs):
+        name, n = following
+        known.seconds.setdefault(name, {})[n] = time_strategy(comm, name, n)
+    if control.rank == 0 and (codecs or sum(map(len, known.seconds.values())) > count):
         save(key, known)
     return known
 
 
-def next_to_measure(probe: Probe, sizes: Sequence[int], wires: Sequence[str], time_is_up: bool) -> str | None:
-    """The most promising candidate that is not measured yet; None where there is none, or no time."""
+def next_to_measure(
+    probe: Probe, sizes: Sequence[int], wires: Sequence[str], time_is_up: bool
+) -> tuple[str, int] | None:
+    """A strategy and a number of floats; None where all that count are measured, or there is no time.
+
+    All strategies at the length that says more about these leaves come first, then all at the other.
+    """
+    if time_is_up and BASELINE in probe.seconds:
+        return None
+    names = shortlist(probe, sizes, wires)
+    lengths = {name: lengths_for(probe.net, name) for name in names}
+    is_short = max(sizes, default=0) < 4 * SHORT * probe.net.workers
+    for which in (0, -1) if is_short else (-1, 0):
+        for name in names:
+            if lengths[name][which] not in probe.seconds.get(name, {}):
+                return name, lengths[name][which]
+    return None
+
+
+def shortlist(probe: Probe, sizes: Sequence[int], wires: Sequence[str]) -> list[str]:
+    """What is worth a measurement: of every wire what is measured already, then the most promising, a few in all."""
     seconds = {name: step_seconds(probe.net, sizes, name, BUCKETS[0]) for name in costs.candidates(probe.net, wires)}
-    if BASELINE not in probe.seconds:
-        return BASELINE
-    left = sorted(seconds.keys() - probe.seconds.keys(), key=seconds.__getitem__)
     hopeless = HOPELESS * min(seconds.values())
-    return left[0] if left and not time_is_up and seconds[left[0]] <= hopeless else None
+    names = [BASELINE]
+    for wire in wires:
+        mine = sorted((name for name in seconds if name.endswith(f":{wire}")), key=seconds.__getitem__)
+        known = [name for name in mine if name in probe.seconds]
+        names += [*known, *(name for name in mine if name not in known and seconds[name] <= hopeless)][:ENOUGH]
+    return list(dict.fromkeys(names))
 
 
-def lengths_for(net: Net, strategy: str) -> list[int]:
+def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
     """Two numbers of floats to time it with, multiples of the workers: for its messages, and for its bytes."""
     short = SHORT * net.workers
     long = LONGEST
     while long > 4 * short and costs.predict(net, long, strategy) > LONG_S:
         long //= 2
-    return sorted({short, max(4 * short, long - long % net.workers)})
+    return short, max(4 * short, long - long % net.workers)
 
 
 def time_strategy(comm: MpiComm, name: str, n: int) -> float:
@@ -232,10 +254,9 @@ def slowest(control: MpiProcesses, work: Callable[[], Any]) -> float:
 def measure_net(comm: MpiComm) -> Net:
     """What messages, additions and calls cost on these hosts, all ranks at work at once."""
     control = comm.processes
-    places = sorted(range(control.size), key=lambda rank: (control.hosts[rank], rank))
-    ranks = [[rank for rank in places if control.hosts[rank] == host] for host in sorted(set(control.hosts))]
+    ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     slots = max(map(len, ranks))
-    net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=cores_of_a_host(control))
+    net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=cores_of_a_host(comm))
     net = net._replace(even=len({len(host) for host in ranks}) == 1)
     peers = control.world.Clone()  # neither the control plane's nor mpi4jax's
     try:
@@ -295,13 +316,13 @@ def codec_seconds(comm: MpiComm, net: Net, wire: str) -> float:
     )
 
 
-def cores_of_a_host(control: MpiProcesses) -> float:
+def cores_of_a_host(comm: MpiComm) -> float:
     """Cores that the ranks of a host may use together; of the host with fewest."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     quota = runtime.quota_cores(runtime.QUOTA, os.cpu_count() or 1)
-    texts = [json.loads(text) for text in control.gather(json.dumps([mine, quota]))]
+    texts = [json.loads(text) for text in comm.processes.gather(json.dumps([mine, quota]))]
     sets: dict[int, set[int]] = {}
-    for host, (cores, _) in zip(control.hosts, texts, strict=True):
+    for host, (cores, _) in zip(comm.hosts, texts, strict=True):
         sets.setdefault(host, set()).update(cores)
     return float(min(*map(len, sets.values()), *(limit for _, limit in texts)))
 
@@ -314,9 +335,9 @@ def from_rank_0(control: MpiProcesses, make: Callable[[], Any]) -> Any:
 # ---------------------------------------------------------------- on disk
 
 
-def identity(control: MpiProcesses) -> dict[str, Any]:
+def identity(comm: MpiComm) -> dict[str, Any]:
     """What a probe is true for: hosts, slots, cores, versions, the kind of device."""
-    names = control.gather(socket.gethostname())
+    names = comm.processes.gather(socket.gethostname())
     versions = {}
     for package in ("jaxmpi", "jax", "mpi4jax"):
         try:
@@ -325,8 +346,8 @@ def identity(control: MpiProcesses) -> dict[str, Any]:
             versions[package] = "not installed"
     return {
         "hosts": {name: names.count(name) for name in sorted(set(names))},
-        "cores": cores_of_a_host(control),
-        "versions": versions | {"mpi": control.library},
+        "cores": cores_of_a_host(comm),
+        "versions": versions | {"mpi": comm.processes.library},
         "device": jax.default_backend(),
     }
 
