@@ -286,7 +286,7 @@ def parts(net: Net, n: float, strategy: str) -> tuple[float, float]:
 def fit(net: Net, strategy: str, measured: Mapping[int, float]) -> Fit:
     """The factors with which the formula gives the measured seconds, by floats, of programs of one sum each.
 
-    Least squares of relative errors; where a factor would be negative, one factor for both.
+    Least squares of relative errors; where a factor would be negative, one for both, that of the longest vector.
     """
     check(bool(measured), f"{strategy}: nothing measured")
     seconds = [[max(s - net.call_s, s / 10)] for s in measured.values()]
@@ -295,6 +295,6 @@ def fit(net: Net, strategy: str, measured: Mapping[int, float]) -> Fit:
         latency, volume = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0].tolist()
         if latency > 0 and volume > 0:
             return Fit(latency, volume)
-    total = rows.sum(1)
-    factor = float(total.sum() / (total**2).sum()) if (total > 0).any() else 1.0
+    longest = float(rows[np.argmax(list(measured))].sum())
+    factor = 1 / longest if longest > 0 else 1.0
     return Fit(factor, factor)

@@ -34,7 +34,7 @@ BUCKETS = (4 << 20, 1 << 20, 16 << 20, 64 << 20)  # bytes; the first stays unles
 MARGIN = 0.05
 SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
 LONGEST = 1 << 22  # floats of the longer one at most
-LONG_S = 0.08  # predicted seconds of the longer one at most
+LONG_S = 0.04  # seconds of the longer one at most, as a share of the budget
 REPEATS = 3
 HOPELESS = 1.5  # a prediction of so many times the best one's is not worth a measurement
 ENOUGH = 4  # strategies of a wire to measure
@@ -229,7 +229,7 @@ def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
     """Two numbers of floats to time it with, multiples of the workers: for its messages, and for its bytes."""
     short = SHORT * net.workers
     long = LONGEST
-    while long > 4 * short and costs.predict(net, long, strategy) > LONG_S:
+    while long > 4 * short and costs.predict(net, long, strategy) > LONG_S * BUDGET_S:
         long //= 2
     return short, max(4 * short, long - long % net.workers)
 
@@ -258,19 +258,22 @@ def measure_net(comm: MpiComm) -> Net:
     slots = max(map(len, ranks))
     net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=cores_of_a_host(comm))
     net = net._replace(even=len({len(host) for host in ranks}) == 1)
+    long_s = from_rank_0(control, lambda: LONG_S * BUDGET_S)
     peers = control.world.Clone()  # neither the control plane's nor mpi4jax's
-    try:
-        inside = measure_link(control, peers, ranks) if slots > 1 else Link(0.0, 0.0)
-        between = measure_link(control, peers, [[host[0] for host in ranks]]) if len(ranks) > 1 else Link(0.0, 0.0)
-    finally:
-        peers.Free()
+    firsts = [[host[0] for host in ranks]]
+    inside = measure_link(control, peers, ranks, long_s) if slots > 1 else Link(0.0, 0.0)
+    between = measure_link(control, peers, firsts, long_s) if len(ranks) > 1 else Link(0.0, 0.0)
+    peers.Free()
     inside = Link(inside.alpha_s / net.crowd, inside.beta_s_per_byte / net.crowd)
     gamma, call = time_addition(control) / net.crowd, time_call(comm)
     return net._replace(inside=inside, between=between, gamma_s_per_byte=gamma, call_s=call)
 
 
-def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int]]) -> Link:
-    """What a message costs where every rank of a ring sends to the next, in all rings at once."""
+def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int]], long_s: float) -> Link:
+    """What a message costs where every rank of a ring sends to the next, in all rings at once.
+
+    The longest takes `long_s`, if that is no more than 16 MiB.
+    """
     mine = next((ring for ring in rings if control.rank in ring and len(ring) > 1), None)
 
     def seconds(size: int, repeats: int) -> float:
@@ -283,13 +286,14 @@ def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int
                 ahead, behind = (mine[(at + step) % len(mine)] for step in (1, -1)) if mine else (0, 0)
                 peers.Sendrecv(sent, ahead, 0, received, behind)
 
-        return slowest(control, work) / repeats
+        return slowest(control, work)
 
     seconds(8, 4)  # opens connections
-    alpha, size = seconds(8, 64), 1 << 20
-    while (took := seconds(size, 2)) < LONG_S and size < 1 << 24:
-        size *= 4
-    return Link(alpha, max(took - alpha, 0.0) / size)
+    alpha, size = seconds(8, 64) / 64, 1 << 20
+    while seconds(size, 1) < long_s and size < 1 << 24:
+        size *= 2
+    some, more = seconds(size, 1), seconds(size, 3)  # what both begin with falls out
+    return Link(alpha, max((more - some) / 2 - alpha, 0.0) / size)
 
 
 def time_addition(control: MpiProcesses) -> float:

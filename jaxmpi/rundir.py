@@ -77,7 +77,9 @@ def stored_exchange(experiment: Experiment, name: str) -> dict[str, Any] | None:
     if stored is None:
         return None
     check(
-        isinstance(stored, dict) and {"asked", "strategy", "bucket_bytes"} == set(stored),
+        isinstance(stored, dict)
+        and {"asked", "strategy", "bucket_bytes"} == set(stored)
+        and isinstance(stored["strategy"], str),
         f"{saved[-1]}: exchange: got {stored!r:.80}; expected asked, strategy and bucket_bytes: damaged",
     )
     asked = stored.pop("asked")

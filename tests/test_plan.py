@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi import cli, costs, forecast, plan, rundir
+from jaxmpi import cli, costs, forecast, plan, rundir, runtime
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Experiment, UsageError
 from jaxmpi.costs import COSTS, Fit, Link, Net
@@ -349,10 +349,13 @@ def test_it_is_a_command():
 # ---------------------------------------------------------------- in the trainer
 
 
+COMPILED = str(runtime.cache_folder("xla"))  # the user's: programs need not be compiled anew for these tests
+
+
 def trained(ranks: int, folder: Path, *more: str) -> str:
     """What a short run printed; its probe has time for one strategy."""
     line = ("experiments/digits.py", "--effective-batch", "60", "--eval-every", "0st", "--run-dir", str(folder / "run"))
-    env = {"JAXMPI_PROBE_S": "1e-9", "XDG_CACHE_HOME": str(folder / "cache")}
+    env = {"JAXMPI_PROBE_S": "1e-9", "XDG_CACHE_HOME": str(folder / "cache"), "JAX_COMPILATION_CACHE_DIR": COMPILED}
     ended = train(ranks, *line, *more, env=env)
     assert ended.code == 0, ended.out
     return ended.out
@@ -386,14 +389,22 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     assert stored == {"asked": "auto", "strategy": "ring:32", "bucket_bytes": 65536}
 
 
-@pytest.mark.parametrize("stored", ["text", {}, {"asked": "auto", "strategy": "asa:32", "bucket_bytes": "many"}])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "text",
+        {},
+        {"asked": "auto", "strategy": 3, "bucket_bytes": 4},
+        {"asked": "auto", "strategy": "asa:32", "bucket_bytes": "many"},
+    ],
+)
 def test_a_damaged_choice_is_named(stored, tmp_path):
     folder = tmp_path / "checkpoints" / "step_00000004"
     folder.mkdir(parents=True)
     manifest = {"format": 1, "step": 4, "workers": 1, "files": {}, "extra": {"exchange": stored}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     experiment = Experiment(exchange=ExchangeConfig("auto"), resume=True, run_dir=str(tmp_path))
-    with pytest.raises(UsageError, match="step_00000004: exchange: got .*damaged|bucket_bytes: got 'many'"):
+    with pytest.raises(UsageError, match=r"step_00000004: exchange: got .*damaged|bucket_bytes: got 'many'"):
         settle_exchange(experiment, "digits", gather_workers(1))
 
 
