@@ -34,7 +34,7 @@ BUCKETS = (4 << 20, 1 << 20, 16 << 20, 64 << 20)  # bytes; the first stays unles
 MARGIN = 0.05
 SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
 LONGEST = 1 << 22  # floats of the longer one at most
-LONG_S = 0.04  # seconds of the longer one at most, as a share of the budget
+LONG_SHARE = 0.04  # of the budget: predicted seconds of the longer vector at most
 REPEATS = 3
 HOPELESS = 1.5  # a prediction of so many times the best one's is not worth a measurement
 ENOUGH = 4  # strategies of a wire to measure
@@ -229,7 +229,7 @@ def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
     """Two numbers of floats to time it with, multiples of the workers: for its messages, and for its bytes."""
     short = SHORT * net.workers
     long = LONGEST
-    while long > 4 * short and costs.predict(net, long, strategy) > LONG_S * BUDGET_S:
+    while long > 4 * short and costs.predict(net, long, strategy) > LONG_SHARE * BUDGET_S:
         long //= 2
     return short, max(4 * short, long - long % net.workers)
 
@@ -258,7 +258,7 @@ def measure_net(comm: MpiComm) -> Net:
     slots = max(map(len, ranks))
     net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=cores_of_a_host(comm))
     net = net._replace(even=len({len(host) for host in ranks}) == 1)
-    long_s = from_rank_0(control, lambda: LONG_S * BUDGET_S)
+    long_s = from_rank_0(control, lambda: LONG_SHARE * BUDGET_S)
     peers = control.world.Clone()  # neither the control plane's nor mpi4jax's
     firsts = [[host[0] for host in ranks]]
     inside = measure_link(control, peers, ranks, long_s) if slots > 1 else Link(0.0, 0.0)

@@ -25,7 +25,7 @@ def test_help_lists_every_command(argv, monkeypatch, capsys):
 
 def test_an_unknown_command_lists_what_exists(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["jaxmpi", "trian"])
-    with pytest.raises(SystemExit, match=r"unknown command 'trian'; did you mean 'train'\? there are: models, train"):
+    with pytest.raises(SystemExit, match=r"unknown command 'trian'; did you mean 'train'\? there are: .*models.*train"):
         cli.main()
 
 
