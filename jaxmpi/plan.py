@@ -304,7 +304,7 @@ def time_addition(control: MpiProcesses) -> float:
 
 def time_call(comm: MpiComm) -> float:
     """Seconds of a program that does next to nothing, with all ranks starting together and waiting for its end."""
-    run, x = comm.jit(lambda x: x + 1), jnp.ones(1, jnp.float32)
+    run, x = jax.jit(lambda x: x + 1), jnp.ones(1, jnp.float32)
     jax.block_until_ready(run(x))
     return min(slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS))
 
