@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.config import check, lookup
+from jaxmpi.shared import CHUNK
 from jaxmpi.strategies import PRICE, find
 from jaxmpi.wires import BLOCK, WIRES
 
@@ -134,6 +135,15 @@ def hierarchical(net: Net, n: float, wire: str, cross: Cost) -> float:
     return inside + (cross(across, n / net.slots, wire) if net.hosts > 1 else 0.0)
 
 
+def shared_memory(net: Net, n: float, wire: str) -> float:
+    """A chain over chunks: every rank adds to all of them and copies all, as fast as it adds; one wait a link.
+
+    Only on one host. What `shared.SharedSum` does for long vectors.
+    """
+    del wire
+    return (net.workers + n / CHUNK) * net.inside.alpha_s * net.crowd + 2 * add(net, n)
+
+
 def none(net: Net, n: float, wire: str) -> float:
     """Nothing travels."""
     del net, n, wire
@@ -226,6 +236,7 @@ COSTS: dict[str, Row] = {
         lambda net: net.even and net.hosts > 1 and net.slots > 1,
         ("hier-asa", "hier-ring", "hier-tree", "hier-color4"),
     ),
+    "shm": Row(shared_memory, lambda net: net.hosts == 1),
     "none": Row(none, lambda net: False),  # it would always win
 }
 

@@ -47,8 +47,8 @@ def exchange(
         comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
 
-    Communicates: a comparison of structure and options between ranks (inside jit, while tracing only), then the
-    strategy once a bucket.
+    Communicates: a comparison of structure and options between ranks, then the strategy once a bucket. Inside jit they
+    are compared while tracing only: ranks that call it with different trees, both traced before, are not caught.
 
     Raises:
         UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
@@ -124,23 +124,28 @@ class Choice(NamedTuple):
         """Leaves -> buckets -> sums -> leaves, as part of the caller's program."""
         if self.comm.size == 1:
             return leaves
+        buckets = self.buckets([leaf.size for leaf in leaves])
+        groups = [[leaves[i] for i in bucket] for bucket in buckets]
+        vectors = [group[0] if len(group) == 1 else fuse(group) for group in groups]
         out = list(leaves)
-        for bucket in plan([leaf.size for leaf in leaves], self.bucket_bytes):
-            group = [leaves[i] for i in bucket]
-            [total] = self.exchanged([fuse(group)])
-            for i, leaf in zip(bucket, split(total, group), strict=True):
+        for bucket, group, total in zip(buckets, groups, self.exchanged(vectors), strict=True):
+            for i, leaf in zip(bucket, [total] if len(group) == 1 else split(total, group), strict=True):
                 out[i] = leaf
         return out
+
+    def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
+        """`plan`; a strategy that takes all leaves at once gains nothing from fusing them."""
+        return plan(sizes, 0 if parse(self.strategy).means else self.bucket_bytes)
 
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
         """The mean or sum of every vector over workers, in its shape and dtype."""
         strategy, divisor = parse(self.strategy), self.comm.size if self.op == "mean" else 1
-        return [
-            (sum_bucket(x.astype(jnp.float32).reshape(-1), strategy, self.comm) / divisor)
-            .reshape(x.shape)
-            .astype(x.dtype)
-            for x in vectors
-        ]
+        floats = [x.astype(jnp.float32) for x in vectors]
+        if strategy.means:
+            totals = strategy.means(floats, self.comm, divisor)
+        else:
+            totals = [sum_bucket(x.reshape(-1), strategy, self.comm) / divisor for x in floats]
+        return [total.reshape(x.shape).astype(x.dtype) for x, total in zip(vectors, totals, strict=True)]
 
 
 @functools.cache
@@ -169,7 +174,7 @@ def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callabl
     A program that communicates is compiled by every rank for itself. Here it sees nothing but vectors, which keeps it
     small; the other two are compiled once a host. A leaf that is alone in its bucket passes by without a copy.
     """
-    buckets = plan([leaf.size for leaf in like], choice.bucket_bytes)
+    buckets = choice.buckets([leaf.size for leaf in like])
     alone = [bucket[0] for bucket in buckets if len(bucket) == 1]
     fused = [bucket for bucket in buckets if len(bucket) > 1]
     groups = [[like[i] for i in bucket] for bucket in fused]

@@ -6,6 +6,7 @@ first few are then timed for real, and the fastest of those is taken: the model 
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import numpy as np
 
 from jaxmpi import costs, runtime
 from jaxmpi.comm import Comm, MpiComm
-from jaxmpi.config import check, lookup, seconds_from
+from jaxmpi.config import UsageError, check, lookup, seconds_from
 from jaxmpi.costs import Fit, Link, Net
 from jaxmpi.processes import MpiProcesses, statement
 from jaxmpi.strategies import parse
@@ -54,11 +55,11 @@ class Probe(NamedTuple):
     """What was measured on a set of hosts."""
 
     net: Net
-    seconds: dict[str, dict[int, float]]  # strategy in full -> floats -> seconds of the slowest rank
+    seconds: dict[str, dict[int, float]]  # strategy in full -> floats -> seconds of the slowest rank; none: impossible
 
     def fits(self) -> dict[str, Fit]:
         """The measured strategies' factors."""
-        return {name: costs.fit(self.net, name, times) for name, times in self.seconds.items()}
+        return {name: costs.fit(self.net, name, times) for name, times in self.seconds.items() if times}
 
 
 def is_auto(spelling: str) -> bool:
@@ -154,6 +155,8 @@ def step_seconds(
     """Predicted seconds of one exchange of leaves of these sizes; what is fused is copied there and back."""
     if net.workers == 1:
         return 0.0
+    if parse(strategy).means:  # takes all leaves at once, where they are
+        return net.call_s + costs.predict(net, sum(sizes), strategy, fits)
     limit = math.inf if bucket_bytes is None else bucket_bytes
     small = sum(n for n in sizes if 4 * n < limit)
     seconds = net.call_s + sum(costs.predict(net, n, strategy, fits) for n in sizes if 4 * n >= limit)
@@ -176,8 +179,11 @@ def can_overlap(net: Net, n: float, strategy: str) -> bool:
 def measured(
     comm: MpiComm, probe: Probe | None, key: dict[str, Any], sizes: Sequence[int], wires: Sequence[str]
 ) -> Probe:
-    """The probe with the best candidates for these sizes and wires measured; what is new is saved."""
-    control, end = comm.processes, time.perf_counter() + BUDGET_S
+    """The probe with the best candidates for these sizes and wires measured; what is new is saved.
+
+    To a saved one only what cannot be missed is added: the next run shall choose as this one does.
+    """
+    control, end = comm.processes, time.perf_counter() + (0.0 if probe else BUDGET_S)
     known = probe or Probe(measure_net(comm), {})
     codecs = {wire: codec_seconds(comm, known.net, wire) for wire in wires if wire not in known.net.codec_s_per_float}
     known = known._replace(net=known.net._replace(codec_s_per_float={**known.net.codec_s_per_float, **codecs}))
@@ -188,7 +194,11 @@ def measured(
         if following is None:
             break
         name, n = following
-        known.seconds.setdefault(name, {})[n] = time_strategy(comm, name, n)
+        times = known.seconds.setdefault(name, {})
+        try:
+            times[n] = time_strategy(comm, name, n)
+        except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
+            times.clear()
     if control.rank == 0 and (codecs or sum(map(len, known.seconds.values())) > count):
         save(key, known)
     return known
@@ -199,30 +209,33 @@ def next_to_measure(
 ) -> tuple[str, int] | None:
     """A strategy and a number of floats; None where all that count are measured, or there is no time.
 
-    All strategies at the length that says more about these leaves come first, then all at the other.
+    All strategies at the length that says more about these leaves come first, then all at the other. The baseline and
+    the first of every wire are measured in any case.
     """
-    if time_is_up and BASELINE in probe.seconds:
-        return None
-    names = shortlist(probe, sizes, wires)
+    names = [name for name in shortlist(probe, sizes, wires) if probe.seconds.get(name) != {}]
     lengths = {name: lengths_for(probe.net, name) for name in names}
     is_short = max(sizes, default=0) < 4 * SHORT * probe.net.workers
-    for which in (0, -1) if is_short else (-1, 0):
-        for name in names:
-            if lengths[name][which] not in probe.seconds.get(name, {}):
-                return name, lengths[name][which]
+    for turn in (0, 1):
+        for place, name in enumerate(names):
+            n = lengths[name][turn if is_short else 1 - turn]
+            is_needed = turn == 0 and place <= len(wires) and name not in probe.seconds
+            if n not in probe.seconds.get(name, {}) and (is_needed or not time_is_up):
+                return name, n
     return None
 
 
 def shortlist(probe: Probe, sizes: Sequence[int], wires: Sequence[str]) -> list[str]:
-    """What is worth a measurement: of every wire what is measured already, then the most promising, a few in all."""
+    """What is worth a measurement: of every wire what is measured already, then the most promising, a few in all.
+
+    The baseline comes first, then the first of every wire, then the second of every wire.
+    """
     seconds = {name: step_seconds(probe.net, sizes, name, BUCKETS[0]) for name in costs.candidates(probe.net, wires)}
     hopeless = HOPELESS * min(seconds.values())
-    names = [BASELINE]
-    for wire in wires:
-        mine = sorted((name for name in seconds if name.endswith(f":{wire}")), key=seconds.__getitem__)
-        known = [name for name in mine if name in probe.seconds]
-        names += [*known, *(name for name in mine if name not in known and seconds[name] <= hopeless)][:ENOUGH]
-    return list(dict.fromkeys(names))
+    ordered = sorted(seconds, key=lambda name: (name not in probe.seconds, seconds[name]))
+    hopeful = [name for name in ordered if name in probe.seconds or seconds[name] <= hopeless]
+    of_wires = [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in wires]
+    rows = itertools.zip_longest(*of_wires)
+    return list(dict.fromkeys([BASELINE, *(name for row in rows for name in row if name)]))
 
 
 def lengths_for(net: Net, strategy: str) -> tuple[int, int]:

@@ -92,6 +92,7 @@ class MpiProcesses:
         runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self._local.rank, self._local.size
+        runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
         names = self.gather(socket.gethostname())
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
 
@@ -183,6 +184,13 @@ class MpiProcesses:
             raise UsageError(f"{mine.what}: rank {late} did not answer in time; all ranks must call it")
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
+            places = self.gather(mine.what)
+            apart = [f"rank {rank} to {places[rank]!r}" for rank in odd[:8] if places[rank] != places[0]]
+            check(
+                not apart,
+                f"ranks came to different calls: rank 0 to {places[0]!r}, {', '.join(apart)}; all must make the same "
+                "calls in the same order",
+            )
             texts = self.gather(json.dumps(mine.value))
             lines = [line for rank in odd[:8] for line in differences(rank, texts[0], texts[rank])]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))

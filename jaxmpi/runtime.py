@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,15 +133,32 @@ def tune_mpi(local_size: int) -> None:
 
 
 def pin_cores(local_rank: int, local_size: int) -> None:
-    """Give each rank of a host its share of the cores, unless the launcher has bound it or they do not divide.
+    """Give each rank of a host its share of the cores, unless it has been given a part of them or they do not divide.
 
     XLA sizes its thread pool by the cores a process may use when its device starts.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
     mine = sorted(os.sched_getaffinity(0))
-    if len(mine) < (os.cpu_count() or 1) or local_rank >= local_size:
-        return
+    if len(mine) == (os.cpu_count() or 1) and local_rank < local_size:
+        take_share(mine, local_rank, local_size)
+
+
+def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
+    """Where ranks of this host were given the same part of its cores, as in a container, each takes its share."""
+    mine = masks[local_rank]
+    alike = [rank for rank, mask in enumerate(masks) if mask == mine]
+    if mine and len(alike) > 1:
+        take_share(mine, alike.index(local_rank), len(alike))
+
+
+def core_mask() -> list[int]:
+    """The cores that this process may use; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
+    """The cores of one of `local_size` ranks, where they divide."""
     if len(mine) % local_size == 0:
         share = len(mine) // local_size
         os.sched_setaffinity(0, mine[local_rank * share : (local_rank + 1) * share])
@@ -184,10 +201,11 @@ def cache_folder(name: str) -> Path:
     """A private folder of this user for what can be made again; made where it is not there.
 
     Raises:
-        OSError, RuntimeError: it cannot be written, or nobody's home.
+        OSError, RuntimeError, UsageError: it cannot be written, or nobody's home.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
+    check(os.access(folder, os.W_OK | os.X_OK), f"{str(folder)!r} is not writable")
     return folder
 
 
@@ -198,7 +216,7 @@ def use_compilation_cache() -> None:
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         try:
             folder = cache_folder("xla")
-        except (OSError, RuntimeError) as error:  # not writable, or nobody's home
+        except (OSError, RuntimeError, UsageError) as error:  # not writable, or nobody's home
             if my_rank() == 0:
                 print(f"jaxmpi: nothing compiled is kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)
             return

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, config, optim, rules, rundir, runtime, strategies
+from jaxmpi import checkpoint, compressors, config, optim, rules, rundir, runtime, strategies
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
 from jaxmpi.comm import Comm
 from jaxmpi.config import Experiment, TrainingError
-from jaxmpi.exchange import exchange
+from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.plan import choose, is_auto
@@ -62,6 +62,8 @@ class Functions(NamedTuple):
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     strategy: str
     form: str  # which jits the step is made of, for the log
+    asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
+    why: str = ""  # what `auto` came to, for the log
 
 
 def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tuple[Experiment, str]:
@@ -92,18 +94,16 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     synchronised batch statistics every rank compiles the gradients for itself.
     """
     gradients, evaluate = pieces(experiment, workers)
-    strategy = strategies.parse(experiment.exchange.strategy).name
-    share = partial(exchange, strategy=strategy, bucket_bytes=experiment.exchange.bucket_bytes, comm=workers.comm)
-    mean, total = partial(share, op="mean"), partial(share, op="sum")
+    strategy, talk = exchanges(experiment, workers)
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     once = workers.comm.jit
     if is_split(experiment, workers):
-        rule = build_rule(experiment, plan, rules.Exchange(mean, total, once))
+        rule = build_rule(experiment, plan, talk._replace(jit=once))
         compiled = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else once(gradients)
         step = partial(steps.train_step, gradients=compiled, rule=rule)
         form = "split form: gradients, exchange and update are jits of their own"
         return Functions(rule, step, once(evaluate), mean_state, strategy, form)
-    rule = build_rule(experiment, plan, rules.Exchange(mean, total))
+    rule = build_rule(experiment, plan, talk)
     step = partial(steps.train_step, gradients=gradients, rule=rule)
     if workers.mesh is None:
         return Functions(
@@ -112,6 +112,16 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     over = partial(steps.over_devices, mesh=workers.mesh)
     form = f"fused form: one jit over {workers.size} devices"
     return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
+
+
+def exchanges(experiment: Experiment, workers: Workers) -> tuple[str, rules.Exchange]:
+    """The strategy in full, and what of it rules use."""
+    spelling = experiment.exchange.strategy
+    is_compressed = compressors.is_compressor(spelling)
+    strategy = spelling if is_compressed else strategies.parse(spelling).name
+    options = {"strategy": strategy, "bucket_bytes": experiment.exchange.bucket_bytes, "comm": workers.comm}
+    mean, total = (partial(exchange, op=op, **options) for op in ("mean", "sum"))
+    return strategy, rules.Exchange(mean, total, compressor=exchange_gradients(**options) if is_compressed else None)
 
 
 def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:
@@ -198,6 +208,7 @@ class Plan(NamedTuple):
     save_every: int  # steps
     lr: optax.Schedule  # by step, scaling included
     headline: str
+    data: dict[str, Any]  # what tells it from other data, wherever it lies
 
     def examples(self, step: int) -> int:
         """Examples that all workers have seen after `step` steps: a short last step of an epoch counts as it is."""
@@ -218,7 +229,8 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
     local_batch = config.local_batch(experiment, workers.size)
     feed = open_feed(experiment, "train", local_batch, workers)
     validation = open_feed(experiment, "validation", local_batch, workers)
-    workers.processes.same("the data", {"train": feed.facts(), "validation": validation.facts()})
+    facts = {"train": feed.facts(), "validation": validation.facts()}
+    workers.processes.same("the data", facts)
     epoch_steps, effective_batch = feed.samplers[0].steps_per_epoch, local_batch * workers.size
     total_steps = max(config.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = optim.Clock(epoch_steps, effective_batch, total_steps)
@@ -237,6 +249,7 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
         clock.steps(experiment.checkpoint_every) or total_steps,
         optim.schedule(experiment.schedule, clock, lr * factor, workers.size),
         headline,
+        {"the data": facts},
     )
 
 
@@ -263,28 +276,37 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     plan = make_plan(experiment, workers)
     asked = experiment.exchange.strategy
     experiment, why = settle_exchange(experiment, name, workers)
-    functions = build_functions(experiment, workers, plan)
-    folder = rundir.agree_on_run_dir(experiment, name, workers.processes)
-    states, saved = starting_states(experiment, workers, functions.rule, folder, plan.clock.effective_batch)
-    start = saved.step if saved else 0
+    functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
+    rules.check_wire(experiment.rule, functions.strategy)
+    with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
+        return run_in(folder, experiment, workers, plan, functions, root)
 
-    if experiment.resume and workers.processes.rank == 0:
+
+def run_in(
+    folder: Path, experiment: Experiment, workers: Workers, plan: Plan, functions: Functions, root: Path | None
+) -> dict[str, float]:
+    """Start or resume in a run directory, and go on to the end."""
+    is_first = workers.processes.rank == 0
+    states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
+    start = saved.step if saved else 0
+    if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start)
-    recorder = Recorder(
-        folder if workers.processes.rank == 0 else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0
-    )
-    if workers.processes.rank == 0:
-        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {"asked": asked}
+    recorder = Recorder(folder if is_first else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0)
+    if is_first:
+        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
+            "asked": functions.asked
+        }
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
-    recorder.say(f"run directory {folder}" + (f", resumed at step {start}" if experiment.resume else ""))
+    place = f"resumed at step {start}" if saved else "no checkpoint in it: from the start"
+    recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
-    if why:
-        recorder.say(why)
+    if functions.why:
+        recorder.say(functions.why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     try:
-        return loop(Run(experiment, workers, plan, functions, recorder, folder, asked), put(states, workers), start)
+        return loop(Run(experiment, workers, plan, functions, recorder, folder), put(states, workers), start)
     finally:
         recorder.close()
 
@@ -298,7 +320,6 @@ class Run(NamedTuple):
     functions: Functions
     recorder: Recorder
     folder: Path
-    asked: str  # the strategy as it was asked for: `auto` or what the experiment's then is
 
 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
@@ -340,10 +361,9 @@ def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
     losses = np.atleast_1d(np.asarray(metrics.loss, np.float64))
     for worker, loss in zip(run.workers.mine, losses, strict=True):
         if not np.isfinite(loss):
-            kept = checkpoint.found(run.folder / "checkpoints")
             raise TrainingError(
-                f"the loss of worker {worker} is {loss} at step {step}; "
-                f"last good checkpoint: {kept[-1] if kept else 'none yet'}. Lower the learning rate, warm up or clip"
+                f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
+                "Lower the learning rate, warm up or clip"
             )
     return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum()])
 
@@ -384,7 +404,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
 
 
 def starting_states(
-    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, effective_batch: int
+    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
 ) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
     """State 0, or that of the newest checkpoint where the run is resumed."""
     states = initial_states(experiment, workers, rule)
@@ -397,7 +417,8 @@ def starting_states(
     if saved:
         params = next(iter(saved.states.values())).params
         workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
-        rundir.refuse_other_run(saved.extra.get("experiment", {}), rundir.identity(experiment, effective_batch))
+        now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
+        rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
     return (saved.states if saved else states), saved
 
 
@@ -411,9 +432,26 @@ def save(run: Run, state: TrainState, step: int) -> None:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}")
     states = take(state, run.workers)
-    for path, leaf in named_leaves(next(iter(states.values()))):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
-            raise TrainingError(f"{path} is not finite after step {step}: not saved, earlier checkpoints stay")
+    for worker, of_worker in states.items():
+        for path, leaf in named_leaves(of_worker):
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
+                raise TrainingError(
+                    f"{path} of worker {worker} is not finite after step {step}: not saved, earlier checkpoints stay"
+                )
+    try:
+        write(run, states)
+    except OSError as error:
+        raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}; {last_good(run)}") from error
+
+
+def last_good(run: Run) -> str:
+    """The newest checkpoint, for errors."""
+    kept = checkpoint.found(run.folder / "checkpoints")
+    return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
+
+
+def write(run: Run, states: dict[int, TrainState]) -> None:
+    """A checkpoint of these states."""
     checkpoint.save(
         run.folder / "checkpoints",
         states,
@@ -423,11 +461,11 @@ def save(run: Run, state: TrainState, step: int) -> None:
         extra={
             "elapsed_s": run.recorder.elapsed_s(),
             "exchange": {
-                "asked": run.asked,
+                "asked": run.functions.asked,
                 "strategy": run.functions.strategy,
                 "bucket_bytes": run.experiment.exchange.bucket_bytes,
             },
-            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch),
+            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
         },
         keep=run.experiment.keep_checkpoints,
     )

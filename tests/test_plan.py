@@ -5,6 +5,7 @@ On real ranks: tests/ranks/test_plan_over_mpi.py and the runs of the trainer at 
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,20 +193,47 @@ def test_bigger_buckets_where_messages_are_dear():
 
 
 def test_what_is_measured_next():
-    """The baseline first, whatever the time; then the most promising, a few of every wire; both lengths of each."""
-    known, order = plan.Probe(CARDS, {}), []
+    """The baseline, then the most promising of every wire, a few in all; at the other length only if there is time."""
+    known = plan.Probe(CARDS, {})
     assert plan.next_to_measure(known, [10**6], ("32",), True) == ("asa:32", plan.lengths_for(CARDS, "asa:32")[1])
-    while following := plan.next_to_measure(known, [10**6], ("32", "16"), False):
-        name, n = following
-        assert n % 8 == 0
-        known.seconds.setdefault(name, {})[n] = costs.predict(CARDS, n, name)
-        order.append(name)
-        assert plan.next_to_measure(known, [10**6], ("32", "16"), True) is None
+    assert plan.next_to_measure(known, [10**2], ("32",), True) == ("asa:32", plan.lengths_for(CARDS, "asa:32")[0])
+    order = all_measured(known, ("32", "16"), False)
     half = len(order) // 2
     assert order[0] == "asa:32"
     assert order[:half] == order[half:]
     assert 2 <= sum(name.endswith(":16") for name in order[:half]) <= plan.ENOUGH
     assert not [name for name in order if name.startswith(("root", "none"))]
+
+
+def test_without_time_a_saved_probe_gets_only_what_a_new_wire_needs():
+    known = plan.Probe(CARDS, {})
+    first = all_measured(known, ("32",), True)
+    assert first[0] == "asa:32"
+    assert len(first) == 2
+    assert all_measured(known, ("32",), True) == []
+    [added] = all_measured(known, ("32", "16"), True)
+    assert added.endswith(":16")
+
+
+def test_what_cannot_be_measured_is_left_out():
+    """Such as shm, where a container's shared memory is small."""
+    host = CARDS._replace(hosts=1, slots=8, gamma_s_per_byte=1e-11)
+    known = plan.Probe(host, {"shm:32": {}})
+    assert "shm:32" in plan.shortlist(known, [10**6], ("32",))
+    assert "shm:32" not in all_measured(known, ("32",), False)
+    assert plan.decide(known, [10**6], "auto", plan.BUCKETS, 0.0).strategy != "shm:32"
+    assert plan.from_json(json.loads(json.dumps(plan.as_json(known)))) == known
+
+
+def all_measured(known: plan.Probe, wires: tuple[str, ...], time_is_up: bool) -> list[str]:
+    """What is measured, one after another, as if every strategy took what its formula says."""
+    order = []
+    while following := plan.next_to_measure(known, [10**6], wires, time_is_up):
+        name, n = following
+        assert n % known.net.workers == 0
+        known.seconds.setdefault(name, {})[n] = costs.predict(known.net, n, name)
+        order.append(name)
+    return order
 
 
 def test_without_mpi_nothing_is_probed_and_the_default_taken():
@@ -353,7 +381,7 @@ COMPILED = str(runtime.cache_folder("xla"))  # the user's: programs need not be 
 
 
 def trained(ranks: int, folder: Path, *more: str) -> str:
-    """What a short run printed; its probe has time for one strategy."""
+    """What a short run printed; its probe has time for two strategies."""
     line = ("experiments/digits.py", "--effective-batch", "60", "--eval-every", "0st", "--run-dir", str(folder / "run"))
     env = {"JAXMPI_PROBE_S": "1e-9", "XDG_CACHE_HOME": str(folder / "cache"), "JAX_COMPILATION_CACHE_DIR": COMPILED}
     ended = train(ranks, *line, *more, env=env)
@@ -363,16 +391,17 @@ def trained(ranks: int, folder: Path, *more: str) -> str:
 
 def test_a_run_says_and_stores_what_auto_chose(tmp_path):
     out = trained(2, tmp_path, "--train-for", "1st", "--exchange.strategy", "auto")
-    assert out.count("auto: asa:32, buckets of ") == 1
+    [chosen] = re.findall(r"auto: (\S+:32), buckets of (?:1|4|16|64) MiB: .* on 1 x 2 ranks", out)
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json").read_text())
-    assert manifest["extra"]["exchange"] == {"asked": "auto", "strategy": "asa:32", "bucket_bytes": 4 << 20}
+    stored = manifest["extra"]["exchange"]
+    assert (stored["asked"], stored["strategy"]) == ("auto", chosen)
     facts = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (facts["asked"], facts["strategy"]) == ("auto", "asa:32")
-    assert facts["experiment"]["exchange"]["strategy"] == "asa:32"
+    assert (facts["asked"], facts["strategy"]) == ("auto", chosen)
+    assert facts["experiment"]["exchange"] == {k: stored[k] for k in ("strategy", "bucket_bytes")}
 
 
 def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
-    """Three ranks, so that a ring's additions have another order than those of asa, which `auto` would choose here."""
+    """Three ranks, so that a ring's additions have an order of their own; no probe is made."""
     line = ("--train-for", "8st", "--checkpoint-every", "4st")
     trained(3, tmp_path, *line, "--exchange.strategy", "ring32", "--exchange.bucket-bytes", "65536")
     last, middle = (tmp_path / "run" / "checkpoints" / f"step_0000000{k}" for k in (8, 4))
@@ -384,6 +413,7 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     out = trained(3, tmp_path, *line, "--exchange.strategy", "auto", "--resume")
     assert "auto: ring:32, as before" in out
     assert "resumed at step 4" in out
+    assert not (tmp_path / "cache" / "jaxmpi" / "probes").exists()
     assert (last / "common.bin").read_bytes() == expected
     stored = json.loads((last / "manifest.json").read_text())["extra"]["exchange"]
     assert stored == {"asked": "auto", "strategy": "ring:32", "bucket_bytes": 65536}
@@ -403,6 +433,7 @@ def test_a_damaged_choice_is_named(stored, tmp_path):
     folder.mkdir(parents=True)
     manifest = {"format": 1, "step": 4, "workers": 1, "files": {}, "extra": {"exchange": stored}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "record.jsonl").touch()
     experiment = Experiment(exchange=ExchangeConfig("auto"), resume=True, run_dir=str(tmp_path))
     with pytest.raises(UsageError, match=r"step_00000004: exchange: got .*damaged|bucket_bytes: got 'many'"):
         settle_exchange(experiment, "digits", gather_workers(1))
@@ -410,6 +441,7 @@ def test_a_damaged_choice_is_named(stored, tmp_path):
 
 def test_a_choice_for_another_word_does_not_count(tmp_path):
     experiment = Experiment(exchange=ExchangeConfig("auto:16"), resume=True, run_dir=str(tmp_path))
+    (tmp_path / "record.jsonl").touch()
     assert rundir.stored_exchange(experiment, "digits") is None
     folder = tmp_path / "checkpoints" / "step_00000004"
     folder.mkdir(parents=True)

@@ -69,7 +69,7 @@ PINS = [
     (3, 4, 4, 4, [3]),
     (5, 8, 2, 2, [1]),
     (1, 3, 8, 8, None),  # does not divide
-    (1, 2, 4, 8, None),  # the launcher has bound it
+    (1, 2, 4, 8, None),  # a part of the machine: whether others have the same is seen when MPI has started
     (0, 1, 8, 8, list(range(8))),
 ]
 
@@ -81,6 +81,25 @@ def test_share_of_cores(rank, size, cores, cpus, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
     runtime.pin_cores(rank, size)
+    assert kept == ([] if expected is None else [expected])
+
+
+MASKS = [
+    # masks of the host's ranks, local rank -> cores to keep
+    ([[0, 1], [2, 3]], 1, None),
+    ([[4, 5, 6, 7]] * 2, 1, [6, 7]),
+    ([[4, 5, 6, 7], [0, 1], [4, 5, 6, 7], [0, 1]], 2, [6, 7]),
+    ([[4, 5], [0], [4, 5], [4, 5], [4, 5]], 3, [4]),
+    ([[0, 1, 2]] * 2, 1, None),  # does not divide
+    ([[]] * 2, 1, None),
+]
+
+
+@pytest.mark.parametrize(("masks", "rank", "expected"), MASKS)
+def test_share_of_a_mask_that_several_ranks_have(masks, rank, expected, monkeypatch):
+    kept = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
+    runtime.share_mask(masks, rank)
     assert kept == ([] if expected is None else [expected])
 
 

@@ -281,6 +281,59 @@ def test_resume_goes_on_with_the_same_run_only(tmp_path):
     assert "effective batch: got 64, expected 32" in ended.out
 
 
+def test_resume_on_other_data_is_refused(tmp_path):
+    for split in ("train", "validation"):
+        for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (20, 8, 8), np.uint8)):
+            folder = tmp_path / split / f"class{i % 10}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{i}.png")
+    data = ("--data.source", "imagefolder", "--data.dir", str(tmp_path), "--effective-batch", "4")
+    args = (DIGITS, *data, "--train-for", "2st", "--eval-every", "0st", "--run-dir", str(tmp_path / "run"))
+    assert train(1, *args).code == 0
+    (tmp_path / "train" / "class3" / "3.png").unlink()
+    ended = train(1, *args, "--resume")
+    assert ended.code != 0
+    assert "the data.train.examples: got 19, expected 20 (the checkpoint's)" in ended.out
+
+
+def test_images_and_labels_that_do_not_fit_are_named(tmp_path):
+    for mistake, message in MISFITS.items():
+        (tmp_path / "misfit.py").write_text(SOFTMAX + mistake)
+        ended = train(1, str(tmp_path / "misfit.py"), "--run-dir", str(tmp_path / "run"))
+        assert ended.code != 0
+        assert re.search(message, ended.out), ended.out
+        assert "Traceback" not in ended.out
+
+
+SOFTMAX = """
+import dataclasses
+import jax.numpy as jnp, numpy as np
+from jaxmpi.config import Data, Experiment
+from jaxmpi.data import ArraySource
+from jaxmpi.model import Model
+
+def init(key, image):
+    return {"w": jnp.zeros((16, 10)), "b": jnp.zeros(10)}, {}
+
+def apply(params, state, image, key, train):
+    return image.reshape(len(image), -1) @ params["w"] + params["b"], state
+
+def experiment_of(images, labels, **data):
+    source = ArraySource(images, labels, classes=10)
+    data = Data(source="array", train=source, validation=source, channels=1, **data)
+    model = Model("softmax", (4, 4, 1), 10, init, apply)
+    return Experiment(model=model, data=data, effective_batch=10, train_for="1ep")
+
+pixels, labels = np.zeros((20, 4, 4), np.uint8), np.arange(20) % 10
+"""
+
+MISFITS = {
+    "experiment = experiment_of(np.zeros((20, 8, 8), np.uint8), labels)": r"softmax: got images .*\(8, 8, 1\)",
+    "experiment = experiment_of(pixels, np.eye(10, dtype=int)[labels])": r"got labels \[10, 10\] for outputs",
+    "experiment = experiment_of(pixels[..., None] * 1.0, labels, mean=(0.5,), std=(1.0,))": "of uint8; got float",
+}
+
+
 def test_params_and_classes_may_be_numpys_own_types(tmp_path):
     """Ranks other than the first know the params by their shapes only, and a number of classes may be NumPy's."""
     (tmp_path / "numpy.py").write_text(NUMPY_TYPES)
@@ -379,7 +432,7 @@ def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, 
     ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/copy", DIGITS, *args)
     assert not ended.timed_out
     assert ended.code != 0
-    field = "examples: got 9, expected 10" if change == "a file less" else "names and labels: got "
+    field = "examples: got 9, expected 10" if change == "a file less" else "digest of names, labels or images: got "
     assert f"rank 1: train.{field}" in ended.out, ended.out
 
 
@@ -414,7 +467,7 @@ def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
     ended = train(3, str(path), "--effective-batch", "30", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
     assert ended.code != 0
-    assert ("ArithmeticError: in apply" if where == "apply" else "NotADirectoryError") in ended.out
+    assert ("ArithmeticError: in apply" if where == "apply" else "cannot be written: [Errno 20] Not a dir") in ended.out
     assert "rank 0/3 on " in ended.out
 
 
@@ -563,7 +616,11 @@ def has_trained(run_dir: Path) -> bool:
 
 
 RESUMED = {
-    "awagd, momentum averaged": (2, "--rule.name", "awagd", "--rule.average-momentum"),
+    "awagd, momentum averaged, shm": (
+        *(2, "--rule.name", "awagd", "--rule.average-momentum", "--exchange.strategy", "shm"),
+    ),
+    "compressed": (2, "--exchange.strategy", "lowrank2/ring16"),
+    "compressed, fused, over devices": (1, "--devices", "3", "--exchange.strategy", "topk5"),
     "subgd, bfloat16, micro-batches, asa16": (
         *(
             2,
@@ -587,7 +644,7 @@ RESUMED = {
 }
 
 
-SLOW = ("fused, Adam, clipping, ring16", "one buffer, nesterov, ring:bf16")
+SLOW = ("compressed, fused, over devices", "fused, Adam, clipping, ring16", "one buffer, nesterov, ring:bf16")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in RESUMED])

@@ -15,6 +15,7 @@ class Exchange(NamedTuple):
     mean: Callable[[PyTree], PyTree]
     sum: Callable[[PyTree], PyTree]
     jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
+    compressor: optax.GradientTransformation | None = None  # the mean of gradients with a state of its own, for `mean`
 
 
 class Rule(NamedTuple):
