@@ -4,8 +4,8 @@
 
 For each number of hosts one job runs on a cluster of its own (scripts/cluster.py): it probes, as `auto` does with more
 time, and then times the exchange of one vector, in jit, mean in and mean out. Printed are medians, and predictions from
-every probe: that on the same hosts, which saw shorter vectors, and those on other numbers of hosts. Emulated hosts share
-this machine's cores; the model is told so.
+every probe: that on the same hosts, which saw shorter vectors, and those on other numbers of hosts. Emulated hosts
+share this machine's cores; the model is told so.
 """
 
 import argparse
