@@ -217,9 +217,7 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
 class ExchangeConfig:
     """How they talk, and what travels."""
 
-    strategy: str = (
-        "asa32"  # algorithm[:wire] or an alias, as asa16, ring32, shm; auto probes; lowrank4/ring16 compresses
-    )
+    strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
 
     def __post_init__(self) -> None:

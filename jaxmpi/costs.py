@@ -216,7 +216,7 @@ def forest(workers: int, colours: int) -> tuple[int, int, int]:
 
 
 class Row(NamedTuple):
-    """A strategy's cost, and where it can be of use."""
+    """A strategy's cost, and where `auto` may take it."""
 
     seconds: Callable[..., float]  # a Cost, once `<k>` or `<cross>` of the name is filled in
     fits: Callable[[Net], bool] = lambda net: True
@@ -224,7 +224,7 @@ class Row(NamedTuple):
 
 
 COSTS: dict[str, Row] = {
-    "ar": Row(allreduce),
+    "ar": Row(allreduce, lambda net: False),  # libraries need not repeat it bit for bit, and a resumed run must
     "asa": Row(alltoall_sum_allgather),
     "ring": Row(ring),
     "tree": Row(pairwise),
@@ -242,7 +242,7 @@ COSTS: dict[str, Row] = {
 
 
 def candidates(net: Net, wires: Sequence[str]) -> list[str]:
-    """Strategies in full, such as ring:16, that can be used there with one of these wires."""
+    """Strategies in full, such as ring:16, that `auto` may use there with one of these wires."""
     names = [name for key, row in COSTS.items() if row.fits(net) for name in row.spelled or (key,)]
     return [f"{name}:{wire}" for name in names for wire in wires if wire in find(name).wires]
 

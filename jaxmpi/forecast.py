@@ -168,11 +168,8 @@ def layouts(question: Question) -> list[Net]:
 
 
 def answer(question: Question, net: Net) -> Answer:
-    """The best strategy for one layout, and what becomes of the step.
-
-    What a library makes of `ar` is known only where it was measured.
-    """
-    names = [name for name in costs.candidates(net, question.wires) if name != "ar:32" or name in question.fits]
+    """The best strategy for one layout, and what becomes of the step."""
+    names = costs.candidates(net, question.wires)
     seconds = {name: plan.step_seconds(net, question.sizes, name, BUCKET_BYTES, question.fits) for name in names}
     best = min(names, key=seconds.__getitem__)
     hidden = 0.0 if question.first is None else (1 - question.first) * question.step_s
