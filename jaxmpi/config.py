@@ -226,7 +226,7 @@ OVERLAPS = {
 class ExchangeConfig:
     """How they talk, and what travels."""
 
-    strategy: str = "asa32"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
+    strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
     overlap: str = (
         "auto"  # auto | on | off | delayed: exchange beside the backward pass; delayed applies it a step late

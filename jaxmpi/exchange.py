@@ -12,9 +12,10 @@ from jax.core import Tracer
 
 from jaxmpi import compressors
 from jaxmpi.buckets import Order, fuse, plan, split, split_all
-from jaxmpi.comm import Comm, world
+from jaxmpi.comm import Comm, MpiComm, world
 from jaxmpi.compressors import Peers
 from jaxmpi.config import UsageError, check, check_bucket_bytes, lookup
+from jaxmpi.plan import Verdict, allowed_wires, choose, is_auto
 from jaxmpi.processes import Statement, signature, statement
 from jaxmpi.strategies import Strategy, allgather, parse
 
@@ -42,7 +43,8 @@ def exchange(
     Args:
         tree: this worker's leaves; the same structure, shapes and dtypes on every worker.
         strategy: `algorithm[:wire]` or an alias, as asa32 (default), ring16, tree:bf16, color4:8, hier-ring:16; all are
-            in `strategies.STRATEGIES`.
+            in `strategies.STRATEGIES`. `auto` (32 bits) and `auto:<wire>` (that wire, too): what a probe finds fastest
+            for the first tree, with its bucket size unless one is given; kept for these workers from then on.
         op: mean or sum.
         comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
@@ -63,15 +65,43 @@ def exchange(
         f"use exchange_gradients({strategy!r}), which holds it in its state",
     )
     check_bucket_bytes(bucket_bytes)
-    choice = Choice(parse(strategy).name, op, comm or world(), bucket_bytes, order)
+    check_strategy(strategy)
     check_leaves(tree)
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
+    comm = comm or world()
+    if is_auto(strategy):
+        strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
+    choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
     if is_traced(leaves):
         choice.comm.sign(choice.statement(tree))
         return jax.tree.unflatten(structure, choice.inside_jit([not_differentiable(leaf) for leaf in leaves]))
     return _outside_jit(choice)(tree)
+
+
+def check_strategy(strategy: str) -> None:
+    """Refuse what is neither a strategy nor `auto`, with a wire or without."""
+    if is_auto(strategy):
+        allowed_wires(strategy)
+    else:
+        parse(strategy)
+
+
+_settled: dict[tuple[Comm, str, int | None], Verdict] = {}
+
+
+def settle(comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int]) -> Verdict:
+    """What `auto` stands for from the first call on, for these workers; said by rank 0."""
+    key = comm, strategy, bucket_bytes
+    if not isinstance(comm, MpiComm):
+        return choose(comm, sizes, strategy, bucket_bytes)
+    if key not in _settled:
+        with jax.ensure_compile_time_eval():  # a probe runs now, though the caller's program may only be traced
+            _settled[key] = choose(comm, sizes, strategy, bucket_bytes)
+        if comm.rank == 0:
+            print(f"jaxmpi: {_settled[key].why}", flush=True)
+    return _settled[key]
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:
@@ -227,7 +257,7 @@ def exchange_gradients(
     check_op(op)
     if compressors.is_compressor(strategy):
         return compressed(strategy, op, comm, bucket_bytes)
-    parse(strategy)
+    check_strategy(strategy)
     return optax.stateless(lambda updates, params: exchange(updates, strategy, op, comm, bucket_bytes))
 
 

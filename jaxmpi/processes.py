@@ -89,7 +89,8 @@ class MpiProcesses:
         """Start MPI, check it against the launcher, install the hooks."""
         from mpi4py import MPI
 
-        check_launcher(runtime.launched(), MPI.COMM_WORLD.size, MPI.Get_library_version())
+        self.library = MPI.Get_library_version().split(",")[0].strip()
+        check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self.world = MPI.COMM_WORLD.Clone()
         self.rank, self.size = self.world.rank, self.world.size

@@ -17,7 +17,7 @@ import jax
 
 from jaxmpi import config
 from jaxmpi import experiment as experiments
-from jaxmpi.checkpoint import found
+from jaxmpi.checkpoint import found, read_manifest
 from jaxmpi.config import Experiment, UsageError, check
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
@@ -123,6 +123,26 @@ def stamped(name: str) -> re.Pattern[str]:
 def new(experiment: Experiment, name: str) -> Path:
     """The run directory that is asked for, or a fresh one."""
     return named(experiment.run_dir) if experiment.run_dir else fresh(name)
+
+
+def stored_exchange(experiment: Experiment, name: str) -> dict[str, Any] | None:
+    """The strategy and bucket size that `auto` came to in the run that is resumed; None where there are none.
+
+    Raises:
+        UsageError: the newest checkpoint's are damaged.
+    """
+    saved = found(resumed(experiment, name) / "checkpoints") if experiment.resume else []
+    stored = read_manifest(saved[-1])["extra"].get("exchange") if saved else None
+    if stored is None:
+        return None
+    check(
+        isinstance(stored, dict)
+        and {"asked", "strategy", "bucket_bytes"} == set(stored)
+        and isinstance(stored["strategy"], str),
+        f"{saved[-1]}: exchange: got {stored!r:.80}; expected asked, strategy and bucket_bytes: damaged",
+    )
+    asked = stored.pop("asked")
+    return stored if asked == experiment.exchange.strategy else None
 
 
 def named(run_dir: str) -> Path:

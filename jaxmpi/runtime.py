@@ -109,10 +109,13 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 2**31 - 1)
 
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
 def cores() -> int:
     """Cores that this process may use: of its affinity, and whole ones of a container's quota."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(mine, quota_cores(Path("/sys/fs/cgroup/cpu.max"), mine))
+    return min(mine, quota_cores(QUOTA, mine))
 
 
 def quota_cores(file: Path, default: int) -> int:
@@ -241,15 +244,25 @@ def make_cpu_devices(devices: int) -> None:
         )
 
 
+def cache_folder(name: str) -> Path:
+    """A private folder of this user for what can be made again; made where it is not there.
+
+    Raises:
+        OSError, RuntimeError, UsageError: it cannot be written, or nobody's home.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / name
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
+    check(os.access(folder, os.W_OK | os.X_OK), f"{str(folder)!r} is not writable")
+    return folder
+
+
 def use_compilation_cache() -> None:
     """Keep compiled programs in a private folder, so that one rank compiles and the others read."""
     import jax
 
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         try:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "xla"
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
-            check(os.access(folder, os.W_OK | os.X_OK), f"{str(folder)!r} is not writable")
+            folder = cache_folder("xla")
         except (OSError, RuntimeError, UsageError) as error:  # not writable, or nobody's home
             if my_rank() == 0:
                 print(f"jaxmpi: nothing compiled is kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)

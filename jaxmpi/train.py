@@ -6,6 +6,7 @@
 "Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run on all ranks.
 """
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -29,6 +30,7 @@ from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
+from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import named_leaves, processes
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
@@ -62,6 +64,28 @@ class Functions(NamedTuple):
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     strategy: str
     form: str  # which jits the step is made of, for the log
+    asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
+    why: str = ""  # what `auto` came to, for the log
+
+
+def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tuple[Experiment, str]:
+    """`auto` as a strategy and a bucket size: those of the run that is resumed, so that it goes on bit for bit, or
+    those that a probe finds; and a line that says why, empty where nothing was left open.
+    """
+    asked = experiment.exchange
+    if not is_auto(asked.strategy):
+        return experiment, ""
+    text = json.dumps(rundir.stored_exchange(experiment, name)) if workers.processes.rank == 0 else ""
+    stored = json.loads(workers.processes.gather(text)[0])
+    if stored:
+        exchange = dataclasses.replace(asked, **stored)
+        return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
+    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
+    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), example)
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes)
+    exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
+    return dataclasses.replace(experiment, exchange=exchange), verdict.why
 
 
 def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> Functions:
@@ -280,7 +304,9 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     plan = make_plan(experiment, workers)
-    functions = build_functions(experiment, workers, plan)
+    asked = experiment.exchange.strategy
+    experiment, why = settle_exchange(experiment, name, workers)
+    functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
     rules.check_wire(experiment.rule, functions.strategy)
     with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
         return run_in(folder, experiment, workers, plan, functions, root)
@@ -297,12 +323,16 @@ def run_in(
         cut_record(folder / "record.jsonl", start)
     recorder = Recorder(folder if is_first else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0)
     if is_first:
-        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root)
+        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
+            "asked": functions.asked
+        }
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
     place = f"resumed at step {start}" if saved else "no checkpoint in it: from the start"
     recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
+    if functions.why:
+        recorder.say(functions.why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     try:
@@ -460,6 +490,11 @@ def write(run: Run, states: dict[int, TrainState]) -> None:
         replicated=run.functions.rule.state_is_replicated,
         extra={
             "elapsed_s": run.recorder.elapsed_s(),
+            "exchange": {
+                "asked": run.functions.asked,
+                "strategy": run.functions.strategy,
+                "bucket_bytes": run.experiment.exchange.bucket_bytes,
+            },
             "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
         },
         keep=run.experiment.keep_checkpoints,

@@ -18,6 +18,8 @@ ORDER = [
     "comm",
     "wires",
     "strategies",
+    "costs",
+    "plan",
     "compressors",
     "buckets",
     "exchange",
@@ -35,10 +37,12 @@ ORDER = [
     "workers",
     "feed",
     "recorder",
+    "plot",
     "checkpoint",
     "experiment",
     "rundir",
     "train",
+    "forecast",
     "launch",
     "chart",
     "bench",
@@ -119,7 +123,7 @@ def test_importing_starts_neither_mpi_nor_a_device():
 
 # ---------------------------------------------------------------- a model knows nothing of workers
 
-MODELS = sorted((PACKAGE.parent / "models").glob("*.py"))
+MODELS = sorted(set((PACKAGE.parent / "models").glob("*.py")) - {PACKAGE.parent / "models" / "__main__.py"})
 FOR_MODELS = {"adapters", "config", "model"}  # what of the package a model may import
 OF_WORKERS = {
     *("rank", "local_rank", "comm", "world", "world_size", "num_workers", "processes", "environ", "getenv"),
