@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi.config import UsageError, check
-from jaxmpi.model import Model, a, check_pair, shown
+from jaxmpi.model import Model, a, check_image, check_pair, shown
 
 PyTree = Any
 
@@ -332,23 +332,14 @@ def checked(model: Model) -> Model:
     """The same model, which checks its images."""
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
-        check_image(model.name, image, model.input_shape)
+        check_image(model.name, image.shape, model.input_shape)
         return model.init(key, image)
 
     def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> tuple[Any, PyTree]:
-        check_image(model.name, image, model.input_shape)
+        check_image(model.name, image.shape, model.input_shape)
         return model.apply(params, model_state, image, key, train)
 
     return model._replace(init=init, apply=apply)
-
-
-def check_image(name: str, image: jax.Array, input_shape: tuple[int, ...]) -> None:
-    """Raise `UsageError` unless `image` is a batch of `input_shape`."""
-    check(
-        tuple(image.shape[1:]) == tuple(input_shape),
-        f"{name}: got images of (height, width, channels) {tuple(image.shape[1:])}; "
-        f"expected {tuple(input_shape)}: change the data's crop, resize or channels, or the model's size",
-    )
 
 
 def check_maker(name: str, make: Any, not_of: type | tuple, way_out: str) -> None:

@@ -80,7 +80,8 @@ def save(
             shutil.rmtree(final)
         aside.rename(final)
         sync_folder(folder)
-        for old in found(folder)[:-keep]:
+        earlier = [path for path in found(folder) if int(path.name.split("_")[1]) < step]
+        for old in earlier[: max(0, len(earlier) - keep + 1)]:
             shutil.rmtree(old)
     processes.barrier()
     return final

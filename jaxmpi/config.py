@@ -52,7 +52,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
 
 
 def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0) -> int:
-    """A duration as whole steps, rounded to the nearest.
+    """A duration as whole steps, rounded to the nearest; at least one, unless the number is 0.
 
     Args:
         duration: a number and a unit: `90ep` epochs, `125st` steps, `20000ex` examples, `10%` of the run.
@@ -77,7 +77,7 @@ def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps
         "ex": 1 / effective_batch,
         "%": total_steps / 100,
     }
-    return round(number * per_unit[unit])
+    return max(round(number * per_unit[unit]), int(number > 0))
 
 
 @dataclass(frozen=True)
@@ -208,20 +208,33 @@ class RuleConfig:
 def check_bucket_bytes(bucket_bytes: int | None) -> None:
     """Raise `UsageError` unless it is None or can hold a float."""
     check(
-        bucket_bytes is None or (isinstance(bucket_bytes, int) and bucket_bytes >= 4),
+        bucket_bytes is None or (hasattr(bucket_bytes, "__index__") and bucket_bytes >= 4),
         f"bucket_bytes: got {bucket_bytes!r}; expected None (one flat buffer) or a whole number of bytes >= 4",
     )
+
+
+# When buckets travel.
+OVERLAPS = {
+    "auto": "on where it pays, which is between hosts",
+    "on": "while the backward pass goes on",
+    "off": "after it",
+    "delayed": "while the next step goes on: gradients are applied one step late, another algorithm",
+}
 
 
 @dataclass(frozen=True)
 class ExchangeConfig:
     """How they talk, and what travels."""
 
-    strategy: str = "asa32"  # algorithm[:wire] or an alias, such as asa16, ring32, ring:bf16, none
+    strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
+    overlap: str = (
+        "auto"  # auto | on | off | delayed: exchange beside the backward pass; delayed applies it a step late
+    )
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)
+        lookup(OVERLAPS, self.overlap, "exchange.overlap")
 
 
 # How batch norm's statistics cross workers: what training normalises with, what evaluation does.
@@ -277,6 +290,7 @@ class Experiment:
         )
         for name in ("local_batch", "effective_batch", "micro_batch"):
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
+        check(0 <= self.seed < 2**32, f"seed: got {self.seed}; expected 0 to 2^32 - 1")
         for name in ("log_every", "keep_checkpoints", "devices"):
             check(getattr(self, name) >= 1, f"{name}: got {getattr(self, name)}; expected >= 1")
         check(

@@ -25,6 +25,10 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     """
     argv = [hyphens(arg) if arg.startswith("--") else arg for arg in argv]
     path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    late = [] if path else [arg for arg in argv if arg.endswith(".py")]
+    config.check(
+        not late, f"the experiment file comes first: {' '.join([*late[:1], *(a for a in argv if a not in late)])}"
+    )
     base = choose(load(path), argv) if path else Experiment()
     if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
         base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
@@ -68,6 +72,10 @@ def load(path: Path) -> Experiment:
         spec.loader.exec_module(module)
     except ImportError as error:
         raise UsageError(f"{path}: {error}{nearest_import(error)}") from error
+    except Exception as error:
+        if runtime.my_rank() == 0:
+            raise
+        raise UsageError(f"{path}: {type(error).__name__}: {error}") from error  # rank 0 shows where
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
         raise UsageError(f"{path}: expected a module-level `experiment = Experiment(...)`")

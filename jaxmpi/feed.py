@@ -1,7 +1,9 @@
 """Examples of one kind on their way to the devices: who reads which when, and what the wait for them was."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -25,12 +27,13 @@ class Feed:
     wait_s: float = 0.0  # seconds that batches have been waited for so far
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks: how many examples and classes, and of files names and labels."""
-        digest = getattr(self.source, "digest", None)
+        """What must be the same on all ranks: how many examples and classes, and the source's digest of them."""
+        digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
         return {
             "examples": len(self.source),
             "classes": int(self.source.classes or 0),
-            "names and labels": digest() if digest else "",
+            "digest of names, labels or images": digest() if digest else "",
+            "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
         }
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:

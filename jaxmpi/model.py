@@ -122,3 +122,12 @@ def _over_workers_backward(mean: Mean, _: None, cotangents: PyTree) -> tuple[PyT
 
 _over_workers = jax.custom_vjp(_take, nondiff_argnums=(0,))
 _over_workers.defvjp(_over_workers_forward, _over_workers_backward)
+
+
+def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...]) -> None:
+    """Raise `UsageError` unless `shape` is that of a batch of `input_shape`."""
+    check(
+        tuple(shape[1:]) == tuple(input_shape),
+        f"{name}: got images of (height, width, channels) {tuple(shape[1:])}; "
+        f"expected {tuple(input_shape)}: change the data's crop, resize or channels, or the model's size",
+    )

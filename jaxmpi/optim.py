@@ -42,6 +42,7 @@ def constant(config: Schedule, clock: Clock) -> Share:
 
 def step_decay(config: Schedule, clock: Clock) -> Share:
     """factor^(number of boundaries passed)."""
+    check(bool(config.boundaries), "schedule.decay step: got no boundaries; give --schedule.boundaries 30ep 60ep")
     at = np.array([clock.steps(boundary) for boundary in config.boundaries], np.int32)
     return lambda step: jnp.float32(config.factor) ** jnp.sum(step >= at).astype(jnp.float32)
 

@@ -1,8 +1,15 @@
 """A run and its directory: what makes it this run, what all ranks agree on, and what is kept beside the record."""
 
+import contextlib
 import datetime
+import errno
+import fcntl
 import itertools
+import os
+import re
+import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +17,7 @@ import jax
 
 from jaxmpi import config
 from jaxmpi import experiment as experiments
+from jaxmpi.checkpoint import found, read_manifest
 from jaxmpi.config import Experiment, UsageError, check
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
@@ -26,44 +34,115 @@ def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
     processes.same("what this run is", facts)
 
 
-def agree_on_run_dir(experiment: Experiment, name: str, processes: Processes) -> Path:
-    """The run directory that rank 0 chose and claimed, seen by all ranks.
+@contextlib.contextmanager
+def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> Iterator[Path]:
+    """The run directory that rank 0 chose, seen by all ranks; no other job gets it meanwhile.
 
     Raises:
-        UsageError: it holds a run already and the run is not to be resumed, or the reverse; or a rank does not see it.
+        UsageError: it holds a run already and the run is not to be resumed, or the reverse; another job is at it; or a
+            rank does not see it.
     """
-    claimed = claim(experiment, name) if processes.rank == 0 else ""
-    folder = Path(processes.gather(claimed)[0])
+    with contextlib.ExitStack() as held:
+        claimed = str(claim(experiment, name, held)) if processes.rank == 0 else ""
+        folder = Path(processes.gather(claimed)[0])
+        check(
+            folder.is_dir(),
+            f"run directory {str(folder)!r} is not seen by this host; put it on a file system that all hosts share",
+        )
+        yield folder
+
+
+def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Path:
+    """Choose the run directory, make it and its record, and lock it."""
+    try:
+        folder = resumed(experiment, name) if experiment.resume else new(experiment, name)
+        held.enter_context(locked(folder))
+        if not experiment.resume:
+            begin_record(folder)
+    except OSError as error:
+        raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
+    return folder
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other jobs away, also those of other hosts where the file system can; the lock goes with the process.
+
+    Raises:
+        UsageError: another job has it: its host and process.
+    """
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UsageError(
+                f"run directory {str(folder)!r} is in use by {file.read().strip() or 'another job'}; wait for its end, "
+                "or name another with --run-dir"
+            ) from None
+        except OSError as error:  # a file system without locks
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def begin_record(folder: Path) -> None:
+    """Begin the record; refuse a folder with a checkpoint or steps. A run that came to neither has nothing to lose."""
+    record = folder / "record.jsonl"
     check(
-        folder.is_dir(),
-        f"run directory {str(folder)!r} is not seen by this host; put it on a file system that all hosts share",
+        not found(folder / "checkpoints") and not (record.exists() and '"kind": "train"' in record.read_text()),
+        f"run directory {str(folder)!r} holds a run already; go on with --resume, or name another with --run-dir",
+    )
+    record.write_text("")
+
+
+def resumed(experiment: Experiment, name: str) -> Path:
+    """The run directory that is asked for, or the newest of that name."""
+    made = {tuple(map(int, m.groups(default="1"))): m[0] for m in map(stamped(name).fullmatch, runs()) if m}
+    folder = Path(experiment.run_dir or Path("runs", made[max(made)] if made else f"{name}-"))
+    check(
+        (folder / "record.jsonl").is_file(),
+        f"--resume: {str(folder)!r} is no run directory, it has no record.jsonl; name one with --run-dir",
     )
     return folder
 
 
-def claim(experiment: Experiment, name: str) -> str:
-    """Choose the run directory, make it and its record; of two runs that ask for one only one gets it."""
-    if experiment.resume:
-        return resumed(experiment, name)
-    try:
-        folder = named(experiment.run_dir) if experiment.run_dir else fresh(name)
-        (folder / "record.jsonl").open("x").close()
-    except FileExistsError as error:
-        raise UsageError(
-            f"run directory {error.filename!r} holds a run already, or is none; go on with --resume, or name another "
-            "with --run-dir"
-        ) from error
-    except OSError as error:
-        raise UsageError(f"the run directory cannot be made: {error}; name another with --run-dir") from error
-    return str(folder)
+def runs() -> list[str]:
+    """Names in the folder of run directories."""
+    return os.listdir("runs") if os.path.isdir("runs") else []
 
 
-def resumed(experiment: Experiment, name: str) -> str:
-    """The run directory that is asked for, or the newest of that name."""
-    newest = sorted(Path("runs").glob(f"{name}-[0-9]*"))
-    folder = experiment.run_dir or (str(newest[-1]) if newest else f"runs/{name}-")
-    check(Path(folder).is_dir(), f"--resume: no run directory {folder!r}; name one with --run-dir")
-    return folder
+def stamped(name: str) -> re.Pattern[str]:
+    """What `fresh` calls run directories: name, day, time, number where there are several."""
+    return re.compile(rf"{re.escape(name)}-(\d{{8}})-(\d{{6}})(?:-(\d+))?")
+
+
+def new(experiment: Experiment, name: str) -> Path:
+    """The run directory that is asked for, or a fresh one."""
+    return named(experiment.run_dir) if experiment.run_dir else fresh(name)
+
+
+def stored_exchange(experiment: Experiment, name: str) -> dict[str, Any] | None:
+    """The strategy and bucket size that `auto` came to in the run that is resumed; None where there are none.
+
+    Raises:
+        UsageError: the newest checkpoint's are damaged.
+    """
+    saved = found(resumed(experiment, name) / "checkpoints") if experiment.resume else []
+    stored = read_manifest(saved[-1])["extra"].get("exchange") if saved else None
+    if stored is None:
+        return None
+    check(
+        isinstance(stored, dict)
+        and {"asked", "strategy", "bucket_bytes"} == set(stored)
+        and isinstance(stored["strategy"], str),
+        f"{saved[-1]}: exchange: got {stored!r:.80}; expected asked, strategy and bucket_bytes: damaged",
+    )
+    asked = stored.pop("asked")
+    return stored if asked == experiment.exchange.strategy else None
 
 
 def named(run_dir: str) -> Path:
@@ -101,12 +180,12 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
     }
 
 
-def identity(experiment: Experiment, effective_batch: int) -> dict[str, Any]:
+def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
     """What makes a run the same run: with another of these, a step number would mean other examples or updates."""
     fields = flatten_json(config.resolved(experiment))
     names = ("model", "seed", "micro_batch", "rule.name", "optim.name")
     kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
-    return {**kept, "effective batch": effective_batch}
+    return {**kept, **flatten_json(data), "effective batch": effective_batch}
 
 
 # Fields of `data` under which the same examples stay the same.

@@ -5,13 +5,14 @@ Set in-process, so that every launcher profits: mpirun, srun, or none.
 
 import atexit
 import ctypes
+import itertools
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
 # How long another rank leaves rank 0 the word when both may hold the same error.
 RANK_0_FIRST_S = 3.0
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, that JAX takes when its device starts
 
 
 class Launch(NamedTuple):
@@ -107,10 +109,13 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 2**31 - 1)
 
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
 def cores() -> int:
     """Cores that this process may use: of its affinity, and whole ones of a container's quota."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(mine, quota_cores(Path("/sys/fs/cgroup/cpu.max"), mine))
+    return min(mine, quota_cores(QUOTA, mine))
 
 
 def quota_cores(file: Path, default: int) -> int:
@@ -130,15 +135,32 @@ def tune_mpi(local_size: int) -> None:
 
 
 def pin_cores(local_rank: int, local_size: int) -> None:
-    """Give each rank of a host its share of the cores, unless the launcher has bound it or they do not divide.
+    """Give each rank of a host its share of the cores, unless it has been given a part of them or they do not divide.
 
     XLA sizes its thread pool by the cores a process may use when its device starts.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
     mine = sorted(os.sched_getaffinity(0))
-    if len(mine) < (os.cpu_count() or 1) or local_rank >= local_size:
-        return
+    if len(mine) == (os.cpu_count() or 1) and local_rank < local_size:
+        take_share(mine, local_rank, local_size)
+
+
+def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
+    """Where ranks of this host were given the same part of its cores, as in a container, each takes its share."""
+    mine = masks[local_rank]
+    alike = [rank for rank, mask in enumerate(masks) if mask == mine]
+    if mine and len(alike) > 1:
+        take_share(mine, alike.index(local_rank), len(alike))
+
+
+def core_mask() -> list[int]:
+    """The cores that this process may use; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
+    """The cores of one of `local_size` ranks, where they divide."""
     if len(mine) % local_size == 0:
         share = len(mine) // local_size
         os.sched_setaffinity(0, mine[local_rank * share : (local_rank + 1) * share])
@@ -147,18 +169,63 @@ def pin_cores(local_rank: int, local_size: int) -> None:
 
 
 def pin_gpu(local_rank: int, local_size: int) -> None:
-    """One GPU per local rank; where ranks share one, each may take its part of the memory."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if gpus == 0 or (visible and gpus == 1):  # none, or the launcher has given this rank its own
-        return
-    if gpus > 1:
-        import jax
+    """Take one of the GPUs that this process sees, and a part of its memory, as if all ranks of the host saw the same.
 
-        jax.config.update("jax_cuda_visible_devices", str(local_rank % gpus))
-    if local_size > gpus:
-        ranks_per_gpu = -(-local_size // gpus)
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / ranks_per_gpu:.3f}")
+    They may not, where a launcher gives each its own; `share_gpu` corrects that once ranks can ask each other.
+
+    Raises:
+        UsageError: a GPU has started already, and there are several.
+    """
+    gpus = visible_gpus()
+    if len(gpus) > 1:
+        import jax
+        from jax._src import xla_bridge  # nothing public tells whether a device has started
+
+        check(
+            not (xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu"),
+            "JAX's device has started before jaxmpi could give this rank a GPU of its own: all ranks of the host would "
+            "be on the first; call jaxmpi.world() before the first JAX array",
+        )
+        jax.config.update("jax_cuda_visible_devices", str(local_rank % len(gpus)))
+    if gpus:
+        share_gpu(-(-local_size // len(gpus)))
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, by CUDA's numbers or names."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    names = (name.strip() for name in visible.split(","))
+    return list(itertools.takewhile(lambda name: name and name != "-1", names))  # CUDA reads no further
+
+
+def my_gpu() -> str:
+    """What tells this rank's GPU from those of its host's other ranks; empty where it has none."""
+    here, gpus = launched(), visible_gpus()
+    if here is None or not gpus:
+        return ""
+    mine = gpus[here.local_rank % len(gpus)]
+    of_step = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if here.launcher == "srun" else 0
+    given = of_step >= here.local_size * len(gpus)  # by task: every rank may call its own "0"
+    return f"{mine} of local rank {here.local_rank}" if given else mine
+
+
+def share_gpu(ranks: int) -> None:
+    """Let `ranks` processes on one GPU have equal parts of its memory; before the device starts.
+
+    What the user has set stays.
+    """
+    global _share
+    if os.environ.get(MEMORY_SHARE, _share) != _share:
+        return
+    _share = f"{0.9 / ranks:.3f}" if ranks > 1 else ""
+    os.environ.pop(MEMORY_SHARE, None)
+    if _share:
+        os.environ[MEMORY_SHARE] = _share
+
+
+_share = ""  # what `share_gpu` has set, to tell it from the user's
 
 
 def make_cpu_devices(devices: int) -> None:
@@ -177,15 +244,26 @@ def make_cpu_devices(devices: int) -> None:
         )
 
 
+def cache_folder(name: str) -> Path:
+    """A private folder of this user for what can be made again; made where it is not there.
+
+    Raises:
+        OSError, RuntimeError, UsageError: it cannot be written, or nobody's home.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / name
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
+    check(os.access(folder, os.W_OK | os.X_OK), f"{str(folder)!r} is not writable")
+    return folder
+
+
 def use_compilation_cache() -> None:
     """Keep compiled programs in a private folder, so that one rank compiles and the others read."""
     import jax
 
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         try:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "xla"
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a compiled program is code
-        except (OSError, RuntimeError) as error:  # not writable, or nobody's home
+            folder = cache_folder("xla")
+        except (OSError, RuntimeError, UsageError) as error:  # not writable, or nobody's home
             if my_rank() == 0:
                 print(f"jaxmpi: nothing compiled is kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)
             return

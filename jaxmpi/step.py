@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmpi.config import Data, check
-from jaxmpi.model import Model, statistics_over
+from jaxmpi.model import Model, check_image, statistics_over
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState
 
@@ -42,6 +42,11 @@ class EvalMetrics(NamedTuple):
 
 def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     """Softmax cross-entropy f32[batch] of logits f32[batch, classes] and labels i32[batch]."""
+    check(
+        labels.shape == outputs.shape[:-1],
+        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected one class number an example: of "
+        "one-hot labels np.argmax, or give the experiment a `loss` of its own",
+    )
     return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
 
 
@@ -68,6 +73,7 @@ class Forward(NamedTuple):
         Args:
             real: bool[batch], false where an example only fills the batch up: batch statistics leave it out.
         """
+        check_image(self.model.name, image.shape, self.model.input_shape)
         image = normalise(image, self.data).astype(self.compute_dtype)
         cast = partial(cast_floats, dtype=self.compute_dtype)
         with synchronised(self, train) as mean, statistics_over(mean, real):
@@ -78,6 +84,8 @@ class Forward(NamedTuple):
 @contextlib.contextmanager
 def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
     """The mean over workers for batch statistics, which a model in training must ask for within.
+
+    That it asks at all is checked, not that all its layers do: other libraries' keep statistics of their own.
 
     Raises:
         UsageError: the model did not, so that nothing would be synchronised.
@@ -97,8 +105,17 @@ def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], P
 
 
 def normalise(image: jax.Array, data: Data) -> jax.Array:
-    """(pixel / 255 - mean) / std, per channel, of u8 images; f32 ones are ready."""
+    """(pixel / 255 - mean) / std, per channel, of u8 images; others are ready.
+
+    Raises:
+        UsageError: a mean or deviation is given for images that are not u8.
+    """
     if image.dtype != jnp.uint8:
+        check(
+            not (data.mean or data.std),
+            f"data.mean and data.std are for images of uint8; got {image.dtype}, which are taken as ready: leave both "
+            "out, or give uint8",
+        )
         return image
     pixels = image.astype(jnp.float32) / 255
     mean = jnp.asarray(data.mean or (0.0,), jnp.float32)

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi.comm import Comm, Pairs, Turn
-from jaxmpi.config import UsageError, check, lookup
+from jaxmpi.comm import Comm, Pairs, Turn, add_rows
+from jaxmpi.config import UsageError, check, lookup, nearest
 from jaxmpi.processes import Statement
 from jaxmpi.wires import WIRES, Wire
 
 PyTree = Any
 Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
+Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
 PRICE = 1 << 13  # floats that would travel in the time that a message costs by itself, roughly, on most networks
 MAX_COLOURS = 16
 
@@ -170,6 +171,17 @@ def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
     return inside.allgather(total).reshape(-1)
 
 
+def shared_memory(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """One host: ranks add theirs to chunks in shared memory in turn, and copy the result; 32 bits only."""
+    del wire
+    return comm.sum_on_host([x])[0]
+
+
+def shared_memory_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
+    """All leaves where they are, in one call: nothing is fused, padded or split."""
+    return comm.sum_on_host(leaves, divisor)
+
+
 def none(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """No exchange: the bound of compute alone. Workers drift apart."""
     del wire
@@ -177,14 +189,6 @@ def none(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 # ---------------------------------------------------------------- what they are made of
-
-
-def add_rows(rows: jax.Array) -> jax.Array:
-    """Sum f32[w, n] over its first axis, row after row.
-
-    XLA:CPU walks `rows.sum(0)` column by column, a hundred times slower.
-    """
-    return lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:], unroll=8)[0]
 
 
 def pad(x: jax.Array, multiple: int) -> jax.Array:
@@ -365,6 +369,10 @@ class SubComm:
         """As the whole."""
         return self.comm.loop(turns, turn, carry)
 
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """The rows of all, added in rank order; where they are is not asked."""
+        return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
+
     def sign(self, statement: Statement) -> None:
         """As the whole."""
         self.comm.sign(statement)
@@ -401,6 +409,7 @@ class Row(NamedTuple):
     sum: Callable[..., jax.Array]  # a Sum, once `<k>` or `<cross>` of the name is filled in
     wires: tuple[str, ...]
     crosses: bool = False  # whether it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
+    means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, where that is faster
 
 
 ALL = tuple(WIRES)
@@ -413,6 +422,7 @@ STRATEGIES: dict[str, Row] = {
     "pipering": Row(functools.partial(coloured_trees, colours=1), ALL, crosses=True),
     "root": Row(all_to_root, ALL, crosses=True),
     "hier-<cross>": Row(hierarchical, ALL),
+    "shm": Row(shared_memory, ("32",), means=shared_memory_means),
     "none": Row(none, ("32",)),
 }
 ALIASES = {
@@ -433,6 +443,7 @@ class Strategy(NamedTuple):
     name: str
     sum: Sum
     wire: Wire
+    means: Means | None
 
 
 def parse(spelling: str) -> Strategy:
@@ -441,13 +452,14 @@ def parse(spelling: str) -> Strategy:
     Raises:
         UsageError: the algorithm or the wire is unknown, or the algorithm cannot use the wire.
     """
+    check(isinstance(spelling, str), f"strategy: got {spelling!r}; expected a name, such as asa32")
     algorithm, _, wire = ALIASES.get(spelling, spelling).partition(":")
     wire = wire or "32"
     row = find(algorithm)
     encoding = lookup(WIRES, wire, "wire")
     if wire not in row.wires:
         raise UsageError(f"strategy {algorithm!r} cannot use wire {wire!r}; it takes {', '.join(row.wires)}")
-    return Strategy(f"{algorithm}:{wire}", row.sum, encoding)
+    return Strategy(f"{algorithm}:{wire}", row.sum, encoding, row.means)
 
 
 def find(algorithm: str) -> Row:
@@ -464,4 +476,6 @@ def find(algorithm: str) -> Row:
         return row._replace(sum=functools.partial(row.sum, cross=cross.sum))
     blanks = [name for name in STRATEGIES if "<" in name and algorithm in (name, name.partition("<")[0].strip("-"))]
     check(not blanks, f"got strategy {algorithm!r}; fill in what is in <> in {blanks}, as in color4 and hier-ring")
-    return lookup(STRATEGIES, algorithm, "strategy")
+    if algorithm not in STRATEGIES:
+        raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm.lower(), {**STRATEGIES, **ALIASES})}")
+    return STRATEGIES[algorithm]

@@ -6,6 +6,7 @@
 "Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run on all ranks.
 """
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -19,14 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, config, optim, rules, rundir, runtime, strategies
+from jaxmpi import checkpoint, compressors, config, optim, overlap, rules, rundir, runtime, strategies
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
+from jaxmpi.buckets import Order
 from jaxmpi.comm import Comm
 from jaxmpi.config import Experiment, TrainingError
-from jaxmpi.exchange import exchange
+from jaxmpi.courier import courier
+from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
+from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import MpiProcesses, Processes, named_leaves, processes
 from jaxmpi.programs import loaded_jit
 from jaxmpi.recorder import Recorder, cut_record
@@ -61,35 +65,60 @@ class Functions(NamedTuple):
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     strategy: str
     form: str  # which jits the step is made of, for the log
+    asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
+    why: str = ""  # what `auto` came to, for the log
+
+
+def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tuple[Experiment, str]:
+    """`auto` as a strategy and a bucket size: those of the run that is resumed, so that it goes on bit for bit, or
+    those that a probe finds; and a line that says why, empty where nothing was left open.
+    """
+    asked = experiment.exchange
+    if not is_auto(asked.strategy):
+        return experiment, ""
+    text = json.dumps(rundir.stored_exchange(experiment, name)) if workers.processes.rank == 0 else ""
+    stored = json.loads(workers.processes.gather(text)[0])
+    if stored:
+        exchange = dataclasses.replace(asked, **stored)
+        return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
+    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
+    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), example)
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes)
+    exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
+    return dataclasses.replace(experiment, exchange=exchange), verdict.why
 
 
 def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> Functions:
     """The step in the form that suits these workers.
 
-    fused: one jit. split: gradients, exchange and update are jits of their own, so that one rank per host compiles the
-    two big ones and the others read them from the cache; a jit that communicates can never be read from it. So with
-    synchronised batch statistics every rank compiles the gradients for itself.
+    fused: one jit; only here can the exchange run beside the backward pass. split: gradients, exchange and update are
+    jits of their own, so that one rank per host compiles the two big ones and the others read them from the cache; a
+    jit that holds a communicator can never be read from it. So with synchronised batch statistics every rank compiles
+    the gradients for itself.
     """
     gradients, evaluate = pieces(experiment, workers)
-    strategy = strategies.parse(experiment.exchange.strategy).name
-    share = partial(exchange, strategy=strategy, bucket_bytes=experiment.exchange.bucket_bytes, comm=workers.comm)
-    mean, total = partial(share, op="mean"), partial(share, op="sum")
+    order, once = Order(), workers.comm.jit
+    to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
+    spelling = experiment.exchange.strategy
+    strategy = spelling if compressors.is_compressor(spelling) else strategies.parse(spelling).name
+    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers)
+    is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
-    once = workers.comm.jit
-    if is_split(experiment, workers):
-        rule = build_rule(experiment, plan, rules.Exchange(mean, total, once))
-        compiled = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else once(gradients)
+    exchange_of = partial(exchange_for, experiment, workers, strategy, order)
+    if is_split(experiment, workers) and not is_beside:
+        rule = build_rule(experiment, plan, exchange_of(False)._replace(jit=once))
+        compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         step = partial(steps.train_step, gradients=compiled, rule=rule)
-        form = "split form: gradients, exchange and update are jits of their own"
+        form = f"split form: gradients, exchange and update are jits of their own; {why}"
         return Functions(rule, step, once(evaluate), mean_state, strategy, form)
-    rule = build_rule(experiment, plan, rules.Exchange(mean, total))
-    step = partial(steps.train_step, gradients=gradients, rule=rule)
+    rule = build_rule(experiment, plan, exchange_of(is_beside))
+    step = partial(steps.train_step, gradients=order.of(gradients), rule=rule)
     if workers.mesh is None:
-        return Functions(
-            rule, jax.jit(step, donate_argnums=0), once(evaluate), mean_state, strategy, "fused form: one jit"
-        )
+        jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
+        return Functions(rule, jitted, once(evaluate), mean_state, strategy, f"fused form: one jit; {why}")
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
-    form = f"fused form: one jit over {workers.size} devices"
+    form = f"fused form: one jit over {workers.size} devices; {why}"
     return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
 
 
@@ -101,6 +130,39 @@ def over_mesh(
     if isinstance(control, MpiProcesses) and jax.default_backend() == "cpu":
         return loaded_jit(jitted, list(mesh.devices.flat), control)
     return jitted
+
+
+def exchange_for(
+    experiment: Experiment, workers: Workers, strategy: str, order: Order, is_beside: bool
+) -> rules.Exchange:
+    """The exchange of this run, beside the program or in it."""
+    size_bytes = experiment.exchange.bucket_bytes
+    options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
+    if compressors.is_compressor(strategy):
+        refused = partial(exchange, **options)
+        return rules.Exchange(refused, refused, gradients=exchange_gradients(**options))
+    options["order"] = order
+    alone: dict[str, Any] = {"portable": experiment.batch_statistics != "synchronised"}
+    share = partial(overlap.exchange, **alone) if is_beside else exchange
+    is_late = experiment.exchange.overlap == "delayed"
+    if is_beside:
+        courier()  # all ranks start it together; programs that come from another rank find it
+    return rules.Exchange(
+        partial(share, op="mean", **options),
+        partial(share, op="sum", **options),
+        gradients=overlap.delayed_gradients(**options, **alone) if is_late else None,
+    )
+
+
+def unfit_for_overlap(experiment: Experiment, workers: Workers) -> str:
+    """Why this step cannot hide an exchange; empty where it can."""
+    if experiment.form == "split":
+        return "the step is split (form split)"
+    if compressors.is_compressor(experiment.exchange.strategy):
+        return "a compressor exchanges more than once, one after another"
+    is_whole = experiment.micro_batch in (0, config.local_batch(experiment, workers.size))
+    fits = is_whole or experiment.exchange.overlap == "delayed"
+    return "" if fits else "gradients come to exist with the last micro-batch only"
 
 
 def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:
@@ -187,6 +249,7 @@ class Plan(NamedTuple):
     save_every: int  # steps
     lr: optax.Schedule  # by step, scaling included
     headline: str
+    data: dict[str, Any]  # what tells it from other data, wherever it lies
 
     def examples(self, step: int) -> int:
         """Examples that all workers have seen after `step` steps: a short last step of an epoch counts as it is."""
@@ -207,7 +270,8 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
     local_batch = config.local_batch(experiment, workers.size)
     feed = open_feed(experiment, "train", local_batch, workers)
     validation = open_feed(experiment, "validation", local_batch, workers)
-    workers.processes.same("the data", {"train": feed.facts(), "validation": validation.facts()})
+    facts = {"train": feed.facts(), "validation": validation.facts()}
+    workers.processes.same("the data", facts)
     epoch_steps, effective_batch = feed.samplers[0].steps_per_epoch, local_batch * workers.size
     total_steps = max(config.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = optim.Clock(epoch_steps, effective_batch, total_steps)
@@ -226,6 +290,7 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
         clock.steps(experiment.checkpoint_every) or total_steps,
         optim.schedule(experiment.schedule, clock, lr * factor, workers.size),
         headline,
+        {"the data": facts},
     )
 
 
@@ -250,22 +315,35 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     plan = make_plan(experiment, workers)
-    functions = build_functions(experiment, workers, plan)
-    folder = rundir.agree_on_run_dir(experiment, name, workers.processes)
-    states, saved = starting_states(experiment, workers, functions.rule, folder, plan.clock.effective_batch)
-    start = saved.step if saved else 0
+    asked = experiment.exchange.strategy
+    experiment, why = settle_exchange(experiment, name, workers)
+    functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
+    rules.check_wire(experiment.rule, functions.strategy)
+    with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
+        return run_in(folder, experiment, workers, plan, functions, root)
 
-    if experiment.resume and workers.processes.rank == 0:
+
+def run_in(
+    folder: Path, experiment: Experiment, workers: Workers, plan: Plan, functions: Functions, root: Path | None
+) -> dict[str, float]:
+    """Start or resume in a run directory, and go on to the end."""
+    is_first = workers.processes.rank == 0
+    states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
+    start = saved.step if saved else 0
+    if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start)
-    recorder = Recorder(
-        folder if workers.processes.rank == 0 else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0
-    )
-    if workers.processes.rank == 0:
-        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root)
+    recorder = Recorder(folder if is_first else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0)
+    if is_first:
+        facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
+            "asked": functions.asked
+        }
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
-    recorder.say(f"run directory {folder}" + (f", resumed at step {start}" if experiment.resume else ""))
+    place = f"resumed at step {start}" if saved else "no checkpoint in it: from the start"
+    recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
+    if functions.why:
+        recorder.say(functions.why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     try:
@@ -324,10 +402,9 @@ def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
     losses, counts = (rows(value, run.workers).astype(np.float64) for value in metrics)
     for worker, loss in zip(run.workers.mine, losses, strict=True):
         if not np.isfinite(loss):
-            kept = checkpoint.found(run.folder / "checkpoints")
             raise TrainingError(
-                f"the loss of worker {worker} is {loss} at step {step}; "
-                f"last good checkpoint: {kept[-1] if kept else 'none yet'}. Lower the learning rate, warm up or clip"
+                f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
+                "Lower the learning rate, warm up or clip"
             )
     return np.array([losses.sum(), counts.sum()])
 
@@ -368,7 +445,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
 
 
 def starting_states(
-    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, effective_batch: int
+    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
 ) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
     """State 0, or that of the newest checkpoint where the run is resumed."""
     states = initial_states(experiment, workers, rule)
@@ -381,7 +458,8 @@ def starting_states(
     if saved:
         params = next(iter(saved.states.values())).params
         workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
-        rundir.refuse_other_run(saved.extra.get("experiment", {}), rundir.identity(experiment, effective_batch))
+        now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
+        rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
     return (saved.states if saved else states), saved
 
 
@@ -395,9 +473,26 @@ def save(run: Run, state: TrainState, step: int) -> None:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}")
     states = take(state, run.workers)
-    for path, leaf in named_leaves(next(iter(states.values()))):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
-            raise TrainingError(f"{path} is not finite after step {step}: not saved, earlier checkpoints stay")
+    for worker, of_worker in states.items():
+        for path, leaf in named_leaves(of_worker):
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
+                raise TrainingError(
+                    f"{path} of worker {worker} is not finite after step {step}: not saved, earlier checkpoints stay"
+                )
+    try:
+        write(run, states)
+    except OSError as error:
+        raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}; {last_good(run)}") from error
+
+
+def last_good(run: Run) -> str:
+    """The newest checkpoint, for errors."""
+    kept = checkpoint.found(run.folder / "checkpoints")
+    return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
+
+
+def write(run: Run, states: dict[int, TrainState]) -> None:
+    """A checkpoint of these states."""
     checkpoint.save(
         run.folder / "checkpoints",
         states,
@@ -406,7 +501,12 @@ def save(run: Run, state: TrainState, step: int) -> None:
         replicated=run.functions.rule.state_is_replicated,
         extra={
             "elapsed_s": run.recorder.elapsed_s(),
-            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch),
+            "exchange": {
+                "asked": run.functions.asked,
+                "strategy": run.functions.strategy,
+                "bucket_bytes": run.experiment.exchange.bucket_bytes,
+            },
+            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
         },
         keep=run.experiment.keep_checkpoints,
     )

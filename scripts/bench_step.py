@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 from jaxmpi import data, runtime, train
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
 from jaxmpi.workers import gather_workers, put
 from models.cnn import SmallCnn, digits_cnn
 from models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
@@ -38,6 +38,7 @@ def experiment(name: str) -> Experiment:
         loss=googlenet_loss if big else None,
         data=size,
         optim=Optim("adam", lr=1e-3, lr_scaling="none"),
+        exchange=ExchangeConfig("asa32"),
         local_batch=BATCH,
         train_for="1000ep",
     )

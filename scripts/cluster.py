@@ -198,6 +198,7 @@ def environment(folder: Path, agent: Path) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "GLOO_SOCKET_IFNAME": "eth0",
+        "JAXMPI_PROBE": "fresh",  # the next cluster has hosts of the same names and may have other links
     }
     return {**os.environ, **settings}
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxmpi import launch, runtime, train
 from jaxmpi.comm import SoloComm
-from jaxmpi.config import Data, Experiment, Optim, TrainingError
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, TrainingError
 from jaxmpi.processes import SoloProcesses, processes
 from jaxmpi.state import create
 from jaxmpi.workers import Workers, gather_workers, put
@@ -55,7 +55,8 @@ def recipe(name: str, **fields: Any) -> Experiment:
         std=STD[:channels],
     )
     loss = googlenet_loss if name.startswith("googlenet") else None
-    return Experiment(model=model, loss=loss, data=data, optim=Optim("momentum", lr_scaling="none"), **fields)
+    optim, exchange = Optim("momentum", lr_scaling="none"), ExchangeConfig("asa32")
+    return Experiment(model=model, loss=loss, data=data, optim=optim, exchange=exchange, **fields)
 
 
 # ---------------------------------------------------------------- inside a job

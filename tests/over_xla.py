@@ -53,8 +53,13 @@ def same_bits_everywhere(x: np.ndarray) -> bool:
 
 def check_strategies() -> None:
     """The same bits on all ranks, those of the oracle; XLA's own allreduce within rounding."""
-    rows, comm = vectors(N), GlooComm("w", SIZE, HOSTS)
-    got = on_mesh(lambda x: {name: jaxmpi.exchange(x, name, "sum", comm) for name in [*NAMES, "none"]}, rows[RANK])
+    rows, across = vectors(N), GlooComm("w", SIZE, HOSTS)
+
+    def sums(x: jax.Array) -> dict[str, jax.Array]:
+        comms = {name: OVER_XLA if name.startswith("shm") else across for name in [*NAMES, "none"]}
+        return {name: jaxmpi.exchange(x, name, "sum", comm) for name, comm in comms.items()}
+
+    got = on_mesh(sums, rows[RANK])
     assert (got.pop("none") == SIZE * rows[RANK]).all()
     for name, total in got.items():
         assert same_bits_everywhere(total), name

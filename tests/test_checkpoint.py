@@ -90,9 +90,11 @@ def test_a_process_reads_its_own_workers_only(tmp_path):
 
 
 def test_the_newest_are_kept(tmp_path):
-    for step in (1, 2, 10, 100000000, 3):
+    for step in (1, 2, 10, 100000000):
         save(tmp_path, step=step, keep=2)
     assert [path.name for path in checkpoint.found(tmp_path)] == ["step_00000010", "step_100000000"]
+    save(tmp_path, step=3, keep=2)  # what was just saved stays, whatever lies beside it
+    assert len(checkpoint.found(tmp_path)) == 3
     saved = restore(tmp_path)
     assert saved is not None
     assert saved.step == 100000000

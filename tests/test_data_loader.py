@@ -205,6 +205,16 @@ def test_labels_out_of_range():
         next(batches)
 
 
+@pytest.mark.parametrize("label", [0.7, np.float32(1)])
+def test_labels_are_whole_numbers(label):
+    source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, label], classes=3)
+    with (
+        loader(source, 2, train=False) as batches,
+        pytest.raises(UsageError, match=r"array\[1\]: got label .* of float"),
+    ):
+        next(batches)
+
+
 class TestErrors:
     @pytest.mark.parametrize("threads", [1, 4])
     def test_corrupt_example_stops_in_its_turn(self, threads):

@@ -31,7 +31,6 @@ DECAYS = [
         Schedule(decay="step", boundaries=("3ep", "60st", "2560ex"), factor=0.1),
         lambda t: 0.1 ** sum(t >= b for b in (30, 60, 80)),
     ),
-    (Schedule(decay="step"), lambda t: 1.0),
     (Schedule(decay="poly", power=2.0), lambda t: max(1 - t / 100, 0) ** 2),
     (Schedule(decay="poly", span="5ep"), lambda t: max(1 - t / 50, 0) ** 0.5),
     (Schedule(decay="cosine"), lambda t: (1 + np.cos(np.pi * min(t / 100, 1))) / 2),
@@ -91,7 +90,7 @@ def test_warmup_and_decay_multiply():
 
 @pytest.mark.parametrize("decay", ["constant", "step", "poly", "poly_epoch", "cosine"])
 def test_a_run_of_one_step_divides_by_nothing(decay):
-    lr = schedule(Schedule(decay=decay, span="0st", warmup="1st"), Clock(1, 1, 1), PEAK, 1)
+    lr = schedule(Schedule(decay=decay, span="0st", warmup="1st", boundaries=("1st",)), Clock(1, 1, 1), PEAK, 1)
     assert np.isfinite(lr(0))
     assert jnp.asarray(lr(jnp.int32(0))).dtype == jnp.float32
 
@@ -231,3 +230,8 @@ def test_a_warm_up_may_begin_at_a_rate_of_its_own(workers, start, peak):
         [start, peak, peak, peak / 10, peak / 100], rel=1e-6
     )
     assert lr(25) == pytest.approx((start + peak) / 2, rel=1e-6)
+
+
+def test_a_step_decay_needs_boundaries():
+    with pytest.raises(UsageError, match="got no boundaries"):
+        schedule(Schedule(decay="step"), CLOCK, 0.1, 1)

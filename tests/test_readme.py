@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import cli, experiment, launch, optim
+from jaxmpi import cli, experiment, forecast, launch, optim
+from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import COMPRESSORS
 from jaxmpi.data import SOURCES
 from jaxmpi.rules import RULES
@@ -59,6 +60,7 @@ SCENARIOS = [
     Scenario(("devices",), ("4 workers", "step 3/3", "top-1"), THREE_STEPS),
     Scenario(("own_loop.py", "own_loop"), ("2 workers: 2.000 -3.000 1.000",)),
     Scenario(("with_optax.py",), ()),
+    Scenario(("plan",), ("given prices", "4096  512 x 8", "plot: plan.png")),
     Scenario(("help",), ("--optim.lr ", "--data.dir ", "--exchange.strategy ")),
     Scenario(
         ("overrides", "resume"),
@@ -163,6 +165,7 @@ def test_links_lead_somewhere(page):
 
 
 TABLES = {
+    "peer": [*PEERS],
     "strategy": [*STRATEGIES, *ALIASES],
     "wire": [*WIRES],
     "compressor": [*COMPRESSORS],
@@ -198,7 +201,9 @@ def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
-    known |= {flag for script in (ROOT / "scripts").glob("*.py") for flag in flags(script.read_text())}
+    known |= flags(forecast.parser().format_help())
+    scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
+    known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:
         assert not flags(page.read_text()) - known, page.name
 

@@ -12,7 +12,7 @@ import pytest
 from jaxmpi import rules
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import Optim, RuleConfig, UsageError
-from jaxmpi.exchange import exchange
+from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.optim import OPTIMIZERS, is_linear, optimizer
 from tolerances import U, linear_iteration
 
@@ -261,6 +261,13 @@ def build(name: str, config: Optim, force: bool = False) -> rules.Rule:
     talk = rules.Exchange(lambda tree: tree, lambda tree: tree)
     tx = optimizer(config, lambda step: jnp.float32(ETA))
     return rules.build(RuleConfig(name, force=force), tx, talk, optimizer=config.name, linear=is_linear(config))
+
+
+def test_compressors_are_for_gradients():
+    talk = rules.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
+    for name in ("subgd", "awagd"):
+        with pytest.raises(UsageError, match=f"rule '{name}' exchanges no gradients, which compressors and "):
+            rules.build(RuleConfig(name), optax.sgd(ETA), talk, optimizer="sgd", linear=True)
 
 
 NOT_LINEAR = [Optim(name=name) for name, row in OPTIMIZERS.items() if not row.linear] + [Optim(clip_norm=1.0)]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxmpi import rules, step
 from jaxmpi.comm import AxisComm
-from jaxmpi.config import Data, RuleConfig
+from jaxmpi.config import Data, RuleConfig, UsageError
 from jaxmpi.data import ArraySource, Loader, Sampler
 from jaxmpi.exchange import exchange
 from jaxmpi.model import Model
@@ -50,7 +50,7 @@ def test_ranking_is_a_permutation_of_the_classes():
 
 
 def forward(apply, loss=step.cross_entropy, **kwargs) -> step.Forward:
-    model = Model("test", lambda key, image: ({}, {}), apply, (3,), 2)
+    model = Model("test", lambda key, image: ({}, {}), apply, kwargs.pop("shape", (3,)), 2)
     return step.Forward(model, loss, kwargs.pop("data", Data()), **kwargs)
 
 
@@ -158,7 +158,7 @@ def run(workers: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     comm = AxisComm("w", workers)
     talk = rules.Exchange(functools.partial(exchange, comm=comm), functools.partial(exchange, op="sum", comm=comm))
     rule = rules.build(RuleConfig(), optax.sgd(LR), talk, optimizer="sgd", linear=True)
-    gradients = step.local_gradients(forward(softmax_regression))
+    gradients = step.local_gradients(forward(softmax_regression, shape=(D,)))
 
     @jax.jit
     @functools.partial(jax.vmap, axis_name="w")
@@ -242,15 +242,17 @@ def test_normalise_by_one_number_for_all_channels(data):
     np.testing.assert_allclose(step.normalise(image, data), np.asarray(image) / 255, rtol=2 * U)
 
 
-def test_prepared_images_are_not_normalised_again():
+def test_prepared_images_are_not_normalised():
     image = jnp.ones((1, 2, 2, 3))
-    assert step.normalise(image, Data(mean=(0.5,))) is image
+    assert step.normalise(image, Data()) is image
+    with pytest.raises(UsageError, match="for images of uint8; got float32, which are taken as ready"):
+        step.normalise(image, Data(mean=(0.5,)))
 
 
 def test_evaluation_counts_real_examples_only():
     logits = np.array([[9, 0, 0, 0, 0, 0], [9, 8, 7, 6, 5, 4], [0, 9, 0, 0, 0, 0], [0, 0, 0, 0, 0, np.nan]], np.float32)
     batch = {"image": logits, "label": np.array([0, 4, 0, 0], np.int32), "weight": np.array([1, 1, 1, 0], np.float32)}
-    metrics = step.eval_step(forward(lambda p, s, image, key, train: (image, s)), {}, {}, batch)
+    metrics = step.eval_step(forward(lambda p, s, image, key, train: (image, s), shape=(6,)), {}, {}, batch)
     assert (float(metrics.top1), float(metrics.top5), float(metrics.count)) == (1, 3, 3)
     exact = -(
         np.log(np.exp(logits[:3].astype(np.float64)) / np.exp(logits[:3].astype(np.float64)).sum(1, keepdims=True))

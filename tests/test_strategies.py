@@ -21,16 +21,15 @@ from references import sum_over_workers
 from tolerances import bound, height
 
 FILLED = {"color<k>": ["color4"], "hier-<cross>": ["hier-ring"]}
-NOT_ALONG_AN_AXIS = ["none", "shm"]
-ROWS = {
-    name: row.wires
-    for key, row in STRATEGIES.items()
-    if key not in NOT_ALONG_AN_AXIS
-    for name in FILLED.get(key, [key])
-}
+ROWS = {name: row.wires for key, row in STRATEGIES.items() if key != "none" for name in FILLED.get(key, [key])}
 SUMS = [f"{name}:{wire}" for name, wires in ROWS.items() for wire in wires]
 WORKERS = [1, 2, 3, 8]
-CASES = [(name, w) for name in SUMS for w in WORKERS if not name.endswith("bf16") or w == 3]  # bf16 is 16 unscaled
+CASES = [
+    (name, w)
+    for name in SUMS
+    for w in WORKERS
+    if not name.endswith("bf16") or w == 3 or name in ("asa:bf16", "ring:bf16")
+]
 LENGTHS = [0, 1, 1009]
 SCALES = [1e-12, 1.0, 1e6]
 HOSTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 8: (0, 1, 0, 1, 2, 3, 2, 3)}  # for hier
@@ -114,6 +113,8 @@ def oracle(strategy: str, rows: np.ndarray, order, hosts) -> np.ndarray:
         count = len(set(hosts))
         cross = lambda parts, wire: oracle(f"{algorithm[5:]}:{wire}", parts, range(count), ())  # noqa: E731
         return references.hier(rows, wire, hosts, cross)
+    if algorithm == "shm":
+        return references.asa(rows, wire)
     if algorithm in ("asa", "root"):
         return getattr(references, algorithm)(rows, wire)
     if algorithm in ("ring", "tree"):
@@ -235,9 +236,11 @@ def test_what_is_in_angle_brackets_is_filled_in():
     [
         (
             "rings",
-            r"unknown strategy 'rings'; did you mean 'ring'\? there are: ar, asa, color<k>, hier-<cross>, none, pipe",
+            r"unknown strategy 'rings'; did you mean 'ring'\? there are: ar, asa, asa16, asa32, asa8, asabf16, color",
         ),
         ("", "unknown strategy ''"),
+        ("ASA16", r"unknown strategy 'ASA16'; did you mean 'asa16'\?"),
+        (None, "strategy: got None; expected a name, such as asa32"),
         ("asa:17", r"unknown wire '17'; did you mean '16'\? there are: 16, 32, 8, bf16"),
         ("color", r"got strategy 'color'; fill in what is in <> in \['color<k>'\], as in color4 and hier-ring"),
         ("color0", "got strategy 'color0'; expected color1 to color16"),

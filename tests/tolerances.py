@@ -22,9 +22,9 @@ may be above m by 2^-14 at most: that is its r.
 Where f32 results are subnormal XLA may flush them, and wire 8 has no scale below 2^-126: 2^-126 for each operation, of
 which there are fewer than 8 w.
 
-k: 0 for `ar`; 2 for `asa` (slices sent, sum sent) and `root` (vectors sent, sum sent); w for `ring` and `pipering`
-(once a hop, of which there are w - 1, and the sum); one a halving and one for the sum for `tree`, and one more where w
-is no power of two; height + 1 for `color<k>`; that of <cross> over the hosts for `hier-<cross>`.
+k: 0 for `ar` and `shm`; 2 for `asa` (slices sent, sum sent) and `root` (vectors sent, sum sent); w for `ring` and
+`pipering` (once a hop, of which there are w - 1, and the sum); one a halving and one for the sum for `tree`, and one
+more where w is no power of two; height + 1 for `color<k>`; that of <cross> over the hosts for `hier-<cross>`.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def roundings(algorithm: str, workers: int, hosts: int = 1) -> int:
     if algorithm.startswith("color"):
         return height(workers, int(algorithm.removeprefix("color"))) + 1
     levels = workers.bit_length() - 1
-    counts = {"ar": 0, "asa": 2, "root": 2, "ring": workers, "pipering": workers}
+    counts = {"ar": 0, "shm": 0, "asa": 2, "root": 2, "ring": workers, "pipering": workers}
     return counts.get(algorithm, levels + 1 + (workers > 1 << levels))
 
 

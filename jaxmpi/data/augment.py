@@ -148,6 +148,7 @@ def load_mean_image(config: Data) -> np.ndarray | None:
         mean = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UsageError(f"data.mean_image {path}: {error}; expected a .npy file") from error
+    check(isinstance(mean, np.ndarray), f"data.mean_image {path}: got an archive; expected one array, a .npy file")
     mean = with_channels(mean, config.channels, f"data.mean_image {path}")
     check(
         min(mean.shape[:2]) >= config.crop,

@@ -62,8 +62,7 @@ class _Recipe:
         name = where(self.source, index)
         try:
             image, label = self.source[index]
-            label = np.asarray(label, np.int32)
-            self._check_label(label, name)
+            label = self._checked(np.asarray(label), name)
             return self.augment(image, epoch, index, name), label
         except CorruptExample as error:
             if self.skip:
@@ -73,10 +72,12 @@ class _Recipe:
             error.add_note(f"while loading {name} (example {index}, epoch {epoch})")
             raise
 
-    def _check_label(self, label: np.ndarray, name: str) -> None:
+    def _checked(self, label: np.ndarray, name: str) -> np.ndarray:
+        check(label.dtype.kind in "iu", f"{name}: got label {label} of {label.dtype}; expected a whole number")
         top = self.source.classes or np.iinfo(np.int32).max
         in_range = label.size == 0 or (label.min() >= 0 and label.max() < top)
         check(bool(in_range), f"{name}: got label {label}; expected 0 <= label < {top}")
+        return label.astype(np.int32)
 
     def batch(self, step: int, rows: list[Row | CorruptExample]) -> Batch:
         """Rows in the order of the share, and fillers of weight 0 up to the local batch."""

@@ -27,7 +27,7 @@ class Source(Protocol):
 
     `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
     prepared, and an int in [0, classes). A source may also have `where(i) -> str`, the name of
-    example i in errors, and `digest() -> str`, what must be the same on all ranks beside the length.
+    example i in errors, and `digest() -> str`, which is the same on all ranks where their data are.
     """
 
     name: str
@@ -91,6 +91,14 @@ class ArraySource:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
         return np.asarray(self.images[index]), self.labels[index]
+
+    def digest(self) -> str:
+        """Of all labels, and of 64 images spread over the whole: hashing all of a big array would take minutes."""
+        digest = hashlib.sha256(np.asarray(self.labels, np.int64).tobytes())
+        for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
+            image = np.ascontiguousarray(self.images[i])
+            digest.update(f"{image.dtype}{image.shape}".encode() + image.tobytes())
+        return digest.hexdigest()
 
 
 class PythonSource:
@@ -316,10 +324,15 @@ class TfdsSource:
         decoders = {"image": tfds.decode.SkipDecoding()} if compressed else None
         self.records = builder.as_data_source(split=split, decoders=decoders)
         self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize
+        self.full_name = builder.info.full_name
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def digest(self) -> str:
+        """Name, version and split: TFDS keeps what is prepared under one name the same."""
+        return f"{self.full_name}[{self.split}]"
 
     def where(self, index: int) -> str:
         """Data set, split and record."""

@@ -42,9 +42,15 @@ def build(
         linear: whether its updates are linear in the gradients it is given.
 
     Raises:
-        UsageError: an unknown rule, or one that equals no single worker with this optimizer.
+        UsageError: an unknown rule, one that equals no single worker with this optimizer, or a mean with a state for
+            what are no gradients.
     """
     row = lookup(RULES, config.name, "rule")
+    check(
+        config.name == "gradients" or exchange.gradients is None,
+        f"rule {config.name!r} exchanges no gradients, which compressors and exchange.overlap delayed are for; "
+        "use rule gradients, or neither of them",
+    )
     check(
         row.any_optimizer or linear or config.force,
         f"rule {config.name!r} with {optimizer} equals no single worker on the whole batch: {optimizer} is not linear "
@@ -52,6 +58,23 @@ def build(
         "or --rule.force",
     )
     return row.build(tx, exchange, config)
+
+
+COARSE = ("8", "bf16")  # wires that round weights to 8 bits
+
+
+def check_wire(config: RuleConfig, strategy: str) -> None:
+    """Refuse to send weights through a wire that rounds away what a step changes in them.
+
+    Raises:
+        UsageError: AWAGD over `8` or `bf16`, unless forced.
+    """
+    wire = strategy.partition(":")[2]
+    check(
+        config.name != "awagd" or wire not in COARSE or config.force,
+        f"rule awagd sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. Use "
+        "wire 32 or 16, rule gradients, or --rule.force",
+    )
 
 
 def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:

@@ -1,5 +1,6 @@
 """Mean of gradients: one optimizer on what a single worker would see on the whole batch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -14,12 +15,29 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange) -> Rule:
 
     g = (1/k) sum_i g_i ;  w <- w + tx(g)
 
-    State: tx's, equal on all workers. Communicates: one mean of the gradients a step.
-    Learning rate: that of one worker on the effective batch.
+    State: tx's, equal on all workers; with `exchange.gradients` also that one's, of which a part is each worker's.
+    Communicates: one mean of the gradients a step. Learning rate: that of one worker on the effective batch.
     """
     step = descend(tx, exchange.jit)
+    if exchange.gradients:
+        return with_state(tx, exchange.gradients, step)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return step(exchange.mean(grads), state, params)
 
     return Rule(tx.init, update, state_is_replicated=True)
+
+
+def with_state(tx: optax.GradientTransformation, mean: optax.GradientTransformation, step: Callable) -> Rule:
+    """The same with a mean that has a state: compressed, or one step late."""
+
+    def init(params: PyTree) -> PyTree:
+        return mean.init(params), tx.init(params)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        kept, inner = state
+        grads, kept = mean.update(grads, kept)
+        params, inner = step(grads, inner, params)
+        return params, (kept, inner)
+
+    return Rule(init, update, state_is_replicated=False)

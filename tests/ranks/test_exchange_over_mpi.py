@@ -18,7 +18,7 @@ from references import sum_over_workers
 from tolerances import bound
 
 STRATEGIES = ["ar", "asa32", "asa16", "asabf16", "asa8", "ring32", "ring16"]
-STRATEGIES += ["tree:32", "tree:8", "color4:16", "pipering:32", "root:16"]
+STRATEGIES += ["tree:32", "tree:8", "color4:16", "pipering:32", "root:16", "shm"]
 ACROSS = ["asa16", "ring32", "hier-ring32", "hier-color2:8"]
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -64,6 +64,11 @@ def test_sum_between_hosts(strategy):
     [got] = jaxmpi.exchange([row[RANK]], strategy, op="sum", comm=scattered())
     assert (np.abs(np.asarray(got) - sum_over_workers(row)) <= bound(strategy, row, HOSTS)).all()
     assert same_bits_everywhere(got)
+
+
+def test_shared_memory_ends_at_the_host():
+    with pytest.raises(jaxmpi.UsageError, match=f"strategy shm sums in the memory of one host; got workers on {HOSTS}"):
+        jaxmpi.exchange(np.zeros(3, np.float32), "shm", comm=scattered())
 
 
 @pytest.mark.parametrize("strategy", ["color3:32", "pipering:16"])
@@ -157,6 +162,14 @@ def test_a_program_that_calls_back_into_python_runs_too():
     assert seen == [RANK]
 
 
+def test_a_program_with_a_call_that_xla_does_not_export_runs_too():
+    x = np.random.default_rng(RANK).standard_normal((4, 3)).astype(np.float32)
+    factor = COMM.jit(lambda x: jax.lax.linalg.qr(x, full_matrices=False, pivoting=True))
+    q, r, pivots = factor(x)
+    # Householder QR of 4 x 3 is backward stable: some 10 roundings an entry, of entries below 4.
+    assert np.abs(np.asarray(q) @ np.asarray(r) - x[:, np.asarray(pivots)]).max() < 40 * 4 * 2**-24
+
+
 def test_leaves_in_another_order_are_found():
     """JAX flattens an OrderedDict in the order of its making, and leaves travel in that order."""
     if SIZE == 1:
@@ -208,6 +221,8 @@ def test_same_on_all_ranks():
     if SIZE > 1:
         with pytest.raises(jaxmpi.UsageError, match=r"the plan differs.*\n.*rank 1: lr: got 1, expected 0 \(rank 0\)"):
             jaxmpi.same_on_all_ranks("the plan", {"lr": int(RANK == 1)})
+        with pytest.raises(jaxmpi.UsageError, match="different calls: rank 0 to 'the plan', rank 1 to 'the end'"):
+            jaxmpi.same_on_all_ranks("the end" if RANK == 1 else "the plan", 1)
 
 
 def test_what_differs_is_named_by_rank_and_path():

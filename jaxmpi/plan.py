@@ -1,0 +1,444 @@
+"""`auto`: a probe of a few seconds, kept per set of hosts, and what it says to use.
+
+Messages are timed first, inside hosts and between them. With what they cost, `costs` puts all strategies in order; the
+first few are then timed for real, and the fastest of those is taken: the model proposes, the measurement decides.
+"""
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import costs, runtime
+from jaxmpi.comm import Comm, MpiComm
+from jaxmpi.config import UsageError, check, lookup, seconds_from
+from jaxmpi.costs import Fit, Link, Net
+from jaxmpi.processes import MpiProcesses, statement
+from jaxmpi.strategies import parse
+from jaxmpi.wires import WIRES
+
+BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # of a probe; what has begun when it is over is finished
+FORMAT = 1
+BUCKETS = (4 << 20, 1 << 20, 16 << 20, 64 << 20)  # bytes; the first stays unless another gains MARGIN
+MARGIN = 0.05
+SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
+LONGEST = 1 << 22  # floats of the longer one at most
+LONG_SHARE = 0.04  # of the budget: predicted seconds of the longer vector at most
+REPEATS = 3
+HOPELESS = 1.5  # a prediction of so many times the best one's is not worth a measurement
+ENOUGH = 4  # strategies of a wire to measure
+BASELINE = "asa:32"  # what others must beat by MARGIN
+
+
+class Verdict(NamedTuple):
+    """What `auto` came to."""
+
+    strategy: str  # in full: asa:32
+    bucket_bytes: int | None
+    overlap: bool  # whether exchanging beside the backward pass can pay: cores are free while messages travel
+    why: str  # one line
+
+
+class Probe(NamedTuple):
+    """What was measured on a set of hosts."""
+
+    net: Net
+    seconds: dict[str, dict[int, float]]  # strategy in full -> floats -> seconds of the slowest rank; none: impossible
+
+    def fits(self) -> dict[str, Fit]:
+        """The measured strategies' factors."""
+        return {name: costs.fit(self.net, name, times) for name, times in self.seconds.items() if times}
+
+
+def is_auto(spelling: str) -> bool:
+    """Whether a strategy is `auto`, with or without a wire."""
+    return spelling.partition(":")[0] == "auto"
+
+
+def allowed_wires(spelling: str) -> tuple[str, ...]:
+    """What may travel: 32 bits, and the wire that `auto:<wire>` names.
+
+    Raises:
+        UsageError: an unknown wire.
+    """
+    wire = spelling.partition(":")[2] or "32"
+    lookup(WIRES, wire, "wire")
+    return tuple(dict.fromkeys(("32", wire)))
+
+
+def choose(comm: Comm, sizes: Sequence[int], asked: str = "auto", bucket_bytes: int | None = BUCKETS[0]) -> Verdict:
+    """The fastest strategy for leaves of these sizes, in floats, on these workers; the same on all ranks.
+
+    Args:
+        comm: who exchanges.
+        sizes: floats of every leaf.
+        asked: `auto`, or `auto:<wire>` where that wire may travel, too.
+        bucket_bytes: a size that stays, unless it is the default.
+
+    Communicates: a comparison of the arguments; the saved probe, or one of a few seconds. Uses saved ones of the same
+    hosts, slots, cores and versions, unless JAXMPI_PROBE=fresh.
+
+    Raises:
+        UsageError: an unknown wire; ranks that ask for different things.
+    """
+    wires = allowed_wires(asked)
+    if not isinstance(comm, MpiComm):
+        reason = "one worker: nothing travels" if comm.size == 1 else "no MPI ranks, so nothing is probed"
+        return Verdict(f"asa:{wires[-1]}", bucket_bytes, False, f"{asked}: asa:{wires[-1]}; {reason}")
+    sizes = [int(n) for n in sizes]
+    comm.sign(statement("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": sizes}))
+    buckets = BUCKETS if bucket_bytes == BUCKETS[0] else (bucket_bytes,)
+    begin = time.perf_counter()
+    known = probe(comm, sizes, wires)
+    took_s = time.perf_counter() - begin
+    return Verdict(*from_rank_0(comm.processes, lambda: decide(known, sizes, asked, buckets, took_s)))
+
+
+def probe(comm: MpiComm, sizes: Sequence[int], wires: Sequence[str]) -> Probe:
+    """The saved probe of these hosts, with what is missing for these leaves and wires measured; the same on all ranks.
+
+    Communicates: it is a measurement of a few seconds, unless nothing is missing.
+    """
+    key = identity(comm)
+    saved = from_rank_0(comm.processes, lambda: as_json(read(key)))
+    return measured(comm, from_json(saved) if saved else None, key, sizes, wires)
+
+
+def decide(probe: Probe, sizes: Sequence[int], asked: str, buckets: Sequence[int | None], took_s: float) -> Verdict:
+    """The best of what was measured."""
+    net, fits, wires = probe.net, probe.fits(), allowed_wires(asked)
+    names = [name for name in costs.candidates(net, wires) if name in fits]
+    seconds = {name: step_seconds(net, sizes, name, buckets[0], fits) for name in names}
+    fastest, *others = sorted(seconds, key=seconds.__getitem__)
+    first = fastest if seconds[fastest] < (1 - MARGIN) * seconds.get(BASELINE, math.inf) else BASELINE
+    overlap = can_overlap(net, max(sizes, default=0), first)
+    bucket_bytes = buckets[0] if overlap else best_bucket(net, sizes, first, buckets, fits)
+    floats = sum(sizes)
+    why = (
+        f"{asked}: {first}, {size_of(bucket_bytes)}: {step_seconds(net, sizes, first, bucket_bytes, fits):.2g} s for "
+        f"{floats:,} floats in {len(sizes)} leaves on {net.hosts} x {net.slots} ranks"
+        + "".join(f"; {name} {seconds[name]:.2g} s" for name in [fastest, *others] if name != first)
+        + f" (probe: {took_s:.1f} s)"
+    )
+    return Verdict(first, bucket_bytes, overlap, why)
+
+
+def size_of(bucket_bytes: int | None) -> str:
+    """In words."""
+    return "one flat buffer" if bucket_bytes is None else f"buckets of {bucket_bytes / 2**20:g} MiB"
+
+
+def best_bucket(
+    net: Net, sizes: Sequence[int], strategy: str, buckets: Sequence[int | None], fits: costs.Fits
+) -> int | None:
+    """The bucket size with the shortest exchange; the first unless another is clearly better."""
+    seconds = {size: step_seconds(net, sizes, strategy, size, fits) for size in buckets}
+    best = min(buckets, key=seconds.__getitem__)
+    return best if seconds[best] < (1 - MARGIN) * seconds[buckets[0]] else buckets[0]
+
+
+def step_seconds(
+    net: Net, sizes: Sequence[int], strategy: str, bucket_bytes: int | None, fits: costs.Fits | None = None
+) -> float:
+    """Predicted seconds of one exchange of leaves of these sizes; what is fused is copied there and back."""
+    if net.workers == 1:
+        return 0.0
+    if parse(strategy).means:  # takes all leaves at once, where they are
+        return net.call_s + costs.predict(net, sum(sizes), strategy, fits)
+    limit = math.inf if bucket_bytes is None else bucket_bytes
+    small = sum(n for n in sizes if 4 * n < limit)
+    seconds = net.call_s + sum(costs.predict(net, n, strategy, fits) for n in sizes if 4 * n >= limit)
+    if small:
+        count = max(1, math.ceil(4 * small / limit))
+        seconds += count * costs.predict(net, small / count, strategy, fits) + 2 * costs.add(net, small)
+    return seconds
+
+
+def can_overlap(net: Net, n: float, strategy: str) -> bool:
+    """Whether computing can go on meanwhile: cores to spare, or most of the time is spent waiting for other hosts."""
+    whole = costs.predict(net, n, strategy)
+    free = costs.predict(net._replace(between=Link(0.0, 0.0)), n, strategy)
+    return net.cores >= 2 * net.slots or (net.hosts > 1 and free < whole / 2)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def measured(
+    comm: MpiComm, probe: Probe | None, key: dict[str, Any], sizes: Sequence[int], wires: Sequence[str]
+) -> Probe:
+    """The probe with the best candidates for these sizes and wires measured; what is new is saved.
+
+    To a saved one only what cannot be missed is added: the next run shall choose as this one does.
+    """
+    control, end = comm.processes, time.perf_counter() + (0.0 if probe else BUDGET_S)
+    known = probe or Probe(measure_net(comm), {})
+    codecs = {wire: codec_seconds(comm, known.net, wire) for wire in wires if wire not in known.net.codec_s_per_float}
+    known = known._replace(net=known.net._replace(codec_s_per_float={**known.net.codec_s_per_float, **codecs}))
+    count = sum(map(len, known.seconds.values()))
+    while True:
+        late = time.perf_counter() > end
+        following = from_rank_0(control, lambda late=late: next_to_measure(known, sizes, wires, late))
+        if following is None:
+            break
+        name, n = following
+        times = known.seconds.setdefault(name, {})
+        try:
+            times[n] = time_strategy(comm, name, n)
+        except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
+            times.clear()
+    if control.rank == 0 and (codecs or sum(map(len, known.seconds.values())) > count):
+        save(key, known)
+    return known
+
+
+def next_to_measure(
+    probe: Probe, sizes: Sequence[int], wires: Sequence[str], time_is_up: bool
+) -> tuple[str, int] | None:
+    """A strategy and a number of floats; None where all that count are measured, or there is no time.
+
+    All strategies at the length that says more about these leaves come first, then all at the other. The baseline and
+    the first of every wire are measured in any case.
+    """
+    names = [name for name in shortlist(probe, sizes, wires) if probe.seconds.get(name) != {}]
+    lengths = {name: lengths_for(probe.net, name) for name in names}
+    is_short = max(sizes, default=0) < 4 * SHORT * probe.net.workers
+    for turn in (0, 1):
+        for place, name in enumerate(names):
+            n = lengths[name][turn if is_short else 1 - turn]
+            is_needed = turn == 0 and place <= len(wires) and name not in probe.seconds
+            if n not in probe.seconds.get(name, {}) and (is_needed or not time_is_up):
+                return name, n
+    return None
+
+
+def shortlist(probe: Probe, sizes: Sequence[int], wires: Sequence[str]) -> list[str]:
+    """What is worth a measurement: of every wire what is measured already, then the most promising, a few in all.
+
+    The baseline comes first, then the first of every wire, then the second of every wire.
+    """
+    seconds = {name: step_seconds(probe.net, sizes, name, BUCKETS[0]) for name in costs.candidates(probe.net, wires)}
+    hopeless = HOPELESS * min(seconds.values())
+    ordered = sorted(seconds, key=lambda name: (name not in probe.seconds, seconds[name]))
+    hopeful = [name for name in ordered if name in probe.seconds or seconds[name] <= hopeless]
+    of_wires = [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in wires]
+    rows = itertools.zip_longest(*of_wires)
+    return list(dict.fromkeys([BASELINE, *(name for row in rows for name in row if name)]))
+
+
+def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
+    """Two numbers of floats to time it with, multiples of the workers: for its messages, and for its bytes."""
+    short = SHORT * net.workers
+    long = LONGEST
+    while long > 4 * short and costs.predict(net, long, strategy) > LONG_SHARE * BUDGET_S:
+        long //= 2
+    return short, max(4 * short, long - long % net.workers)
+
+
+def time_strategy(comm: MpiComm, name: str, n: int) -> float:
+    """Seconds of a sum of n floats: the best of a few, of the slowest rank each."""
+    strategy = parse(name)
+    run = jax.jit(lambda x: strategy.sum(x, comm, strategy.wire))
+    x = jax.block_until_ready(jnp.ones(n, jnp.float32))
+    jax.block_until_ready(run(x))
+    return min(slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS))
+
+
+def slowest(control: MpiProcesses, work: Callable[[], Any]) -> float:
+    """Seconds that the slowest rank needs, all beginning together."""
+    control.barrier()
+    begin = time.perf_counter()
+    work()
+    return max(map(float, control.gather(repr(time.perf_counter() - begin))))
+
+
+def measure_net(comm: MpiComm) -> Net:
+    """What messages, additions and calls cost on these hosts, all ranks at work at once."""
+    control = comm.processes
+    ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
+    slots = max(map(len, ranks))
+    net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=cores_of_a_host(comm))
+    net = net._replace(even=len({len(host) for host in ranks}) == 1)
+    long_s = from_rank_0(control, lambda: LONG_SHARE * BUDGET_S)
+    peers = control.world.Clone()  # neither the control plane's nor mpi4jax's
+    firsts = [[host[0] for host in ranks]]
+    inside = measure_link(control, peers, ranks, long_s) if slots > 1 else Link(0.0, 0.0)
+    between = measure_link(control, peers, firsts, long_s) if len(ranks) > 1 else Link(0.0, 0.0)
+    peers.Free()
+    inside = Link(inside.alpha_s / net.crowd, inside.beta_s_per_byte / net.crowd)
+    gamma, call = time_addition(control) / net.crowd, time_call(comm)
+    return net._replace(inside=inside, between=between, gamma_s_per_byte=gamma, call_s=call)
+
+
+def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int]], long_s: float) -> Link:
+    """What a message costs where every rank of a ring sends to the next, in all rings at once.
+
+    The longest takes `long_s`, if that is no more than 16 MiB.
+    """
+    mine = next((ring for ring in rings if control.rank in ring and len(ring) > 1), None)
+
+    def seconds(size: int, repeats: int) -> float:
+        sent, received = np.zeros(size, np.uint8), np.empty(size, np.uint8)
+
+        def work() -> None:
+            peers.Barrier()
+            for _ in range(repeats if mine else 0):
+                at = mine.index(control.rank) if mine else 0
+                ahead, behind = (mine[(at + step) % len(mine)] for step in (1, -1)) if mine else (0, 0)
+                peers.Sendrecv(sent, ahead, 0, received, behind)
+
+        return slowest(control, work)
+
+    seconds(8, 4)  # opens connections
+    alpha, size = seconds(8, 64) / 64, 1 << 20
+    while seconds(size, 1) < long_s and size < 1 << 24:
+        size *= 2
+    some, more = seconds(size, 1), seconds(size, 3)  # what both begin with falls out
+    return Link(alpha, max((more - some) / 2 - alpha, 0.0) / size)
+
+
+def time_addition(control: MpiProcesses) -> float:
+    """Seconds a byte of float32 added to another, by all ranks at once."""
+    total, x = np.zeros(1 << 20, np.float32), np.ones(1 << 20, np.float32)
+    return min(slowest(control, lambda: np.add(total, x, out=total)) for _ in range(REPEATS)) / x.nbytes
+
+
+def time_call(comm: MpiComm) -> float:
+    """Seconds of a program that does next to nothing, with all ranks starting together and waiting for its end."""
+    run, x = jax.jit(lambda x: x + 1), jnp.ones(1, jnp.float32)
+    jax.block_until_ready(run(x))
+    return min(slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS))
+
+
+def codec_seconds(comm: MpiComm, net: Net, wire: str) -> float:
+    """Seconds a float to encode and decode, on a core."""
+    if wire == "32":
+        return 0.0
+    run, x = comm.jit(lambda x: WIRES[wire].decode(WIRES[wire].encode(x))), jnp.ones(1 << 20, jnp.float32)
+    jax.block_until_ready(run(x))
+    return (
+        min(slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS)) / x.size / net.crowd
+    )
+
+
+def cores_of_a_host(comm: MpiComm) -> float:
+    """Cores that the ranks of a host may use together; of the host with fewest."""
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    quota = runtime.quota_cores(runtime.QUOTA, os.cpu_count() or 1)
+    texts = [json.loads(text) for text in comm.processes.gather(json.dumps([mine, quota]))]
+    sets: dict[int, set[int]] = {}
+    for host, (cores, _) in zip(comm.hosts, texts, strict=True):
+        sets.setdefault(host, set()).update(cores)
+    return float(min(*map(len, sets.values()), *(limit for _, limit in texts)))
+
+
+def from_rank_0(control: MpiProcesses, make: Callable[[], Any]) -> Any:
+    """A JSON value that rank 0 makes, on all ranks."""
+    return json.loads(control.gather(json.dumps(make()) if control.rank == 0 else "")[0])
+
+
+# ---------------------------------------------------------------- on disk
+
+
+def identity(comm: MpiComm) -> dict[str, Any]:
+    """What a probe is true for: hosts, slots, cores, versions, the kind of device."""
+    names = comm.processes.gather(socket.gethostname())
+    versions = {}
+    for package in ("jaxmpi", "jax", "mpi4jax"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "hosts": {name: names.count(name) for name in sorted(set(names))},
+        "cores": cores_of_a_host(comm),
+        "versions": versions | {"mpi": comm.processes.library},
+        "device": jax.default_backend(),
+    }
+
+
+def file_of(key: Mapping[str, Any]) -> Path:
+    """Where a probe is kept."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return runtime.cache_folder("probes") / f"{digest[:16]}.json"
+
+
+def as_json(probe: Probe | None) -> dict[str, Any] | None:
+    """As plain values."""
+    if probe is None:
+        return None
+    return {"net": probe.net._asdict(), "seconds": probe.seconds}
+
+
+def from_json(value: Any) -> Probe:
+    """The inverse of `as_json`, with every number looked at.
+
+    Raises:
+        ValueError, TypeError, KeyError or AttributeError: it is none.
+    """
+    net = dict(value["net"])
+    net["inside"], net["between"] = Link(*net["inside"]), Link(*net["between"])
+    made = Net(**net)
+    seconds = {
+        parse(name).name: {int(n): float(s) for n, s in times.items()} for name, times in value["seconds"].items()
+    }
+    numbers = [*made.inside, *made.between, made.gamma_s_per_byte, made.call_s, *made.codec_s_per_float.values()]
+    check(all(math.isfinite(x) and x >= 0 for x in numbers), "a price is negative or not finite")
+    check(made.hosts >= 1 and made.slots >= 1 and made.cores > 0, "no hosts, ranks or cores")
+    check(all(s > 0 and n > 0 for times in seconds.values() for n, s in times.items()), "a time is not > 0")
+    return Probe(made, seconds)
+
+
+DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)  # what reading can raise
+
+
+def read(key: Mapping[str, Any]) -> Probe | None:
+    """The saved probe of these hosts; None where there is none, it is damaged, or JAXMPI_PROBE=fresh."""
+    if os.environ.get("JAXMPI_PROBE") == "fresh":
+        return None
+    try:
+        path = file_of(key)
+        value = json.loads(path.read_bytes())
+        check(value["format"] == FORMAT and value["key"] == key, "of another kind")
+        return from_json(value)
+    except FileNotFoundError:
+        return None
+    except DAMAGED as error:
+        print(f"jaxmpi: the saved probe cannot be used ({error}); probing again", file=sys.stderr)
+        return None
+
+
+def newest() -> tuple[dict[str, Any], Probe] | None:
+    """The last saved probe on this machine that can be read, and what it is true for."""
+    folder = runtime.cache_folder("probes")
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            value = json.loads(path.read_bytes())
+            check(value["format"] == FORMAT and isinstance(value["key"]["hosts"], dict), "of another kind")
+            return value["key"], from_json(value)
+        except DAMAGED:
+            continue
+    return None
+
+
+def save(key: Mapping[str, Any], probe: Probe) -> None:
+    """Keep it, whole or not at all; where that cannot be, say so and go on."""
+    try:
+        path = file_of(key)
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        aside.write_text(json.dumps({"format": FORMAT, "key": key, **(as_json(probe) or {})}, indent=1) + "\n")
+        aside.replace(path)
+    except (OSError, RuntimeError) as error:
+        print(f"jaxmpi: the probe is not kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)

@@ -1,0 +1,451 @@
+"""The cost model beside what programs really send, and `auto` and `jaxmpi plan` without MPI.
+
+On real ranks: tests/ranks/test_plan_over_mpi.py and the runs of the trainer at the end.
+"""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi import cli, costs, forecast, plan, rundir, runtime
+from jaxmpi.comm import AxisComm, SoloComm
+from jaxmpi.config import ExchangeConfig, Experiment, UsageError
+from jaxmpi.costs import COSTS, Fit, Link, Net
+from jaxmpi.exchange import exchange
+from jaxmpi.strategies import PRICE, STRATEGIES, parse
+from jaxmpi.train import settle_exchange
+from jaxmpi.wires import WIRES
+from jaxmpi.workers import gather_workers
+from launching import ROOT, train
+
+FREE = Link(0.0, 0.0)
+CARDS = Net(8, 1, Link(1e-5, 1e-10), Link(1e-4, 4e-8))  # eight hosts, 25 MB/s
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def sent(jaxpr, times: int = 1) -> Iterator[tuple[int, int]]:
+    """(how often, bytes) of every message that a rank sends in a traced program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ppermute":
+            aval = equation.invars[0].aval
+            yield times, aval.size * aval.dtype.itemsize
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                length = equation.params["length"] if equation.primitive.name == "scan" else 1
+                yield from sent(inner, times * length)
+
+
+def traffic(spelling: str, n: int, hosts: int, slots: int) -> list[tuple[int, int]]:
+    """The messages of a strategy over so many hosts."""
+    size = hosts * slots
+    comm, strategy = AxisComm("w", size, tuple(rank // slots for rank in range(size))), parse(spelling)
+    traced = jax.make_jaxpr(lambda x: strategy.sum(x, comm, strategy.wire), axis_env=[("w", size)])(jnp.zeros(n))
+    return list(sent(traced.jaxpr))
+
+
+ALONE = ["asa", "ring", "tree", "color2", "color4", "pipering", "root"]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("algorithm", ALONE)
+def test_messages_and_bytes_are_those_of_the_program(algorithm, workers):
+    """One rank a host, so that every message of the program is one round; n divides by all that cut it up."""
+    n = 8 * 3 * 4 * PRICE
+    messages = traffic(f"{algorithm}:32", n, workers, 1)
+    count = costs.predict(Net(workers, 1, FREE, Link(1.0, 0.0)), n, algorithm)
+    assert count == sum(times for times, _ in messages)
+    size = costs.predict(Net(workers, 1, FREE, Link(0.0, 1.0)), n, algorithm)
+    # Packets are padded: by less than one float in each of them.
+    assert size == pytest.approx(sum(times * size for times, size in messages), rel=count / n)
+
+
+@pytest.mark.parametrize("wire", [*WIRES])
+def test_messages_and_bytes_of_wires(wire):
+    n = 8 * 4096
+    messages = traffic(f"ring:{wire}", n, 8, 1)
+    latency, volume = costs.parts(Net(8, 1, FREE, Link(1.0, 1.0)), n, f"ring:{wire}")
+    assert latency == sum(times for times, _ in messages)
+    scale_bytes = 4 * latency  # of wire 16: one number a message, however long
+    assert volume == pytest.approx(sum(times * size for times, size in messages), abs=scale_bytes)
+
+
+@pytest.mark.parametrize("cross", ["ring", "asa", "tree", "color2"])
+def test_a_hierarchy_sends_a_part_between_hosts_and_as_much_as_asa_inside(cross):
+    hosts, slots, n = 4, 2, 4 * 2 * 4 * PRICE
+    assert costs.predict(Net(hosts, slots, Link(1.0, 0.0), FREE), n, f"hier-{cross}") == 2 * (slots - 1)
+    inside = costs.predict(Net(hosts, slots, Link(0.0, 1.0), FREE), n, f"hier-{cross}")
+    assert inside == 2 * (slots - 1) / slots * 4 * n
+    between = costs.predict(Net(hosts, slots, FREE, Link(0.0, 1.0)), n, f"hier-{cross}")
+    alone = costs.predict(Net(hosts, 1, FREE, Link(0.0, 1.0)), n / slots, cross)
+    assert between == pytest.approx(slots * alone, rel=1e-12)  # all ranks of a host at once, over one card
+
+
+def test_a_ring_by_host_crosses_with_one_rank_and_rotations_with_up_to_all():
+    """4 hosts x 2: of asa's 7 rotations the first and the last cross with one rank of a host, the others with two."""
+    n, card = 8000, Net(4, 2, FREE, Link(0.0, 1.0))
+    part = 4 * n / 8
+    assert costs.predict(card, n, "ring") == 14 * part
+    assert costs.predict(card, n, "asa") == (2 * 1 + 5 * 2) * part + 7 * part
+    assert costs.predict(card, n, "tree") == 2 * (n / 4 * 2 + n / 8 * 2) * 4  # level 0 stays inside
+
+
+def test_cores_that_ranks_share_make_work_longer():
+    crowded = Net(1, 8, Link(1e-6, 1e-9), FREE, 1e-10, {"16": 1e-9}, cores=2)
+    roomy = crowded._replace(cores=8)
+    for name in ("asa", "ring:16", "tree"):
+        assert costs.predict(crowded, 1e6, name) == pytest.approx(4 * costs.predict(roomy, 1e6, name))
+
+
+def test_the_naive_reducer_grows_with_the_workers_and_a_ring_does_not():
+    """Gibiansky's argument: 2 (w - 1) n b beta against 2 (w - 1) / w n b beta."""
+    net, n = Net(1, 1, FREE, Link(0.0, 1.0)), 1e6
+    root, ring = ([costs.predict(net._replace(hosts=w), n, name) for w in (2, 10, 100)] for name in ("root", "ring"))
+    assert [x / (8 * n) for x in root] == [1, 9, 99]
+    assert np.allclose([x / (8 * n) for x in ring], [1 / 2, 9 / 10, 99 / 100])
+
+
+def test_every_strategy_has_a_price_and_nothing_is_sent_by_one_worker():
+    assert set(COSTS) == set(STRATEGIES)
+    one = CARDS._replace(hosts=1)
+    assert {costs.predict(one, 1e6, name) for name in costs.candidates(CARDS, tuple(WIRES))} == {0.0}
+
+
+def test_candidates_are_strategies_that_fit():
+    wide, one, uneven = CARDS._replace(slots=2), CARDS._replace(hosts=1, slots=8), CARDS._replace(slots=2, even=False)
+    for net, hierarchies in ((CARDS, False), (wide, True), (one, False), (uneven, False)):
+        names = costs.candidates(net, ("32", "16"))
+        assert [parse(name).name for name in names] == names
+        assert any(name.startswith("hier-") for name in names) == hierarchies
+        assert not {"none:32", "ar:32", "ar:16"} & set(names)
+
+
+# ---------------------------------------------------------------- measured factors
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (3.0, 0.5), (0.25, 8.0)])
+def test_factors_are_found_again(factors):
+    call_s = 0.01
+    net = CARDS._replace(call_s=call_s)
+    times = {}
+    for n in (1 << 12, 1 << 20):
+        latency, volume = costs.parts(net, n, "ring:16")
+        times[n] = call_s + factors[0] * latency + factors[1] * volume
+    assert costs.fit(net, "ring:16", times) == pytest.approx(factors, rel=1e-6)
+    fits = {"ring:16": Fit(*factors)}
+    assert costs.predict(net, 1 << 20, "ring:16", fits) == pytest.approx(times[1 << 20] - call_s)
+
+
+def test_times_that_contradict_the_formula_give_one_factor():
+    """More floats in less time: noise. Neither part may become negative."""
+    latency, volume = costs.fit(CARDS, "ring:32", {1 << 12: 1.0, 1 << 20: 0.1})
+    assert latency == volume > 0
+    assert costs.fit(CARDS, "ring:32", {1 << 20: sum(costs.parts(CARDS, 1 << 20, "ring"))}) == pytest.approx((1, 1))
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def probe(net: Net, factors: dict[str, float]) -> plan.Probe:
+    """As if strategies had taken so many times what the formulas say."""
+    lengths = (1 << 14, 1 << 20)
+    return plan.Probe(net, {k: {n: f * costs.predict(net, n, k) for n in lengths} for k, f in factors.items()})
+
+
+def test_the_fastest_as_measured_is_taken_unless_the_gain_is_small():
+    faster = probe(CARDS, {"asa:32": 1.0, "ring:32": 0.9, "tree:32": 2.0})
+    assert plan.decide(faster, [10**6], "auto", plan.BUCKETS, 1.0).strategy == "ring:32"
+    hardly = probe(CARDS, {"asa:32": 1.0, "ring:32": 0.99})
+    verdict = plan.decide(hardly, [10**6], "auto", plan.BUCKETS, 1.0)
+    assert verdict.strategy == "asa:32"
+    assert verdict.why.startswith("auto: asa:32, buckets of 4 MiB: 0.28 s for 1,000,000 floats in 1 leaves on 8 x 1 ra")
+    assert verdict.overlap  # the card is what is waited for
+
+
+def test_precision_is_not_lowered_unless_asked():
+    both = probe(CARDS, {"asa:32": 1.0, "ring:16": 1.0, "ring:8": 1.0})
+    picked = [plan.decide(both, [10**6], asked, plan.BUCKETS, 0.0).strategy for asked in ("auto", "auto:16", "auto:8")]
+    assert picked == ["asa:32", "ring:16", "ring:8"]
+
+
+def test_bigger_buckets_where_messages_are_dear():
+    sizes = [1 << 16] * 256  # leaves of 256 KiB, 64 MiB in all
+    dear, cheap = ({"inside": Link(a, 1e-9), "cores": 1.0} for a in (1e-1, 0.0))
+    net = CARDS._replace(hosts=1, slots=8, gamma_s_per_byte=1e-10)
+    verdicts = [
+        plan.decide(probe(net._replace(**prices), {"asa:32": 1.0}), sizes, "auto", plan.BUCKETS, 0.0)
+        for prices in (dear, cheap)
+    ]
+    assert [v.bucket_bytes for v in verdicts] == [64 << 20, 4 << 20]
+    assert not any(v.overlap for v in verdicts)  # one core for eight ranks
+    assert plan.decide(probe(net, {"asa:32": 1.0}), sizes, "auto", (None,), 0.0).bucket_bytes is None
+
+
+def test_what_is_measured_next():
+    """The baseline, then the most promising of every wire, a few in all; at the other length only if there is time."""
+    known = plan.Probe(CARDS, {})
+    assert plan.next_to_measure(known, [10**6], ("32",), True) == ("asa:32", plan.lengths_for(CARDS, "asa:32")[1])
+    assert plan.next_to_measure(known, [10**2], ("32",), True) == ("asa:32", plan.lengths_for(CARDS, "asa:32")[0])
+    order = all_measured(known, ("32", "16"), False)
+    half = len(order) // 2
+    assert order[0] == "asa:32"
+    assert order[:half] == order[half:]
+    assert 2 <= sum(name.endswith(":16") for name in order[:half]) <= plan.ENOUGH
+    assert not [name for name in order if name.startswith(("root", "none"))]
+
+
+def test_without_time_a_saved_probe_gets_only_what_a_new_wire_needs():
+    known = plan.Probe(CARDS, {})
+    first = all_measured(known, ("32",), True)
+    assert first[0] == "asa:32"
+    assert len(first) == 2
+    assert all_measured(known, ("32",), True) == []
+    [added] = all_measured(known, ("32", "16"), True)
+    assert added.endswith(":16")
+
+
+def test_what_cannot_be_measured_is_left_out():
+    """Such as shm, where a container's shared memory is small."""
+    host = CARDS._replace(hosts=1, slots=8, gamma_s_per_byte=1e-11)
+    known = plan.Probe(host, {"shm:32": {}})
+    assert "shm:32" in plan.shortlist(known, [10**6], ("32",))
+    assert "shm:32" not in all_measured(known, ("32",), False)
+    assert plan.decide(known, [10**6], "auto", plan.BUCKETS, 0.0).strategy != "shm:32"
+    assert plan.from_json(json.loads(json.dumps(plan.as_json(known)))) == known
+
+
+def all_measured(known: plan.Probe, wires: tuple[str, ...], time_is_up: bool) -> list[str]:
+    """What is measured, one after another, as if every strategy took what its formula says."""
+    order = []
+    while following := plan.next_to_measure(known, [10**6], wires, time_is_up):
+        name, n = following
+        assert n % known.net.workers == 0
+        known.seconds.setdefault(name, {})[n] = costs.predict(known.net, n, name)
+        order.append(name)
+    return order
+
+
+def test_without_mpi_nothing_is_probed_and_the_default_taken():
+    assert plan.choose(SoloComm(), [5]).strategy == "asa:32"
+    verdict = plan.choose(AxisComm("w", 4), [5], "auto:16", None)
+    assert (verdict.strategy, verdict.bucket_bytes) == ("asa:16", None)
+    x = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
+    got, expected = (
+        jax.vmap(lambda v, s=s: exchange(v, s, comm=AxisComm("w", 4)), axis_name="w")(x) for s in ("auto", "asa32")
+    )
+    assert np.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("asked", ["auto:7", "auto:auto", "automatic"])
+def test_other_words_are_refused(asked):
+    with pytest.raises(UsageError, match=r"unknown (wire|strategy)"):
+        exchange(jnp.ones(3), asked, comm=SoloComm())
+
+
+# ---------------------------------------------------------------- on disk
+
+
+KEY = {"hosts": {"node0": 8}, "cores": 2.0}
+SAVED = probe(CARDS._replace(codec_s_per_float={"32": 0.0, "16": 1e-9}), {"asa:32": 1.0, "ring:16": 1.3})
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_probe_is_kept_for_its_hosts(cache):
+    plan.save(KEY, SAVED)
+    assert plan.read(KEY) == SAVED
+    assert plan.read({**KEY, "cores": 4.0}) is None
+    assert plan.newest() == (KEY, SAVED)
+    assert [path.suffix for path in plan.file_of(KEY).parent.iterdir()] == [".json"]
+
+
+def changed(**fields: object) -> str:
+    return json.dumps({"format": plan.FORMAT, "key": KEY, **(plan.as_json(SAVED) or {}), **fields})
+
+
+DAMAGE = {
+    "empty": "",
+    "cut off": changed()[:-20],
+    "a list": "[]",
+    "of another format": changed(format=99),
+    "of other hosts": changed(key={}),
+    "without prices": changed(net={}),
+    "with a field more": changed(net=SAVED.net._asdict() | {"colour": 3}),
+    "a negative price": changed(net=SAVED.net._asdict() | {"gamma_s_per_byte": -1.0}),
+    "a price that is no number": changed(net=SAVED.net._asdict() | {"inside": [math.nan, 0.0]}),
+    "no ranks": changed(net=SAVED.net._asdict() | {"slots": 0}),
+    "an unknown strategy": changed(seconds={"warp:32": {"8": 1.0}}),
+    "no seconds": changed(seconds={"asa:32": {"8": 0.0}}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_counts_as_none(damage, cache, capsys):
+    plan.save(KEY, SAVED)
+    plan.file_of(KEY).write_text(DAMAGE[damage])
+    assert plan.read(KEY) is None
+    assert "the saved probe cannot be used (" in capsys.readouterr().err
+    if damage != "of other hosts":
+        assert plan.newest() is None
+
+
+# ---------------------------------------------------------------- jaxmpi plan
+
+
+GIVEN = ["--alpha-s", "1e-4", "--beta-s-per-byte", "4e-8", "--bytes", "24e6", "--step-s", "2"]
+
+
+def run(*argv: str) -> None:
+    forecast.main(argv)
+
+
+def test_a_table_and_a_plot_from_given_prices(tmp_path, capsys):
+    run(*GIVEN, "--slots", "1", "8", "--png", str(tmp_path / "plan.png"))
+    lines = capsys.readouterr().out.splitlines()
+    rows = {tuple(line.split()[1:4]): line.split()[4:] for line in lines if line.split()[0].isdigit()}
+    assert [key[0] for key in rows][:12] == [str(1 << k) for k in range(1, 13)]
+    assert ("1", "x", "8") in rows
+    assert ("512", "x", "8") in rows
+    strategy, exchange_s, exposed_s, step_s, efficiency, _ = rows["2", "x", "1"]
+    # Both send half of the bytes twice: 2 (2 - 1) / 2 x 24 MB x 40 ns, and two messages.
+    assert (strategy, exchange_s, exposed_s) == ("asa:32", "0.9602", "0.9602")
+    assert (float(step_s), float(efficiency)) == (2.96, 67.6)
+    with Image.open(tmp_path / "plan.png") as image:
+        assert image.format == "PNG"
+        assert len(image.convert("RGB").getcolors(1 << 24) or []) > 5
+
+
+def test_what_is_hidden_is_not_exposed(capsys):
+    """Half of 2 s is left when the first bucket exists; the exchange of 0.96 s fits."""
+    run(*GIVEN, "--slots", "1", "--overlap", "0.5")
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.split()[0] == "2")
+    assert row[6:] == ["0", "2", "100.0", "%"]
+
+
+def test_a_models_tree_counts_leaf_by_leaf(capsys):
+    run(*GIVEN[:4], "--experiment", str(ROOT / "experiments" / "digits.py"))
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert heading.endswith("given prices")
+    assert heading.startswith("0.2 MB of gradients in 8 leaves")
+
+
+def test_it_goes_by_the_newest_probe(cache, capsys):
+    plan.save(KEY, SAVED)
+    run("--bytes", "24e6", "--wires", "32", "16")
+    out = capsys.readouterr().out
+    assert "probe of node0 x 8" in out
+    assert "ring:16" in out or "tree:16" in out
+
+
+WRONG = [
+    (["--bytes", "24e6"], "no probe is kept on this machine; run it under a launcher"),
+    (["--alpha-s", "1", "--bytes", "8"], "--alpha-s and --beta-s-per-byte together"),
+    (GIVEN[:4], "give --bytes or --experiment, one of the two"),
+    ([*GIVEN, "--overlap", "2"], r"--overlap: got 2.0; expected a share of the step in \[0, 1\]"),
+    ([*GIVEN, "--step-s", "-1"], "--step-s: got -1.0; expected seconds >= 0"),
+    ([*GIVEN, "--slots", "0"], r"--slots: got \[0\]"),
+    ([*GIVEN, "--wires", "5"], "unknown wire '5'"),
+    ([*GIVEN, "--bytes", "3"], "--bytes: got 3.0; expected >= 4"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG)
+def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
+    with pytest.raises(UsageError, match=message):
+        run(*argv)
+
+
+def test_it_is_a_command():
+    assert cli.COMMANDS["plan"][1] is forecast.main
+
+
+# ---------------------------------------------------------------- in the trainer
+
+
+COMPILED = str(runtime.cache_folder("xla"))  # the user's: programs need not be compiled anew for these tests
+
+
+def trained(ranks: int, folder: Path, *more: str) -> str:
+    """What a short run printed; its probe has time for two strategies."""
+    line = ("experiments/digits.py", "--effective-batch", "60", "--eval-every", "0st", "--run-dir", str(folder / "run"))
+    env = {"JAXMPI_PROBE_S": "1e-9", "XDG_CACHE_HOME": str(folder / "cache"), "JAX_COMPILATION_CACHE_DIR": COMPILED}
+    ended = train(ranks, *line, *more, env=env)
+    assert ended.code == 0, ended.out
+    return ended.out
+
+
+def test_a_run_says_and_stores_what_auto_chose(tmp_path):
+    out = trained(2, tmp_path, "--train-for", "1st", "--exchange.strategy", "auto")
+    [chosen] = re.findall(r"auto: (\S+:32), buckets of (?:1|4|16|64) MiB: .* on 1 x 2 ranks", out)
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json").read_text())
+    stored = manifest["extra"]["exchange"]
+    assert (stored["asked"], stored["strategy"]) == ("auto", chosen)
+    facts = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (facts["asked"], facts["strategy"]) == ("auto", chosen)
+    assert facts["experiment"]["exchange"] == {k: stored[k] for k in ("strategy", "bucket_bytes")}
+
+
+def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
+    """Three ranks, so that a ring's additions have an order of their own; no probe is made."""
+    line = ("--train-for", "8st", "--checkpoint-every", "4st")
+    trained(3, tmp_path, *line, "--exchange.strategy", "ring32", "--exchange.bucket-bytes", "65536")
+    last, middle = (tmp_path / "run" / "checkpoints" / f"step_0000000{k}" for k in (8, 4))
+    expected = (last / "common.bin").read_bytes()
+    shutil.rmtree(last)
+    manifest = json.loads((middle / "manifest.json").read_text())
+    manifest["extra"]["exchange"]["asked"] = "auto"
+    (middle / "manifest.json").write_text(json.dumps(manifest))
+    out = trained(3, tmp_path, *line, "--exchange.strategy", "auto", "--resume")
+    assert "auto: ring:32, as before" in out
+    assert "resumed at step 4" in out
+    assert not (tmp_path / "cache" / "jaxmpi" / "probes").exists()
+    assert (last / "common.bin").read_bytes() == expected
+    stored = json.loads((last / "manifest.json").read_text())["extra"]["exchange"]
+    assert stored == {"asked": "auto", "strategy": "ring:32", "bucket_bytes": 65536}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "text",
+        {},
+        {"asked": "auto", "strategy": 3, "bucket_bytes": 4},
+        {"asked": "auto", "strategy": "asa:32", "bucket_bytes": "many"},
+    ],
+)
+def test_a_damaged_choice_is_named(stored, tmp_path):
+    folder = tmp_path / "checkpoints" / "step_00000004"
+    folder.mkdir(parents=True)
+    manifest = {"format": 1, "step": 4, "workers": 1, "files": {}, "extra": {"exchange": stored}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "record.jsonl").touch()
+    experiment = Experiment(exchange=ExchangeConfig("auto"), resume=True, run_dir=str(tmp_path))
+    with pytest.raises(UsageError, match=r"step_00000004: exchange: got .*damaged|bucket_bytes: got 'many'"):
+        settle_exchange(experiment, "digits", gather_workers(1))
+
+
+def test_a_choice_for_another_word_does_not_count(tmp_path):
+    experiment = Experiment(exchange=ExchangeConfig("auto:16"), resume=True, run_dir=str(tmp_path))
+    (tmp_path / "record.jsonl").touch()
+    assert rundir.stored_exchange(experiment, "digits") is None
+    folder = tmp_path / "checkpoints" / "step_00000004"
+    folder.mkdir(parents=True)
+    for extra in ({}, {"exchange": {"asked": "auto", "strategy": "asa:32", "bucket_bytes": None}}):
+        manifest = {"format": 1, "step": 4, "workers": 1, "files": {}, "extra": extra}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        assert rundir.stored_exchange(experiment, "digits") is None

@@ -1,0 +1,96 @@
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmpi import rundir
+from jaxmpi.config import Experiment, UsageError
+from jaxmpi.data import ArraySource
+
+HOLD = """
+import sys
+from pathlib import Path
+from jaxmpi import rundir
+with rundir.locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def claim(resume: bool = False, run_dir: str = "") -> Path:
+    with contextlib.ExitStack() as held:
+        return rundir.claim(Experiment(resume=resume, run_dir=run_dir), "digits", held)
+
+
+def test_two_jobs_never_share_a_run_directory(tmp_path):
+    (tmp_path / "record.jsonl").write_text("")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(UsageError, match=f"in use by process {other.pid} on "):
+            claim(resume=True, run_dir=str(tmp_path))
+        other.kill()
+        other.wait(10)
+        assert claim(resume=True, run_dir=str(tmp_path)) == tmp_path
+
+
+def test_the_newest_run_of_this_experiment_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="'runs/digits-' is no run directory"):
+        claim(resume=True)
+    stamps = ("20260102-030405", "20260102-030405-2", "20260102-030405-10", "20251231-235959-11")
+    for name in (*(f"digits-{stamp}" for stamp in stamps), "digits-2-20270101-000000", "digits-9", "x"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "record.jsonl").write_text("")
+    assert claim(resume=True) == Path("runs", "digits-20260102-030405-10")
+
+
+def test_a_run_directory_that_holds_a_run_is_named(tmp_path):
+    record, checkpoint = tmp_path / "record.jsonl", tmp_path / "checkpoints" / "step_00000003"
+    for _ in range(2):  # a run that came to no step may be started again
+        assert claim(run_dir=str(tmp_path)) == tmp_path
+        record.write_text('{"kind": "run"}\n')
+    record.write_text('{"kind": "run"}\n{"kind": "train", "step": 1}\n')
+    with pytest.raises(UsageError, match=f"run directory '{tmp_path}' holds a run already"):
+        claim(run_dir=str(tmp_path))
+    record.unlink()
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(UsageError, match=f"run directory '{tmp_path}' holds a run already"):
+        claim(run_dir=str(tmp_path))
+
+
+def test_a_folder_without_a_record_is_not_resumed(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match=r"is no run directory, it has no record\.jsonl"):
+        claim(resume=True, run_dir=str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_run_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "sealed").mkdir(mode=0o500)
+    with pytest.raises(UsageError, match="cannot be used"):
+        claim(run_dir=str(tmp_path / "sealed"))
+
+
+def test_a_file_is_no_run_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be used"):
+        claim(run_dir=str(tmp_path / "file"))
+
+
+def test_the_digest_of_an_array_sees_labels_and_images():
+    images, labels = np.zeros((40, 4, 4), np.uint8), [0] * 40
+    changed, other = images.copy(), [*labels[:-1], 1]
+    changed[7, 0, 0] = 1
+    digests = {ArraySource(i, j).digest() for i, j in ((images, labels), (changed, labels), (images, other))}
+    assert len(digests) == 3
+    assert ArraySource(images.copy(), labels).digest() in digests
+    ArraySource(np.zeros((0, 4, 4), np.uint8), []).digest()
