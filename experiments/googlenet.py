@@ -3,9 +3,9 @@
 mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py
 
-Batch 32 a worker; rate 0.01 with 1 worker, 0.007 with 2, 0.005 with 4 and 8, times (1 - t)^0.5 over 240 epochs, held
-through each; biases at twice the rate and without decay. AWAGD takes the mean of weights, so the rate is multiplied by
-the number of workers, as in the authors' code. With --devices 2 or 8 give --optim.lr.
+Batch 32 a worker; rate 0.01 with one worker, 0.007 with two, 0.005 with more, under AWAGD times the number of workers;
+in epoch e times (1 - e / 240)^0.5; biases at twice the rate and without decay. With --devices give --optim.lr.
+
 The second line: 92 % top-1 in 60 to 100 s on 2 cores (docs/results.md). The first has not been run on ImageNet here.
 It differs from the paper in taking a mean per channel and not a mean image, and the shorter side, aspect kept.
 """
@@ -37,7 +37,7 @@ experiment = Experiment(
     ),
     optim=Optim(
         "momentum",
-        lr={1: 0.01, 2: 0.007, 3: 0.007}.get(launched_workers(), 0.005),
+        lr={1: 0.01, 2: 0.007}.get(launched_workers(), 0.005),
         momentum=0.9,
         weight_decay=2e-4,
         bias_lr_factor=2.0,

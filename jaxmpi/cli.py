@@ -13,8 +13,14 @@ def models(argv: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "models", *argv])
 
 
+def bench(argv: list[str]) -> None:
+    """`python -m jaxmpi.bench`: other commands need not wait for what it imports."""
+    os.execv(sys.executable, [sys.executable, "-m", "jaxmpi.bench", *argv])
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "train": ("train an experiment with N workers; prints the launcher's line", launch.main),
+    "bench": ("time exchanges beside other libraries' and the bound", bench),
     "plan": ("predicted step time and best strategy for 2 to 4,096 workers", forecast.main),
     "models": ("table of the models in this folder's models/", models),
 }

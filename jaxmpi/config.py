@@ -213,15 +213,28 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
     )
 
 
+# When buckets travel.
+OVERLAPS = {
+    "auto": "on where it pays, which is between hosts",
+    "on": "while the backward pass goes on",
+    "off": "after it",
+    "delayed": "while the next step goes on: gradients are applied one step late, another algorithm",
+}
+
+
 @dataclass(frozen=True)
 class ExchangeConfig:
     """How they talk, and what travels."""
 
     strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
+    overlap: str = (
+        "auto"  # auto | on | off | delayed: exchange beside the backward pass; delayed applies it a step late
+    )
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)
+        lookup(OVERLAPS, self.overlap, "exchange.overlap")
 
 
 # How batch norm's statistics cross workers: what training normalises with, what evaluation does.

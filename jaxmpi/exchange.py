@@ -11,6 +11,7 @@ import optax
 from jax.core import Tracer
 
 from jaxmpi import compressors
+from jaxmpi.buckets import Order, fuse, plan, split, split_all
 from jaxmpi.comm import Comm, MpiComm, world
 from jaxmpi.compressors import Peers
 from jaxmpi.config import UsageError, check, check_bucket_bytes, lookup
@@ -30,6 +31,7 @@ def exchange(
     op: Op = "mean",
     comm: Comm | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
+    order: Order | None = None,
 ) -> PyTree:
     """The mean or sum of a tree over all workers, bitwise equal on all of them.
 
@@ -46,6 +48,7 @@ def exchange(
         op: mean or sum.
         comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
+        order: in which leaves come to exist; buckets are then those of `overlap.exchange`. Default: as in the tree.
 
     Communicates: a comparison of structure and options between ranks, then the strategy once a bucket. Inside jit they
     are compared while tracing only: ranks that call it with different trees, both traced before, are not caught.
@@ -70,7 +73,7 @@ def exchange(
     comm = comm or world()
     if is_auto(strategy):
         strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
-    choice = Choice(parse(strategy).name, op, comm, bucket_bytes)
+    choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
     if is_traced(leaves):
         choice.comm.sign(choice.statement(tree))
         return jax.tree.unflatten(structure, choice.inside_jit([not_differentiable(leaf) for leaf in leaves]))
@@ -114,28 +117,29 @@ class Choice(NamedTuple):
     op: Op
     comm: Comm
     bucket_bytes: int | None
+    order: Order | None = None
 
     def statement(self, tree: PyTree) -> Statement:
         """What must be the same on all ranks."""
-        options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes}
+        ready = self.ready(len(jax.tree.leaves(tree)))
+        options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         return statement("exchange", {**options, "leaf": signature(tree)})
+
+    def ready(self, count: int) -> list[int] | None:
+        """Leaves in the order in which they come to exist, where that counts."""
+        return self.order.leaves(count) if self.order else None
+
+    def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
+        """Which leaves travel together; a strategy that takes all leaves at once gains nothing from fusing them."""
+        bucket_bytes = 0 if parse(self.strategy).means else self.bucket_bytes
+        return plan([leaf.size for leaf in leaves], bucket_bytes, self.ready(len(leaves)))
 
     def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Leaves -> buckets -> sums -> leaves, as part of the caller's program."""
         if self.comm.size == 1:
             return leaves
-        buckets = self.buckets([leaf.size for leaf in leaves])
-        groups = [[leaves[i] for i in bucket] for bucket in buckets]
-        vectors = [group[0] if len(group) == 1 else fuse(group) for group in groups]
-        out = list(leaves)
-        for bucket, group, total in zip(buckets, groups, self.exchanged(vectors), strict=True):
-            for i, leaf in zip(bucket, [total] if len(group) == 1 else split(total, group), strict=True):
-                out[i] = leaf
-        return out
-
-    def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
-        """`plan`; a strategy that takes all leaves at once gains nothing from fusing them."""
-        return plan(sizes, 0 if parse(self.strategy).means else self.bucket_bytes)
+        buckets = self.buckets(leaves)
+        return split_all(self.exchanged([fuse([leaves[i] for i in bucket]) for bucket in buckets]), leaves, buckets)
 
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
         """The mean or sum of every vector over workers, in its shape and dtype."""
@@ -174,7 +178,7 @@ def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callabl
     A program that communicates is compiled by every rank for itself. Here it sees nothing but vectors, which keeps it
     small; the other two are compiled once a host. A leaf that is alone in its bucket passes by without a copy.
     """
-    buckets = choice.buckets([leaf.size for leaf in like])
+    buckets = choice.buckets(like)
     alone = [bucket[0] for bucket in buckets if len(bucket) == 1]
     fused = [bucket for bucket in buckets if len(bucket) > 1]
     groups = [[like[i] for i in bucket] for bucket in fused]
@@ -196,47 +200,6 @@ def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callabl
         return out
 
     return run
-
-
-def plan(sizes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:
-    """Which leaves travel together, as indices in order; empty leaves do not travel.
-
-    A leaf of `bucket_bytes` or more is alone, so that it need not be copied; smaller neighbours are fused up to that.
-    """
-    if bucket_bytes is None:
-        return [bucket] if (bucket := [i for i, n in enumerate(sizes) if n]) else []
-    buckets: list[list[int]] = []
-    fused: list[int] = []  # the bucket that small leaves still go into
-    room = 0
-    for i, n in enumerate(sizes):
-        size_bytes = 4 * n  # all leaves travel from f32
-        if n == 0:
-            continue
-        if size_bytes >= bucket_bytes:
-            buckets.append([i])
-        elif size_bytes <= room:
-            fused.append(i)
-            room -= size_bytes
-        else:
-            fused = [i]
-            buckets.append(fused)
-            room = bucket_bytes - size_bytes
-    return buckets
-
-
-def fuse(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Leaves as one f32[n]; a single f32 leaf is only reshaped."""
-    flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
-    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
-
-
-def split(flat: jax.Array, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """The inverse of `fuse`, in the shapes and dtypes of `leaves`."""
-    ends = np.cumsum([leaf.size for leaf in leaves])
-    return [
-        flat[end - leaf.size : end].reshape(leaf.shape).astype(leaf.dtype)
-        for end, leaf in zip(ends, leaves, strict=True)
-    ]
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:

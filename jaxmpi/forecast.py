@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import costs, plan, plot
+from jaxmpi import chart, costs, plan
 from jaxmpi import experiment as experiments
 from jaxmpi.comm import MpiComm, world
 from jaxmpi.config import UsageError, check
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
     answers = [answer(question, net) for net in layouts(question)]
     print("\n".join(table(question, answers)), flush=True)
     if options.png:
-        plot.draw(options.png, panels(question, answers))
+        chart.save(panels(question, answers), str(options.png))
         print(f"plot: {options.png}")
 
 
@@ -91,7 +91,7 @@ def ask(options: argparse.Namespace) -> Question | None:
     else:
         comm = world()
         if isinstance(comm, MpiComm):
-            probe, source = plan.probe(comm, sizes, options.wires), "probe of these ranks"
+            probe, source = plan.probe(comm, plan.Task(sizes, tuple(options.wires))), "probe of these ranks"
             if comm.rank != 0:
                 return None
         else:
@@ -203,25 +203,19 @@ def describe(net: Net) -> str:
     )
 
 
-def panels(question: Question, answers: Sequence[Answer]) -> list[plot.Panel]:
-    """Seconds of all strategies for the last number of slots, and efficiency for all."""
-    last = [a for a in answers if a.net.slots == min(question.slots[-1], a.net.workers)]
-    names = dict.fromkeys(name for a in last for name in a.others)
-    lines = {n: [(float(a.net.workers), a.others[n]) for a in last if a.others.get(n, 0) > 0] for n in names}
+def panels(question: Question, answers: Sequence[Answer]) -> list[chart.Panel]:
+    """Seconds of all strategies for the last number of slots; seconds of a step by the best, for all."""
+    lines: dict[str, list[chart.Point]] = {}
+    steps: dict[str, list[chart.Point]] = {}
+    for a in answers:
+        for slots in question.slots:
+            if a.net.slots == min(slots, a.net.workers) and a.step_s > 0:
+                steps.setdefault(f"{slots} a host", []).append((a.net.workers, a.step_s))
+        if a.net.slots == min(question.slots[-1], a.net.workers):
+            for name, seconds in a.others.items():
+                lines.setdefault(name, []).append((a.net.workers, seconds))
+    one = [(2.0, question.step_s), (float(MOST), question.step_s)] if question.step_s else []
     return [
-        plot.Panel(
-            f"one exchange, {question.slots[-1]} ranks a host", "s", {k: v for k, v in lines.items() if v}, log_y=True
-        ),
-        plot.Panel(
-            "step time of one worker / of all, best strategy",
-            "%",
-            {
-                f"{slots} a host": [
-                    (float(a.net.workers), 100 * a.efficiency)
-                    for a in answers
-                    if a.net.slots == min(slots, a.net.workers)
-                ]
-                for slots in question.slots
-            },
-        ),
+        chart.Lines(f"one exchange, {question.slots[-1]} workers a host", " workers", "s", lines, []),
+        chart.Lines("a step, best strategy; the bound: one worker", " workers", "s", steps, one),
     ]

@@ -35,8 +35,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         UsageError: an option without its value, or a number of workers that is none.
     """
-    several_hosts = environ.get("SLURM_JOB_NUM_NODES", "1") not in ("", "1")
-    values = {"-n": "1", "--launcher": "srun" if several_hosts else "mpirun", "--launcher-args": ""}
+    values = {"-n": "1", "--launcher": default_launcher(environ), "--launcher-args": ""}
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     while argv and argv[0] in values:
         if len(argv) == 1:
@@ -55,22 +54,27 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     return Options(int(values["-n"]), values["--launcher"], tuple(launcher_args), tuple(argv))
 
 
+def default_launcher(environ: Mapping[str, str]) -> str:
+    """Srun inside a Slurm job of several hosts."""
+    return "mpirun" if environ.get("SLURM_JOB_NUM_NODES", "1") in ("", "1") else "srun"
+
+
 def split_n(option: str) -> list[str]:
     """`-n 8` for `-n8`, as mpirun takes it."""
     return ["-n", option[2:]] if option.startswith("-n") and option[2:].isdigit() else [option]
 
 
-def command(options: Options, *, cores: int, is_root: bool) -> list[str]:
-    """The line to run.
+def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmpi.train") -> list[str]:
+    """The line to run `python -m module` on every rank.
 
     Raises:
         UsageError: the launcher is unknown or not installed.
     """
-    trainer = [sys.executable, "-m", "jaxmpi.train", *options.train_args]
+    rank = [sys.executable, "-m", module, *options.train_args]
     if options.workers <= 1:
-        return trainer
+        return rank
     line = lookup({"mpirun": mpirun, "srun": srun}, options.launcher, "launcher")
-    return [*line(options, cores, is_root), *options.launcher_args, *trainer]
+    return [*line(options, cores, is_root), *options.launcher_args, *rank]
 
 
 def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:

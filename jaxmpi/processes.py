@@ -3,6 +3,8 @@
 Importing mpi4py starts MPI, so it happens inside functions.
 """
 
+import collections
+import copy
 import functools
 import hashlib
 import itertools
@@ -61,6 +63,10 @@ class SoloProcesses:
     def host_barrier(self) -> None:
         """Nobody to wait for."""
 
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What this process makes."""
+        return make()
+
     def sum(self, values: np.ndarray) -> np.ndarray:
         """The values themselves."""
         return values
@@ -85,7 +91,7 @@ class MpiProcesses:
 
         self.library = MPI.Get_library_version().split(",")[0].strip()
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
-        self._may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
+        self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self.world = MPI.COMM_WORLD.Clone()
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
@@ -93,12 +99,20 @@ class MpiProcesses:
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self._local.rank, self._local.size
         runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
-        names = self.gather(socket.gethostname())
+        here = [tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), runtime.my_gpu()]))]
+        names = [host for host, _ in here]
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+        runtime.share_gpu(max(collections.Counter(place for place in here if place[1]).values(), default=1))
+
+    def apart(self) -> "MpiProcesses":
+        """The same over a communicator of its own, for another thread; all ranks come here together."""
+        other = copy.copy(self)
+        other.world = self.world.Clone()
+        return other
 
     def _let_exchanges_end(self) -> None:
         """Where MPI lets only one thread call it at a time, wait for exchanges in XLA's threads."""
-        if not self._may_overlap:
+        if not self.may_overlap:
             jax.effects_barrier()
 
     def _wait_at_exit(self, timeout_s: float) -> bool:
@@ -180,7 +194,7 @@ class MpiProcesses:
         digest = np.frombuffer(mine.digest, np.uint8)
         rows = np.empty((self.size, digest.size), np.uint8)
         if not wait(self.world.Iallgather(digest, rows), timeout_s or AGREE_TIMEOUT_S):
-            late = self._late()
+            late = self.late()
             raise UsageError(f"{mine.what}: rank {late} did not answer in time; all ranks must call it")
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
@@ -195,7 +209,7 @@ class MpiProcesses:
             lines = [line for rank in odd[:8] for line in differences(rank, texts[0], texts[rank])]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
 
-    def _late(self) -> list[int]:
+    def late(self) -> list[int]:
         """Who is not here, by rank 0's word: the others report to it, and it tells those that did."""
         if self.rank == 0:
             late = self._collect()

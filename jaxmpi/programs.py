@@ -11,6 +11,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.handlers import EXPORTABLE
+
 PyTree = Any
 
 
@@ -69,14 +71,19 @@ def compile_together(
         jitted = jax.jit(function, donate_argnums=donate_argnums)
         return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
     # The first rank too compiles what it has sent, so that all look for one cache key.
-    jitted = jax.jit(jax.export.deserialize(bytearray(program.exported)).call, donate_argnums=donated)
+    exported = jax.export.deserialize(bytearray(program.exported))
+    # Results of a program with effects are bound to their device, unlike its first arguments: one program for both.
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if exported.ordered_effects else None
+    jitted = jax.jit(exported.call, donate_argnums=donated, in_shardings=place)
     lowered = jitted.lower(*shapes)
     if control.local_rank != 0:
         control.host_barrier()
     compiled = lowered.compile()
     if control.local_rank == 0:
         control.host_barrier()
-    return lambda leaves: jax.tree.unflatten(program.structure, compiled(*leaves))
+    # JAX leaves out the tokens of ordered effects where the compiled program is called by itself.
+    run = jitted if exported.ordered_effects else compiled
+    return lambda leaves: jax.tree.unflatten(program.structure, run(*leaves))
 
 
 def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> Program:
@@ -89,7 +96,7 @@ def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]
         return result
 
     try:
-        exported = jax.export.export(jax.jit(flat))(*shapes).serialize()
+        exported = jax.export.export(jax.jit(flat), disabled_checks=EXPORTABLE)(*shapes).serialize()
     except NotImplementedError:  # host callbacks stay in the process that made them
         return Program(b"", None)
     except ValueError as error:  # of XLA's own calls only those of some age may be exported

@@ -85,6 +85,8 @@ class Forward(NamedTuple):
 def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
     """The mean over workers for batch statistics, which a model in training must ask for within.
 
+    That it asks at all is checked, not that all its layers do: other libraries' keep statistics of their own.
+
     Raises:
         UsageError: the model did not, so that nothing would be synchronised.
     """

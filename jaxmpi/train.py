@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, compressors, config, optim, rules, rundir, runtime, strategies
+from jaxmpi import checkpoint, compressors, config, hostcomm, optim, overlap, rules, rundir, runtime, strategies
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
+from jaxmpi.buckets import Order
 from jaxmpi.comm import Comm
 from jaxmpi.config import Experiment, TrainingError
+from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
@@ -81,7 +83,9 @@ def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tupl
     example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), example)
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-    verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes)
+    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers))
+    among = tuple(hostcomm.HOST_SUMS) if is_beside else ()  # what can run beside the backward pass
+    verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
     return dataclasses.replace(experiment, exchange=exchange), verdict.why
 
@@ -89,39 +93,67 @@ def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tupl
 def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> Functions:
     """The step in the form that suits these workers.
 
-    fused: one jit. split: gradients, exchange and update are jits of their own, so that one rank per host compiles the
-    two big ones and the others read them from the cache; a jit that communicates can never be read from it. So with
-    synchronised batch statistics every rank compiles the gradients for itself.
+    fused: one jit; only here can the exchange run beside the backward pass. split: gradients, exchange and update are
+    jits of their own, so that one rank per host compiles the two big ones and the others read them from the cache; a
+    jit that holds a communicator can never be read from it. So with synchronised batch statistics every rank compiles
+    the gradients for itself.
     """
     gradients, evaluate = pieces(experiment, workers)
-    strategy, talk = exchanges(experiment, workers)
+    order, once = Order(), workers.comm.jit
+    to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
+    spelling = experiment.exchange.strategy
+    strategy = spelling if compressors.is_compressor(spelling) else strategies.parse(spelling).name
+    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers)
+    is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
-    once = workers.comm.jit
-    if is_split(experiment, workers):
-        rule = build_rule(experiment, plan, talk._replace(jit=once))
-        compiled = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else once(gradients)
+    exchange_of = partial(exchange_for, experiment, workers, strategy, order)
+    if is_split(experiment, workers) and not is_beside:
+        rule = build_rule(experiment, plan, exchange_of(False)._replace(jit=once))
+        compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         step = partial(steps.train_step, gradients=compiled, rule=rule)
-        form = "split form: gradients, exchange and update are jits of their own"
+        form = f"split form: gradients, exchange and update are jits of their own; {why}"
         return Functions(rule, step, once(evaluate), mean_state, strategy, form)
-    rule = build_rule(experiment, plan, talk)
-    step = partial(steps.train_step, gradients=gradients, rule=rule)
+    rule = build_rule(experiment, plan, exchange_of(is_beside))
+    step = partial(steps.train_step, gradients=order.of(gradients), rule=rule)
     if workers.mesh is None:
-        return Functions(
-            rule, jax.jit(step, donate_argnums=0), once(evaluate), mean_state, strategy, "fused form: one jit"
-        )
+        jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
+        return Functions(rule, jitted, once(evaluate), mean_state, strategy, f"fused form: one jit; {why}")
     over = partial(steps.over_devices, mesh=workers.mesh)
-    form = f"fused form: one jit over {workers.size} devices"
+    form = f"fused form: one jit over {workers.size} devices; {why}"
     return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
 
 
-def exchanges(experiment: Experiment, workers: Workers) -> tuple[str, rules.Exchange]:
-    """The strategy in full, and what of it rules use."""
-    spelling = experiment.exchange.strategy
-    is_compressed = compressors.is_compressor(spelling)
-    strategy = spelling if is_compressed else strategies.parse(spelling).name
-    options = {"strategy": strategy, "bucket_bytes": experiment.exchange.bucket_bytes, "comm": workers.comm}
-    mean, total = (partial(exchange, op=op, **options) for op in ("mean", "sum"))
-    return strategy, rules.Exchange(mean, total, compressor=exchange_gradients(**options) if is_compressed else None)
+def exchange_for(
+    experiment: Experiment, workers: Workers, strategy: str, order: Order, is_beside: bool
+) -> rules.Exchange:
+    """The exchange of this run, beside the program or in it."""
+    size_bytes = experiment.exchange.bucket_bytes
+    options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
+    if compressors.is_compressor(strategy):
+        refused = partial(exchange, **options)
+        return rules.Exchange(refused, refused, gradients=exchange_gradients(**options))
+    options["order"] = order
+    alone: dict[str, Any] = {"portable": experiment.batch_statistics != "synchronised"}
+    share = partial(overlap.exchange, **alone) if is_beside else exchange
+    is_late = experiment.exchange.overlap == "delayed"
+    if is_beside:
+        courier()  # all ranks start it together; programs that come from another rank find it
+    return rules.Exchange(
+        partial(share, op="mean", **options),
+        partial(share, op="sum", **options),
+        gradients=overlap.delayed_gradients(**options, **alone) if is_late else None,
+    )
+
+
+def unfit_for_overlap(experiment: Experiment, workers: Workers) -> str:
+    """Why this step cannot hide an exchange; empty where it can."""
+    if experiment.form == "split":
+        return "the step is split (form split)"
+    if compressors.is_compressor(experiment.exchange.strategy):
+        return "a compressor exchanges more than once, one after another"
+    is_whole = experiment.micro_batch in (0, config.local_batch(experiment, workers.size))
+    fits = is_whole or experiment.exchange.overlap == "delayed"
+    return "" if fits else "gradients come to exist with the last micro-batch only"
 
 
 def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:

@@ -50,9 +50,9 @@ def gather_workers(devices: int) -> Workers:
 
 
 def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
-    """This process's workers on its devices; copies, since the step donates its state."""
+    """This process's workers on its devices, bound to them as results are; copies, since the step donates its state."""
     if workers.mesh is None:
-        return jax.tree.map(jnp.array, states[workers.mine[0]])
+        return jax.device_put(jax.tree.map(jnp.array, states[workers.mine[0]]), jax.local_devices()[0])
     spread = jax.sharding.NamedSharding(workers.mesh, jax.sharding.PartitionSpec(AXIS))
     return jax.device_put(stack([states[worker] for worker in workers.mine]), spread)
 

@@ -1,6 +1,12 @@
-"""`python -m models`: what each model costs. Abstract shapes only: no params are allocated."""
+"""`python -m models`: what each model costs. Abstract shapes only: no params are allocated.
 
+`python -m models --tree alexnet vgg16` prints the shapes of their params, and so of their gradients, as JSON.
+"""
+
+import argparse
+import json
 import math
+import sys
 from typing import Any
 
 import jax
@@ -8,7 +14,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from jaxmpi.config import UsageError, lookup
 from jaxmpi.model import Model
+from jaxmpi.processes import named_leaves
 from models import MODELS
 
 CAPTION = (
@@ -69,8 +77,30 @@ def row(model: Model) -> list[str]:
     ]
 
 
+def tree(name: str) -> dict[str, list[int]]:
+    """Path to shape of every leaf of a model's params.
+
+    Raises:
+        UsageError: an unknown model.
+    """
+    return {path: list(leaf.shape) for path, leaf in named_leaves(shapes(lookup(MODELS, name, "model")())[0])}
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the table, or trees."""
+    parser = argparse.ArgumentParser("python -m models", description="What each model costs.")
+    parser.add_argument("--tree", nargs="+", metavar="MODEL", help="shapes of these models' params, as JSON")
+    names = parser.parse_args().tree
+    if not names:
+        return show_table()
+    try:
+        print(json.dumps({name: tree(name) for name in names}))
+    except UsageError as error:
+        sys.exit(f"error: {error}")
+
+
+def show_table() -> None:
+    """All models and their costs."""
     table = Table("model", caption=CAPTION)
     table.columns[0].no_wrap = True
     for heading in ("depth", "params", "input", "GFLOP/image", "gradient bytes"):

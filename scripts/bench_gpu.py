@@ -52,7 +52,7 @@ SETTLE = 2  # rounds not counted: in the first, programs are compiled
 BATCHES = 4  # in host memory, taken in turn
 SIZES = {  # of a measurement: dry or not
     False: {
-        "models": ["alexnet", "vgg16", "vgg19", "googlenet", "googlenetbn", "resnet18", "resnet50"],
+        "models": [name for name in MODELS if not name.endswith("_tiny") and not name.startswith("digits")],
         "batch": 128,
         "rounds": 20,
         "steps": 10,
@@ -414,7 +414,7 @@ def parse() -> argparse.Namespace:
     """Options; sizes by default for a GPU, or tiny."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     choices = [name for name in MODELS if not name.startswith("digits")]
-    parser.add_argument("--models", nargs="+", choices=choices, help="default: the zoo but ResNet-101 and 152")
+    parser.add_argument("--models", nargs="+", choices=choices, help="default: the zoo; of each its full size")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch", type=int, help="examples of a step, 128 by default; fewer need less memory")
     parser.add_argument("--rounds", type=int, help="turns of every part, 20 by default")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxmpi import cli
+from models import MODELS
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +26,7 @@ def test_help_lists_every_command(argv, monkeypatch, capsys):
 
 def test_an_unknown_command_lists_what_exists(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["jaxmpi", "trian"])
-    with pytest.raises(SystemExit, match=r"unknown command 'trian'; did you mean 'train'\? there are: .*models.*train"):
+    with pytest.raises(SystemExit, match=r"unknown command 'trian'; did you mean 'train'\? .*: .*models, .*train"):
         cli.main()
 
 
@@ -56,3 +57,16 @@ def test_models_prints_the_exact_counts():
     }
     rows = {line.split()[1]: line for line in ended.stdout.splitlines() if len(line.split()) > 9}
     assert all(count in rows[name] for name, count in counts.items()), ended.stdout
+    page = (ROOT / "docs" / "models.md").read_text().split("## The zoo")[1].split("### Memory")[0]
+    printed, documented = table_of(ended.stdout, "│"), table_of(page, "|")
+    assert printed.keys() == documented.keys() == MODELS.keys()
+    for name, cells in documented.items():
+        *exact, flop, gradient_bytes = zip(printed[name], cells, strict=True)
+        assert all(got == want for got, want in [*exact, gradient_bytes]), cells
+        assert float(flop[0]) == pytest.approx(float(flop[1]), rel=0.02)  # as this version of XLA counts
+
+
+def table_of(text: str, bar: str) -> dict[str, list[str]]:
+    """The cells of every model's row, by model."""
+    rows = [[cell.strip(" `") for cell in line.strip(bar).split(bar)] for line in text.splitlines()]
+    return {row[0]: row for row in rows if len(row) == 6 and row[1].isdigit()}

@@ -12,8 +12,8 @@ ORDER = [
     "config",
     "runtime",
     "processes",
-    "programs",
     "handlers",
+    "programs",
     "shared",
     "comm",
     "wires",
@@ -21,7 +21,11 @@ ORDER = [
     "costs",
     "plan",
     "compressors",
+    "buckets",
     "exchange",
+    "hostcomm",
+    "courier",
+    "overlap",
     "rules",
     "data",
     "model",
@@ -33,13 +37,14 @@ ORDER = [
     "workers",
     "feed",
     "recorder",
-    "plot",
     "checkpoint",
     "experiment",
     "rundir",
     "train",
-    "forecast",
     "launch",
+    "chart",
+    "forecast",
+    "bench",
     "cli",
 ]
 EXEMPT = ["__init__", "cli"]
@@ -113,3 +118,44 @@ def test_importing_starts_neither_mpi_nor_a_device():
         "print('mpi4py' in sys.modules, 'mpi4jax' in sys.modules, xla_bridge.backends_are_initialized())"
     )
     assert (job.stdout.split(), job.stderr) == (["False", "False", "False"], "")
+
+
+# ---------------------------------------------------------------- a model knows nothing of workers
+
+MODELS = sorted((PACKAGE.parent / "models").glob("*.py"))
+FOR_MODELS = {"adapters", "config", "model"}  # what of the package a model may import
+OF_WORKERS = {
+    *("rank", "local_rank", "comm", "world", "world_size", "num_workers", "processes", "environ", "getenv"),
+    *("process_index", "process_count", "device_count", "local_device_count", "devices", "local_devices"),
+    *("axis_index", "axis_size", "axis_name", "psum", "pmean", "all_gather", "shard_map"),
+}
+
+
+def identifiers(source: str) -> set[str]:
+    """Every name, attribute, argument and keyword of a source; neither comments nor texts."""
+    fields = ("id", "attr", "arg", "name", "asname")
+    return {
+        str(getattr(node, field)) for node in ast.walk(ast.parse(source)) for field in fields if hasattr(node, field)
+    }
+
+
+@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+def test_a_model_knows_neither_rank_nor_communicator(file):
+    assert own_layers(file) <= FOR_MODELS
+    assert not {name.split(".")[0] for name in imports(file)} & {
+        *MPI,
+        "os",
+        "socket",
+        "experiments",
+        "scripts",
+        "tests",
+    }
+    assert not identifiers(file.read_text()) & OF_WORKERS
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x = comm.size", "f(axis_name='w')", "from jax.lax import psum as s", "lambda rank: 0", "jax.process_index()"],
+)
+def test_every_way_to_learn_of_workers_is_seen(line):
+    assert identifiers(line) & OF_WORKERS

@@ -1,7 +1,6 @@
 """The zoo: exact counts and shapes, the layers against plain references, and that the tiny ones learn."""
 
 import functools
-import inspect
 import math
 
 import jax
@@ -20,12 +19,14 @@ from models.googlenet import (
     AUX_WEIGHT,
     BLOCKS,
     STARTS,
+    Auxiliary,
     GoogLeNet,
     Inception,
     googlenet,
     googlenet_loss,
     googlenet_tiny,
 )
+from models.googlenetbn import GoogLeNetBN, googlenetbn_tiny
 from models.layers import average_pool, conv, he_normal, local_response_norm, max_pool, normal
 
 KEY = jax.random.key(0)
@@ -197,6 +198,59 @@ def test_dropout_follows_the_key_in_training_only():
     np.testing.assert_array_equal(apply(jax.random.key(1), False), apply(jax.random.key(2), False))
 
 
+def rates_of(model: nnx.Module) -> dict[str, float]:
+    """Dropout rates by path."""
+    layers = ((path, layer) for path, layer in nnx.iter_graph(model) if isinstance(layer, nnx.Dropout))
+    return {"/".join(map(str, path)): float(layer.rate) for path, layer in layers}
+
+
+def test_googlenet_drops_as_published():
+    """Szegedy et al. 2015: 40 % before the logits (table 1), 70 % in the auxiliary heads (section 5)."""
+    module = nnx.eval_shape(lambda: GoogLeNet(10, 3, STARTS["published"], nnx.Rngs(0)))
+    assert rates_of(module) == {"drop": 0.4, "aux1/drop": 0.7, "aux2/drop": 0.7}
+
+
+def check_kept(whole: jax.Array, dropped: jax.Array, kept: float) -> None:
+    """Entries are 0, or as they would be without dropout over the part that is kept."""
+    entries = np.asarray(whole) > 1e-3
+    expected, got = np.asarray(whole)[entries] / kept, np.asarray(dropped)[entries]
+    assert got.size > 500
+    np.testing.assert_allclose(got[got != 0], expected[got != 0], rtol=1e-5)
+    # The part kept of n has a standard error of sqrt(kept (1 - kept) / n).
+    assert (got != 0).mean() == pytest.approx(kept, abs=5 * math.sqrt(kept * (1 - kept) / got.size))
+
+
+def test_the_main_head_keeps_60_percent_and_divides_by_it():
+    model, image = googlenet_tiny(64), noise((32, 32, 32, 3))
+    params, state = model.init(KEY, image[:1])
+    params["logits"]["kernel"] = jnp.eye(64)  # the logits are what dropout leaves
+
+    def heads(params, image):
+        whole, _ = model.apply(params, state, image, KEY, False)
+        (dropped, *_), _ = model.apply(params, state, image, KEY, True)
+        return whole, dropped
+
+    run = jax.jit(heads, compiler_options={"xla_backend_optimization_level": 0})
+    whole, dropped = run(params, image)
+    check_kept(whole, dropped, 0.6)
+
+
+def test_an_auxiliary_head_keeps_30_percent_and_divides_by_it():
+    module = Auxiliary(1, (1, 64), 64, STARTS["he"], nnx.Rngs(0))
+    module.hidden.kernel[...], module.hidden.bias[...] = jnp.zeros((16, 64)), jnp.ones(64)
+    module.logits.kernel[...] = jnp.eye(64)
+    check_kept(jnp.ones((32, 64)), module(noise((32, 4, 4, 1))), 0.3)
+
+
+def test_googlenetbn_drops_nothing():
+    """Ioffe & Szegedy 2015, section 4.2.1; nor does models/googlenetbn.lua."""
+    assert rates_of(nnx.eval_shape(lambda: GoogLeNetBN(10, 3, nnx.Rngs(0)))) == {}
+    model = googlenetbn_tiny()
+    params, state = model.init(KEY, noise((1, *model.input_shape)))
+    apply = jax.jit(lambda key: model.apply(params, state, noise((2, *model.input_shape)), key, True)[0])
+    jax.tree.map(np.testing.assert_array_equal, apply(jax.random.key(1)), apply(jax.random.key(2)))
+
+
 def test_init_is_a_function_of_the_key():
     model = MODELS["digits_cnn"]()
     image = jnp.zeros((1, 8, 8, 1))
@@ -288,11 +342,3 @@ def test_table_row():
     assert (name, depth, params, size) == ("googlenet", "22", "13,378,280", "224x224x3")
     assert 2.9 < float(flop) < 3.3  # 1.5 G multiply-adds in the paper
     assert gradient_bytes == f"{4 * 13_378_280:,}"
-
-
-def test_no_module_of_models_knows_rank_or_communicator():
-    for module in (report, layers_module, inspect.getmodule(googlenet)):
-        assert module is not None
-        source = inspect.getsource(module)
-        assert "mpi4py" not in source
-        assert "jaxmpi.comm" not in source

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from jaxmpi import cli, experiment, forecast, launch, optim
+from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import COMPRESSORS
 from jaxmpi.data import SOURCES
 from jaxmpi.rules import RULES
@@ -164,6 +165,7 @@ def test_links_lead_somewhere(page):
 
 
 TABLES = {
+    "peer": [*PEERS],
     "strategy": [*STRATEGIES, *ALIASES],
     "wire": [*WIRES],
     "compressor": [*COMPRESSORS],
@@ -200,7 +202,8 @@ def test_every_flag_exists(capsys):
         experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(forecast.parser().format_help())
-    known |= {flag for script in (ROOT / "scripts").glob("*.py") for flag in flags(script.read_text())}
+    scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
+    known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:
         assert not flags(page.read_text()) - known, page.name
 

@@ -1,5 +1,7 @@
 """The experiments' recipes against the papers' numbers, and that each has one for embedded data."""
 
+import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +11,13 @@ from jaxmpi import experiment as experiments
 from jaxmpi import optim, rules
 from jaxmpi.config import Experiment
 from jaxmpi.data import open_source
-from launching import ROOT
+from launching import ROOT, train
 from models import MODELS
 
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 STEPS = 1000  # an epoch
+SLOW = ("googlenet", "googlenetbn", "resnet50")  # to compile
 
 
 def recipe(name: str) -> Experiment:
@@ -44,6 +47,18 @@ def test_alexnet(workers, lr, no_launcher, monkeypatch):
     assert rates(experiment, workers, [0, 19.9, 20, 40, 60]) == pytest.approx([lr, lr, lr / 10, lr / 100, lr / 1000])
 
 
+@pytest.mark.parametrize(("workers", "lr"), [(1, 0.01), (2, 0.007), (4, 0.005), (8, 0.005)])
+def test_googlenet(workers, lr, no_launcher, monkeypatch):
+    """Ma et al. 2016, table 1 and footnote 13; AWAGD runs k times the rate."""
+    for variable, value in zip(OMPI, ("0", str(workers)), strict=True):
+        monkeypatch.setenv(variable, value)
+    experiment = recipe("googlenet")
+    assert (experiment.local_batch, experiment.rule.name, experiment.optim.weight_decay) == (32, "awagd", 2e-4)
+    assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias) == (2, False)
+    expected = [workers * lr * (1 - epoch / 240) ** 0.5 for epoch in (0, 0, 60)]
+    assert rates(experiment, workers, [0, 0.9, 60]) == pytest.approx(expected)
+
+
 def test_vgg16():
     experiment = recipe("vgg16")
     assert (experiment.local_batch, experiment.train_for, experiment.optim.weight_decay) == (32, "40ep", 5e-4)
@@ -70,6 +85,23 @@ def test_every_experiment_runs_on_embedded_data(file: Path):
     channels = (embedded.data.channels,)
     assert (*image.shape[:2], *channels) == embedded.model.input_shape
     assert source.classes == embedded.model.classes
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(f, marks=pytest.mark.slow if f.stem in SLOW else (), id=f.stem) for f in FILES]
+)
+def test_two_steps_on_embedded_data(file: Path, tmp_path):
+    """The file as its header has it, by two ranks, but for its length."""
+    args = ("--train-for", "2st", "--log-every", "1", "--run-dir", str(tmp_path / "run"))
+    ended = train(2, str(file), *args, timeout_s=280, env={"JAXMPI_DATA": ""})
+    assert ended.code == 0, ended.out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(math.isfinite(row["loss"]) for row in steps)
+    assert [row["eval_count"] for row in rows if row["kind"] == "eval"] == [360]
+    if (embedded := experiments.load(file).embedded) is not None:
+        assert ended.out.count(f"training {embedded.model.name} on the embedded digits, with a recipe of its own") == 1
 
 
 def test_tiny_variants_stand_in_where_the_issue_is_speed():

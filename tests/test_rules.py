@@ -264,9 +264,9 @@ def build(name: str, config: Optim, force: bool = False) -> rules.Rule:
 
 
 def test_compressors_are_for_gradients():
-    talk = rules.Exchange(lambda tree: tree, lambda tree: tree, compressor=exchange_gradients("lowrank2"))
+    talk = rules.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
     for name in ("subgd", "awagd"):
-        with pytest.raises(UsageError, match=f"rule '{name}' exchanges no gradients, which compressors are for"):
+        with pytest.raises(UsageError, match=f"rule '{name}' exchanges no gradients, which compressors and "):
             rules.build(RuleConfig(name), optax.sgd(ETA), talk, optimizer="sgd", linear=True)
 
 

@@ -1,5 +1,6 @@
 """What the launcher says, and what is set in this process before the device starts."""
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from jaxmpi import runtime
 from jaxmpi.config import UsageError
 from jaxmpi.runtime import Launch
+from launching import mpirun_line, run
 
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MV2 = tuple(name.replace("OMPI", "MV2") for name in OMPI)
@@ -229,7 +231,10 @@ GPUS = [
     ("0,1", 1, 2, "1", None),
     ("0,1", 3, 4, "1", "0.450"),
     ("0,1", 2, 3, "0", "0.450"),
-    ("3", 1, 2, None, None),  # a launcher's gift
+    ("3", 1, 2, "all", "0.450"),  # the one that is visible; to be corrected where the launcher gave each rank its own
+    ("0,-1,1", 1, 3, "all", "0.300"),
+    ("", 1, 2, "all", None),
+    ("-1", 1, 2, "all", None),
 ]
 
 
@@ -239,7 +244,68 @@ def test_each_local_rank_takes_its_gpu_and_share(visible, local_rank, local_size
         f"import os, jax\nfrom jaxmpi import runtime\nruntime.pin_gpu({local_rank}, {local_size})\n"
         "print(jax.config.read('jax_cuda_visible_devices'), os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION'))"
     )
-    chosen, fraction = python(code, CUDA_VISIBLE_DEVICES=visible).stdout.split()
-    assert fraction == str(share)
-    if device is not None:
-        assert chosen == device
+    assert python(code, CUDA_VISIBLE_DEVICES=visible).stdout.split() == [device, str(share)]
+
+
+SHARED = [
+    # CUDA_VISIBLE_DEVICES of ranks 0 and 1, further environment -> share of the memory of each
+    ("0", "0", {}, "0.450"),
+    ("0", "1", {}, None),  # a launcher or a script has given each its own
+    ("1", "0,1", {}, "0.450"),
+    ("0", "1", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.450"}, "0.450"),  # the user's word
+]
+SHOW_SHARE = """
+import jaxmpi, os
+comm = jaxmpi.world()
+print(f"share of {comm.rank}:", os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"))
+"""
+
+
+@pytest.mark.parametrize(("first", "second", "more", "share"), SHARED)
+def test_ranks_on_one_gpu_share_its_memory(first, second, more, share):
+    """On any machine: which GPU a rank has is read from its environment before the device starts."""
+    ranks = [
+        ["env", f"CUDA_VISIBLE_DEVICES={visible}", sys.executable, "-c", SHOW_SHARE] for visible in (first, second)
+    ]
+    line = [*mpirun_line(1), *ranks[0], ":", "-n", "1", *ranks[1]]
+    ended = run(line, timeout_s=60, env={"JAX_PLATFORMS": "cpu", **more})
+    assert ended.code == 0, ended.out
+    assert sorted(ended.out.splitlines()) == [f"share of {rank}: {share}" for rank in (0, 1)]
+
+
+OF_A_STEP = [
+    # what two ranks of srun see, GPUs of the step on this host -> whether both take the same GPU
+    ("0", "1", True),
+    ("0", "2", False),
+    ("0", None, True),
+    ("0,1", "2", False),
+    ("0,1", "4", False),
+]
+
+
+@pytest.mark.parametrize(("visible", "gpus", "is_same"), OF_A_STEP)
+def test_srun_may_call_every_ranks_own_gpu_0(visible, gpus, is_same, no_launcher, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    if gpus is not None:
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
+    found = set()
+    for rank in "01":
+        for name, value in zip(SLURM, (rank, "2", rank, "2"), strict=True):
+            monkeypatch.setenv(name, value)
+        found.add(runtime.my_gpu())
+    assert len(found) == (1 if is_same else 2)
+
+
+@pytest.mark.parametrize(("backend", "is_late"), [("gpu", True), ("cpu", False)])
+def test_a_gpu_that_has_started_cannot_be_chosen_any_more(backend, is_late, monkeypatch):
+    """Where there is no GPU, only JAX's word about its backend is another."""
+    jax.devices()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    chosen = []
+    monkeypatch.setattr(jax.config, "update", lambda *option: chosen.append(option))
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    with pytest.raises(UsageError, match=r"call jaxmpi\.world\(\) before") if is_late else contextlib.nullcontext():
+        runtime.pin_gpu(1, 2)
+    assert chosen == ([] if is_late else [("jax_cuda_visible_devices", "1")])

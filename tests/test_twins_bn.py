@@ -3,9 +3,10 @@
 import pytest
 
 from jaxmpi.adapters import nnx_model
+from models import MODELS
 from models.googlenet import googlenet_loss
 from models.googlenetbn import GoogLeNetBN, googlenetbn
-from models.resnet import BASIC, BOTTLENECKS, STAGES, ResNet, resnet18, resnet50
+from models.resnet import BASIC, BOTTLENECKS, ResNet
 from twins import BatchNorm2d, batch_norm, check_twin, torch, torch_zoo, weights
 
 nn = torch.nn
@@ -41,13 +42,19 @@ def test_small_resnet(kind, blocks, train):
     check_twin(model, twin, pairs_of(twin), train=train, batch=4)
 
 
+@pytest.mark.parametrize("name", ["resnet101_tiny", "resnet152_tiny"])
+def test_tiny_resnet(name):
+    """With more blocks in some stages than in others, as at full size."""
+    twin = torch_zoo.TWINS[name](norm=BatchNorm2d)
+    check_twin(MODELS[name](), twin, pairs_of(twin), train=True, batch=4, precisions=WIDE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("make", [resnet18, resnet50])
-def test_full_resnet(make, train):
-    kind, depth = {resnet18: ("basic", 18), resnet50: ("v1.5", 50)}[make]
-    twin = torch_zoo.ResNet(kind, STAGES[depth], norm=BatchNorm2d)
-    check_twin(make(), twin, pairs_of(twin), train=train, precisions=WIDE)
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "resnet152"])
+def test_full_resnet(name, train):
+    twin = torch_zoo.TWINS[name](norm=BatchNorm2d)
+    check_twin(MODELS[name](), twin, pairs_of(twin), train=train, precisions=WIDE)
 
 
 # ---------------------------------------------------------------- GoogLeNetBN

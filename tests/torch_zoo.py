@@ -7,8 +7,8 @@ main ones first. `norm` makes a batch norm layer from channels, eps and momentum
 import functools
 from collections.abc import Callable, Iterable
 
-import torch  # pyright: ignore[reportMissingImports] # CI may do without it
-from torch import nn  # pyright: ignore[reportMissingImports]
+import torch
+from torch import nn
 
 from models import googlenet as googlenet_tables
 from models import googlenetbn as googlenetbn_tables
@@ -295,11 +295,11 @@ TWINS: dict[str, Callable[..., nn.Module]] = {
     "googlenetbn": GoogLeNetBN,
     "googlenetbn_tiny": lambda: GoogLeNetBN(10, 16, googlenetbn_tables.TINY_BLOCKS),
     "resnet18": functools.partial(ResNet, "basic", STAGES[18]),
-    "resnet18_tiny": lambda: ResNet("basic", TINY_STAGES, 10, 8),
+    "resnet18_tiny": functools.partial(ResNet, "basic", TINY_STAGES, 10, 8),
     "resnet50": functools.partial(ResNet, "v1.5", STAGES[50]),
-    "resnet50_tiny": lambda: ResNet("v1.5", TINY_STAGES, 10, 8),
+    "resnet50_tiny": functools.partial(ResNet, "v1.5", TINY_STAGES, 10, 8),
     "resnet101": functools.partial(ResNet, "v1.5", STAGES[101]),
-    "resnet101_tiny": lambda: ResNet("v1.5", (1, 1, 2, 1), 10, 8),
+    "resnet101_tiny": functools.partial(ResNet, "v1.5", (1, 1, 2, 1), 10, 8),
     "resnet152": functools.partial(ResNet, "v1.5", STAGES[152]),
-    "resnet152_tiny": lambda: ResNet("v1.5", (1, 2, 3, 1), 10, 8),
+    "resnet152_tiny": functools.partial(ResNet, "v1.5", (1, 2, 3, 1), 10, 8),
 }

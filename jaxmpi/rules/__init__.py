@@ -42,14 +42,14 @@ def build(
         linear: whether its updates are linear in the gradients it is given.
 
     Raises:
-        UsageError: an unknown rule, one that equals no single worker with this optimizer, or a compressor for what are
-            no gradients.
+        UsageError: an unknown rule, one that equals no single worker with this optimizer, or a mean with a state for
+            what are no gradients.
     """
     row = lookup(RULES, config.name, "rule")
     check(
-        config.name == "gradients" or exchange.compressor is None,
-        f"rule {config.name!r} exchanges no gradients, which compressors are for; use rule gradients, or a strategy "
-        "without a compressor",
+        config.name == "gradients" or exchange.gradients is None,
+        f"rule {config.name!r} exchanges no gradients, which compressors and exchange.overlap delayed are for; "
+        "use rule gradients, or neither of them",
     )
     check(
         row.any_optimizer or linear or config.force,

@@ -15,12 +15,12 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange) -> Rule:
 
     g = (1/k) sum_i g_i ;  w <- w + tx(g)
 
-    State: tx's, equal on all workers; with a compressor also its own, of which a part is each worker's.
+    State: tx's, equal on all workers; with `exchange.gradients` also that one's, of which a part is each worker's.
     Communicates: one mean of the gradients a step. Learning rate: that of one worker on the effective batch.
     """
     step = descend(tx, exchange.jit)
-    if exchange.compressor:
-        return compressed(tx, exchange.compressor, step)
+    if exchange.gradients:
+        return with_state(tx, exchange.gradients, step)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return step(exchange.mean(grads), state, params)
@@ -28,16 +28,16 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange) -> Rule:
     return Rule(tx.init, update, state_is_replicated=True)
 
 
-def compressed(tx: optax.GradientTransformation, compressor: optax.GradientTransformation, step: Callable) -> Rule:
-    """The same with a mean that has a state."""
+def with_state(tx: optax.GradientTransformation, mean: optax.GradientTransformation, step: Callable) -> Rule:
+    """The same with a mean that has a state: compressed, or one step late."""
 
     def init(params: PyTree) -> PyTree:
-        return compressor.init(params), tx.init(params)
+        return mean.init(params), tx.init(params)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        owed, inner = state
-        mean, owed = compressor.update(grads, owed)
-        params, inner = step(mean, inner, params)
-        return params, (owed, inner)
+        kept, inner = state
+        grads, kept = mean.update(grads, kept)
+        params, inner = step(grads, inner, params)
+        return params, (kept, inner)
 
     return Rule(init, update, state_is_replicated=False)

@@ -15,7 +15,7 @@ class Exchange(NamedTuple):
     mean: Callable[[PyTree], PyTree]
     sum: Callable[[PyTree], PyTree]
     jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
-    compressor: optax.GradientTransformation | None = None  # the mean of gradients with a state of its own, for `mean`
+    gradients: optax.GradientTransformation | None = None  # a mean of gradients with a state, instead of `mean`
 
 
 class Rule(NamedTuple):

@@ -1,0 +1,168 @@
+"""`jaxmpi bench`: how long an exchange takes, beside other libraries and the bound, in alternating rounds.
+
+Outside MPI this starts a job of ranks for every number of ranks that is needed, and shows what they measured; under a
+launcher it is a rank itself. In a round every contender runs once on the same data, each starting one place on from
+the round before; the slowest rank counts.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxmpi import experiment, runtime
+from jaxmpi.bench import figures
+from jaxmpi.bench.figures import AS_IT_COMES, TUNED, Json
+from jaxmpi.bench.jobs import Turns, job_line, run_jobs, wait_for
+from jaxmpi.bench.memory import fitting, left_out
+from jaxmpi.bench.options import Case, Plan, make_plan, parse
+from jaxmpi.bench.rounds import measure
+from jaxmpi.config import TrainingError, UsageError, check
+from jaxmpi.processes import Processes, processes
+
+TWO_JOBS = "two jobs take turns through files, on one machine; leave the launcher to jaxmpi bench -n N"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`python -m jaxmpi.bench [-n N] [options]`, alone or under a launcher."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--job" in argv or runtime.launched_workers() > 1:
+        return be_a_rank(argv)
+    try:
+        start(argv)
+    except (UsageError, TrainingError) as error:
+        sys.exit(f"jaxmpi: error: {error}")
+
+
+# ---------------------------------------------------------------- outside
+
+
+def start(argv: Sequence[str]) -> None:
+    """Start ranks and show what they measure.
+
+    Raises:
+        UsageError: as `make_plan`; or no case fits.
+        TrainingError: a job failed.
+    """
+    options = parse(argv)
+    plan, ranks = make_plan(options), options.n or 2
+    if ranks == 1 or (options.launcher == "mpirun" and not options.launcher_args):
+        return report(run_here(plan, ranks, options), options, ["jaxmpi", "bench", *argv])
+    check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
+    wait_for([(job_line(ranks, options, argv), {})])  # may be on other hosts: rank 0 makes the same plan and reports
+
+
+def run_here(plan: Plan, wanted: int, options: argparse.Namespace) -> list[Json]:
+    """What is measured by a job for every number of ranks, up to those wanted, that memory allows."""
+    jobs, least = 1 + options.as_it_comes, min(2, wanted)
+    cases_by_ranks: dict[int, list[Case]] = {}
+    for case in plan.cases:
+        ranks = fitting(case, plan.peers, wanted, jobs)
+        if ranks < least:
+            print(left_out(case, plan.peers, least * jobs))
+        else:
+            cases_by_ranks.setdefault(ranks, []).append(case)
+    check(bool(cases_by_ranks), "no case fits into memory")
+    parts = {ranks: dataclasses.replace(plan, cases=tuple(cases)) for ranks, cases in cases_by_ranks.items()}
+    return [run for ranks, part in parts.items() for run in run_jobs(part, ranks, options)]
+
+
+# ---------------------------------------------------------------- inside: one rank
+
+
+def be_a_rank(argv: Sequence[str]) -> None:
+    """Take part in a job; rank 0 hands over what was measured, or shows it."""
+    runtime.install_excepthooks()
+    runtime.prepare()
+    options = parse(argv)
+    control = processes()
+    check(options.n in (None, control.size), f"-n: got {options.n} in a job of {control.size} ranks; leave it out")
+    with runtime.at_work():
+        plan = agreed_plan(options, control)
+        allocator = AS_IT_COMES if os.environ.get("JAXMPI_ALLOCATOR") == "system" else TUNED
+        turns = Turns(Path(options.job[0]).parent, allocator, control) if options.job else contextlib.nullcontext()
+        runs = [run | {"allocator": allocator} for run in measure(plan, control, turns)]
+        if control.rank == 0 and isinstance(turns, Turns):
+            Path(options.job[1]).write_text(json.dumps(runs))
+            turns.end()
+        elif control.rank == 0:
+            report(runs, options, sys.argv)
+        control.barrier()
+
+
+def agreed_plan(options: argparse.Namespace, control: Processes) -> Plan:
+    """Rank 0's plan, on all ranks.
+
+    Raises:
+        UsageError: on all ranks, where rank 0 could make none.
+    """
+    word = ""
+    if control.rank == 0:
+        try:
+            made = json.loads(Path(options.job[0]).read_text()) if options.job else dataclasses.asdict(my_plan(options))
+            word = json.dumps({"plan": made})
+        except UsageError as error:
+            word = json.dumps({"error": str(error)})
+    answer = json.loads(control.gather(word)[0])
+    check("plan" in answer, answer.get("error", ""))
+    return Plan.of_json(answer["plan"])
+
+
+def my_plan(options: argparse.Namespace) -> Plan:
+    """The options' plan, without cases that this host's ranks have no memory for."""
+    here = runtime.launched()
+    local = here.local_size if here else 1
+    check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
+    plan = make_plan(options)
+    fits = [case for case in plan.cases if fitting(case, plan.peers, local, 1) >= local]
+    for case in plan.cases:
+        if case not in fits:
+            print(left_out(case, plan.peers, local), flush=True)
+    check(bool(fits), "no case fits into memory")
+    return dataclasses.replace(plan, cases=tuple(fits))
+
+
+# ---------------------------------------------------------------- what comes of it
+
+
+def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[str]) -> None:
+    """Table, JSON file and chart."""
+    cases = figures.of_cases(runs, options.rate_mbit)
+    table = figures.table(cases)
+    console = Console()
+    console.width = max(console.width, Console(width=1000).measure(table).maximum)  # no number is cut short
+    console.print(table)
+    for line in figures.bound_lines(cases):
+        console.print(line, highlight=False)
+    if options.out:
+        Path(options.out).write_text(json.dumps({**facts(command), "cases": cases}, indent=1) + "\n")
+    if options.plot:
+        figures.draw(cases, options.plot)
+
+
+def facts(command: Sequence[str]) -> Json:
+    """What a figure depends on."""
+    found = experiment.versions()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["torch"] = importlib.metadata.version("torch")
+    return {
+        "command": shlex.join(command),
+        "versions": found,
+        "commit": experiment.commit(None),
+        "cores": runtime.cores(),
+        "processor": platform.machine(),
+        "system": platform.platform(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What is timed: a contender makes an exchange of a rank's inputs, and its first result is checked."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import compressors, strategies
+from jaxmpi.config import TrainingError
+from jaxmpi.exchange import Op, exchange, exchange_gradients
+from jaxmpi.processes import MpiProcesses, Processes
+
+Arrays = Sequence[Any]  # f32 each, of NumPy, JAX or torch
+Run = Callable[[], Arrays]  # one exchange, finished when it returns
+Shape = tuple[int, ...]
+
+PATTERN = np.arange(-6, 7, dtype=np.float32)  # whole numbers: sums are exact in any order
+ROUGH = 0.1  # of the largest entry: more than a wire rounds away, less than a wrong sum is off
+COPY_BYTES = 64 << 20  # of one copy, beyond the caches where several ranks copy
+LINK_BYTES = 2 << 20  # of one message between hosts
+
+
+class Inputs:
+    """This rank's data of one case, each form made when it is first asked for."""
+
+    def __init__(self, shapes: Sequence[Shape], control: Processes) -> None:
+        """Take the leaves' shapes."""
+        self.shapes, self.control = [tuple(shape) or (1,) for shape in shapes], control
+        self.floats = sum(math.prod(shape) for shape in shapes)
+
+    @functools.cached_property
+    def leaves(self) -> list[jax.Array]:
+        """The tree's leaves, f32."""
+        return [jnp.array(pattern(self.control.rank, shape)) for shape in self.shapes]
+
+    @functools.cached_property
+    def flat(self) -> jax.Array:
+        """f32[n]: the easier work of one array with as many floats."""
+        return jnp.array(pattern(self.control.rank, (self.floats,)))
+
+    @functools.cached_property
+    def work(self) -> np.ndarray:
+        """f32[n] to receive into, or to sum in place."""
+        return np.array(self.flat)
+
+
+def pattern(rank: int, shape: Shape) -> np.ndarray:
+    """f32[shape] of a rank: -6 ... 6 over and over, each rank's a place on."""
+    floats = math.prod(shape)
+    return np.tile(np.roll(PATTERN, rank), -(-floats // PATTERN.size))[:floats].reshape(shape)
+
+
+class Contender(NamedTuple):
+    """Something to time."""
+
+    name: str
+    is_peer: bool
+    op: Op | None  # what it gives; None: no exchange
+    start: Callable[[Inputs], Run]
+
+
+def strategy(name: str) -> Contender:
+    """`jaxmpi.exchange` of the tree, mean, in jit."""
+
+    def start(inputs: Inputs) -> Run:
+        run = jax.jit(lambda leaves: exchange(leaves, name))
+        return lambda: jax.block_until_ready(run(inputs.leaves))
+
+    return Contender(name, False, None if name.startswith("none") else "mean", start)
+
+
+def compressor(name: str) -> Contender:
+    """`jaxmpi.exchange_gradients` of the tree, state kept; what it owes makes it no plain mean."""
+
+    def start(inputs: Inputs) -> Run:
+        tx = exchange_gradients(name)
+        state = tx.init(inputs.leaves)
+
+        def run() -> Arrays:
+            nonlocal state
+            updates, state = tx.update(inputs.leaves, state)
+            return jax.block_until_ready(updates)
+
+        return run
+
+    return Contender(name, False, None, start)
+
+
+def ours(name: str) -> Contender:
+    """The strategy or compressor of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if compressors.is_compressor(name):
+        compressors.parse(name)
+        return compressor(name)
+    strategies.parse(name)
+    return strategy(name)
+
+
+def check_result(contender: Contender, arrays: Arrays, control: Processes) -> None:
+    """Refuse to time what gives another sum.
+
+    Raises:
+        TrainingError: an entry is off by more than wires round.
+    """
+    if contender.op is None:
+        return
+    weight = 1 / control.size if contender.op == "mean" else 1
+    expected = weight * np.sum([np.roll(PATTERN, rank) for rank in range(control.size)], 0)
+    allowed = ROUGH * weight * control.size * float(PATTERN.max())
+    for i, array in enumerate(arrays):
+        error = largest_error(np.asarray(array).reshape(-1), expected)
+        if not error <= allowed:  # NaN is none
+            raise TrainingError(f"{contender.name}: array {i} is off by {error:g}; expected at most {allowed:g}")
+
+
+def largest_error(got: np.ndarray, period: np.ndarray) -> float:
+    """How far f32[n] is from a period repeated; in pieces, for memory is short here."""
+    piece = period.size << 16
+    long = np.tile(period, min(piece, got.size) // period.size + 1)
+    errors = [
+        np.abs(part - long[: part.size]).max() for part in (got[i : i + piece] for i in range(0, got.size, piece))
+    ]
+    return float(np.max(errors, initial=0.0))  # NaN stays
+
+
+def of_several(inputs: Inputs) -> MpiProcesses:
+    """The control plane of a job with several ranks: peers have nothing to do with one."""
+    assert isinstance(inputs.control, MpiProcesses)
+    return inputs.control
+
+
+# ---------------------------------------------------------------- yardsticks
+
+
+def copying(inputs: Inputs) -> Run:
+    """Copy COPY_BYTES on every rank at once, and wait for all: the speed of this host's memory."""
+    control = of_several(inputs)
+    source = np.ones(COPY_BYTES // 4, np.float32)
+    target = np.empty_like(source)
+
+    def run() -> Arrays:
+        np.copyto(target, source)
+        control.world.Barrier()  # ranks that share a core may copy one after another
+        return []
+
+    return run
+
+
+def linking(inputs: Inputs) -> Run:
+    """Send LINK_BYTES from the first rank of every host to that of the next: the speed of a link."""
+    control = of_several(inputs)
+    firsts = [control.hosts.index(host) for host in sorted(set(control.hosts))]
+    sent = np.ones(LINK_BYTES, np.uint8)
+    received = np.empty_like(sent)
+    place = firsts.index(control.rank) if control.rank in firsts else None
+
+    def run() -> Arrays:
+        if place is not None:
+            to, source = firsts[(place + 1) % len(firsts)], firsts[place - 1]
+            control.world.Sendrecv(sent, to, recvbuf=received, source=source)
+        return []
+
+    return run
+
+
+COPY = Contender("copy", False, None, copying)
+LINK = Contender("link", False, None, linking)

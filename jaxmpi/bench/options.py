@@ -1,0 +1,190 @@
+"""The command line as a plan: which cases, strategies and peers, and how many rounds."""
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from jaxmpi.bench import contenders
+from jaxmpi.bench.contenders import Shape
+from jaxmpi.bench.peers import PEERS, importable
+from jaxmpi.config import UsageError, check
+from jaxmpi.launch import default_launcher
+
+STRATEGIES = ("asa32", "asa16", "ring32", "ring16")
+# The lengths of Baidu's test of its ring allreduce, up to 64 Mi floats (Gibiansky 2017).
+BAIDU = (0, 32, 256, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 23, 1 << 26)
+MULTIPLES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20}
+
+
+class Case(NamedTuple):
+    """What is exchanged: a vector, or a tree."""
+
+    name: str
+    is_tree: bool
+    shapes: list[Shape]
+
+    @property
+    def floats(self) -> int:
+        """Of all leaves."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job measures; equal on all ranks."""
+
+    strategies: tuple[str, ...]
+    peers: tuple[str, ...]
+    cases: tuple[Case, ...]
+    rounds: int
+    warm_up: int
+    rate_mbit: float | None
+
+    @classmethod
+    def of_json(cls, value: Any) -> "Plan":
+        """The inverse of `dataclasses.asdict`, and of JSON."""
+        return cls(**(value | {"cases": tuple(Case(*case) for case in value["cases"])}))
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors as this project shows them."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError`."""
+        raise UsageError(f"{message}\n{self.format_usage()}")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options.
+
+    Raises:
+        UsageError: an unknown one, or a value out of range.
+    """
+    parser = Parser("jaxmpi bench", description="Time exchanges beside other libraries and the bound.")
+    parser.allow_abbrev = False
+    add = parser.add_argument
+    add("-n", type=int, help="ranks (default: 2; under a launcher: its ranks); fewer where memory ends")
+    add("--launcher", default=default_launcher(os.environ), help="mpirun or srun (default: as jaxmpi train)")
+    add("--launcher-args", default="", help='more arguments for it, such as "--hostfile hosts"')
+    add(
+        "--strategies",
+        nargs="*",
+        default=STRATEGIES,
+        metavar="NAME",
+        help=f"also compressors (default: {' '.join(STRATEGIES)})",
+    )
+    add("--sizes", nargs="*", metavar="N", help="floats, such as 0 4096 64Mi; without a number Baidu's list")
+    add("--tree", nargs="+", default=[], metavar="MODEL", help="gradients of `jaxmpi models`, or lm300m")
+    add(
+        "--peers",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help=f"{', '.join(PEERS)}, or all that there are, or none",
+    )
+    add("--rounds", type=int, default=10, help="that count (default: 10)")
+    add("--warm-up", type=int, default=8, help="rounds before, until the heap has settled (default: 8)")
+    add("--rate-mbit", type=float, help="of each host's link, for the bound (default: as measured)")
+    add("--as-it-comes", action="store_true", help="the peers once more with glibc's allocator as it comes, in turn")
+    add("--out", help="JSON file for all figures")
+    add("--plot", help="PNG file for the chart")
+    add("--job", nargs=2, help=argparse.SUPPRESS)  # plan and result: how `run_jobs` starts ranks
+    options = parser.parse_args(joined(argv))
+    for name, least in (("n", 1), ("rounds", 1), ("warm_up", 1)):
+        value = getattr(options, name)
+        flag = f"-{'-' * (len(name) > 1)}{name.replace('_', '-')}"
+        check(value is None or value >= least, f"{flag}: got {value}; expected >= {least}")
+    check(options.rate_mbit is None or options.rate_mbit > 0, f"--rate-mbit: got {options.rate_mbit}; expected > 0")
+    return options
+
+
+def joined(argv: Sequence[str]) -> list[str]:
+    """`--launcher-args=--hostfile` for `--launcher-args --hostfile`, which would look like another option."""
+    text = "\0".join(argv)
+    return re.sub("(^|\0)--launcher-args\0", r"\1--launcher-args=", text).split("\0") if argv else []
+
+
+def floats(text: str) -> int:
+    """`64Mi` as a number of floats.
+
+    Raises:
+        UsageError: it is none, or has 2^31 and more, which MPI cannot count.
+    """
+    match = re.fullmatch(r"(\d+)(Ki|Mi|)", text)
+    number = int(match[1]) * MULTIPLES[match[2]] if match else -1
+    check(0 <= number < 2**31, f"--sizes: got {text!r}; expected floats below 2^31, such as 4096, 64Ki or 64Mi")
+    return number
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """What the options ask for; runs `python -m models` where there are trees.
+
+    Raises:
+        UsageError: unknown strategies, peers or models; a file that cannot be written.
+    """
+    for name in options.strategies:
+        contenders.ours(name)
+    peers = importable(options.peers)
+    check(bool(peers or options.strategies), "nothing to time: neither strategies nor peers")
+    check(bool(peers) or not options.as_it_comes, "--as-it-comes times peers, and there are none")
+    for path in (options.out, options.plot):
+        check_writable(path)
+    named = options.sizes or (BAIDU if options.sizes is not None or not options.tree else ())
+    cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
+    cases += [Case(name, True, list(tree.values())) for name, tree in trees(options.tree).items()]
+    check(options.plot is None or any(case.floats for case in cases), "--plot: no case has any floats to draw")
+    strategies = tuple(dict.fromkeys(options.strategies))
+    return Plan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit)
+
+
+def check_writable(path: str | None) -> None:
+    """Refuse a file that could not be written after the last round."""
+    if path is None:
+        return
+    file = Path(path)
+    try:
+        is_new = not file.exists()
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
+
+
+def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
+    """Gradient shapes by model; jaxmpi itself knows no model, so `python -m models` says them."""
+    models = [name for name in dict.fromkeys(names) if name != "lm300m"]
+    found = {"lm300m": lm300m()} if "lm300m" in names else {}
+    if not models:
+        return found
+    line = [sys.executable, "-m", "models", "--tree", *models]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))} | {"JAX_PLATFORMS": "cpu"}
+    job = subprocess.run(line, capture_output=True, text=True, env=environ)
+    last = job.stderr.strip().splitlines()[-1:] or [f"exit code {job.returncode}"]
+    check(job.returncode == 0, f"--tree: python -m models, in {os.getcwd()}: {last[0]}; lm300m needs no models")
+    try:
+        printed = json.loads(job.stdout)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{shlex.join(line)}, in {os.getcwd()}: expected JSON of shapes by model and path") from error
+    return found | {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}
+
+
+def lm300m() -> dict[str, Shape]:
+    """Shapes of a language model of 298,588,480 params: f32.
+
+    Two LSTM layers, 8192 cells each projected to 1024 (Jozefowicz et al. 2016, section 5.5), between an embedding and
+    an output layer over 72,000 words: the size that Gibiansky 2017 reports.
+    """
+    words, width, cells = 72_000, 1024, 8192
+    layer = {"input": (width, 4 * cells), "state": (width, 4 * cells), "bias": (4 * cells,), "project": (cells, width)}
+    layers = {f"lstm{i}/{name}": shape for i in (1, 2) for name, shape in layer.items()}
+    return {"embedding": (words, width), **layers, "words/kernel": (width, words), "words/bias": (words,)}

@@ -1,0 +1,282 @@
+"""Sums over MPI ranks in NumPy, for a thread that runs beside XLA.
+
+A sum changes this rank's vector in place and is a generator: where it must wait it yields the requests it waits for. So
+one thread carries any number of sums at once; a link is busy with one while another adds. Vectors, additions and
+roundings are those of `strategies` and `wires` in jit: the same bits.
+"""
+
+import ctypes
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxmpi.strategies import Strategy
+from jaxmpi.wires import BLOCK, SMALLEST_NORMAL
+
+Rows = Sequence[np.ndarray]  # f32[<= n / size] each, views of one vector; row i is worker i's to sum
+MESSAGE_BYTES = 63 << 10  # Open MPI sends up to 64 KiB, header included, without asking the receiver first
+
+
+# ---------------------------------------------------------------- what travels
+
+
+class HostWire(NamedTuple):
+    """`Wire` in NumPy, to and from the bytes of one message."""
+
+    size_bytes: Callable[[int], int]  # of n floats
+    encode: Callable[[np.ndarray], np.ndarray]  # f32[n] -> u8[size_bytes(n)]; a view where nothing changes
+    decode: Callable[[np.ndarray], np.ndarray]  # u8[size_bytes(n)] -> f32[n]; a view where nothing changes
+    is_exact: bool = False
+    is_whole: bool = False  # whether what one float is sent as depends on all others of its row
+
+
+def encode_bf16(x: np.ndarray) -> np.ndarray:
+    """Rounded to nearest, ties to even."""
+    return x.astype(ml_dtypes.bfloat16).view(np.uint8)
+
+
+def decode_bf16(sent: np.ndarray) -> np.ndarray:
+    """The upper halves of floats."""
+    return sent.view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def encode_f16(x: np.ndarray) -> np.ndarray:
+    """The inverse of the power of two, f32, then x times the power, f16[n]; see `wires.encode_f16`."""
+    sent = np.empty(size_f16(x.size), np.uint8)
+    if x.size == 0:
+        return sent
+    largest = np.maximum(x.max(), -x.min())
+    usable = np.isfinite(largest) and largest > 0
+    power = np.clip(15 - np.frexp(largest)[1], -126, 126) if usable else 0
+    sent[:4].view(np.float32)[0] = np.ldexp(np.float32(1), -power)
+    np.multiply(x, np.ldexp(np.float32(1), power), out=sent[4:].view(np.float16), casting="same_kind")
+    return sent
+
+
+def decode_f16(sent: np.ndarray) -> np.ndarray:
+    """The scaled halves times the inverse."""
+    return np.multiply(sent[4:].view(np.float16), sent[:4].view(np.float32), dtype=np.float32)
+
+
+def size_f16(n: int) -> int:
+    """An empty row needs no scale."""
+    return 4 + 2 * n if n else 0
+
+
+def encode_i8(x: np.ndarray) -> np.ndarray:
+    """Scales, f32[ceil(n / BLOCK)], then multiples, i8[n]; see `wires.encode_i8`."""
+    sent = np.empty(size_i8(x.size), np.uint8)
+    scales, multiples = parts_i8(sent)
+    blocks = in_blocks(x)
+    largest = np.abs(blocks).max(1)
+    over_127 = largest * np.float32(1 / 127)  # XLA makes the division this product
+    rounded_up = (over_127.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)
+    scales[:] = np.where(np.isfinite(largest), np.maximum(rounded_up.view(np.float32), SMALLEST_NORMAL), np.nan)
+    quotients = blocks * (1 / scales)[:, None]
+    multiples[:] = np.rint(quotients, out=quotients).reshape(-1)[: x.size].astype(np.int8)
+    return sent
+
+
+def decode_i8(sent: np.ndarray) -> np.ndarray:
+    """The multiples times their blocks' scales."""
+    scales, multiples = parts_i8(sent)
+    return (in_blocks(multiples) * scales[:, None]).reshape(-1)[: multiples.size]
+
+
+def size_i8(n: int) -> int:
+    """A byte a float, and a scale a block."""
+    return n + 4 * -(-n // BLOCK)
+
+
+def parts_i8(sent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Views of a message: scales and multiples."""
+    blocks = -(-sent.size // (BLOCK + 4))
+    return sent[: 4 * blocks].view(np.float32), sent[4 * blocks :].view(np.int8)
+
+
+def in_blocks(x: np.ndarray) -> np.ndarray:
+    """[n] as [ceil(n / BLOCK), BLOCK], the last block filled with zeros."""
+    missing = -x.size % BLOCK
+    return (np.pad(x, (0, missing)) if missing else x).reshape(-1, BLOCK)
+
+
+HOST_WIRES: dict[str, HostWire] = {
+    "32": HostWire(lambda n: 4 * n, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32), is_exact=True),
+    "16": HostWire(size_f16, encode_f16, decode_f16, is_whole=True),
+    "bf16": HostWire(lambda n: 2 * n, encode_bf16, decode_bf16),
+    "8": HostWire(size_i8, encode_i8, decode_i8),
+}
+
+
+# ---------------------------------------------------------------- messages
+
+
+Requests = list[Any]  # of mpi4py
+
+
+class HostComm:
+    """Messages between the workers of a job, sent and received without waiting, on a communicator of its own."""
+
+    def __init__(self, world: Any, order: Sequence[int]) -> None:
+        """Clone mpi4py's communicator of all workers; all ranks come here together. order: ranks by host."""
+        self.mpi = world.Clone()
+        self.rank, self.size = self.mpi.rank, self.mpi.size
+        self.order = tuple(order)
+        self.place = self.order.index(self.rank)
+
+    def swap(self, sent: np.ndarray, to: int, received: np.ndarray, source: int, tag: int) -> Requests:
+        """Send one u8[n] and receive another."""
+        receiving = [self.mpi.Irecv(part, source, tag) for part in cut(received)]
+        return [*receiving, *(self.mpi.Isend(part, to, tag) for part in cut(sent))]
+
+    def shift(self, sent: np.ndarray, received: np.ndarray, tag: int) -> Requests:
+        """Send to the next place, receive from the one before."""
+        before, after = (self.order[(self.place + step) % self.size] for step in (-1, 1))
+        return self.swap(sent, after, received, before, tag)
+
+
+def some_are_complete(requests: Requests) -> bool:
+    """Look once whether any are complete; those that are become false."""
+    return bool(requests and type(requests[0]).Testsome(requests))
+
+
+def cut(message: np.ndarray) -> list[np.ndarray]:
+    """Parts of MESSAGE_BYTES at most; one where there is nothing to send."""
+    return [message[start : start + MESSAGE_BYTES] for start in range(0, max(message.size, 1), MESSAGE_BYTES)]
+
+
+# ---------------------------------------------------------------- strategies
+
+Sum = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]
+
+
+def ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """Scatter-reduce, then allgather, around the ring of ranks ordered by host; as `strategies.ring`."""
+    size, place = comm.size, comm.place
+    sent = wire.encode(rows[place])
+    for hop in range(1, size):
+        mine = rows[(place - hop) % size]
+        received = np.empty(wire.size_bytes(mine.size), np.uint8)
+        yield comm.shift(sent, received, tag)
+        np.add(wire.decode(received), mine, out=mine)
+        sent = wire.encode(mine)
+    yield from pass_on(sent, [rows[(place + 1 - back) % size] for back in range(size)], comm, wire, tag)
+
+
+def alltoall_sum_allgather(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """ASA, its all-to-all as rotations: one partner at a time; as `strategies.alltoall_sum_allgather`."""
+    size, place, order = comm.size, comm.place, comm.order
+    parts = {comm.rank: wire.encode(rows[comm.rank])}
+    for step in range(1, size):
+        to, source = order[(place + step) % size], order[(place - step) % size]
+        parts[source] = np.empty(wire.size_bytes(rows[comm.rank].size), np.uint8)
+        yield comm.swap(wire.encode(rows[to]), to, parts[source], source, tag)
+    total = wire.decode(parts[0]).copy()
+    for rank in range(1, size):
+        total += wire.decode(parts[rank])
+    whose = [order[(place - back) % size] for back in range(size)]
+    yield from pass_on(wire.encode(total), [rows[rank] for rank in whose], comm, wire, tag)
+
+
+def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """All workers' results round the ring: row 0 from `sent`, row i from i places back, forwarded as it came."""
+    rows[0][:] = wire.decode(sent)
+    for row in rows[1:]:
+        received = row.view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(row.size), np.uint8)
+        yield comm.shift(sent, received, tag)
+        if not wire.is_exact:
+            row[:] = wire.decode(received)
+        sent = received
+
+
+HOST_SUMS: dict[str, Sum] = {"ring": ring, "asa": alltoall_sum_allgather}
+
+
+def has(strategy: Strategy) -> bool:
+    """Whether there is a sum in NumPy that gives this strategy's bits."""
+    algorithm, _, wire = strategy.name.partition(":")
+    return algorithm in HOST_SUMS and wire in HOST_WIRES
+
+
+class HostSum(NamedTuple):
+    """A strategy by its full name, such as `ring:16`, over a HostComm."""
+
+    name: str
+    comm: HostComm
+
+    def segments(self, n: int) -> int:
+        """How many sums f32[n] is cut into, each with a tag of its own; the same on all ranks."""
+        row, wire = -(-n // self.comm.size), self._parts()[1]
+        return 1 if wire.is_whole else max(1, -(-row // columns(wire)))
+
+    def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:
+        """Generators which together make f32[n], C-contiguous, the sum over workers; in place.
+
+        Row i of [size, ceil(n / size)] is worker i's, as where `exchange` pads; a segment is some columns.
+        """
+        algorithm, wire = self._parts()
+        length = -(-x.size // self.comm.size)
+        rows = [x[i * length : (i + 1) * length] for i in range(self.comm.size)]
+        width = length if wire.is_whole else columns(wire)
+        for i, tag in enumerate(tags):
+            yield algorithm([row[i * width : (i + 1) * width] for row in rows], self.comm, wire, tag)
+
+    def _parts(self) -> tuple[Sum, HostWire]:
+        algorithm, _, wire = self.name.partition(":")
+        return HOST_SUMS[algorithm], HOST_WIRES[wire]
+
+
+def columns(wire: HostWire) -> int:
+    """How many floats of a row travel at once."""
+    return MESSAGE_BYTES // wire.size_bytes(BLOCK) * BLOCK
+
+
+# ---------------------------------------------------------------- the thread they run on
+
+
+def flush_subnormals() -> bool:
+    """Make this thread's sums give 0 for what is subnormal, as XLA's threads do; False where that is unknown.
+
+    Writes the control word through glibc's `fenv_t`, whose last word on x86 and first on ARM it is.
+    """
+    words, index, bits = {"x86_64": (8, 7, 0x8040), "aarch64": (2, 0, 1 << 24)}.get(platform.machine(), (0, 0, 0))
+    libc = ctypes.CDLL(None)
+    if not words or not hasattr(libc, "fesetenv"):
+        return False
+    environment = (ctypes.c_uint32 * words)()
+    libc.fegetenv(environment)
+    environment[index] |= bits
+    return libc.fesetenv(environment) == 0
+
+
+class SchedulingAttributes(ctypes.Structure):
+    """The kernel's `struct sched_attr`, first version."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32),
+        ("runtime_ns", ctypes.c_uint64),
+        ("deadline_ns", ctypes.c_uint64),
+        ("period_ns", ctypes.c_uint64),
+    )
+
+
+def take_short_turns() -> bool:
+    """Ask the kernel for turns of 0.1 ms: who takes short turns is let in soon after waking, however busy the cores.
+
+    Linux >= 6.12 heeds it for ordinary threads; False where the call is not known.
+    """
+    number = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355}.get(platform.machine())
+    if platform.system() != "Linux" or number is None:
+        return False
+    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    wanted = SchedulingAttributes(ctypes.sizeof(SchedulingAttributes), 0, 0, nice, 0, 100_000, 0, 0)
+    return ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0) == 0

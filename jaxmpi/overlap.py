@@ -1,0 +1,252 @@
+"""The exchange behind the backward pass: in a jitted program, each bucket under way as soon as its gradients exist.
+
+What programs call, and the thread behind it: `courier`. Bits are those of `exchange` with the same order.
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi import handlers, hostcomm
+from jaxmpi.buckets import Order, fuse, split_all
+from jaxmpi.comm import Comm, MpiComm, world
+from jaxmpi.config import OVERLAPS, check, check_bucket_bytes, lookup
+from jaxmpi.courier import COLLECT, DONE, OPEN, SEND, START, TAGS, courier
+from jaxmpi.exchange import BUCKET_BYTES, Choice, Op, check_leaves, check_op, is_traced, not_differentiable
+from jaxmpi.hostcomm import HostSum
+from jaxmpi.processes import named_leaves
+from jaxmpi.strategies import parse
+
+PyTree = Any
+TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
+_late = itertools.count()  # programs with exchanges one step late; all ranks make the same
+
+
+# ---------------------------------------------------------------- whether
+
+
+def why_not(strategy: str, comm: Comm) -> str:
+    """Why an exchange cannot run beside a program; empty where it can. The same on all ranks."""
+    if comm.size == 1:
+        return "there is one worker"
+    if not isinstance(comm, MpiComm):
+        return "workers are not MPI ranks"
+    if not hostcomm.has(parse(strategy)):
+        return f"strategy {strategy} is not among {', '.join(hostcomm.HOST_SUMS)}"
+    if not comm.processes.may_overlap:
+        return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
+    return handlers.why_not()
+
+
+def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
+    """Whether the exchange runs beside the backward pass, and a line that says so and why.
+
+    Args:
+        asked: a word of `OVERLAPS`. auto is on where ranks are on several hosts: inside one, an exchange is work for
+            memory and cores, of which the backward pass leaves none.
+        unfit: why the step cannot hide an exchange; empty where it can.
+
+    Raises:
+        UsageError: on or delayed, where it cannot be; or an unknown word.
+    """
+    lookup(OVERLAPS, asked, "exchange.overlap")
+    reason = unfit or why_not(strategy, comm)
+    must = (asked in ("on", "delayed") and comm.size > 1) or (asked == "delayed" and unfit)
+    check(not (must and reason), f"exchange.overlap: got {asked}, but {reason}; use off or auto")
+    if asked == "delayed":
+        return not reason, "overlap delayed: gradients are applied one step late, which is not synchronous SGD"
+    if asked == "auto" and not reason and len(set(comm.hosts)) == 1:
+        reason = "all ranks are on one host"
+    reason = "as asked" if asked == "off" else reason
+    on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
+    return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
+
+
+# ---------------------------------------------------------------- in a program
+
+
+def exchange(
+    tree: PyTree,
+    strategy: str = "asa32",
+    op: Op = "mean",
+    comm: Comm | None = None,
+    bucket_bytes: int | None = BUCKET_BYTES,
+    order: Order | None = None,
+    portable: bool = False,
+) -> PyTree:
+    """`jaxmpi.exchange` inside jit, under way while the rest of the tree is computed; the same bits.
+
+    mean: (1/w) sum_i tree_i ;  sum: sum_i tree_i ;  both added in f32.
+
+    Args:
+        tree: this worker's leaves, traced; float32, bfloat16 or float16.
+        strategy: asa or ring, with any wire.
+        op: mean or sum.
+        comm: all MPI ranks, on CPUs; default: the world.
+        bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less where this is less.
+        order: of the function that computed the tree; default: from the last leaf to the first.
+        portable: the program can be exported. Other MPI calls in it are not ordered with this one: they must be such
+            that all leaves depend on them.
+
+    Communicates: at its first run a comparison of plans between ranks, then the strategy once a bucket, on a thread and
+    a communicator of its own.
+
+    Raises:
+        UsageError: as `jaxmpi.exchange`; or an exchange cannot run beside a program here.
+    """
+    choice = chosen_for(tree, strategy, op, comm, bucket_bytes, order)
+    if choice.comm.size == 1 or not jax.tree.leaves(tree):
+        return tree
+    vectors = fused(tree, choice)
+    return means(travelled(vectors, Calls.of(choice, tree, vectors, portable)), tree, choice)
+
+
+def chosen_for(
+    tree: PyTree, strategy: str, op: Op, comm: Comm | None, bucket_bytes: int | None, order: Order | None
+) -> Choice:
+    """How to exchange this tree, once all is found to be possible."""
+    check_op(op)
+    check_bucket_bytes(bucket_bytes)
+    check_leaves(tree)
+    choice = Choice(parse(strategy).name, op, comm or world(), bucket_bytes, order or Order())
+    reason = why_not(strategy, choice.comm) if choice.comm.size > 1 else ""
+    check(not reason, f"this exchange cannot run beside a program: {reason}; use jaxmpi.exchange")
+    check(is_traced(jax.tree.leaves(tree)), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
+    return choice
+
+
+def fused(tree: PyTree, choice: Choice) -> list[jax.Array]:
+    """Leaves -> buckets f32[n]."""
+    leaves = [not_differentiable(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree)]
+    return [fuse([leaves[i] for i in bucket]) for bucket in choice.buckets(leaves)]
+
+
+def means(sums: Sequence[jax.Array], tree: PyTree, choice: Choice) -> PyTree:
+    """Sums of buckets -> the tree of sums or means."""
+    leaves, structure = jax.tree.flatten(tree)
+    divisor = choice.comm.size if choice.op == "mean" else 1
+    return jax.tree.unflatten(structure, split_all([x / divisor for x in sums], leaves, choice.buckets(leaves)))
+
+
+class Calls(NamedTuple):
+    """What the calls of one exchange must know."""
+
+    plan: str  # JSON: what must be the same on all ranks
+    buckets: list[dict[str, Any]]  # of each: strategy, number of its first segment, label
+    segments: int  # of all buckets
+    effect: Any  # what orders exchanges among other calls
+
+    @classmethod
+    def of(cls, choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portable: bool) -> "Calls":
+        """Of a tree's exchange; the effect is that of mpi4jax, so that none of its calls waits for one behind it."""
+        total = HostSum(choice.strategy, courier().comm)
+        ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
+        most = TAGS // 2  # a resumed exchange has the upper half
+        check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
+        labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(jax.tree.leaves(tree)))
+        each = zip(ends[:-1], labels, strict=True)
+        buckets = [{"strategy": choice.strategy, "first": first, "label": label} for first, label in each]
+        effect = handlers.ORDERED if portable else mpi_effect(choice.comm)
+        return cls(json.dumps(choice.statement(tree).value), buckets, ends[-1], effect)
+
+
+def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:
+    """Of each bucket, for messages: `bucket 2 of 7 (conv1/kernel and 3 more)`."""
+    more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
+    return [f"bucket {b + 1} of {len(buckets)} ({names[bucket[0]]}{more[b]})" for b, bucket in enumerate(buckets)]
+
+
+@functools.cache
+def mpi_effect(comm: Comm) -> Any:
+    """The ordered effect of this comm's own calls."""
+    [effect] = jax.make_jaxpr(comm.allreduce)(jnp.zeros(1)).effects
+    return effect
+
+
+def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
+    """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn."""
+    [ticket] = handlers.call(OPEN, [], [TICKET], effect=calls.effect, segments=calls.segments, plan=calls.plan)
+    started = [
+        handlers.call(START, [vector, ticket], [like(vector), TICKET], [(0, 0)], None, **bucket)
+        for vector, bucket in zip(vectors, calls.buckets, strict=True)
+    ]
+    before, sums = [own for _, own in started], []  # what waits must not hold up what computes
+    for (x, own), bucket in zip(started, calls.buckets, strict=True):
+        sums += handlers.call(DONE, [x, own, *before], [like(x)], [(0, 0)], calls.effect, first=bucket["first"])
+        before = []
+    return sums
+
+
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+# ---------------------------------------------------------------- one step late
+
+
+class Late(NamedTuple):
+    """State of `delayed_gradients`, each worker's own."""
+
+    gradients: PyTree  # of the last step, as they were sent
+    number: jax.Array  # u32[]: of that step, under which they travel; where nothing does, they are sent again
+
+
+def delayed_gradients(
+    strategy: str = "asa32",
+    op: Op = "mean",
+    comm: Comm | None = None,
+    bucket_bytes: int | None = BUCKET_BYTES,
+    order: Order | None = None,
+    portable: bool = False,
+) -> optax.GradientTransformation:
+    """The exchange of one step behind the whole of the next. This is another algorithm than synchronous SGD.
+
+    u_t = (1/w) sum_i g_i(x_(t-1)), u_1 = 0: gradients are applied one step late, at other params than those they were
+    taken at. Inside jit. What the last step of a run has sent is never applied.
+
+    Args: as of `exchange`.
+    State: `Late`, each worker's own; a state is for one step. A checkpoint of it is exact: what travelled when it was
+        taken is sent again.
+    Communicates: as `exchange`, of the last step's gradients. Raises: as `exchange`.
+    """
+    late = next(_late)
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Late]:
+        del params
+        choice = chosen_for(updates, strategy, op, comm, bucket_bytes, order)
+        if choice.comm.size == 1:
+            return state.gradients, Late(updates, state.number + 1)
+        vectors, last = fused(updates, choice), fused(state.gradients, choice)
+        sums = relayed(vectors, last, state.number, late, Calls.of(choice, updates, vectors, portable))
+        return means(sums, updates, choice), Late(updates, state.number + 1)
+
+    def init(params: PyTree) -> Late:
+        return Late(jax.tree.map(jnp.zeros_like, params), jnp.zeros(TICKET.shape, TICKET.dtype))
+
+    return optax.GradientTransformation(init, update)
+
+
+def relayed(
+    vectors: Sequence[jax.Array], last: Sequence[jax.Array], number: jax.Array, late: int, calls: Calls
+) -> list[jax.Array]:
+    """f32[n] each, and those of the last step, u32[] -> the last step's sums over workers."""
+    numbers = {"segments": 2 * calls.segments, "plan": calls.plan}
+    [ticket] = handlers.call(OPEN, [], [TICKET], effect=calls.effect, **numbers)
+    sent = [
+        handlers.call(SEND, [vector, ticket, number + 1], [TICKET], effect=None, late=late, **bucket)[0]
+        for vector, bucket in zip(vectors, calls.buckets, strict=True)
+    ]
+    sums = []
+    for x, bucket in zip(last, calls.buckets, strict=True):
+        operands, sent = [x, number, ticket, *sent], []
+        attributes = {"late": late, "again": calls.segments, **bucket}
+        sums += handlers.call(COLLECT, operands, [like(x)], effect=calls.effect, **attributes)
+    return sums

@@ -1,0 +1,278 @@
+"""Exchanges beside XLA, between real processes: run by tests/test_mpirun.py, or by hand with
+`mpirun -n 3 python -m pytest tests/ranks`. Expected values come from rank and size.
+"""
+
+import gc
+import threading
+from functools import partial
+from typing import cast
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi
+import references
+from jaxmpi import handlers, hostcomm, overlap
+from jaxmpi.buckets import Order
+from jaxmpi.comm import MpiComm
+from jaxmpi.courier import THREAD, WINDOW, courier
+from jaxmpi.processes import MpiProcesses
+from jaxmpi.wires import BLOCK
+
+COMM = jaxmpi.world()
+if COMM.size == 1:
+    pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
+CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
+SIZE, RANK = COMM.size, int(COMM.rank)
+STRATEGIES = [f"{name}:{wire}" for name in hostcomm.HOST_SUMS for wire in hostcomm.HOST_WIRES]
+ROW = hostcomm.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
+# The last has more segments than may be under way at once, its last rows are short or empty.
+LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (WINDOW + 2) + BLOCK + 1]
+
+
+def vectors(n: int, seed: int = 0) -> np.ndarray:
+    """f32[size, n]: every rank knows what every rank holds."""
+    rng = np.random.default_rng(seed + n)
+    return (rng.standard_normal((SIZE, n)) * np.exp2(rng.integers(-9, 9, (SIZE, 1)))).astype(np.float32)
+
+
+def oracle(strategy: str, rows: np.ndarray) -> np.ndarray:
+    """What all ranks must hold, bit for bit."""
+    algorithm, _, wire = strategy.partition(":")
+    padded = references.padded(rows, SIZE)
+    total = references.ring(padded, wire, COMM.order) if algorithm == "ring" else references.asa(padded, wire)
+    return total[: rows.shape[1]]
+
+
+# ---------------------------------------------------------------- sums
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sums_are_the_oracles_in_every_bit(strategy):
+    rows = [vectors(n) for n in LENGTHS]
+    step = jax.jit(lambda xs: overlap.exchange([x * 1 for x in xs], strategy, "sum", bucket_bytes=4))
+    for _ in range(2):
+        for row, total in zip(rows, step([row[RANK] for row in rows]), strict=True):
+            np.testing.assert_array_equal(np.asarray(total).view(np.uint32), oracle(strategy, row).view(np.uint32))
+
+
+def test_a_tree_keeps_shapes_and_dtypes_and_a_mean_divides():
+    tree = {"a": jnp.full((3, 5), RANK, jnp.bfloat16), "b": [jnp.float32(RANK), jnp.zeros((0, 2), jnp.float16)]}
+    mean = jax.jit(lambda t: overlap.exchange(jax.tree.map(lambda x: x * 1, t)))(tree)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), mean) == jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert float(mean["b"][0]) == (SIZE - 1) / 2
+
+
+def test_what_is_used_elsewhere_too_is_not_touched():
+    x = jnp.arange(1000.0) + RANK
+    for step in (jax.jit(lambda v: (overlap.exchange(v, op="sum"), v)), jax.jit(lambda v: late_use(v * 1))):
+        total, same = step(x)
+        assert np.asarray(total).tolist() == [SIZE * i + SIZE * (SIZE - 1) / 2 for i in range(1000)]
+        assert np.asarray(same).tolist() == (np.arange(1000) + RANK).tolist()
+
+
+def late_use(x):
+    total = overlap.exchange(x, op="sum")
+    return total, x + 0 * total  # x is read after the sum has taken its buffer
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_what_is_not_finite_on_the_last_rank_reaches_all(odd):
+    x = jnp.where(RANK == SIZE - 1, odd, 1.0) * jnp.ones(7)
+    for strategy in STRATEGIES:
+        total = np.asarray(jax.jit(lambda v, s=strategy: overlap.exchange(v * 1, s))(x))
+        assert not np.isfinite(total).any()
+
+
+def test_sums_of_what_is_subnormal_are_those_of_a_program():
+    tiny = np.float32(1.2e-38) * np.linspace(-1, 1, 64, dtype=np.float32)
+    rows = np.where(np.arange(SIZE)[:, None] % 2, tiny[::-1] * np.float32(0.99), tiny).astype(np.float32)
+    beside, inside = (
+        jax.jit(lambda v, f=f: f(v * np.float32(1), "ring32", "sum"))(rows[RANK])
+        for f in (overlap.exchange, jaxmpi.exchange)
+    )
+    assert np.asarray(beside).tobytes() == np.asarray(inside).tobytes()
+    assert (np.asarray(beside) != oracle("ring:32", rows)).any()  # which keeps what is subnormal
+
+
+def test_exchanges_of_programs_that_are_started_together_do_not_mix():
+    slow, fast = (jax.jit(lambda v, n=n: overlap.exchange([spin(v, n), spin(v, n // 2)], op="sum")) for n in (200, 2))
+    x = jnp.full((50, 50), 1.0 + RANK)
+    results = [program(x * k) for k in range(1, 5) for program in (slow, fast)]
+    for i, result in enumerate(results):
+        assert (np.asarray(result) == (i // 2 + 1) * SIZE * (SIZE + 1) / 2).all()
+
+
+def spin(x, n):
+    """X itself, later."""
+    return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ y), x) * 0 + x
+
+
+def test_it_goes_beside_mpi_calls_of_the_same_program():
+    """Ranks differ in what is ready first."""
+
+    @jax.jit
+    def program(x, before, after):
+        late = jax.lax.fori_loop(0, after, lambda _, y: jnp.sin(y @ y), x) * 0 + x
+        early = jax.lax.fori_loop(0, before, lambda _, y: jnp.sin(y @ y), x) * 0 + x
+        first = jaxmpi.exchange(early, "asa32", "sum")
+        return first, overlap.exchange([late, x + 0], op="sum"), jaxmpi.exchange(late, "ring32", "sum")
+
+    x = jnp.ones((100, 100))
+    for total in jax.tree.leaves(program(x, *((100, 0) if RANK % 2 else (0, 100)))):
+        assert (np.asarray(total) == SIZE).all()
+
+
+def test_in_a_loop():
+    step = jax.jit(lambda x: jax.lax.scan(lambda v, _: (overlap.exchange(v * 2), None), x, length=5)[0])
+    assert np.asarray(step(jnp.full(3, 1.0 + RANK))).tolist() == [(SIZE + 1) / 2 * 2**5] * 3
+
+
+def test_an_exported_program_runs_on_all_ranks():
+    """The first rank of the host traces for all."""
+    courier()
+    x = jnp.arange(1000.0) * (RANK + 1)
+
+    def trace() -> bytes:
+        step = jax.jit(lambda v: overlap.exchange(v * 1, "asa32", "sum", portable=True))
+        exported = jax.export.export(step, disabled_checks=handlers.EXPORTABLE)
+        return bytes(exported(jax.ShapeDtypeStruct(x.shape, x.dtype)).serialize())
+
+    call = jax.jit(jax.export.deserialize(bytearray(CONTROL.from_first(trace))).call)
+    for total in (call(x), call.lower(x).compile()(x)):
+        assert np.asarray(total).tolist() == (np.arange(1000.0) * SIZE * (SIZE + 1) / 2).tolist()
+
+
+def test_many_exchanges_leave_nothing():
+    step = jax.jit(lambda v: overlap.exchange([v * 1, v[:3] * 1], "ring32", "sum", bucket_bytes=16))
+    rounds, x = 1000 if SIZE == 2 else 20, jnp.ones(100)
+    for _ in range(2):
+        jax.block_until_ready(step(x))
+    before = kept()
+    for _ in range(rounds):
+        jax.block_until_ready(step(x))
+    objects, *others = (after - start for after, start in zip(kept(), before, strict=True))
+    assert objects < 20  # not one an exchange
+    assert others == [0, 0]
+    assert [thread.name for thread in threading.enumerate()].count(THREAD) == 1
+
+
+def kept() -> list[int]:
+    """Python objects, threads, and buckets that nobody has waited for."""
+    courier().events.clear()
+    gc.collect()
+    return [len(gc.get_objects()), threading.active_count(), len(courier().jobs)]
+
+
+def test_what_is_sent_late_and_never_asked_for_is_not_kept():
+    late = overlap.delayed_gradients("ring32")
+    step, state = jax.jit(lambda x, state: late.update(x * 1, state)), late.init(jnp.zeros(3))
+    jobs = len(courier().jobs)
+    for _ in range(20):
+        mean, _ = step(jnp.ones(3), state)  # from the first state each time
+    assert np.asarray(mean).tolist() == [0, 0, 0]
+    assert len(courier().jobs) == jobs + 1
+
+
+# ---------------------------------------------------------------- training
+
+
+def net(params, x):
+    for name in ("one", "two", "zero"):  # not in the order of their names
+        x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"].reshape(1, -1))
+    return x @ params["logits"]
+
+
+def loss(params, x, label):
+    return -jax.nn.log_softmax(net(params, x))[jnp.arange(len(label)), label].mean(), 0.0
+
+
+def start():
+    rng = np.random.default_rng(0)
+
+    def layer(a, b):
+        return {"kernel": rng.standard_normal((a, b), np.float32) / 8, "bias": np.zeros(b, np.float32)}
+
+    return {"one": layer(48, 64), "two": layer(64, 80), "zero": layer(80, 32), "logits": np.ones((32, 5), np.float32)}
+
+
+def train(strategy: str, beside: bool, late: bool = False, steps: int = 20, again: int = -1):
+    """Params after some steps of momentum; the state goes through host memory after step `again`."""
+    order, tx = Order(), optax.sgd(0.05, momentum=0.9)
+    gradients = order.of(lambda *args: jax.grad(loss, has_aux=True)(*args))
+    options = {"strategy": strategy, "bucket_bytes": 4096, "order": order}
+    mean = partial(overlap.exchange if beside else jaxmpi.exchange, **options)
+    delayed = overlap.delayed_gradients(**options) if beside else one_step_late(mean)
+
+    @jax.jit
+    def step(params, state, x, label):
+        grads, _ = gradients(params, x, label)
+        moments, waiting = state
+        mean_grads, waiting = delayed.update(grads, waiting) if late else (mean(grads), waiting)
+        updates, moments = tx.update(mean_grads, moments, params)
+        return optax.apply_updates(params, updates), (moments, waiting)
+
+    params = jax.tree.map(jnp.asarray, start())
+    state, rng = (tx.init(params), delayed.init(params)), np.random.default_rng(RANK)
+    for i in range(steps):
+        batch = rng.standard_normal((4, 48), np.float32), rng.integers(0, 5, 4)
+        params, state = step(params, state, *batch)
+        if i == again:
+            params, state = jax.tree.map(np.array, (params, state))
+            courier().jobs.clear()  # what still travels is not there after a restart
+    return jax.tree.map(np.asarray, params), order
+
+
+def one_step_late(mean):
+    """`delayed_gradients` with the exchange in the program."""
+
+    def update(updates, state, params=None):
+        return mean(state), updates
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def bits(tree) -> bytes:
+    return b"".join(leaf.tobytes() for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("strategy", ["ring:32", "asa:32", "ring:16"])
+def test_params_after_20_steps_have_the_same_bits_with_and_without_overlap(strategy):
+    beside, order = train(strategy, True)
+    inside, _ = train(strategy, False)
+    assert bits(beside) == bits(inside)
+    assert bits(beside) != bits(start())
+    assert len(set(CONTROL.gather(bits(beside).hex()))) == 1
+    assert order.leaves(7)[0] == 0  # the logits' kernel
+    assert order.leaves(7)[-1] in (1, 2)  # of layer one
+
+
+def test_one_step_late_has_the_same_bits_beside_inside_and_after_a_restart():
+    beside, _ = train("ring:32", True, late=True)
+    inside, _ = train("ring:32", False, late=True)
+    resumed, _ = train("ring:32", True, late=True, again=9)
+    assert bits(beside) == bits(inside) == bits(resumed)
+    assert bits(beside) != bits(train("ring:32", True)[0])
+
+
+def test_one_step_late_is_what_its_equation_says():
+    """Loss (x - t)^2 / 2 with targets t = rank + 1: g(x) = x - t. Numbers small enough to be exact."""
+    tx = overlap.delayed_gradients("asa32")
+    step = jax.jit(lambda x, state: descend(*tx.update(x - (RANK + 1.0), state), x))
+    x, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+    at, before = 0.0, 0.0
+    for _ in range(6):
+        x, state = step(x, state)
+        at, before = at - 0.5 * before, at - (SIZE + 1) / 2
+        assert np.asarray(x) == pytest.approx(np.full(3, at), rel=6 * SIZE * 2.0**-23)
+    assert np.asarray(cast(overlap.Late, state).gradients) == pytest.approx(
+        np.full(3, before + (SIZE + 1) / 2 - RANK - 1), rel=1e-4
+    )
+
+
+def descend(mean, state, x):
+    return x - 0.5 * mean, state

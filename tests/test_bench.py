@@ -1,0 +1,418 @@
+"""`jaxmpi bench`: real small jobs, the figures' formulas, and what it refuses."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import models.__main__ as report
+from jaxmpi import chart, runtime
+from jaxmpi.bench import __main__ as bench
+from jaxmpi.bench import contenders, figures, jobs, memory, options, peers
+from jaxmpi.config import TrainingError, UsageError
+from jaxmpi.processes import SoloProcesses
+from launching import ROOT, Ended, kill_session, mpirun, run, session_of
+from models import MODELS
+
+BENCH = [sys.executable, "-m", "jaxmpi.bench"]
+QUICK = ("--rounds", "2", "--warm-up", "1")
+LIBRARIES = [name for name in peers.PEERS if peers.installed(name)]
+
+
+def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:
+    """`python -m jaxmpi.bench args`, as `jaxmpi bench` runs it."""
+    ended = run([*BENCH, *args], timeout_s=timeout_s, cwd=cwd)
+    assert not ended.timed_out, ended.out[-3000:]
+    return ended
+
+
+def consistent(case: dict, rounds: int) -> None:
+    """Every figure follows from the seconds, by formulas written down here once more."""
+    size_bytes, n = 4 * case["floats"], case["ranks"]
+    assert case["bytes"] == size_bytes
+    assert case["least_sent_bytes"] == pytest.approx(2 * (n - 1) / n * size_bytes)
+    for row in case["rows"]:
+        seconds = sorted(row["seconds"])
+        assert len(seconds) == rounds
+        assert seconds[0] > 0
+        assert row["median_s"] == pytest.approx(np.median(seconds))
+        assert seconds[0] <= row["quartiles_s"][0] <= row["median_s"] <= row["quartiles_s"][1] <= seconds[-1]
+        assert row["algorithm_bytes_per_s"] == pytest.approx(size_bytes / row["median_s"])
+        assert row["bus_bytes_per_s"] == pytest.approx(2 * (n - 1) / n * size_bytes / row["median_s"])
+        if case["bound_s"] is None:
+            assert row["of_bound"] is None
+        else:
+            assert row["of_bound"] == pytest.approx(case["bound_s"] / row["median_s"])
+
+
+# ---------------------------------------------------------------- real jobs
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> tuple[str, dict, Path]:
+    """Every peer there is and both kinds of case, with the peers' second job: text, JSON, chart."""
+    folder = tmp_path_factory.mktemp("bench")
+    out, plot = folder / "bench.json", folder / "bench.png"
+    args = ("-n", "2", "--strategies", "ring:16", "lowrank2", "--sizes", "0", "1000", "--tree", "digits_cnn_tiny")
+    files = ("--as-it-comes", "--out", str(out), "--plot", str(plot))
+    ended = jaxmpi_bench(*args, *files, *QUICK, timeout_s=280)
+    assert ended.code == 0, ended.out[-4000:]
+    return ended.out, json.loads(out.read_text()), plot
+
+
+def test_two_ranks_time_every_strategy_and_peer(two_ranks):
+    text, result, _ = two_ranks
+    assert [case["floats"] for case in result["cases"][:2]] == [0, 1000]
+    ours, peers = ["ring:16", "lowrank2"], LIBRARIES
+    for case in result["cases"]:
+        assert (case["ranks"], case["hosts"]) == (2, 1)
+        consistent(case, rounds=2)
+        for allocator, names in (("tuned", ours + peers), ("as it comes", peers)):
+            assert [row["by"] for row in case["rows"] if row["allocator"] == allocator] == names
+        assert all(row["is_peer"] == (row["by"] in peers) for row in case["rows"])
+    assert all(name in text for name in ours + peers)
+    assert "bound, 2 ranks on 1 host: 3 K a rank through memory" in text
+    assert result["versions"]["jax"] in json.dumps(result)
+
+
+def test_the_tree_is_that_of_the_model(two_ranks):
+    params, _, _ = report.shapes(MODELS["digits_cnn_tiny"]())
+    sizes = [math.prod(leaf.shape) for leaf in report.jax.tree.leaves(params)]
+    [case] = [case for case in two_ranks[1]["cases"] if case["is_tree"]]
+    assert (case["case"], case["floats"], case["leaves"]) == ("digits_cnn_tiny", sum(sizes), len(sizes))
+
+
+def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
+    for case in two_ranks[1]["cases"]:
+        for allocator in ("tuned", "as it comes"):
+            peers = [row for row in case["rows"] if row["is_peer"] and row["allocator"] == allocator]
+            fastest = min(peers, key=lambda row: row["median_s"])
+            for row in case["rows"]:
+                said = row["to_fastest_peer"][allocator]
+                assert said["peer"] == fastest["by"]
+                assert said["ratio"][0] == pytest.approx(np.median(np.divide(row["seconds"], fastest["seconds"])))
+
+
+def test_the_chart_has_ink_and_the_bound(two_ranks):
+    with Image.open(two_ranks[2]) as image:
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+    assert (image.format, image.width) == ("PNG", chart.WIDTH)
+    bound = np.array([int(chart.BOUND[i : i + 2], 16) for i in (1, 3, 5)])
+    assert (np.abs(pixels.astype(int) - bound).max(1) < 40).sum() > 50
+    assert (pixels < 128).all(1).sum() > 500
+
+
+def test_one_rank_has_no_peers_and_no_bound(tmp_path):
+    out = tmp_path / "out.json"
+    ended = jaxmpi_bench("-n", "1", "--strategies", "asa16", "--sizes", "0", "100", "--out", str(out), *QUICK)
+    assert ended.code == 0, ended.out[-3000:]
+    assert "one rank: nothing travels, and no peer runs" in ended.out
+    for case in json.loads(out.read_text())["cases"]:
+        assert [row["by"] for row in case["rows"]] == ["asa16"]
+        assert (case["bound_s"], case["least_sent_bytes"]) == (None, 0)
+        consistent(case, rounds=2)
+
+
+def test_under_a_launcher_every_process_is_a_rank(tmp_path):
+    out = tmp_path / "out.json"
+    args = ("--strategies", "tree:bf16", "none", "--sizes", "999", "--peers", "none", "--out", str(out), *QUICK)
+    ended = mpirun(4, "-m", "jaxmpi.bench", *args, timeout_s=240)
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (4, ["tree:bf16", "none"])
+    assert all(row["to_fastest_peer"] == {} for row in case["rows"])
+    consistent(case, rounds=2)
+    assert ended.out.count("999 floats, 4 ranks") == 1  # one rank speaks
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'?"),
+        (("--peers", "none", "--rate-mbit", "200", "--sizes", "8"), "all ranks are on one host"),
+    ],
+)
+def test_what_is_wrong_under_a_launcher_ends_all_ranks(args, message):
+    ended = mpirun(2, "-m", "jaxmpi.bench", *args, timeout_s=120)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert message in ended.out
+    assert "Traceback" not in ended.out
+
+
+def test_a_launcher_that_refuses_is_heard():
+    ended = jaxmpi_bench("--launcher-args", "--no-such-option", "--sizes", "8", *QUICK, timeout_s=120)
+    assert ended.code == 1
+    assert "--no-such-option" in ended.out
+    assert "jaxmpi: error: a job ended with exit code" in ended.out
+
+
+def test_with_launcher_arguments_the_ranks_report(tmp_path):
+    """On other hosts they would not see files of this one."""
+    out = tmp_path / "out.json"
+    args = ("-n", "2", "--strategies", "ar", "--sizes", "8", "--peers", "none", "--out", str(out), *QUICK)
+    ended = jaxmpi_bench("--launcher-args", "--oversubscribe", *args)
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (2, ["ar"])
+
+
+def test_where_one_job_fails_the_other_is_ended(capfd):
+    begin = time.monotonic()
+    with pytest.raises(TrainingError, match="a job ended with exit code 3"):
+        jobs.wait_for([(["sh", "-c", "exit 3"], {}), (["sleep", "1234.75"], {})])
+    assert time.monotonic() - begin < 20
+    assert capfd.readouterr().out.splitlines() == ["+ sh -c 'exit 3'", "+ sleep 1234.75"]
+
+
+def test_what_ends_the_command_ends_its_ranks():
+    args = ("-n", "2", "--sizes", "8", "--strategies", "asa32", "--peers", "none", "--rounds", "1000000")
+    job = subprocess.Popen([*BENCH, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    assert job.stdout is not None
+    try:
+        assert any("8 floats, 2 ranks" in line for line in job.stdout)  # ranks are at work
+        job.terminate()
+        assert job.wait(30) == 128 + signal.SIGTERM
+        deadline = time.monotonic() + 10
+        while (left := in_session(job.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
+    finally:
+        kill_session(job.pid)
+        job.communicate()
+
+
+def in_session(leader: int) -> list[str]:
+    return [entry for entry in os.listdir("/proc") if entry.isdigit() and session_of(int(entry)) == leader]
+
+
+def test_between_hosts_the_link_is_the_bound(tmp_path):
+    """2 MB at 100 Mbit/s: nothing is faster than the line but the first burst at each end, and headers go along."""
+    out = tmp_path / "out.json"
+    cluster = [sys.executable, "scripts/cluster.py", "--hosts", "2", "--rate", "100mbit", "--", "mpirun", "-n", "2"]
+    args = ("--strategies", "ring32", "--sizes", "512Ki", "--peers", "none", "--out", str(out), *QUICK)
+    ended = run([*cluster, *BENCH, *args], timeout_s=120)
+    if ended.code == 77:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    [row] = case["rows"]
+    line_s, burst_s = 8 * (2 << 20) / 100e6 * 1514 / 1448, 2 * 8 * 131072 / 100e6
+    assert case["hosts"] == 2
+    assert case["bound_s"] > line_s - burst_s
+    assert row["median_s"] > line_s - burst_s
+    assert case["bound_s"] == pytest.approx((2 << 20) / case["bound_bytes_per_s"])
+    assert 1 < row["sent_bytes"] / case["least_sent_bytes"] < 1.15
+    consistent(case, rounds=2)
+
+
+# ---------------------------------------------------------------- refused before anything starts
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'? there are: ar, asa,"),
+        (("--strategies", "ring:7"), "unknown wire '7'"),
+        (("--peers", "gloo"), "unknown peer"),
+        (("--tree", "alexnett"), "unknown model 'alexnett'; did you mean 'alexnet'?"),
+        (("--sizes", "many"), "--sizes: got 'many'"),
+        (("--sizes", "2147483648"), "--sizes: got '2147483648'; expected floats below 2^31"),
+        (("--rounds", "0"), "--rounds: got 0; expected >= 1"),
+        (("-n", "0"), "-n: got 0; expected >= 1"),
+        (("--rate-mbit", "-1"), "--rate-mbit: got -1.0; expected > 0"),
+        (("--out", "absent/out.json"), "cannot write 'absent/out.json'"),
+        (("--plot", "/"), "cannot write '/'"),
+        (("--sizes", "0", "--plot", "x.png"), "--plot: no case has any floats to draw"),
+        (("--strategies", "--peers", "none"), "nothing to time"),
+        (("--peers", "none", "--as-it-comes"), "--as-it-comes times peers, and there are none"),
+        (("--as-it-comes", "--launcher", "srun"), "--as-it-comes: two jobs take turns through files"),
+        (("--speed",), "unrecognized arguments: --speed"),
+        (("--launcher", "mpiexec", "--sizes", "8"), "unknown launcher 'mpiexec'"),
+        (("--launcher-args", "'", "--sizes", "8"), "No closing quotation"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_job_starts(args, message, monkeypatch, no_launcher):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        bench.main(args)
+    assert str(ended.value).startswith("jaxmpi: error: ")
+    assert message in str(ended.value)
+    assert not Path("x.png").exists()
+
+
+def test_a_second_job_is_for_those_who_start_jobs(monkeypatch):
+    for name, value in zip(runtime.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="--as-it-comes: two jobs take turns"):
+        bench.my_plan(options.parse(["--as-it-comes"]))
+
+
+@pytest.mark.parametrize(
+    ("main", "message"),
+    [
+        ("raise SystemExit('error: no such thing')", "--tree: python -m models, in .*: error: no such thing; lm300m"),
+        ("print('alexnet: 61 million')", "-m models --tree alexnet, in .*: expected JSON of shapes"),
+    ],
+)
+def test_a_folder_with_other_models_is_named(main, message, tmp_path, monkeypatch, no_launcher):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    (tmp_path / "models" / "__main__.py").write_text(main)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(SystemExit, match=message):
+        bench.main(["--tree", "alexnet"])
+
+
+def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2 << 30)
+    with pytest.raises(SystemExit, match="no case fits into memory"):
+        bench.main(["--tree", "lm300m", "--peers", "none"])
+    assert capsys.readouterr().out.startswith("lm300m: left out: 2 ranks need 10.4 GB, and 2.1 GB are free")
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_as_many_ranks_as_memory_holds(monkeypatch):
+    case, size_bytes = options.Case("x", False, [(1 << 28,)]), 1 << 30
+    need = {(): 4 * size_bytes, ("mpi4jax", "psum"): 4 * size_bytes, ("mpi4py",): 6 * size_bytes}
+    for (names, one), ranks, count in itertools.product(need.items(), (0, 1, 5), (1, 2)):
+        free = count * ranks * (one + memory.BASE_BYTES)
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        assert memory.fitting(case, names, 8, count) == ranks
+        assert memory.fitting(case, names, 3, count) == min(ranks, 3)
+    assert memory.rank_bytes(0, ["torch"]) == memory.BASE_BYTES + memory.TORCH_BYTES
+
+
+@pytest.mark.parametrize("value", ["--hostfile hosts", "--oversubscribe", "-x PATH", ""])
+def test_the_launchers_arguments_may_look_like_ours(value, no_launcher):
+    parsed = options.parse(["-n8", "--launcher-args", value, "--rounds", "3"])
+    assert (parsed.n, parsed.launcher_args, parsed.rounds) == (8, value, 3)
+    assert options.parse([f"--launcher-args={value}"]).launcher_args == value
+
+
+def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
+    def lengths(*argv: str) -> list[int]:
+        return [case.floats for case in options.make_plan(options.parse([*argv, "--peers", "none"])).cases]
+
+    assert lengths() == lengths("--sizes") == list(options.BAIDU)
+    assert (options.BAIDU[0], options.BAIDU[-1]) == (0, 64 * 2**20)
+    assert lengths("--sizes", "7", "3Ki", "2Mi") == [7, 3072, 2 << 20]
+    assert lengths("--tree", "lm300m") == [298_588_480]
+    assert lengths("--tree", "lm300m", "--sizes") == [*options.BAIDU, 298_588_480]
+
+
+def test_plan_survives_the_way_to_the_ranks(no_launcher):
+    plan = options.make_plan(options.parse(["--tree", "lm300m", "--sizes", "5", "--peers", "mpi4py"]))
+    there = options.Plan.of_json(json.loads(json.dumps(dataclasses.asdict(plan))))
+    assert [(c.name, c.is_tree, c.floats) for c in there.cases] == [(c.name, c.is_tree, c.floats) for c in plan.cases]
+    assert (there.strategies, there.peers) == (list(plan.strategies), ["mpi4py"])
+
+
+def test_bounds():
+    size_bytes, seconds = 4 << 20, {"copy": [0.03, 0.01, 0.01], "link": [0.1, 0.2, 0.1]}
+    job = {"seconds": seconds, "floats": 1 << 20, "ranks": 4, "hosts": 1}
+
+    def bound(rate_mbit: float | None = None, **changes: int) -> float | None:
+        changed = job | changes
+        return figures.bound_s(changed, figures.bytes_per_s(changed, rate_mbit))
+
+    speed = 2 * contenders.COPY_BYTES / 0.01  # of one rank among all that copy at once
+    assert bound() == pytest.approx(3 * size_bytes / speed)
+    assert bound(hosts=2) == pytest.approx(size_bytes / (contenders.LINK_BYTES / 0.1))
+    assert bound(200.0, hosts=2) == pytest.approx(size_bytes * 1514 / 1448 * 8 / 200e6)
+    assert bound(200.0, hosts=4) == pytest.approx(1.5 * size_bytes * 1514 / 1448 * 8 / 200e6)
+    assert bound(ranks=1) is bound(floats=0) is None
+
+
+class Job(SoloProcesses):
+    """Rank 1 of 3, as far as a check of results can see."""
+
+    rank, size = 1, 3
+
+
+WRONG = [1.0, math.nan, math.inf]
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("floats", [0, 1, 12, 13, 14, 13 << 16, (13 << 16) + 1])
+def test_results_are_checked(op, floats):
+    contender = contenders.Contender("x", False, op, lambda inputs: lambda: [])
+    total = np.sum([contenders.pattern(rank, (floats,)) for rank in range(3)], 0)
+    right = total / 3 if op == "mean" else total
+    contenders.check_result(contender, [right, right.reshape(1, floats)], Job())
+    for off in WRONG if floats else ():
+        wrong = right.copy()
+        wrong[-1] += off * 18 * contenders.ROUGH * 1.01
+        with pytest.raises(TrainingError, match="x: array 1 is off by"):
+            contenders.check_result(contender, [right, wrong], Job())
+
+
+def test_a_mean_that_was_not_divided_is_found():
+    contender = contenders.Contender("x", False, "mean", lambda inputs: lambda: [])
+    total = np.sum([contenders.pattern(rank, (13,)) for rank in range(3)], 0)
+    with pytest.raises(TrainingError):
+        contenders.check_result(contender, [total], Job())
+
+
+def test_two_jobs_take_turns(tmp_path):
+    control, order = SoloProcesses(), []
+    for name in (figures.TUNED, figures.AS_IT_COMES):
+        (tmp_path / f"{name}.plan").touch()
+    (tmp_path / "turn").write_text(f"{figures.TUNED} 0")
+    both = [jobs.Turns(tmp_path, name, control) for name in (figures.TUNED, figures.AS_IT_COMES)]
+    for _ in range(3):
+        for job in both:
+            with job:
+                order.append(job.mine)
+    assert order == [figures.TUNED, figures.AS_IT_COMES] * 3
+    both[1].end()
+    with both[0]:
+        assert not both[0].alone  # the turn that the other gave it last
+    with both[0]:
+        assert both[0].alone
+
+
+def test_an_error_in_a_turn_waits_for_nobody(tmp_path):
+    class Late(SoloProcesses):
+        def barrier(self) -> None:
+            raise AssertionError("others may never come")
+
+    with pytest.raises(ValueError, match="boom"), jobs.Turns(tmp_path, figures.TUNED, Late()):
+        raise ValueError("boom")
+
+
+def test_a_turn_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "TURN_S", 0.05)
+    (tmp_path / f"{figures.TUNED}.plan").touch()
+    (tmp_path / "turn").write_text(f"{figures.TUNED} 0")
+    with (
+        pytest.raises(TrainingError, match="the job 'tuned' has kept its turn"),
+        jobs.Turns(tmp_path, figures.AS_IT_COMES, SoloProcesses()),
+    ):
+        raise AssertionError("it was not its turn")
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0015, "1.5 m"), (2.5e-7, "250 n"), (3e9, "3 G"), (12.0, "12 ")])
+def test_short_numbers(value, text):
+    assert chart.short(value) == text
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(peers.PEERS, "absent", peers.PEERS["torch"]._replace(package="no_such_package"))
+    with pytest.raises(UsageError, match="peer 'absent' needs no_such_package, which is not installed"):
+        peers.importable(["absent"])
+    assert "absent" not in peers.importable(["all"])
+    assert peers.importable(["none"]) == ()

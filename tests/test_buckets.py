@@ -1,0 +1,74 @@
+"""In which order gradients come to exist, and which travel together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmpi.buckets import Order, plan
+
+sizes = st.lists(st.integers(0, 3000), max_size=20)
+
+
+@given(sizes, st.sampled_from([None, 4, 400, 4000, 10**6]), st.randoms())
+def test_every_leaf_that_holds_something_travels_once_and_in_order(sizes, bucket_bytes, random):
+    ready = list(range(len(sizes)))
+    random.shuffle(ready)
+    buckets = plan(sizes, bucket_bytes, ready)
+    assert sorted(i for bucket in buckets for i in bucket) == [i for i, n in enumerate(sizes) if n]
+    place = {leaf: i for i, leaf in enumerate(ready)}
+    for bucket in buckets:
+        assert [place[i] for i in bucket] == sorted(place[i] for i in bucket)
+    firsts = [place[bucket[0]] for bucket in buckets]
+    assert firsts == sorted(firsts)
+    if bucket_bytes is None:
+        assert len(buckets) <= 1
+    else:
+        # The first is closed by the leaf with which it holds a quarter; the others hold one leaf, or no more than all.
+        assert all(4 * sum(sizes[i] for i in bucket[:-1]) <= bucket_bytes for bucket in buckets)
+        assert not buckets or 16 * sum(sizes[i] for i in buckets[0][:-1]) < bucket_bytes
+
+
+def test_the_first_bucket_holds_about_a_quarter():
+    fours = [list(range(i, i + 4)) for i in range(1, 37, 4)]
+    assert plan([25] * 40, 400, list(range(40))) == [[0], *fours, [37, 38, 39]]
+    assert plan([1, 100, 1], 400, [0, 1, 2]) == [[0], [1], [2]]  # a big leaf is alone and not copied
+
+
+def backward(params, x):
+    """Gradients of three layers, whose names say nothing of their order."""
+
+    def loss(params):
+        y = x
+        for name in "mza":
+            y = jnp.tanh(y @ params[name])
+        return y.sum()
+
+    return jax.grad(loss)(params), x.sum()
+
+
+def test_the_order_of_gradients_is_found_and_results_stay():
+    params = {name: jnp.full((3, 3), 0.1 * (i + 1)) for i, name in enumerate("amz")}  # leaves: a, m, z
+    order, x = Order(), jnp.ones((2, 3))
+    assert order.leaves(3) == [2, 1, 0]  # nothing is known: from the last
+    noted = jax.jit(order.of(backward))
+    got, expected = noted(params, x), jax.jit(backward)(params, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert order.leaves(3) == [0, 2, 1]  # a, the last layer, then z, then m
+    assert order.leaves(2) == [1, 0]  # another tree
+
+
+def test_gradients_of_one_equation_go_from_the_last_leaf():
+    order = Order()
+    whole = order.of(lambda p: (jax.jit(lambda p: [2 * v for v in p])(p), 0.0))
+    jax.eval_shape(whole, [jnp.ones(2)] * 3)
+    assert order.leaves(3) == [2, 1, 0]
+
+
+def test_a_gradient_that_is_known_beforehand_is_first():
+    order = Order()
+    jax.eval_shape(order.of(lambda p: ([p[0] * 2, p[1], jnp.float32(0)], 0.0)), [jnp.ones(2)] * 2)
+    assert order.leaves(3)[-1] == 0

@@ -1,0 +1,92 @@
+"""Wires in NumPy beside those of programs, and the settings of the thread they run on."""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmpi import hostcomm
+from jaxmpi.hostcomm import HOST_WIRES
+from jaxmpi.wires import BLOCK, SMALLEST_NORMAL, WIRES
+from test_wires import ODD, normals
+
+
+def in_thread(function: Callable):
+    """What a function gives in a thread that flushes what is subnormal, as that of exchanges does."""
+    results = []
+
+    def work():
+        assert hostcomm.flush_subnormals()
+        with np.errstate(all="ignore"):
+            results.append(function())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def both_ways(wire: str, x: np.ndarray) -> tuple[list[Any], list[Any]]:
+    """The arrays sent and what arrives: in NumPy, and in a program."""
+    there, back = HOST_WIRES[wire].encode, HOST_WIRES[wire].decode
+    sent, arrived = in_thread(lambda: (there(x), back(there(x))))
+    assert sent.size == HOST_WIRES[wire].size_bytes(x.size)
+    jitted = jax.jit(lambda v: (WIRES[wire].encode(v), WIRES[wire].decode(WIRES[wire].encode(v))))
+    encoded, decoded = jax.tree.map(np.asarray, jitted(x))
+    return [parts(wire, sent), arrived], [encoded, decoded]
+
+
+def parts(wire: str, sent: np.ndarray):
+    if wire == "16":
+        return sent[4:].view(np.float16), sent[:4].view(np.float32)
+    if wire == "8":
+        return hostcomm.parts_i8(sent)[::-1]
+    return sent.view(np.float32 if wire == "32" else jnp.bfloat16)
+
+
+@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("scale", [1e-37, 1e-12, 1.0, 3e5, 1e36])
+def test_wires_are_those_of_programs_in_every_bit(wire, scale):
+    for n in (1, BLOCK - 1, BLOCK, BLOCK + 1, 1009, 1000 * BLOCK):
+        ours, theirs = both_ways(wire, normals(n, n, scale))
+        for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert mine.dtype == other.dtype
+            assert mine.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize(("name", "values"), ODD, ids=[name for name, _ in ODD])
+def test_odd_values_arrive_as_in_programs(wire, name, values):
+    (_, ours), (_, theirs) = both_ways(wire, np.array(values, np.float32))
+    np.testing.assert_array_equal(ours, theirs)
+    assert (np.signbit(ours) == np.signbit(theirs))[~np.isnan(ours)].all()
+
+
+def test_a_thread_adds_what_is_subnormal_as_xla_does():
+    tiny = np.float32(SMALLEST_NORMAL) * np.array([1, 1.5, -1, -1.5], np.float32)
+    other = -tiny * np.float32(1.25)
+    ours = in_thread(lambda: tiny + other)
+    assert ours.tobytes() == np.asarray(jax.jit(jnp.add)(tiny, other)).tobytes()
+    assert (ours == 0).all()
+    assert (tiny + other != 0).all()  # here, in another thread
+
+
+def test_a_thread_may_ask_for_short_turns():
+    granted = []
+    thread = threading.Thread(target=lambda: granted.append(hostcomm.take_short_turns()))
+    thread.start()
+    thread.join()
+    assert granted == [sys.platform == "linux"]
+
+
+@pytest.mark.parametrize("wire", HOST_WIRES)
+def test_columns_are_whole_blocks_and_one_message(wire):
+    width = hostcomm.columns(HOST_WIRES[wire])
+    assert width % BLOCK == 0
+    size_bytes = HOST_WIRES[wire].size_bytes
+    assert size_bytes(width) <= hostcomm.MESSAGE_BYTES < size_bytes(width + BLOCK)

@@ -1,0 +1,41 @@
+"""Programs that travel between ranks: those that call Python functions, with an order."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmpi import handlers
+from jaxmpi.processes import SoloProcesses
+from jaxmpi.programs import shared_jit
+
+NAME = "the test of programs"
+
+
+def double(operands, results):
+    np.add(operands[0], operands[0], out=results[0])
+
+
+def step(state, x):
+    [doubled] = handlers.call(NAME, [state["p"]], [jax.ShapeDtypeStruct((3,), jnp.float32)])
+    return {"p": doubled + x}, x.sum()
+
+
+@pytest.mark.skipif(bool(handlers.why_not()), reason=f"no handlers here: {handlers.why_not()}")
+def test_a_program_with_effects_is_compiled_once_and_called_often(caplog):
+    """Its first state comes from elsewhere, the others from itself."""
+    handlers.register(NAME, double)
+    try:
+        run = shared_jit(step, (0,), SoloProcesses())
+        state, x = {"p": jnp.ones(3)}, np.ones(3, np.float32)
+        state, _ = run(state, x)
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                state, total = run(state, x)
+            assert not [record for record in caplog.records if "jit(call)" in record.getMessage()]
+        assert np.asarray(state["p"]).tolist() == [31.0] * 3
+        assert float(total) == 3
+    finally:
+        handlers.forget(NAME)
