@@ -57,6 +57,11 @@ def test_a_link_carries_what_it_was_asked_to(tmp_path):
     assert bound - burst < seconds < 3 * bound
 
 
+def test_ranks_run_in_the_folder_of_the_call():
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "pwd")
+    assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out
+
+
 def test_the_exit_code_is_the_commands():
     assert on_cluster("--hosts", "1", "--", "sh", "-c", "exit 5").code == 5
 

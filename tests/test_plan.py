@@ -369,6 +369,24 @@ def test_it_goes_by_the_newest_probe(cache, capsys):
     assert "ring:16" in out or "tree:16" in out
 
 
+def test_a_probe_of_one_host_tells_nothing_of_others(cache, capsys):
+    plan.save({"hosts": {"laptop": 6}}, probe(CARDS._replace(hosts=1, slots=6), {"asa:32": 1.0}))
+    run("--bytes", "24e6")
+    out = capsys.readouterr().out
+    assert "probe of laptop x 6, on one host" in out
+    shapes = [line.split()[:4] for line in out.splitlines() if line.split()[0].isdigit()]
+    assert shapes == [["2", "1", "x", "2"], ["4", "1", "x", "4"], ["6", "1", "x", "6"]]
+    with pytest.raises(UsageError, match="on one host there is nothing to predict for one rank"):
+        run("--bytes", "24e6", "--slots", "1")
+
+
+def test_hosts_need_not_have_a_power_of_two(capsys):
+    run(*GIVEN, "--slots", "6")
+    shapes = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if line.split()[0].isdigit()]
+    assert shapes[2:5] == [["6", "1", "x", "6"], ["12", "2", "x", "6"], ["24", "4", "x", "6"]]
+    assert shapes[-1] == ["3072", "512", "x", "6"]
+
+
 WRONG = [
     (["--bytes", "24e6"], "no probe is kept on this machine; run it under a launcher"),
     (["--alpha-s", "1", "--bytes", "8"], "--alpha-s and --beta-s-per-byte together"),
