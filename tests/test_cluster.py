@@ -87,6 +87,11 @@ def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tm
     assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
 
 
+def test_ranks_run_in_the_folder_of_the_call():
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "pwd")
+    assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out
+
+
 def test_the_exit_code_is_the_commands():
     assert on_cluster("--hosts", "1", "--", "sh", "-c", "exit 5").code == 5
 
