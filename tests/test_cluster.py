@@ -78,7 +78,7 @@ if comm.rank == 0:
 """
 
 
-@pytest.mark.parametrize(("hosts", "slots"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("hosts", "slots"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tmp_path):
     (tmp_path / "carried.py").write_text(CARRIED)
     line = ("mpirun", "-n", str(hosts * slots), sys.executable, str(tmp_path / "carried.py"))
