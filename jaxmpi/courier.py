@@ -67,14 +67,15 @@ class Event(NamedTuple):
 class Courier:
     """The communication thread, and what programs call to reach it."""
 
-    def __init__(self, control: MpiProcesses, order: tuple[int, ...]) -> None:
+    def __init__(self, control: MpiProcesses, order: tuple[int, ...], hosts: tuple[int, ...]) -> None:
         """Start the thread; all ranks come here together, and each has one courier.
 
         Args:
             control: agreement between ranks, used by no other thread.
             order: ranks by host.
+            hosts: of every rank.
         """
-        self.control, self.comm = control, HostComm(control.world, order)
+        self.control, self.comm = control, HostComm(control.world.Clone(), order, hosts)
         self.count = 0  # segments so far, in all programs; equal on all ranks
         self.jobs: dict[tuple[int, ...], Job] = {}  # that nobody has waited for yet
         self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
@@ -237,4 +238,4 @@ def courier() -> Courier:
     """This process's courier; all ranks come here together for the first time."""
     comm = world()
     assert isinstance(comm, MpiComm)
-    return Courier(comm.processes.apart(), comm.order)
+    return Courier(comm.processes.apart(), comm.order, comm.hosts)

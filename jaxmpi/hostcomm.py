@@ -5,7 +5,9 @@ one thread carries any number of sums at once; a link is busy with one while ano
 roundings are those of `strategies` and `wires` in jit: the same bits.
 """
 
+import collections
 import ctypes
+import functools
 import os
 import platform
 import threading
@@ -122,12 +124,26 @@ Requests = list[Any]  # of mpi4py
 class HostComm:
     """Messages between the workers of a job, sent and received without waiting, on a communicator of its own."""
 
-    def __init__(self, world: Any, order: Sequence[int]) -> None:
-        """Clone mpi4py's communicator of all workers; all ranks come here together. order: ranks by host."""
-        self.mpi = world.Clone()
-        self.rank, self.size = self.mpi.rank, self.mpi.size
-        self.order = tuple(order)
-        self.place = self.order.index(self.rank)
+    def __init__(self, mpi: Any, order: Sequence[int], hosts: Sequence[int]) -> None:
+        """Take a communicator of mpi4py that is used here only, and which ranks talk, in which order.
+
+        Args:
+            order: ranks, those of one host side by side.
+            hosts: of every rank of the communicator.
+        """
+        self.mpi, self.rank = mpi, mpi.rank
+        self.order, self.hosts = tuple(order), tuple(hosts)
+        self.size, self.place = len(self.order), self.order.index(self.rank)
+
+    @functools.cached_property
+    def inside(self) -> "HostComm":
+        """The ranks of this host."""
+        return HostComm(self.mpi, [r for r in self.order if self.hosts[r] == self.hosts[self.rank]], self.hosts)
+
+    @functools.cached_property
+    def between(self) -> "HostComm":
+        """The ranks of equal place on all hosts, each of which has as many."""
+        return HostComm(self.mpi, self.order[self.inside.place :: self.inside.size], self.hosts)
 
     def swap(self, sent: np.ndarray, to: int, received: np.ndarray, source: int, tag: int) -> Requests:
         """Send one u8[n] and receive another."""
@@ -152,7 +168,7 @@ def cut(message: np.ndarray) -> list[np.ndarray]:
 
 # ---------------------------------------------------------------- strategies
 
-Sum = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]
+Sum = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]  # never yields an empty list
 
 
 def ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
@@ -194,13 +210,38 @@ def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: i
         sent = received
 
 
-HOST_SUMS: dict[str, Sum] = {"ring": ring, "asa": alltoall_sum_allgather}
+def hierarchical_ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """Sum inside the host, a ring between hosts on each rank's part, share inside; as `strategies.hierarchical`."""
+    inside, between = comm.inside, comm.between
+    parts = [rows[i * between.size : (i + 1) * between.size] for i in range(inside.size)]
+    mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
+    theirs = {i: [np.empty_like(row) for row in mine] for i in peers}
+    if peers:
+        yield [request for i in peers for request in swap_rows(parts[i], theirs[i], inside, i, tag)]
+    for c, row in enumerate(mine):
+        every = [row if i == inside.place else theirs[i][c] for i in range(inside.size)]
+        row[:] = functools.reduce(np.add, every)
+    if between.size > 1:
+        yield from ring(mine, between, wire, tag)
+    if peers:
+        yield [request for i in peers for request in swap_rows(mine, parts[i], inside, i, tag)]
 
 
-def has(strategy: Strategy) -> bool:
-    """Whether there is a sum in NumPy that gives this strategy's bits."""
+def swap_rows(sent: Rows, received: Rows, comm: HostComm, place: int, tag: int) -> Requests:
+    """Send rows to the rank at a place, and receive as many from it."""
+    to = comm.order[place]
+    pairs = zip(sent, received, strict=True)
+    return [request for a, b in pairs for request in comm.swap(a.view(np.uint8), to, b.view(np.uint8), to, tag)]
+
+
+HOST_SUMS: dict[str, Sum] = {"ring": ring, "asa": alltoall_sum_allgather, "hier-ring": hierarchical_ring}
+
+
+def has(strategy: Strategy, hosts: Sequence[int]) -> bool:
+    """Whether there is a sum in NumPy that gives this strategy's bits over ranks on these hosts."""
     algorithm, _, wire = strategy.name.partition(":")
-    return algorithm in HOST_SUMS and wire in HOST_WIRES
+    is_even = len(set(collections.Counter(hosts).values())) == 1
+    return algorithm in HOST_SUMS and wire in HOST_WIRES and (is_even or not algorithm.startswith("hier-"))
 
 
 class HostSum(NamedTuple):

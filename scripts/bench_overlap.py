@@ -220,9 +220,9 @@ def node_address() -> str:
 
 def with_ddp(batch: int) -> Timed:
     """PyTorch's DistributedDataParallel over gloo, buckets as big as ours."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
+    import torch  # pyright: ignore[reportMissingImports] # not installed by default
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
+    from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # not installed by default
 
     from jaxmpi.processes import processes
 
@@ -247,7 +247,7 @@ def with_ddp(batch: int) -> Timed:
 
 def torch_net() -> Any:
     """The same net with the same params."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports] # not installed by default
 
     params, layers = params_of_all(), []
     for i, (a, b) in enumerate(pairwise(WIDTHS)):
@@ -263,7 +263,7 @@ def torch_net() -> Any:
 
 def torch_step(net: Any, data: tuple) -> Callable[[], float]:
     """Forward, backward, momentum."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports] # not installed by default
 
     optimizer = torch.optim.SGD(net.parameters(), LR, momentum=0.9)
 

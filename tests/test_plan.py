@@ -432,9 +432,8 @@ def test_a_run_says_and_stores_what_auto_chose(tmp_path):
     assert (stored["asked"], stored["strategy"]) == ("auto", chosen)
     facts = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (facts["asked"], facts["strategy"]) == ("auto", chosen)
-    assert {k: facts["experiment"]["exchange"][k] for k in ("strategy", "bucket_bytes")} == {
-        k: stored[k] for k in ("strategy", "bucket_bytes")
-    }
+    taken = facts["experiment"]["exchange"]
+    assert {k: taken[k] for k in ("strategy", "bucket_bytes")} == {k: stored[k] for k in ("strategy", "bucket_bytes")}
 
 
 def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):

@@ -88,7 +88,7 @@ def psum(inputs: Inputs) -> Run:
 
 def connect_torch(control: MpiProcesses) -> None:
     """A gloo process group."""
-    import torch.distributed as dist
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
 
     address = f"tcp://{meeting_point(control)}"
     dist.init_process_group("gloo", init_method=address, rank=control.rank, world_size=control.size)
@@ -96,8 +96,8 @@ def connect_torch(control: MpiProcesses) -> None:
 
 def torch_allreduce(inputs: Inputs) -> Run:
     """`torch.distributed.all_reduce` of one flat tensor in place, without division."""
-    import torch
-    import torch.distributed as dist
+    import torch  # pyright: ignore[reportMissingImports] # not installed by default
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
 
     inputs.work[:] = np.asarray(inputs.flat)
     tensor = torch.from_numpy(inputs.work)
