@@ -57,11 +57,6 @@ def test_a_link_carries_what_it_was_asked_to(tmp_path):
     assert bound - burst < seconds < 3 * bound
 
 
-def test_ranks_run_in_the_folder_of_the_call():
-    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "pwd")
-    assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out
-
-
 CARRIED = """
 import jax, numpy as np
 import jaxmpi
@@ -90,6 +85,11 @@ def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tm
     ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=150)
     assert ended.code == 0, ended.out
     assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
+
+
+def test_ranks_run_in_the_folder_of_the_call():
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "pwd")
+    assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out
 
 
 def test_the_exit_code_is_the_commands():

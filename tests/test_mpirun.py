@@ -14,7 +14,7 @@ WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 
 CORE = "tests/ranks/test_exchange_over_mpi.py"
-SUITES = {2: "tests/ranks", 3: CORE, 4: "tests/ranks", 8: CORE}
+SUITES = {2: "tests/ranks", 3: CORE, 4: CORE, 8: CORE}
 WHOLE = [pytest.param(ranks, "tests/ranks", marks=pytest.mark.slow) for ranks, suite in SUITES.items() if suite == CORE]
 
 

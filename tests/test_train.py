@@ -96,7 +96,9 @@ experiment = Experiment(
 """
 
 
-@pytest.mark.parametrize("rule", ["gradients", "subgd", pytest.param("awagd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rule", ["gradients", *(pytest.param(name, marks=pytest.mark.slow) for name in ("subgd", "awagd"))]
+)
 def test_kill_and_resume_is_bit_exact(rule, tmp_path):
     common = ("--rule.name", rule, "--train-for", "300st", "--checkpoint-every", "50st", "--eval-every", "300st", *TINY)
     args = (DIGITS, *common, "--optim.lr", "0.01", "--run-dir")
