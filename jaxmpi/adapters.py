@@ -53,6 +53,12 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
         _, params, _, rest = nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
+        # While a module is built on abstract values, NNX does not know a JAX array that is no variable as a leaf.
+        bare = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest) if path not in structure()[2]]
+        check(
+            not bare,
+            f"{name}: {', '.join(bare)}: a JAX array that is no variable; make it a NumPy array or nnx.Variable",
+        )
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
     def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> tuple[Any, PyTree]:
@@ -268,7 +274,16 @@ def plain_model(
     check(callable(apply), f"{name}: got {a(apply)} for apply; expected {applies}")
     arguments = list(inspect.signature(apply).parameters)
     stateful = arguments[1:2] in (["state"], ["model_state"])
-    count = 1 if takes(init, 1) else 2  # arguments with a default keep it
+    parameters = inspect.signature(init).parameters.values()
+    has_more = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
+    count = 2 if has_more or not takes(init, 1) else 1  # arguments with a default keep it
+    shapes = [parameter.name for parameter in parameters if "shape" in parameter.name]
+    check(not shapes, f"{name}: init takes {shapes}: wrap it, as lambda key, image: init(key, image.shape)[1]")
+    check(
+        not arguments[1:2] or arguments[1] not in ("rng", "rngs", "key"),
+        f"{name}: apply takes {arguments[1:2]} second: wrap it, as lambda params, image, key: "
+        "apply(params, key, image)",
+    )
     check(takes(init, count), f"{name}: got init{inspect.signature(init)}; expected {inits}")
 
     def by_name(key: Any, train: bool) -> dict[str, Any]:
@@ -303,7 +318,10 @@ def plain_model(
 
 
 # What a module's call may name its switch, and whether it is on in training.
-TRAIN_ARGUMENTS = {"train": True, "training": True, "is_training": True, "deterministic": False}
+TRAIN_ARGUMENTS = {
+    **dict.fromkeys(("train", "training", "is_training", "is_train"), True),
+    **dict.fromkeys(("deterministic", "inference"), False),
+}
 
 
 def train_arguments(call: Callable[..., Any], train: bool) -> dict[str, bool]:

@@ -33,7 +33,6 @@ OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "st
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S = 0.002, 0.0003
 WINDOW = 16  # segments of a bucket under way at once
-TAGS = 1 << 15  # that every MPI has
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
@@ -67,14 +66,15 @@ class Event(NamedTuple):
 class Courier:
     """The communication thread, and what programs call to reach it."""
 
-    def __init__(self, control: MpiProcesses, order: tuple[int, ...]) -> None:
+    def __init__(self, control: MpiProcesses, order: tuple[int, ...], hosts: tuple[int, ...]) -> None:
         """Start the thread; all ranks come here together, and each has one courier.
 
         Args:
             control: agreement between ranks, used by no other thread.
             order: ranks by host.
+            hosts: of every rank.
         """
-        self.control, self.comm = control, HostComm(control.world, order)
+        self.control, self.comm = control, HostComm(control.world.Clone(), order, hosts)
         self.count = 0  # segments so far, in all programs; equal on all ranks
         self.jobs: dict[tuple[int, ...], Job] = {}  # that nobody has waited for yet
         self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
@@ -146,7 +146,7 @@ class Courier:
         self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, first: int, label: str
     ) -> None:
         total = HostSum(strategy, self.comm)
-        tags = [(number + first + i) % TAGS for i in range(total.segments(x.size))]
+        tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
         job = self.jobs[key] = Job(label, x, total.of(x, tags))
         self._note("start", label)
         with self._wake:
@@ -237,4 +237,4 @@ def courier() -> Courier:
     """This process's courier; all ranks come here together for the first time."""
     comm = world()
     assert isinstance(comm, MpiComm)
-    return Courier(comm.processes.apart(), comm.order)
+    return Courier(comm.processes.apart(), comm.order, comm.hosts)

@@ -17,7 +17,8 @@ from jaxmpi.compressors import Peers
 from jaxmpi.config import UsageError, check, check_bucket_bytes, lookup
 from jaxmpi.plan import Verdict, allowed_wires, choose, is_auto
 from jaxmpi.processes import Statement, signature, statement
-from jaxmpi.strategies import Strategy, allgather, parse
+from jaxmpi.strategies import allgather, parse
+from jaxmpi.sums import sums
 
 PyTree = Any
 Op = Literal["mean", "sum"]
@@ -143,13 +144,9 @@ class Choice(NamedTuple):
 
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
         """The mean or sum of every vector over workers, in its shape and dtype."""
-        strategy, divisor = parse(self.strategy), self.comm.size if self.op == "mean" else 1
-        floats = [x.astype(jnp.float32) for x in vectors]
-        if strategy.means:
-            totals = strategy.means(floats, self.comm, divisor)
-        else:
-            totals = [sum_bucket(x.reshape(-1), strategy, self.comm) / divisor for x in floats]
-        return [total.reshape(x.shape).astype(x.dtype) for x, total in zip(vectors, totals, strict=True)]
+        divisor = self.comm.size if self.op == "mean" else 1
+        totals = sums([x.astype(jnp.float32) for x in vectors], self.strategy, self.comm, divisor)
+        return [total.astype(x.dtype) for x, total in zip(vectors, totals, strict=True)]
 
 
 @functools.cache
@@ -200,15 +197,6 @@ def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callabl
         return out
 
     return run
-
-
-def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
-    """The strategy over f32[n], padded to a multiple of the number of workers; nothing travels from one to itself."""
-    if comm.size == 1:
-        return flat
-    missing = -flat.size % comm.size
-    padded = jnp.pad(flat, (0, missing)) if missing else flat
-    return strategy.sum(padded, comm, strategy.wire)[: flat.size]
 
 
 def check_op(op: str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import costs, plan, plot
+from jaxmpi import chart, costs, plan
 from jaxmpi import experiment as experiments
 from jaxmpi.comm import MpiComm, world
 from jaxmpi.config import UsageError, check
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
     answers = [answer(question, net) for net in layouts(question)]
     print("\n".join(table(question, answers)), flush=True)
     if options.png:
-        plot.draw(options.png, panels(question, answers))
+        chart.save(panels(question, answers), str(options.png))
         print(f"plot: {options.png}")
 
 
@@ -84,22 +84,20 @@ def ask(options: argparse.Namespace) -> Question | None:
     Raises:
         UsageError: options that contradict one another, or nothing to go by.
     """
-    sizes = leaf_sizes(options)
+    sizes, wires = leaf_sizes(options), tuple(options.wires)
     check_options(options)
+    comm = None if options.alpha_s is not None else world()
     if options.alpha_s is not None:
         probe, source = given(options), "given prices"
+    elif isinstance(comm, MpiComm):
+        probe, source = plan.probe(comm, plan.Task(sizes, wires)), "probe of these ranks"
     else:
-        comm = world()
-        if isinstance(comm, MpiComm):
-            probe, source = plan.probe(comm, sizes, options.wires), "probe of these ranks"
-            if comm.rank != 0:
-                return None
-        else:
-            probe, source = saved_probe()
-    slots = options.slots or sorted({1, probe.net.slots})
-    return Question(
-        probe.net, probe.fits(), source, sizes, options.step_s, tuple(slots), tuple(options.wires), options.overlap
-    )
+        probe, source = saved_probe()
+    if comm is not None and comm.rank != 0:
+        return None
+    source += "" if probe.net.hosts > 1 else ", on one host: nothing is known of others"
+    slots = tuple(options.slots or sorted({1, probe.net.slots}))
+    return Question(without_gaps(probe.net), probe.fits(), source, sizes, options.step_s, slots, wires, options.overlap)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -136,7 +134,7 @@ def given(options: argparse.Namespace) -> plan.Probe:
     between = Link(options.alpha_s, options.beta_s_per_byte)
     alpha, beta = options.alpha_inside_s, options.beta_inside_s_per_byte
     inside = Link(between.alpha_s if alpha is None else alpha, between.beta_s_per_byte if beta is None else beta)
-    return plan.Probe(Net(1, 1, inside, between, options.gamma_s_per_byte, cores=options.cores), {})
+    return plan.Probe(Net(MOST, 1, inside, between, options.gamma_s_per_byte, cores=options.cores), {})
 
 
 def saved_probe() -> tuple[plan.Probe, str]:
@@ -155,16 +153,25 @@ def saved_probe() -> tuple[plan.Probe, str]:
     return probe, "probe of " + ", ".join(f"{name} x {slots}" for name, slots in key["hosts"].items())
 
 
+def without_gaps(net: Net) -> Net:
+    """Inside a host as between hosts, where the probe had one rank on each."""
+    return net if net.slots > 1 else net._replace(inside=net.between)
+
+
 def layouts(question: Question) -> list[Net]:
-    """2 to 4,096 workers, on hosts of so many slots; on one host up to those."""
-    made = []
+    """2 to 4,096 workers: 2, 4, ... on one host up to its slots, then on 2, 4, ... hosts; those only where known.
+
+    Raises:
+        UsageError: none are left.
+    """
+    powers = [1 << power for power in range(MOST.bit_length())]
+    most_hosts = MOST if question.net.hosts > 1 else 1
+    made = {}  # each once
     for slots in question.slots:
-        for power in range(1, MOST.bit_length()):
-            workers = 1 << power
-            on_host = min(slots, workers)
-            if workers % on_host == 0:
-                made.append(question.net._replace(hosts=workers // on_host, slots=on_host, even=True))
-    return list({(net.hosts, net.slots): net for net in made}.values())
+        shapes = [(1, ranks) for ranks in powers if ranks < slots] + [(hosts, slots) for hosts in powers]
+        made |= {shape: None for shape in shapes if shape[0] <= most_hosts and 2 <= shape[0] * shape[1] <= MOST}
+    check(bool(made), f"--slots: got {question.slots}; on one host there is nothing to predict for one rank")
+    return [question.net._replace(hosts=hosts, slots=slots, even=True) for hosts, slots in made]
 
 
 def answer(question: Question, net: Net) -> Answer:
@@ -203,25 +210,19 @@ def describe(net: Net) -> str:
     )
 
 
-def panels(question: Question, answers: Sequence[Answer]) -> list[plot.Panel]:
-    """Seconds of all strategies for the last number of slots, and efficiency for all."""
-    last = [a for a in answers if a.net.slots == min(question.slots[-1], a.net.workers)]
-    names = dict.fromkeys(name for a in last for name in a.others)
-    lines = {n: [(float(a.net.workers), a.others[n]) for a in last if a.others.get(n, 0) > 0] for n in names}
+def panels(question: Question, answers: Sequence[Answer]) -> list[chart.Panel]:
+    """Seconds of all strategies for the last number of slots; seconds of a step by the best, for all."""
+    lines: dict[str, list[chart.Point]] = {}
+    steps: dict[str, list[chart.Point]] = {}
+    for a in answers:
+        for slots in question.slots:
+            if a.net.slots == min(slots, a.net.workers) and a.step_s > 0:
+                steps.setdefault(f"{slots} a host", []).append((a.net.workers, a.step_s))
+        if a.net.slots == min(question.slots[-1], a.net.workers):
+            for name, seconds in a.others.items():
+                lines.setdefault(name, []).append((a.net.workers, seconds))
+    one = [(2.0, question.step_s), (float(MOST), question.step_s)] if question.step_s else []
     return [
-        plot.Panel(
-            f"one exchange, {question.slots[-1]} ranks a host", "s", {k: v for k, v in lines.items() if v}, log_y=True
-        ),
-        plot.Panel(
-            "step time of one worker / of all, best strategy",
-            "%",
-            {
-                f"{slots} a host": [
-                    (float(a.net.workers), 100 * a.efficiency)
-                    for a in answers
-                    if a.net.slots == min(slots, a.net.workers)
-                ]
-                for slots in question.slots
-            },
-        ),
+        chart.Lines(f"one exchange, {question.slots[-1]} workers a host", " workers", "s", lines, []),
+        chart.Lines("a step, best strategy; the bound: one worker", " workers", "s", steps, one),
     ]

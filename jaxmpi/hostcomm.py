@@ -5,7 +5,9 @@ one thread carries any number of sums at once; a link is busy with one while ano
 roundings are those of `strategies` and `wires` in jit: the same bits.
 """
 
+import collections
 import ctypes
+import functools
 import os
 import platform
 import threading
@@ -32,7 +34,6 @@ class HostWire(NamedTuple):
     encode: Callable[[np.ndarray], np.ndarray]  # f32[n] -> u8[size_bytes(n)]; a view where nothing changes
     decode: Callable[[np.ndarray], np.ndarray]  # u8[size_bytes(n)] -> f32[n]; a view where nothing changes
     is_exact: bool = False
-    is_whole: bool = False  # whether what one float is sent as depends on all others of its row
 
 
 def encode_bf16(x: np.ndarray) -> np.ndarray:
@@ -46,32 +47,36 @@ def decode_bf16(sent: np.ndarray) -> np.ndarray:
 
 
 def encode_f16(x: np.ndarray) -> np.ndarray:
-    """The inverse of the power of two, f32, then x times the power, f16[n]; see `wires.encode_f16`."""
+    """Inverses of the powers of two, f32[ceil(n / BLOCK)], then halves, f16[n]; see `wires.encode_f16`."""
     sent = np.empty(size_f16(x.size), np.uint8)
-    if x.size == 0:
-        return sent
-    largest = np.maximum(x.max(), -x.min())
-    usable = np.isfinite(largest) and largest > 0
-    power = np.clip(15 - np.frexp(largest)[1], -126, 126) if usable else 0
-    sent[:4].view(np.float32)[0] = np.ldexp(np.float32(1), -power)
-    np.multiply(x, np.ldexp(np.float32(1), power), out=sent[4:].view(np.float16), casting="same_kind")
+    inverses, halves = parts(sent, np.float16)
+    blocks = in_blocks(x)
+    largest = np.maximum(blocks.max(1), -blocks.min(1))
+    usable = np.isfinite(largest) & (largest > 0)
+    power = np.where(usable, np.clip(15 - np.frexp(largest)[1], -126, 126), 0)
+    inverses[:] = np.ldexp(np.float32(1), -power)
+    scaled = np.ldexp(np.float32(1), power)[:, None]
+    if x.size % BLOCK:
+        halves[:] = (blocks * scaled).reshape(-1)[: x.size]
+    else:
+        np.multiply(blocks, scaled, out=halves.reshape(blocks.shape), casting="same_kind")
     return sent
 
 
 def decode_f16(sent: np.ndarray) -> np.ndarray:
-    """The scaled halves times the inverse."""
-    return np.multiply(sent[4:].view(np.float16), sent[:4].view(np.float32), dtype=np.float32)
+    """The scaled halves times the inverses of their blocks."""
+    return decode_blocks(*parts(sent, np.float16))
 
 
 def size_f16(n: int) -> int:
-    """An empty row needs no scale."""
-    return 4 + 2 * n if n else 0
+    """Two bytes a float, and a scale a block."""
+    return 2 * n + 4 * -(-n // BLOCK)
 
 
 def encode_i8(x: np.ndarray) -> np.ndarray:
     """Scales, f32[ceil(n / BLOCK)], then multiples, i8[n]; see `wires.encode_i8`."""
     sent = np.empty(size_i8(x.size), np.uint8)
-    scales, multiples = parts_i8(sent)
+    scales, multiples = parts(sent, np.int8)
     blocks = in_blocks(x)
     largest = np.abs(blocks).max(1)
     over_127 = largest * np.float32(1 / 127)  # XLA makes the division this product
@@ -84,8 +89,7 @@ def encode_i8(x: np.ndarray) -> np.ndarray:
 
 def decode_i8(sent: np.ndarray) -> np.ndarray:
     """The multiples times their blocks' scales."""
-    scales, multiples = parts_i8(sent)
-    return (in_blocks(multiples) * scales[:, None]).reshape(-1)[: multiples.size]
+    return decode_blocks(*parts(sent, np.int8))
 
 
 def size_i8(n: int) -> int:
@@ -93,10 +97,16 @@ def size_i8(n: int) -> int:
     return n + 4 * -(-n // BLOCK)
 
 
-def parts_i8(sent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Views of a message: scales and multiples."""
-    blocks = -(-sent.size // (BLOCK + 4))
-    return sent[: 4 * blocks].view(np.float32), sent[4 * blocks :].view(np.int8)
+def parts(sent: np.ndarray, dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray]:
+    """Views of a message: scales, f32[ceil(n / BLOCK)], and numbers, dtype[n]."""
+    blocks = -(-sent.size // (BLOCK * np.dtype(dtype).itemsize + 4))
+    return sent[: 4 * blocks].view(np.float32), sent[4 * blocks :].view(dtype)
+
+
+def decode_blocks(scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Numbers times the scales of their blocks, f32[n]."""
+    products = np.multiply(in_blocks(numbers), scales[:, None], dtype=np.float32)
+    return products.reshape(-1)[: numbers.size]
 
 
 def in_blocks(x: np.ndarray) -> np.ndarray:
@@ -107,7 +117,7 @@ def in_blocks(x: np.ndarray) -> np.ndarray:
 
 HOST_WIRES: dict[str, HostWire] = {
     "32": HostWire(lambda n: 4 * n, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32), is_exact=True),
-    "16": HostWire(size_f16, encode_f16, decode_f16, is_whole=True),
+    "16": HostWire(size_f16, encode_f16, decode_f16),
     "bf16": HostWire(lambda n: 2 * n, encode_bf16, decode_bf16),
     "8": HostWire(size_i8, encode_i8, decode_i8),
 }
@@ -122,12 +132,26 @@ Requests = list[Any]  # of mpi4py
 class HostComm:
     """Messages between the workers of a job, sent and received without waiting, on a communicator of its own."""
 
-    def __init__(self, world: Any, order: Sequence[int]) -> None:
-        """Clone mpi4py's communicator of all workers; all ranks come here together. order: ranks by host."""
-        self.mpi = world.Clone()
-        self.rank, self.size = self.mpi.rank, self.mpi.size
-        self.order = tuple(order)
-        self.place = self.order.index(self.rank)
+    def __init__(self, mpi: Any, order: Sequence[int], hosts: Sequence[int]) -> None:
+        """Take a communicator of mpi4py that is used here only, and which ranks talk, in which order.
+
+        Args:
+            order: ranks, those of one host side by side.
+            hosts: of every rank of the communicator.
+        """
+        self.mpi, self.rank = mpi, mpi.rank
+        self.order, self.hosts = tuple(order), tuple(hosts)
+        self.size, self.place = len(self.order), self.order.index(self.rank)
+
+    @functools.cached_property
+    def inside(self) -> "HostComm":
+        """The ranks of this host."""
+        return HostComm(self.mpi, [r for r in self.order if self.hosts[r] == self.hosts[self.rank]], self.hosts)
+
+    @functools.cached_property
+    def between(self) -> "HostComm":
+        """The ranks of equal place on all hosts, each of which has as many."""
+        return HostComm(self.mpi, self.order[self.inside.place :: self.inside.size], self.hosts)
 
     def swap(self, sent: np.ndarray, to: int, received: np.ndarray, source: int, tag: int) -> Requests:
         """Send one u8[n] and receive another."""
@@ -152,7 +176,7 @@ def cut(message: np.ndarray) -> list[np.ndarray]:
 
 # ---------------------------------------------------------------- strategies
 
-Sum = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]
+Sum = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]  # never yields an empty list
 
 
 def ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
@@ -194,13 +218,38 @@ def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: i
         sent = received
 
 
-HOST_SUMS: dict[str, Sum] = {"ring": ring, "asa": alltoall_sum_allgather}
+def hierarchical_ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """Sum inside the host, a ring between hosts on each rank's part, share inside; as `strategies.hierarchical`."""
+    inside, between = comm.inside, comm.between
+    parts = [rows[i * between.size : (i + 1) * between.size] for i in range(inside.size)]
+    mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
+    theirs = {i: [np.empty_like(row) for row in mine] for i in peers}
+    if peers:
+        yield [request for i in peers for request in swap_rows(parts[i], theirs[i], inside, i, tag)]
+    for c, row in enumerate(mine):
+        every = [row if i == inside.place else theirs[i][c] for i in range(inside.size)]
+        row[:] = functools.reduce(np.add, every)
+    if between.size > 1:
+        yield from ring(mine, between, wire, tag)
+    if peers:
+        yield [request for i in peers for request in swap_rows(mine, parts[i], inside, i, tag)]
 
 
-def has(strategy: Strategy) -> bool:
-    """Whether there is a sum in NumPy that gives this strategy's bits."""
+def swap_rows(sent: Rows, received: Rows, comm: HostComm, place: int, tag: int) -> Requests:
+    """Send rows to the rank at a place, and receive as many from it."""
+    to = comm.order[place]
+    pairs = zip(sent, received, strict=True)
+    return [request for a, b in pairs for request in comm.swap(a.view(np.uint8), to, b.view(np.uint8), to, tag)]
+
+
+HOST_SUMS: dict[str, Sum] = {"ring": ring, "asa": alltoall_sum_allgather, "hier-ring": hierarchical_ring}
+
+
+def has(strategy: Strategy, hosts: Sequence[int]) -> bool:
+    """Whether there is a sum in NumPy that gives this strategy's bits over ranks on these hosts."""
     algorithm, _, wire = strategy.name.partition(":")
-    return algorithm in HOST_SUMS and wire in HOST_WIRES
+    is_even = len(set(collections.Counter(hosts).values())) == 1
+    return algorithm in HOST_SUMS and wire in HOST_WIRES and (is_even or not algorithm.startswith("hier-"))
 
 
 class HostSum(NamedTuple):
@@ -211,8 +260,7 @@ class HostSum(NamedTuple):
 
     def segments(self, n: int) -> int:
         """How many sums f32[n] is cut into, each with a tag of its own; the same on all ranks."""
-        row, wire = -(-n // self.comm.size), self._parts()[1]
-        return 1 if wire.is_whole else max(1, -(-row // columns(wire)))
+        return max(1, -(-n // self.comm.size // columns(self._parts()[1])))
 
     def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:
         """Generators which together make f32[n], C-contiguous, the sum over workers; in place.
@@ -222,7 +270,7 @@ class HostSum(NamedTuple):
         algorithm, wire = self._parts()
         length = -(-x.size // self.comm.size)
         rows = [x[i * length : (i + 1) * length] for i in range(self.comm.size)]
-        width = length if wire.is_whole else columns(wire)
+        width = columns(wire)
         for i, tag in enumerate(tags):
             yield algorithm([row[i * width : (i + 1) * width] for row in rows], self.comm, wire, tag)
 

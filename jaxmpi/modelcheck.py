@@ -43,6 +43,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
             check_logits(model, outputs, train)
         if loss is not None:
             check_loss(model, loss, outputs, train)
+    jax.clear_caches()  # jits in the model were traced without what training does around them, as in `statistics_over`
 
 
 def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
@@ -65,7 +66,9 @@ def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
 def check_kind(got: str, is_param: bool, dtype: Any) -> None:
     """Raise `UsageError` unless leaves of this dtype can be trained, or saved as model state."""
     if is_param:
-        check(dtype.name in FLOATS, f"{got}, expected float32: what is not trained belongs in the model state")
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        way_out = "cast it" if is_float else "what is not trained belongs in the model state"
+        check(dtype.name in FLOATS, f"{got}, expected float32: {way_out}")
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     check(not is_key, f"{got}; expected no random key: apply is given one")
 

@@ -3,46 +3,29 @@
 What programs call, and the thread behind it: `courier`. Bits are those of `exchange` with the same order.
 """
 
-import functools
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jaxmpi import handlers, hostcomm
+from jaxmpi import handlers
 from jaxmpi.buckets import Order, fuse, split_all
-from jaxmpi.comm import Comm, MpiComm, world
+from jaxmpi.comm import Comm, world
 from jaxmpi.config import OVERLAPS, check, check_bucket_bytes, lookup
-from jaxmpi.courier import COLLECT, DONE, OPEN, SEND, START, TAGS, courier
+from jaxmpi.courier import COLLECT, OPEN, SEND
+from jaxmpi.engine import TICKET, Calls, labelled, like, travelled, why_not
 from jaxmpi.exchange import BUCKET_BYTES, Choice, Op, check_leaves, check_op, is_traced, not_differentiable
-from jaxmpi.hostcomm import HostSum
 from jaxmpi.processes import named_leaves
 from jaxmpi.strategies import parse
 
 PyTree = Any
-TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
 _late = itertools.count()  # programs with exchanges one step late; all ranks make the same
 
 
 # ---------------------------------------------------------------- whether
-
-
-def why_not(strategy: str, comm: Comm) -> str:
-    """Why an exchange cannot run beside a program; empty where it can. The same on all ranks."""
-    if comm.size == 1:
-        return "there is one worker"
-    if not isinstance(comm, MpiComm):
-        return "workers are not MPI ranks"
-    if not hostcomm.has(parse(strategy)):
-        return f"strategy {strategy} is not among {', '.join(hostcomm.HOST_SUMS)}"
-    if not comm.processes.may_overlap:
-        return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
-    return handlers.why_not()
 
 
 def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
@@ -105,7 +88,7 @@ def exchange(
     if choice.comm.size == 1 or not jax.tree.leaves(tree):
         return tree
     vectors = fused(tree, choice)
-    return means(travelled(vectors, Calls.of(choice, tree, vectors, portable)), tree, choice)
+    return means(travelled(vectors, calls_of(choice, tree, vectors, portable)), tree, choice)
 
 
 def chosen_for(
@@ -135,58 +118,10 @@ def means(sums: Sequence[jax.Array], tree: PyTree, choice: Choice) -> PyTree:
     return jax.tree.unflatten(structure, split_all([x / divisor for x in sums], leaves, choice.buckets(leaves)))
 
 
-class Calls(NamedTuple):
-    """What the calls of one exchange must know."""
-
-    plan: str  # JSON: what must be the same on all ranks
-    buckets: list[dict[str, Any]]  # of each: strategy, number of its first segment, label
-    segments: int  # of all buckets
-    effect: Any  # what orders exchanges among other calls
-
-    @classmethod
-    def of(cls, choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portable: bool) -> "Calls":
-        """Of a tree's exchange; the effect is that of mpi4jax, so that none of its calls waits for one behind it."""
-        total = HostSum(choice.strategy, courier().comm)
-        ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
-        most = TAGS // 2  # a resumed exchange has the upper half
-        check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
-        labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(jax.tree.leaves(tree)))
-        each = zip(ends[:-1], labels, strict=True)
-        buckets = [{"strategy": choice.strategy, "first": first, "label": label} for first, label in each]
-        effect = handlers.ORDERED if portable else mpi_effect(choice.comm)
-        return cls(json.dumps(choice.statement(tree).value), buckets, ends[-1], effect)
-
-
-def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:
-    """Of each bucket, for messages: `bucket 2 of 7 (conv1/kernel and 3 more)`."""
-    more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
-    return [f"bucket {b + 1} of {len(buckets)} ({names[bucket[0]]}{more[b]})" for b, bucket in enumerate(buckets)]
-
-
-@functools.cache
-def mpi_effect(comm: Comm) -> Any:
-    """The ordered effect of this comm's own calls."""
-    [effect] = jax.make_jaxpr(comm.allreduce)(jnp.zeros(1)).effects
-    return effect
-
-
-def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
-    """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn."""
-    [ticket] = handlers.call(OPEN, [], [TICKET], effect=calls.effect, segments=calls.segments, plan=calls.plan)
-    started = [
-        handlers.call(START, [vector, ticket], [like(vector), TICKET], [(0, 0)], None, **bucket)
-        for vector, bucket in zip(vectors, calls.buckets, strict=True)
-    ]
-    before, sums = [own for _, own in started], []  # what waits must not hold up what computes
-    for (x, own), bucket in zip(started, calls.buckets, strict=True):
-        sums += handlers.call(DONE, [x, own, *before], [like(x)], [(0, 0)], calls.effect, first=bucket["first"])
-        before = []
-    return sums
-
-
-def like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape and dtype."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def calls_of(choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portable: bool) -> Calls:
+    """The calls that carry a tree's buckets."""
+    labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(jax.tree.leaves(tree)))
+    return Calls.of(choice.strategy, choice.comm, choice.statement(tree).value, vectors, labels, portable)
 
 
 # ---------------------------------------------------------------- one step late
@@ -225,7 +160,7 @@ def delayed_gradients(
         if choice.comm.size == 1:
             return state.gradients, Late(updates, state.number + 1)
         vectors, last = fused(updates, choice), fused(state.gradients, choice)
-        sums = relayed(vectors, last, state.number, late, Calls.of(choice, updates, vectors, portable))
+        sums = relayed(vectors, last, state.number, late, calls_of(choice, updates, vectors, portable))
         return means(sums, updates, choice), Late(updates, state.number + 1)
 
     def init(params: PyTree) -> Late:

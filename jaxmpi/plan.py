@@ -27,6 +27,7 @@ from jaxmpi.config import UsageError, check, lookup, seconds_from
 from jaxmpi.costs import Fit, Link, Net
 from jaxmpi.processes import MpiProcesses, statement
 from jaxmpi.strategies import parse
+from jaxmpi.sums import sums
 from jaxmpi.wires import WIRES
 
 BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # of a probe; what has begun when it is over is finished
@@ -51,6 +52,19 @@ class Verdict(NamedTuple):
     why: str  # one line
 
 
+class Task(NamedTuple):
+    """What is to be exchanged, and what may be used for it."""
+
+    sizes: tuple[int, ...]  # floats of every leaf
+    wires: tuple[str, ...] = ("32",)
+    among: tuple[str, ...] = ()  # algorithms; none: all
+
+    def strategies(self, net: Net) -> list[str]:
+        """In full, such as ring:16."""
+        names = costs.candidates(net, self.wires)
+        return [name for name in names if not self.among or name.partition(":")[0] in self.among]
+
+
 class Probe(NamedTuple):
     """What was measured on a set of hosts."""
 
@@ -64,7 +78,7 @@ class Probe(NamedTuple):
 
 def is_auto(spelling: str) -> bool:
     """Whether a strategy is `auto`, with or without a wire."""
-    return spelling.partition(":")[0] == "auto"
+    return isinstance(spelling, str) and spelling.partition(":")[0] == "auto"
 
 
 def allowed_wires(spelling: str) -> tuple[str, ...]:
@@ -78,7 +92,13 @@ def allowed_wires(spelling: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("32", wire)))
 
 
-def choose(comm: Comm, sizes: Sequence[int], asked: str = "auto", bucket_bytes: int | None = BUCKETS[0]) -> Verdict:
+def choose(
+    comm: Comm,
+    sizes: Sequence[int],
+    asked: str = "auto",
+    bucket_bytes: int | None = BUCKETS[0],
+    among: Sequence[str] = (),
+) -> Verdict:
     """The fastest strategy for leaves of these sizes, in floats, on these workers; the same on all ranks.
 
     Args:
@@ -86,6 +106,7 @@ def choose(comm: Comm, sizes: Sequence[int], asked: str = "auto", bucket_bytes: 
         sizes: floats of every leaf.
         asked: `auto`, or `auto:<wire>` where that wire may travel, too.
         bucket_bytes: a size that stays, unless it is the default.
+        among: algorithms to choose from, asa one of them; none given: all.
 
     Communicates: a comparison of the arguments; the saved probe, or one of a few seconds. Uses saved ones of the same
     hosts, slots, cores and versions, unless JAXMPI_PROBE=fresh.
@@ -97,46 +118,50 @@ def choose(comm: Comm, sizes: Sequence[int], asked: str = "auto", bucket_bytes: 
     if not isinstance(comm, MpiComm):
         reason = "one worker: nothing travels" if comm.size == 1 else "no MPI ranks, so nothing is probed"
         return Verdict(f"asa:{wires[-1]}", bucket_bytes, False, f"{asked}: asa:{wires[-1]}; {reason}")
-    sizes = [int(n) for n in sizes]
-    comm.sign(statement("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": sizes}))
+    task = Task(tuple(int(n) for n in sizes), wires, tuple(among))
+    comm.sign(
+        statement("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": task.sizes, "among": among})
+    )
     buckets = BUCKETS if bucket_bytes == BUCKETS[0] else (bucket_bytes,)
     begin = time.perf_counter()
-    known = probe(comm, sizes, wires)
+    known = probe(comm, task)
     took_s = time.perf_counter() - begin
-    return Verdict(*from_rank_0(comm.processes, lambda: decide(known, sizes, asked, buckets, took_s)))
+    return Verdict(*from_rank_0(comm.processes, lambda: decide(known, task, asked, buckets, took_s)))
 
 
-def probe(comm: MpiComm, sizes: Sequence[int], wires: Sequence[str]) -> Probe:
-    """The saved probe of these hosts, with what is missing for these leaves and wires measured; the same on all ranks.
+def probe(comm: MpiComm, task: Task) -> Probe:
+    """The saved probe of these hosts, with what is missing for this task measured; the same on all ranks.
 
     Communicates: it is a measurement of a few seconds, unless nothing is missing.
     """
     key = identity(comm)
     saved = from_rank_0(comm.processes, lambda: as_json(read(key)))
-    return measured(comm, from_json(saved) if saved else None, key, sizes, wires)
+    return measured(comm, from_json(saved) if saved else None, key, task)
 
 
-def decide(probe: Probe, sizes: Sequence[int], asked: str, buckets: Sequence[int | None], took_s: float) -> Verdict:
+def decide(probe: Probe, task: Task, asked: str, buckets: Sequence[int | None], took_s: float) -> Verdict:
     """The best of what was measured."""
-    net, fits, wires = probe.net, probe.fits(), allowed_wires(asked)
-    names = [name for name in costs.candidates(net, wires) if name in fits]
+    net, fits, sizes = probe.net, probe.fits(), task.sizes
+    names = [name for name in task.strategies(net) if name in fits]
     seconds = {name: step_seconds(net, sizes, name, buckets[0], fits) for name in names}
     fastest, *others = sorted(seconds, key=seconds.__getitem__)
     first = fastest if seconds[fastest] < (1 - MARGIN) * seconds.get(BASELINE, math.inf) else BASELINE
     overlap = can_overlap(net, max(sizes, default=0), first)
     bucket_bytes = buckets[0] if overlap else best_bucket(net, sizes, first, buckets, fits)
-    floats = sum(sizes)
+    best_s = step_seconds(net, sizes, first, bucket_bytes, fits)
     why = (
-        f"{asked}: {first}, {size_of(bucket_bytes)}: {step_seconds(net, sizes, first, bucket_bytes, fits):.2g} s for "
-        f"{floats:,} floats in {len(sizes)} leaves on {net.hosts} x {net.slots} ranks"
+        f"{asked}: {first}, {size_of(bucket_bytes, first)}: {best_s:.2g} s for {sum(sizes):,} floats in "
+        f"{len(sizes)} leaves on {net.hosts} x {net.slots} ranks"
         + "".join(f"; {name} {seconds[name]:.2g} s" for name in [fastest, *others] if name != first)
         + f" (probe: {took_s:.1f} s)"
     )
     return Verdict(first, bucket_bytes, overlap, why)
 
 
-def size_of(bucket_bytes: int | None) -> str:
+def size_of(bucket_bytes: int | None, strategy: str) -> str:
     """In words."""
+    if parse(strategy).means:
+        return "leaves as they are"
     return "one flat buffer" if bucket_bytes is None else f"buckets of {bucket_bytes / 2**20:g} MiB"
 
 
@@ -176,21 +201,20 @@ def can_overlap(net: Net, n: float, strategy: str) -> bool:
 # ---------------------------------------------------------------- measuring
 
 
-def measured(
-    comm: MpiComm, probe: Probe | None, key: dict[str, Any], sizes: Sequence[int], wires: Sequence[str]
-) -> Probe:
-    """The probe with the best candidates for these sizes and wires measured; what is new is saved.
+def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], task: Task) -> Probe:
+    """The probe with the best candidates for this task measured; what is new is saved.
 
     To a saved one only what cannot be missed is added: the next run shall choose as this one does.
     """
     control, end = comm.processes, time.perf_counter() + (0.0 if probe else BUDGET_S)
     known = probe or Probe(measure_net(comm), {})
-    codecs = {wire: codec_seconds(comm, known.net, wire) for wire in wires if wire not in known.net.codec_s_per_float}
-    known = known._replace(net=known.net._replace(codec_s_per_float={**known.net.codec_s_per_float, **codecs}))
+    prices = known.net.codec_s_per_float
+    codecs = {wire: codec_seconds(comm, known.net, wire) for wire in task.wires if wire not in prices}
+    known = known._replace(net=known.net._replace(codec_s_per_float={**prices, **codecs}))
     count = sum(map(len, known.seconds.values()))
     while True:
         late = time.perf_counter() > end
-        following = from_rank_0(control, lambda late=late: next_to_measure(known, sizes, wires, late))
+        following = from_rank_0(control, lambda late=late: next_to_measure(known, task, late))
         if following is None:
             break
         name, n = following
@@ -204,53 +228,54 @@ def measured(
     return known
 
 
-def next_to_measure(
-    probe: Probe, sizes: Sequence[int], wires: Sequence[str], time_is_up: bool
-) -> tuple[str, int] | None:
+def next_to_measure(probe: Probe, task: Task, time_is_up: bool) -> tuple[str, int] | None:
     """A strategy and a number of floats; None where all that count are measured, or there is no time.
 
     All strategies at the length that says more about these leaves come first, then all at the other. The baseline and
     the first of every wire are measured in any case.
     """
-    names = [name for name in shortlist(probe, sizes, wires) if probe.seconds.get(name) != {}]
+    names = [name for name in shortlist(probe, task) if probe.seconds.get(name) != {}]
     lengths = {name: lengths_for(probe.net, name) for name in names}
-    is_short = max(sizes, default=0) < 4 * SHORT * probe.net.workers
+    is_short = max(task.sizes, default=0) < 4 * short_for(probe.net)
     for turn in (0, 1):
         for place, name in enumerate(names):
             n = lengths[name][turn if is_short else 1 - turn]
-            is_needed = turn == 0 and place <= len(wires) and name not in probe.seconds
+            is_needed = turn == 0 and place <= len(task.wires) and name not in probe.seconds
             if n not in probe.seconds.get(name, {}) and (is_needed or not time_is_up):
                 return name, n
     return None
 
 
-def shortlist(probe: Probe, sizes: Sequence[int], wires: Sequence[str]) -> list[str]:
+def shortlist(probe: Probe, task: Task) -> list[str]:
     """What is worth a measurement: of every wire what is measured already, then the most promising, a few in all.
 
     The baseline comes first, then the first of every wire, then the second of every wire.
     """
-    seconds = {name: step_seconds(probe.net, sizes, name, BUCKETS[0]) for name in costs.candidates(probe.net, wires)}
+    seconds = {name: step_seconds(probe.net, task.sizes, name, BUCKETS[0]) for name in task.strategies(probe.net)}
     hopeless = HOPELESS * min(seconds.values())
     ordered = sorted(seconds, key=lambda name: (name not in probe.seconds, seconds[name]))
     hopeful = [name for name in ordered if name in probe.seconds or seconds[name] <= hopeless]
-    of_wires = [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in wires]
+    of_wires = [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in task.wires]
     rows = itertools.zip_longest(*of_wires)
     return list(dict.fromkeys([BASELINE, *(name for row in rows for name in row if name)]))
 
 
 def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
     """Two numbers of floats to time it with, multiples of the workers: for its messages, and for its bytes."""
-    short = SHORT * net.workers
-    long = LONGEST
+    short, long = short_for(net), LONGEST
     while long > 4 * short and costs.predict(net, long, strategy) > LONG_SHARE * BUDGET_S:
         long //= 2
     return short, max(4 * short, long - long % net.workers)
 
 
+def short_for(net: Net) -> int:
+    """Floats of the shorter vector."""
+    return net.workers * max(1, min(SHORT, LONGEST // (16 * net.workers)))
+
+
 def time_strategy(comm: MpiComm, name: str, n: int) -> float:
     """Seconds of a sum of n floats: the best of a few, of the slowest rank each."""
-    strategy = parse(name)
-    run = jax.jit(lambda x: strategy.sum(x, comm, strategy.wire))
+    run = jax.jit(lambda x: sums([x], name, comm)[0])
     x = jax.block_until_ready(jnp.ones(n, jnp.float32))
     jax.block_until_ready(run(x))
     return min(slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS))
@@ -310,8 +335,8 @@ def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int
 
 
 def time_addition(control: MpiProcesses) -> float:
-    """Seconds a byte of float32 added to another, by all ranks at once."""
-    total, x = np.zeros(1 << 20, np.float32), np.ones(1 << 20, np.float32)
+    """Seconds a byte of float32 added to another, by all ranks at once, too many to stay in caches."""
+    total, x = np.zeros(LONGEST, np.float32), np.ones(LONGEST, np.float32)
     return min(slowest(control, lambda: np.add(total, x, out=total)) for _ in range(REPEATS)) / x.nbytes
 
 

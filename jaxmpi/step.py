@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxmpi.config import Data, check
+from jaxmpi.config import Data, UsageError, check
 from jaxmpi.model import Model, check_image, statistics_over
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState
@@ -149,7 +149,16 @@ def local_gradients(
         metrics = Metrics(jnp.where(real, losses, 0).sum(), real.sum(dtype=jnp.float32))
         return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
 
-    differentiate = jax.grad(loss_of, has_aux=True)
+    def differentiate(*args: Any) -> tuple[PyTree, tuple]:
+        try:
+            return jax.grad(loss_of, has_aux=True)(*args)
+        except NotImplementedError as error:
+            if "remat" not in str(error):
+                raise
+            raise UsageError(
+                f"{forward.model.name}: batch_statistics synchronised cannot exchange inside jax.checkpoint or "
+                f"nnx.remat over MPI ({error}); keep batch norm outside of it, or use averaged, or --devices"
+            ) from error
 
     def gradients(
         params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, step: jax.Array

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, compressors, config, optim, overlap, rules, rundir, runtime, strategies
+from jaxmpi import checkpoint, compressors, config, hostcomm, optim, overlap, rules, rundir, runtime, strategies
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
 from jaxmpi.buckets import Order
@@ -84,7 +84,9 @@ def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tupl
     example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), example)
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-    verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes)
+    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers))
+    among = tuple(hostcomm.HOST_SUMS) if is_beside else ()  # what can run beside the backward pass
+    verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
     return dataclasses.replace(experiment, exchange=exchange), verdict.why
 

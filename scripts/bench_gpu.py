@@ -427,7 +427,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--side", choices=[*SIDES, "rank"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name, value in SIZES[options.dry].items():
-        setattr(options, name, getattr(options, name) or value)
+        setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
+    for name in ("rounds", "steps", "ranks"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: got {getattr(options, name)}; expected 1 or more")
+    if options.out and not os.access(options.out.absolute().parent, os.W_OK):
+        parser.error(f"--out: {options.out.absolute().parent} is no folder to write in")
     return options
 
 

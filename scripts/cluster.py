@@ -126,7 +126,8 @@ def inside(folder: Path, cluster: Cluster) -> NoReturn:
     holders = [start_host(i, cluster) for i in range(cluster.hosts)]
     agent = write_agent(folder, holders)
     (folder / "hostfile").write_text("".join(f"node{i} slots={cluster.slots}\n" for i in range(cluster.hosts)))
-    code = subprocess.run([*enter(holders[0]), *cluster.command], env=environment(folder, agent)).returncode
+    here = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # a process that enters a host is in its root folder
+    code = subprocess.run([*enter(holders[0]), *here, *cluster.command], env=environment(folder, agent)).returncode
     os._exit(code if code >= 0 else 128 - code)  # as pid 1: everybody else in here ends with it
 
 

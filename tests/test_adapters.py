@@ -693,3 +693,107 @@ def test_a_models_own_error_says_what_was_tried():
     with pytest.raises(ZeroDivisionError) as raised:
         check_model(with_apply(lambda out, state: 1 / 0))
     assert "before training, jaxmpi was trying model net in training on shapes" in raised.value.__notes__
+
+
+# ---------------------------------------------------------------- unusual models
+
+
+class Masked(nnx.Module):
+    """An array that is no variable."""
+
+    def __init__(self, mask, rngs: nnx.Rngs):
+        self.mask, self.dense = mask(64), nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(x.reshape(len(x), -1) * self.mask[None])
+
+
+def test_an_nnx_module_may_have_arrays_of_numpy_that_are_no_variables():
+    model = nnx_model(lambda rngs: Masked(np.ones, rngs), name="masked", input_shape=(8, 8, 1), classes=10)
+    check_model(model)
+    params, state = model.init(KEY, IMAGE[:1])
+    outputs, _ = model.apply(params, state, IMAGE, KEY, True)
+    assert (np.asarray(outputs) == np.asarray(Masked(np.ones, nnx.Rngs(KEY))(IMAGE))).all()
+
+
+def test_an_array_of_jax_that_is_no_variable_is_named():
+    model = nnx_model(lambda rngs: Masked(jnp.ones, rngs), name="masked", input_shape=(8, 8, 1), classes=10)
+    with pytest.raises(UsageError, match="masked: mask: a JAX array that is no variable; make it a NumPy array or nnx"):
+        model.init(KEY, IMAGE[:1])
+
+
+class Inference(nnx.Module):
+    """Equinox's word for evaluation."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x, inference=False):
+        return self.dense(x.reshape(len(x), -1)) * (0 if inference else 1)
+
+
+def test_inference_is_a_switch():
+    model = nnx_model(lambda rngs: Inference(rngs), name="net", input_shape=(8, 8, 1), classes=10)
+    params, state = model.init(KEY, IMAGE[:1])
+    assert [bool(np.any(model.apply(params, state, IMAGE, KEY, train)[0])) for train in (True, False)] == [True, False]
+
+
+def test_plain_pairs_of_other_libraries():
+    net = nn.Dense(10)
+    linen = plain_model(
+        lambda *args: net.init(*args), lambda p, x: net.apply(p, x), name="net", input_shape=(64,), classes=10
+    )
+    check_model(linen)
+    for init, apply, message in (
+        (lambda key, input_shape: {}, lambda p, x: x, r"init takes \['input_shape'\]: wrap it"),
+        (lambda key: {}, lambda p, rng, x: x, r"apply takes \['rng'\] second: wrap it"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            plain_model(init, apply, name="net", input_shape=(64,), classes=10)
+
+
+INNER_JIT = """
+from functools import partial
+from flax import nnx
+from jaxmpi.adapters import nnx_model
+from jaxmpi.config import Data, Experiment, Optim
+from models.norm import ConvNorm
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = ConvNorm((4, 4), 3, eps=1e-5, rngs=rngs)
+
+    @WRAP
+    def __call__(self, x, train):
+        return self.norm(x, train)
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.stem, self.block = ConvNorm((1, 4), 3, eps=1e-5, rngs=rngs), Block(rngs)
+        self.dense = nnx.Linear(4, 10, rngs=rngs)
+
+    def __call__(self, x, train):
+        return self.dense(self.block(self.stem(x, train), train).mean((1, 2)))
+
+experiment = Experiment(
+    model=nnx_model(Net, name="net", input_shape=(8, 8, 1), classes=10), data=Data("digits", channels=1),
+    optim=Optim("sgd", lr=0.1, lr_scaling="none"), local_batch=2, train_for="3st", eval_every="3st",
+    batch_statistics="synchronised",
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        ('partial(nnx.jit, static_argnames="train")', ""),
+        ("partial(nnx.remat, static_argnums=2)", "cannot exchange inside jax.checkpoint"),
+    ],
+)
+def test_jits_in_a_model_know_of_synchronised_statistics(wrap, message, tmp_path):
+    """Two examples a worker, as in the trial on shapes, whose traces must not be used again."""
+    (tmp_path / "net.py").write_text(INNER_JIT.replace("WRAP", wrap))
+    ended = train(2, str(tmp_path / "net.py"), "--run-dir", str(tmp_path / "run"), timeout_s=100)
+    assert not ended.timed_out
+    assert (ended.code == 0) == (not message), ended.out
+    assert message in ended.out

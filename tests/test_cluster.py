@@ -57,6 +57,41 @@ def test_a_link_carries_what_it_was_asked_to(tmp_path):
     assert bound - burst < seconds < 3 * bound
 
 
+CARRIED = """
+import jax, numpy as np
+import jaxmpi
+from jaxmpi import engine
+from jaxmpi.processes import processes
+
+comm = jaxmpi.world()
+x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
+carried, of_thread = {}, engine.why_not
+for is_carried in (True, False):
+    engine.why_not = of_thread if is_carried else lambda *args: "asked for"
+    for strategy in ("ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16"):
+        total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
+        bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
+        processes().same(strategy, bits.hex())
+        assert carried.setdefault(strategy, bits) == bits, strategy
+if comm.rank == 0:
+    print("hosts", comm.hosts, "the same bits")
+"""
+
+
+@pytest.mark.parametrize(("hosts", "slots"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tmp_path):
+    (tmp_path / "carried.py").write_text(CARRIED)
+    line = ("mpirun", "-n", str(hosts * slots), sys.executable, str(tmp_path / "carried.py"))
+    ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=150)
+    assert ended.code == 0, ended.out
+    assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
+
+
+def test_ranks_run_in_the_folder_of_the_call():
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "pwd")
+    assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out
+
+
 def test_the_exit_code_is_the_commands():
     assert on_cluster("--hosts", "1", "--", "sh", "-c", "exit 5").code == 5
 

@@ -13,9 +13,14 @@ HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x
 WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_suite_over_mpi(ranks):
-    ended = mpirun(ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/ranks", timeout_s=280)
+CORE = "tests/ranks/test_exchange_over_mpi.py"
+SUITES = {2: ["tests/ranks"], 3: [CORE], 4: [CORE], 8: [CORE, "-k", "sum_equals"]}
+WHOLE = [pytest.param(ranks, ["tests/ranks"], marks=pytest.mark.slow) for ranks in (3, 4, 8)]
+
+
+@pytest.mark.parametrize(("ranks", "suite"), [*SUITES.items(), *WHOLE])
+def test_suite_over_mpi(ranks, suite):
+    ended = mpirun(ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suite, timeout_s=280)
     assert ended.code == 0, ended.out[-4000:]
     assert ended.out.count(" passed") == ranks
 

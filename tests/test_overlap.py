@@ -290,7 +290,7 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
     args = ("--exchange.strategy", "tree", "--exchange.overlap", "on", "--run-dir", str(tmp_path / "run"))
     ended = train(2, str(tmp_path / "tiny.py"), *args)
     assert ended.code == 1
-    expected = "exchange.overlap: got on, but strategy tree:32 is not among ring, asa; use off or auto"
+    expected = "exchange.overlap: got on, but strategy tree:32 is not among ring, asa, hier-ring"
     assert expected in ended.out, ended.out[-3000:]
 
 

@@ -39,6 +39,7 @@ def test_alexnet(workers, lr, no_launcher, monkeypatch):
         monkeypatch.setenv(variable, value)
     experiment = recipe("alexnet")
     assert (experiment.local_batch, experiment.train_for, experiment.rule.name) == (128, "70ep", "subgd")
+    assert (experiment.optim.name, experiment.optim.momentum, experiment.data.crop) == ("momentum", 0.9, 227)
     assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias, experiment.optim.weight_decay) == (
         2,
         False,
@@ -55,12 +56,15 @@ def test_googlenet(workers, lr, no_launcher, monkeypatch):
     experiment = recipe("googlenet")
     assert (experiment.local_batch, experiment.rule.name, experiment.optim.weight_decay) == (32, "awagd", 2e-4)
     assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias) == (2, False)
+    assert (experiment.optim.name, experiment.optim.momentum, experiment.data.crop) == ("momentum", 0.9, 224)
     expected = [workers * lr * (1 - epoch / 240) ** 0.5 for epoch in (0, 0, 60)]
     assert rates(experiment, workers, [0, 0.9, 60]) == pytest.approx(expected)
 
 
 def test_vgg16():
     experiment = recipe("vgg16")
+    assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias, experiment.optim.momentum) == (2, False, 0.9)
+    assert experiment.data.crop == 224
     assert (experiment.local_batch, experiment.train_for, experiment.optim.weight_decay) == (32, "40ep", 5e-4)
     assert rates(experiment, 8, [0, 14.9, 15, 30, 35]) == pytest.approx([2e-3, 2e-3, 2e-4, 2e-5, 2e-6])
 
@@ -71,7 +75,8 @@ def test_ibm(name, workers):
     """From 0.1 to 0.1 b n / 256 over 5 epochs, divided by 10 every 30 of 90; crops of random area and aspect."""
     experiment, peak = recipe(name), 0.1 * 64 * workers / 256
     assert (experiment.local_batch, experiment.train_for, experiment.data.crop) == (64, "90ep", 224)
-    assert len(experiment.data.crop_area) == 2
+    assert (experiment.data.crop_area, experiment.data.mirror) == ((0.08, 1.0), True)
+    assert (experiment.optim.name, experiment.optim.momentum, experiment.optim.weight_decay) == ("momentum", 0.9, 1e-4)
     expected = [0.1, (0.1 + peak) / 2, peak, peak, peak / 10, peak / 100]
     assert rates(experiment, workers, [0, 2.5, 5, 29.9, 30, 60]) == pytest.approx(expected, rel=1e-5)
 

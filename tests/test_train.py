@@ -96,7 +96,9 @@ experiment = Experiment(
 """
 
 
-@pytest.mark.parametrize("rule", ["gradients", "subgd", "awagd"])
+@pytest.mark.parametrize(
+    "rule", ["gradients", *(pytest.param(name, marks=pytest.mark.slow) for name in ("subgd", "awagd"))]
+)
 def test_kill_and_resume_is_bit_exact(rule, tmp_path):
     common = ("--rule.name", rule, "--train-for", "300st", "--checkpoint-every", "50st", "--eval-every", "300st", *TINY)
     args = (DIGITS, *common, "--optim.lr", "0.01", "--run-dir")
@@ -597,7 +599,12 @@ RESUMED = {
 }
 
 
-SLOW = ("compressed, fused, over devices", "fused, Adam, clipping, ring16", "one buffer, nesterov, ring:bf16")
+SLOW = (
+    "compressed, fused, over devices",
+    "subgd, bfloat16, micro-batches, asa16",
+    "fused, Adam, clipping, ring16",
+    "one buffer, nesterov, ring:bf16",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in RESUMED])

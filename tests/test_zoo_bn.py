@@ -18,7 +18,7 @@ from jaxmpi.comm import AxisComm
 from jaxmpi.config import UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.model import batch_mean, statistics_over
-from models.googlenetbn import googlenetbn, googlenetbn_tiny, mean_pool
+from models.googlenetbn import BLOCKS, MAX_POOLED, googlenetbn, googlenetbn_tiny, mean_pool
 from models.layers import Dense
 from models.norm import BatchNorm, ConvNorm
 from models.resnet import (
@@ -367,3 +367,9 @@ def test_tiny_resnet_learns_digits_and_running_statistics_serve_its_evaluation()
     evaluated, same = jax.jit(model.apply, static_argnums=4)(params, state, image, KEY, False)
     np.testing.assert_allclose(evaluated, logits, atol=0.02 * np.abs(logits).max())
     jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+def test_kinds_of_pool_in_googlenetbn():
+    """Of papers.md's table: beside 3c, 4e and 5b a maximum is taken, beside all others a mean."""
+    assert list(BLOCKS) == ["3a", "3b", "3c", "4a", "4b", "4c", "4d", "4e", "5a", "5b"]
+    assert MAX_POOLED == ("3c", "4e", "5b")
