@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxmpi import step as steps
 from jaxmpi.config import Data, Experiment, check
-from jaxmpi.data import Batch, Loader, Sampler, Source, open_source
+from jaxmpi.data import Batch, Loader, Sampler, Source, load_mean_image, open_source
 from jaxmpi.workers import Workers, spread
 
 
@@ -29,6 +29,7 @@ class Feed:
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks: how many examples and classes, and the source's digest of them."""
         digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
+        load_mean_image(self.data)  # says what is wrong with it
         return {
             "examples": len(self.source),
             "classes": int(self.source.classes or 0),
@@ -64,8 +65,9 @@ def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Wor
     """
     source = open_source(experiment.data, split)
     model = experiment.model
+    is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
     check(
-        source.classes in (None, 0, model.classes),
+        source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes),
         f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
         f"build the model with classes={source.classes}",
     )
