@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmpi.config import Data, UsageError, check, lookup
 from jaxmpi.data.images import MODES, CorruptExample, decoded, resized
+from jaxmpi.data.packed import Packed
 from jaxmpi.data.sampler import random_bits
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -314,6 +315,32 @@ def _check_channels(config: Data) -> None:
     )
 
 
+class PackedSource(Packed):
+    """One split in the packed format, its images decoded.
+
+    Args:
+        folder: of the split.
+        channels: of the images, 1, 3 or 4.
+        resize: px, shorter side; 0 keeps the size.
+    """
+
+    def __init__(self, folder: str, channels: int, resize: int) -> None:
+        super().__init__(folder)
+        self.channels, self.resize = channels, resize
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        blob, label = self.encoded(index)
+        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+
+
+def packed(config: Data, split: str) -> Source:
+    """What `jaxmpi data pack` has made, in DIR/<split>/."""
+    _check_channels(config)
+    base = data_dir(config)
+    check(bool(base), "packed: set data.dir or JAXMPI_DATA to a folder that jaxmpi data pack has made")
+    return PackedSource(os.path.join(base, _split_name(config, split)), config.channels, config.resize)
+
+
 class TfdsSource:
     """One split of a prepared TensorFlow Datasets data set; TensorFlow itself is not needed.
 
@@ -405,4 +432,5 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "array": array,
     "imagefolder": imagefolder,
     "tfds": tfds,
+    "packed": packed,
 }
