@@ -36,6 +36,7 @@ ORDER = [
     "state",
     "step",
     "workers",
+    "partition",
     "feed",
     "recorder",
     "checkpoint",

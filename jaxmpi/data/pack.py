@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxmpi.config import Data, UsageError, check, lookup
 from jaxmpi.data.images import CorruptExample, encoded, encoded_again, resized
-from jaxmpi.data.packed import INDEX, MANIFEST, MAX_RECORD_BYTES, ROW, Manifest, Packed, shard_name, write_manifest
+from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Manifest, Packed, checked, shard_name, write_manifest
 from jaxmpi.data.sources import SOURCES, PackedSource, Source, open_source, where
 
 A = TypeVar("A")
@@ -87,11 +87,7 @@ def record_of(source: Source, index: int, *, recipe: Recipe) -> tuple[bytes, int
         if recipe.on_error == "skip":
             return error
         raise
-    top = source.classes or 2**31
-    is_label = np.ndim(label) == 0 and np.asarray(label).dtype.kind in "iu" and 0 <= int(label) < top
-    check(is_label, f"{name}: got label {label!r:.80}; expected a whole number, 0 <= label < {top}")
-    check(len(blob) <= MAX_RECORD_BYTES, f"{name}: got {len(blob)} bytes; expected at most {MAX_RECORD_BYTES}")
-    return blob, int(label)
+    return checked(blob, label, source.classes, name)
 
 
 def _compressed(source: Source, index: int, recipe: Recipe, name: str) -> tuple[bytes, Any]:

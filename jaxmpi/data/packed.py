@@ -60,6 +60,19 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     aside.replace(folder / MANIFEST)
 
 
+def checked(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
+    """A compressed image and its label, as a record can hold them.
+
+    Raises:
+        UsageError: the label is no whole number in [0, classes), or the image too long.
+    """
+    top = classes or 2**31
+    is_label = np.ndim(label) == 0 and np.asarray(label).dtype.kind in "iu" and 0 <= int(label) < top
+    check(is_label, f"{where}: got label {label!r:.80}; expected a whole number, 0 <= label < {top}")
+    check(len(blob) <= MAX_RECORD_BYTES, f"{where}: got {len(blob)} bytes; expected at most {MAX_RECORD_BYTES}")
+    return blob, int(label)
+
+
 # ---------------------------------------------------------------- reading what a stranger may have written
 
 
