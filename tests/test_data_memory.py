@@ -42,7 +42,7 @@ class TestOrder:
 
     @given(GROUPS, st.integers(0, 7))
     def test_a_worker_reads_what_its_member_holds(self, group, epoch):
-        n, parts, _, _ = group
+        parts = group[1]
         whose = sampler(*group)
         holders = mem.holders_by_place(whose.places(whose.moved(epoch)), parts)
         for rank, read in enumerate(one_epoch(*group, epoch=epoch)):
@@ -197,7 +197,9 @@ class TestMoves:
 
 
 def numbered(n: int) -> ArraySource:
-    return ArraySource(np.arange(n, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 3, 1), np.uint8), np.arange(n))
+    return ArraySource(
+        np.arange(n, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 3, 1), np.uint8), np.arange(n)
+    )
 
 
 class Damaged:
@@ -246,7 +248,7 @@ class TestSource:
         assert [bytes(source.encoded(i)[0]) for i in range(50)] == [bytes([i]) * i for i in range(50)]
 
     def test_a_corrupt_record_stops_or_is_noted(self):
-        with pytest.raises(CorruptExample, match="file4 .* cut short"):
+        with pytest.raises(CorruptExample, match=r"file4 .* cut short"):
             MemorySource(Damaged(9, (4,)), Data()).load(np.arange(9))
         source = MemorySource(Damaged(9, (4,)), Data(on_error="skip"))
         source.load(np.arange(9))
