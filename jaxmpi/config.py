@@ -91,8 +91,8 @@ MEMORY = {
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds
-    dir: str = ""  # root folder of imagefolder or tfds; JAXMPI_DATA where empty
+    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds | packed
+    dir: str = ""  # root folder of imagefolder, tfds or packed; JAXMPI_DATA where empty
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation

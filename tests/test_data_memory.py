@@ -85,6 +85,12 @@ class TestOrder:
         whose = GroupSampler(7, 4, 1, 2, 5, shuffle=False, parts=2, period=3)
         assert [whose.indices(step).indices.tolist() for step in range(2)] == [[1, 3], [5]]
 
+    def test_what_makes_a_run_this_run(self):
+        """Only where it changes the order."""
+        names = {(parts, period): sampler(40, parts, period=period).name for parts in (1, 2, 4) for period in (0, 1, 2)}
+        assert [names[parts, period] for parts, period in names if parts == 1 or period == 1] == [""] * 5
+        assert len({names[2, 0], names[4, 0], names[2, 2], names[4, 2]}) == 4
+
     @pytest.mark.parametrize("period", [1, 3])
     def test_places_are_uniform(self, period):
         """Counts of (record, member) over E shuffles; were a shuffle worse than uniform, they would spread more.
@@ -237,7 +243,7 @@ class TestSource:
     def test_compressed_records_are_views(self):
         source = MemorySource(Damaged(9), Data())
         source.load(np.arange(9))
-        blob, label = source.encoded(5)
+        blob, label = source.record(5)
         assert (bytes(blob), label) == (b"\5" * 5, 3)
         assert isinstance(blob, memoryview)
 
@@ -245,7 +251,7 @@ class TestSource:
         monkeypatch.setattr(mem, "CHUNK_BYTES", 10)
         source = MemorySource(Damaged(50), Data())
         source.load(np.arange(49, -1, -1))
-        assert [bytes(source.encoded(i)[0]) for i in range(50)] == [bytes([i]) * i for i in range(50)]
+        assert [bytes(source.record(i)[0]) for i in range(50)] == [bytes([i]) * i for i in range(50)]
 
     def test_a_corrupt_record_stops_or_is_noted(self):
         with pytest.raises(CorruptExample, match=r"file4 .* cut short"):
@@ -254,7 +260,7 @@ class TestSource:
         source.load(np.arange(9))
         assert source.lengths.tolist() == [0, 1, 2, 3, 0, 5, 6, 7, 8]
         with pytest.raises(CorruptExample, match="when it was loaded"):
-            source.encoded(4)
+            source.record(4)
 
     def test_skipped_records_are_counted_by_the_loader(self):
         class Bad(ArraySource):
@@ -281,15 +287,15 @@ class TestSource:
         source.load(np.arange(4))
         source.promise()
         got = []
-        reader = threading.Thread(target=lambda: got.append(bytes(source.encoded(7)[0])))
+        reader = threading.Thread(target=lambda: got.append(bytes(source.record(7)[0])))
         reader.start()
         time.sleep(0.02)
         assert got == []  # which records come is not known yet
-        assert bytes(source.encoded(3)[0]) == b"\3\3\3"  # others go on
+        assert bytes(source.record(3)[0]) == b"\3\3\3"  # others go on
         source.lengths[7] = 7
         arena = Arena(np.array([7]), source.lengths)
         source.expect(arena.records)
-        assert bytes(source.encoded(8)[0]) == b"\10" * 8  # neither here nor on its way
+        assert bytes(source.record(8)[0]) == b"\10" * 8  # neither here nor on its way
         assert reader.is_alive()
         arena[7][:] = 7
         source.take(arena)
@@ -300,9 +306,9 @@ class TestSource:
         source = MemorySource(Damaged(9), Data())
         source.load(np.arange(9))
         pages = weakref.ref(source.newest().bytes.base)
-        view = source.encoded(3)[0]
+        view = source.record(3)[0]
         source.take(Arena(np.array([1]), source.lengths))
-        assert bytes(source.encoded(3)[0]) == b"\3\3\3"  # while records are shuffled the old ones are there
+        assert bytes(source.record(3)[0]) == b"\3\3\3"  # while records are shuffled the old ones are there
         source.forget()
         gc.collect()
         assert bytes(view) == b"\3\3\3"

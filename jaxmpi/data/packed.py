@@ -183,6 +183,15 @@ def _check_all(holds: np.ndarray, path: Path, got: np.ndarray, what: str) -> Non
         raise UsageError(f"{path}: damaged: record {first}: got {got[first]} as {what}")
 
 
+def _check_shard(path: Path, size_bytes: int) -> None:
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}: a shard is missing; copy it again, or pack again") from error
+    check(stat.S_ISREG(found.st_mode), f"{path}: expected a plain file, no link")
+    check(found.st_size == size_bytes, f"{path}: got {found.st_size} bytes; expected {size_bytes}: copy it again")
+
+
 def _close_all(files: dict[int, int]) -> None:
     while files:
         os.close(files.popitem()[1])
@@ -211,10 +220,7 @@ class Packed:
         self._starts = np.concatenate([[0], np.cumsum(self.manifest.shard_bytes, dtype=np.int64)])
         self._open_files()
         for number, expected in enumerate(self.manifest.shard_bytes):
-            path = self.folder / shard_name(number)
-            check(path.exists(), f"{path}: missing; {self.folder} has {len(self.manifest.shard_bytes)} shards")
-            size = path.stat().st_size
-            check(size == expected, f"{path}: got {size} bytes; expected {expected}")
+            _check_shard(self.folder / shard_name(number), expected)
 
     def __len__(self) -> int:
         return len(self.rows)
