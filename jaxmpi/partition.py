@@ -43,13 +43,20 @@ class Memory:
         own: i64[k], the records to load for good; None where they are shuffled over a group.
         group: communicator of mpi4py, this object's alone; None where nothing travels.
         sampler: the order of the split, of any worker.
+        each: workers of a process.
         in_background: whether MPI may be called from a thread beside others.
     """
 
     def __init__(
-        self, source: MemorySource, own: np.ndarray | None, group: Any, sampler: Sampler, in_background: bool = True
+        self,
+        source: MemorySource,
+        own: np.ndarray | None,
+        group: Any,
+        sampler: Sampler,
+        each: int = 1,
+        in_background: bool = True,
     ) -> None:
-        self.source, self.own, self.group, self.sampler = source, own, group, sampler
+        self.source, self.own, self.group, self.sampler, self.each = source, own, group, sampler, each
         self.shuffle_s: list[float] = []  # seconds that each shuffle has taken
         self.sent_bytes: list[int] = []  # by this worker in each, what stayed here included
         self._is_loaded = False
@@ -131,8 +138,8 @@ class Memory:
         if before is None:
             holders = holders_by_slice(len(source), parts)
         else:
-            holders = holders_by_place(self.sampler.places(before), parts)
-        arena, moves = shuffled(source, order, holders, group.rank, parts)
+            holders = holders_by_place(self.sampler.places(before), parts, self.each)
+        arena, moves = shuffled(source, order, holders, group.rank, parts, self.each)
         source.expect(arena.records)
         self._fill(arena, moves)
         source.take(arena)
@@ -181,15 +188,16 @@ def keep(
     Raises:
         UsageError: the workers cannot be split into groups of that size.
     """
-    parts = check_group(data.group_size, workers.size)
-    n, size = len(source), workers.size
+    n, size, each = len(source), workers.size, len(workers.mine)
+    parts = check_group(data.group_size, size, each)
     samplers = tuple(
         GroupSampler(n, effective_batch, rank, size, seed, train, parts, data.shuffle_period) for rank in workers.mine
     )
     control, inside = workers.processes, MemorySource(source, data)
-    if not isinstance(control, MpiProcesses) or (train and parts == 1):
-        return Memory(inside, np.arange(n), None, samplers[0]), samplers
     if not train:
-        return Memory(inside, np.arange(control.rank, n, size), None, samplers[0]), samplers
-    group = control.world.Split(control.rank // parts, control.rank)
-    return Memory(inside, None, group, samplers[0], control.may_overlap), samplers
+        own = np.flatnonzero(np.isin(np.arange(n) % size, workers.mine))
+        return Memory(inside, own, None, samplers[0]), samplers
+    if not isinstance(control, MpiProcesses) or parts <= each:
+        return Memory(inside, np.arange(n), None, samplers[0]), samplers
+    group = control.world.Split(control.rank // (parts // each), control.rank)
+    return Memory(inside, None, group, samplers[0], each, control.may_overlap), samplers

@@ -134,10 +134,12 @@ def held_in_slices(n: int, parts: int, lengths: np.ndarray) -> list[Arena]:
     return arenas
 
 
-def shuffle(arenas: list[Arena], order: np.ndarray, before: np.ndarray, lengths: np.ndarray, segment: int):
+def shuffle(
+    arenas: list[Arena], order: np.ndarray, before: np.ndarray, lengths: np.ndarray, each: int, segment: int
+) -> tuple[list[Arena], list[list[mem.Move]]]:
     """Every member's new arena, and the moves; bytes are carried as MPI_Alltoallv carries them."""
     parts = len(arenas)
-    planned = [list(mem.moves(order, before, lengths, me, parts, segment)) for me in range(parts)]
+    planned = [list(mem.moves(order, before, lengths, me, parts, each, segment)) for me in range(parts)]
     after = [Arena(np.concatenate([m.received for m in own] or [np.empty(0, int)]), lengths) for own in planned]
     at = [0] * parts
     for moves in zip(*planned, strict=True):
@@ -155,18 +157,19 @@ def shuffle(arenas: list[Arena], order: np.ndarray, before: np.ndarray, lengths:
 
 
 class TestMoves:
-    @given(st.integers(0, 80), st.integers(1, 6), st.integers(1, 200), st.integers(0, 99))
-    def test_every_record_goes_where_the_order_wants_it(self, n, parts, segment, seed):
-        lengths, whose = lengths_of(n, seed), sampler(max(n, 1), parts)
+    @given(st.integers(0, 80), st.integers(1, 6), st.integers(1, 3), st.integers(1, 200), st.integers(0, 99))
+    def test_every_record_goes_where_the_order_wants_it(self, n, parts, each, segment, seed):
+        lengths, whose = lengths_of(n, seed), sampler(max(n, 1), parts * each)
         arenas, before = held_in_slices(n, parts, lengths), mem.holders_by_slice(n, parts)
         for epoch in range(3):
             order = whose.places(epoch) if n else np.empty(0, int)
-            arenas, planned = shuffle(arenas, order, before, lengths, segment)
-            before = mem.holders_by_place(order, parts)
+            arenas, planned = shuffle(arenas, order, before, lengths, each, segment)
+            before = mem.holders_by_place(order, parts, each)
             for me, arena in enumerate(arenas):
-                assert arena.records.tolist() == sorted(order[me::parts].tolist())
+                mine = [order[member :: parts * each] for member in range(me * each, (me + 1) * each)]
+                assert arena.records.tolist() == sorted(np.concatenate(mine).tolist())
                 assert all((arena[r] == content(r, lengths)).all() for r in arena.records)
-            assert max(len(a.records) for a in arenas) - min(len(a.records) for a in arenas) <= 1
+            assert max(len(a.records) for a in arenas) - min(len(a.records) for a in arenas) <= each
             for move in (move for own in planned for move in own):
                 assert move.sent_bytes.sum() < parts * segment + 50
 
@@ -321,6 +324,12 @@ class TestSource:
 @pytest.mark.parametrize(("group", "workers", "expected"), [(0, 8, 8), (1, 8, 1), (4, 8, 4)])
 def test_group_sizes(group, workers, expected):
     assert mem.check_group(group, workers) == expected
+
+
+def test_processes_of_several_workers_are_not_cut():
+    assert [mem.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
+    with pytest.raises(UsageError, match=r"got 6 with 12 workers, 4 a process; expected one of 1, 2, 4, 12"):
+        mem.check_group(6, 12, each=4)
 
 
 @pytest.mark.parametrize("group", [3, 16])

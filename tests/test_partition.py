@@ -82,13 +82,19 @@ def test_where_the_order_depends_on_the_group_another_size_is_refused(tmp_path, 
     assert re.search(r"order: got\s*, expected shuffled over 2 workers every 2 epochs", ended.out), ended.out
 
 
-@pytest.mark.parametrize("on_error", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
-def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, on_error):
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ranks", "on_error"),
+    [(1, "stop"), *(pytest.param(2, on_error, marks=SLOW) for on_error in ("stop", "skip"))],
+)
+def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, ranks, on_error):
     shard = tmp_path / "packed" / "train" / "shard-00000.bin"
     raw = bytearray(shard.read_bytes())
     raw[-5] ^= 1
     shard.write_bytes(raw)
-    ended = run(tmp_path / "run", "48st", *packed, *PARTITION, "--data.on-error", on_error)
+    ended = run(tmp_path / "run", "48st", *packed, *PARTITION, "--data.on-error", on_error, ranks=ranks)
     if on_error == "stop":
         assert ended.code != 0
         assert re.search(r"shard-00000\.bin at byte \d+ \(example 1436\) is corrupt: its checksum", ended.out), (
@@ -107,9 +113,10 @@ def test_a_group_that_does_not_divide_the_workers(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_of_one_process_share_one_copy(tmp_path, packed):
-    args = (*packed, "--devices", "4")
+@pytest.mark.parametrize(("ranks", "comm"), [(1, "mpi"), (2, "xla")])
+def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
+    args = (*packed, "--devices", "2", "--comm", comm, "--exchange.strategy", "asa32")
     for name, more in (("files", ()), ("memory", PARTITION)):
-        ended = run(tmp_path / name, "30st", *args, *more, ranks=1)
+        ended = run(tmp_path / name, "30st", *args, *more, ranks=ranks)
         assert ended.code == 0, ended.out
     assert result(tmp_path / "memory", 30) == result(tmp_path / "files", 30)

@@ -86,10 +86,15 @@ def within_parts(examples: int, seed: int, epoch: int, parts: int, begun: int) -
     return order
 
 
-def holders_by_place(order: np.ndarray, parts: int) -> np.ndarray:
-    """i32[n]: the member that holds record i once it is shuffled: i's place in the order, modulo the parts."""
+def members(examples: int, parts: int, each: int = 1) -> np.ndarray:
+    """i32[n]: the part that holds each place of an order, where a part is a process with `each` workers."""
+    return (np.arange(examples) % (parts * each) // each).astype(np.int32)
+
+
+def holders_by_place(order: np.ndarray, parts: int, each: int = 1) -> np.ndarray:
+    """i32[n]: the part that holds record i once it is shuffled."""
     holders = np.empty(len(order), np.int32)
-    holders[order] = np.arange(len(order)) % parts
+    holders[order] = members(len(order), parts, each)
     return holders
 
 
@@ -113,7 +118,13 @@ class Move(NamedTuple):
 
 
 def moves(
-    order: np.ndarray, before: np.ndarray, lengths: np.ndarray, me: int, parts: int, segment_bytes: int = SEGMENT_BYTES
+    order: np.ndarray,
+    before: np.ndarray,
+    lengths: np.ndarray,
+    me: int,
+    parts: int,
+    each: int = 1,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> Iterator[Move]:
     """A shuffle in segments, the same number of them for every member (Algorithm 2 of IBM's paper).
 
@@ -123,17 +134,18 @@ def moves(
         order: i64[n], the new epoch's.
         before: i32[n], who holds record i.
         lengths: i64[n], bytes of record i, at most 2^30.
-        me: this member.
-        parts: members.
+        me: this part.
+        parts: of the data set, each in a process of its own.
+        each: workers of a process.
     """
     assert lengths.max(initial=0) <= MAX_RECORD_BYTES == MOST_BYTES
     ends = np.cumsum(lengths[order])
     limit = min(parts * segment_bytes, MOST_BYTES)
     segment = (ends - lengths[order]) // limit
     count = int(segment[-1]) + 1 if len(order) else 0
-    leaving = np.flatnonzero(before[order] == me)
-    coming = np.arange(me, len(order), parts)
-    to = _by_segment(leaving, segment, leaving % parts, parts)
+    after = members(len(order), parts, each)
+    leaving, coming = np.flatnonzero(before[order] == me), np.flatnonzero(after == me)
+    to = _by_segment(leaving, segment, after[leaving], parts)
     source = _by_segment(coming, segment, before[order[coming]], parts)
     for number in range(count):
         sent, sent_bytes = _of_segment(number, to, order, lengths, parts)
@@ -372,22 +384,22 @@ class MemorySource:
             self._arenas = self._arenas[:1]
 
 
-def shuffled(source: MemorySource, order: np.ndarray, before: np.ndarray, me: int, parts: int) -> tuple[Arena, list]:
-    """The arena that this member will have, still empty, and the moves that fill it from its begin to its end."""
-    planned = list(moves(order, before, source.lengths, me, parts))
+def shuffled(
+    source: MemorySource, order: np.ndarray, before: np.ndarray, me: int, parts: int, each: int
+) -> tuple[Arena, list[Move]]:
+    """The arena that this part will have, still empty, and the moves that fill it from its begin to its end."""
+    planned = list(moves(order, before, source.lengths, me, parts, each))
     return Arena(np.concatenate([move.received for move in planned]), source.lengths), planned
 
 
-def check_group(group: int, workers: int) -> int:
-    """The size of a group; 0 stands for all workers.
+def check_group(group: int, workers: int, each: int = 1) -> int:
+    """The size of a group; 0 stands for all workers. Processes of `each` workers are not cut.
 
     Raises:
         UsageError: the workers cannot be split into groups of that size.
     """
     size = group or workers
-    check(
-        size <= workers and workers % size == 0,
-        f"data.group_size: got {size} with {workers} workers; expected one of "
-        f"{', '.join(str(d) for d in range(1, workers + 1) if workers % d == 0)}",
-    )
+    fits = [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
+    of = f"{workers} workers" + f", {each} a process" * (each > 1)
+    check(size in fits, f"data.group_size: got {size} with {of}; expected one of {', '.join(map(str, fits))}")
     return size

@@ -100,7 +100,7 @@ def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
 @pytest.mark.parametrize("period", [0, 1, 3])
 @pytest.mark.parametrize("segment_bytes", [7, SEGMENT_BYTES])
 def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
-    monkeypatch.setattr(mem.moves, "__defaults__", (segment_bytes,))
+    monkeypatch.setattr(mem.moves, "__defaults__", (1, segment_bytes))
     source = Shapes()
     feed = kept(source, group_size=group, shuffle_period=period)
     memory, sampler = feed.memory, feed.samplers[0]
