@@ -38,6 +38,7 @@ ORDER = [
     "state",
     "step",
     "workers",
+    "partition",
     "feed",
     "recorder",
     "checkpoint",
