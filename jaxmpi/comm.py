@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 
 from jaxmpi.config import check
+from jaxmpi.hostsum import SharedSum
 from jaxmpi.processes import MpiProcesses, Statement, processes
 from jaxmpi.programs import shared_jit
-from jaxmpi.shared import SharedSum
 
 PyTree = Any
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static

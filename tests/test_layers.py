@@ -14,7 +14,7 @@ ORDER = [
     "processes",
     "handlers",
     "programs",
-    "shared",
+    "hostsum",
     "comm",
     "wires",
     "strategies",
