@@ -42,6 +42,7 @@ ORDER = [
     "experiment",
     "rundir",
     "train",
+    "function",
     "launch",
     "chart",
     "forecast",
