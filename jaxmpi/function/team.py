@@ -216,7 +216,8 @@ class Team:
         )
         self.is_exchanging = False
         if not agreed and self.size > 1 and not isinstance(self, DeviceTeam):
-            self.gone = f"the workers are no longer in step after: {error!s:.300}; jaxmpi.close(), then fork again"
+            way_out = "" if isinstance(error, WorkerDied) else "; jaxmpi.close(), then fork again"
+            self.gone = f"the workers are no longer in step: {error!s:.500}{way_out}"
 
     def refuse(self, what: str, error: Exception) -> None:
         """Where every rank runs the script, tell the others that this one cannot even begin."""

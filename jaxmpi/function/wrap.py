@@ -47,12 +47,13 @@ class Function:
     ) -> None:
         self.__wrapped__ = function
         self.name = getattr(function, "__name__", "function")
-        self.inputs = inputs if isinstance(inputs, (tuple, list)) else None
+        several = isinstance(inputs, (tuple, list))
+        self.inputs: Sequence[Marker] | None = inputs if several else None if takes_argument(inputs) else (inputs,)
         self.all_inputs = inputs
         self.single = not isinstance(outputs, (tuple, list))
         self.outputs: tuple[Output, ...] = (outputs,) if self.single else tuple(outputs)
         self.updates = tuple(update_of(update) for update in updates)
-        check_markers(inputs if self.inputs is not None else [inputs], self.outputs)
+        check_markers(inputs if several else [inputs], self.outputs)
         self.strategy = strategy
         if strategy is not None:
             check_strategy(strategy)
