@@ -149,7 +149,7 @@ def resnet(options: argparse.Namespace) -> Result:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4 * batch, options.size, options.size, 3)).astype(np.float32)
     y = rng.integers(0, 10, 4 * batch, dtype=np.int32)
-    params, stats = model.init(jax.random.key(0), x[:1])
+    params, stats = model.init(jax.random.key(0), jax.numpy.asarray(x[:1]))
     leaves, structure = jax.tree.flatten(params)
 
     def loss(params: Any, stats: Any, x: Any, y: Any) -> tuple[Any, Any]:

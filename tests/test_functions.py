@@ -167,7 +167,7 @@ def test_shared_reads_and_writes_as_numpy():
     x = jm.shared(np.arange(6, dtype=np.float32).reshape(2, 3))
     assert (x.shape, x.dtype, x.ndim, len(x), x.nbytes) == ((2, 3), np.float32, 2, 2, 24)
     x[1, :2] = 9
-    x[0] = np.float16([1, 2, 3])
+    x[0] = np.array([1, 2, 3], np.float16)
     assert x[:, 0].tolist() == [1, 9]
     assert np.asarray(x).base is not None
     assert (np.add(x, 1) == x.array + 1).all()
@@ -202,7 +202,7 @@ def test_shared_grows_in_its_room_and_beyond():
         (lambda: jm.shared(np.array([object()])), "array of object"),
         (lambda: jm.shared(np.zeros(3, [("a", "f4")])), "expected numbers"),
         (lambda: jm.shared(np.zeros(3), dtype=np.float32), "may lose digits"),
-        (lambda: jm.shared(np.zeros(3, np.float32)).__setitem__(0, np.float64([1.0])), "may lose digits"),
+        (lambda: jm.shared(np.zeros(3, np.float32)).__setitem__(0, np.array([1.0])), "may lose digits"),
         (lambda: jm.shared(np.zeros(3, np.int32)).__setitem__(0, 1.5), "may lose digits"),
         (lambda: jm.shared(np.zeros(3, np.float32), oversize=0.5), "oversize: got 0.5"),
         (lambda: jm.shared(np.zeros(3), name="../etc"), "expected letters"),
@@ -218,6 +218,6 @@ def test_shared_refuses(make, message):
 
 
 def test_shared_casts_where_told_to():
-    x = jm.shared(np.float64([1.5, 2.5]), dtype=np.float32, force=True)
+    x = jm.shared(np.array([1.5, 2.5]), dtype=np.float32, force=True)
     assert (x.dtype, x[:].tolist()) == (np.float32, [1.5, 2.5])
-    assert jm.shared(np.float16([1]), dtype=np.float32).dtype == np.float32
+    assert jm.shared(np.array([1], np.float16), dtype=np.float32).dtype == np.float32

@@ -34,8 +34,8 @@ def predict(x, known, labels):
 
 if __name__ == "__main__":
     workers = jm.fork()
-    digits = load_digits()
-    images, labels = np.float32(digits.images), np.int32(digits.target)
+    pixels, digits = load_digits(return_X_y=True)
+    images, labels = np.asarray(pixels, np.float32).reshape(-1, 8, 8), np.asarray(digits, np.int32)
     known = images[:200].reshape(200, 64)
 
     big = jm.shared(lambda: shifted(images))

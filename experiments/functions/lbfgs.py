@@ -33,8 +33,8 @@ def descend(evaluate):
 
 if __name__ == "__main__":
     workers = jm.fork()
-    digits = load_digits()
-    x, y = np.float32(digits.data / 16), np.int32(digits.target)
+    pixels, digits = load_digits(return_X_y=True)
+    x, y = np.asarray(pixels, np.float32) / 16, np.asarray(digits, np.int32)
 
     examples = jm.variable({"x": x[:0], "y": y[:0]})
     examples.scatter({"x": x, "y": y})

@@ -25,7 +25,7 @@ def count(x):
 
 if __name__ == "__main__":
     workers = jm.fork()
-    x = np.int32(load_digits().data)
+    x = np.asarray(load_digits(return_X_y=True)[0], np.int32)
 
     zeros = {
         name: np.zeros(shape, np.int32) for name, shape in [("n", ()), ("sum", 64), ("squares", 64), ("levels", 17)]

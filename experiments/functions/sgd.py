@@ -44,8 +44,9 @@ def build_net():
 
 def main():
     """Losses of all steps, and the params at the end."""
-    digits = load_digits()
-    x, y = jm.shared(np.float32(digits.data / 16)), jm.shared(np.int32(digits.target))  # changed
+    pixels, digits = load_digits(return_X_y=True)
+    x, y = np.asarray(pixels, np.float32) / 16, np.asarray(digits, np.int32)
+    x, y = jm.shared(x), jm.shared(y)  # changed
     params = jm.variable(build_net())  # changed
     train = jm.function(step, (jm.scatter, jm.scatter, params), (jm.mean,), (params,))  # changed
     rng = np.random.default_rng(1)

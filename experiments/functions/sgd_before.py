@@ -40,8 +40,8 @@ def build_net():
 
 def main():
     """Losses of all steps, and the params at the end."""
-    digits = load_digits()
-    x, y = np.float32(digits.data / 16), np.int32(digits.target)
+    pixels, digits = load_digits(return_X_y=True)
+    x, y = np.asarray(pixels, np.float32) / 16, np.asarray(digits, np.int32)
     params = build_net()
     train = jax.jit(step)
     rng = np.random.default_rng(1)

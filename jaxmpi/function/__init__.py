@@ -43,6 +43,7 @@ def function(
     Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
     """
     check(callable(f), f"function: got {f!r}; expected a function")
+    check(isinstance(outputs, (Output, tuple, list)), f"outputs: got {outputs!r}; expected mean, sum, ... or several")
     return Function(f, inputs, outputs, updates, strategy)
 
 

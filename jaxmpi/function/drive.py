@@ -21,7 +21,7 @@ from jaxmpi import handlers, runtime
 from jaxmpi.comm import MpiComm, SoloComm, world
 from jaxmpi.config import TrainingError, UsageError, check
 from jaxmpi.function.lines import MpiLine, SocketLine, WorkerDied
-from jaxmpi.function.team import DeviceTeam, MissingPrograms, ProcessTeam, SocketTeam, Team
+from jaxmpi.function.team import DeviceTeam, MissingPrograms, Order, ProcessTeam, SocketTeam, Team
 from jaxmpi.function.verbs import VERBS
 from jaxmpi.hostsum import SharedSum
 from jaxmpi.processes import MpiProcesses, processes
@@ -30,6 +30,8 @@ START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
 KINDS = ("auto", "devices", "processes")
 
 _team: Team | None = None
+_led: ProcessTeam | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
+_lost = ""  # why they no longer listen
 _is_worker = False  # whether this process waits for a master's orders
 _forks = itertools.count()
 
@@ -85,7 +87,7 @@ def chosen(n: int | None, kind: str) -> Team:
     """The workers that `fork` makes."""
     if launched() > 1:
         check(n in (None, launched()), f"fork: got {n} workers; the launcher started {launched()} ranks: fork()")
-        made = ranks(is_serial=True)
+        made = led_ranks()
         if made.line.rank != 0:
             serve(made)
             sys.exit(0)
@@ -100,16 +102,17 @@ def chosen(n: int | None, kind: str) -> Team:
 
 def close() -> None:
     """Let the workers go; functions and variables that used them can no longer be used. Another `fork` may follow."""
-    global _team
+    global _team, _lost
     closing, _team = _team, None
     atexit.unregister(close)
     if closing is not None:
+        if closing.is_serial and not isinstance(closing, SocketTeam):
+            _lost = closing.gone
         try:
             closing.end()
         finally:
             closing.gone = "the workers have been closed; jaxmpi.fork() and make functions and variables anew"
-            for station in closing.stations:
-                station.values.clear()
+            VERBS["close"](closing, Order("close", {}))
 
 
 def launched() -> int:
@@ -119,11 +122,8 @@ def launched() -> int:
 
 def count_devices() -> int:
     """Devices of this process; a CPU's one is not started to be counted."""
-    if (
-        runtime.visible_gpus()
-        or jax.config.jax_num_cpu_devices > 1
-        or "device_count" in os.environ.get("XLA_FLAGS", "")
-    ):  # pyright: ignore[reportAttributeAccessIssue]
+    asked = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.environ.get("XLA_FLAGS", "")
+    if asked or runtime.visible_gpus():
         return jax.local_device_count()
     return 1
 
@@ -138,6 +138,26 @@ def ranks(is_serial: bool) -> ProcessTeam:
     assert isinstance(control, MpiProcesses)
     here = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
     return ProcessTeam(MpiLine(control), comm, "shm" if here else "asa32", is_serial)
+
+
+def led_ranks() -> ProcessTeam:
+    """The same, led by rank 0; a second fork finds the other ranks where the first has left them."""
+    global _led
+    if _led is None:
+        _led = ranks(is_serial=True)
+        if _led.line.rank == 0:
+            atexit.register(end_ranks, _led)
+        return _led
+    check(not _lost, f"fork: {_lost}; start the job anew")
+    return ProcessTeam(_led.line, _led.comm, _led.default_strategy, is_serial=True)
+
+
+def end_ranks(led: ProcessTeam) -> None:
+    """At the end of the leading script: waiting ranks go; where they no longer listen, the job ends."""
+    close()
+    if _lost:
+        runtime.end_job(1)
+    ProcessTeam(led.line, led.comm, led.default_strategy, is_serial=True).tell(Order("end", {}))
 
 
 # ---------------------------------------------------------------- processes on this host
@@ -163,7 +183,11 @@ def processes_on_this_host(n: int) -> Team:
         for rank, end in line.ends.items():
             if not end.poll(START_TIMEOUT_S):
                 raise TrainingError(f"fork: worker {rank} did not start within {START_TIMEOUT_S:.0f} s")
-        return forked_team(line, number)
+        before = runtime.core_mask()
+        runtime.pin_cores(0, n)  # now that the others have started, which would inherit it
+        made = forked_team(line, number)
+        made.cores = before
+        return made
     except BaseException:
         for job in jobs.values():
             job.kill()
@@ -219,6 +243,12 @@ class ForkComm(SoloComm):
         """In rank order, over `divisor`."""
         return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
 
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self.size > 1:
+            self.shared.close()
+            del self.shared
+
     def _only_sums(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError("workers made by fork share memory: they take strategy shm; for others start ranks by mpirun")
 
@@ -229,12 +259,12 @@ class ForkComm(SoloComm):
 
 
 def serve(waiting: ProcessTeam) -> None:
-    """Carry out the master's orders until it closes."""
+    """Carry out the master's orders until it ends."""
     global _is_worker
     _is_worker = True
     while True:
         order = waiting.hear()
-        if order.verb == "close":
+        if order.verb == "end":
             return
         try:
             VERBS[order.verb](waiting, order)

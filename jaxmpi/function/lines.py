@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxmpi.config import TrainingError, UsageError
 from jaxmpi.hostsum import TIMEOUT_S
-from jaxmpi.processes import MAX_BYTES, YIELDS, MpiProcesses, wait
+from jaxmpi.processes import MAX_BYTES, YIELDS, MpiProcesses
 
 Arrays = Sequence[np.ndarray]
 
@@ -105,7 +105,7 @@ class MpiLine:
         first = np.frombuffer(json.dumps([header, shapes]).encode(), np.uint8)
         parts = [first, *(part for array in arrays for part in cut(as_bytes(array)))]
         for request in [self.comm.Isend(part, rank, tag=3) for part in parts]:
-            wait(request, float("inf"))
+            patient(request, float("inf"))
 
     def hear(self) -> tuple[str, list[np.ndarray]]:
         """Poll: often at first, since the next call of a loop comes soon."""
@@ -119,7 +119,7 @@ class MpiLine:
         header, shapes = json.loads(first.tobytes())
         arrays = [np.empty(shape, jnp.dtype(dtype)) for dtype, shape in shapes]
         for part in (part for array in arrays for part in cut(as_bytes(array))):
-            wait(self.comm.Irecv(part, 0, 3), float("inf"))
+            patient(self.comm.Irecv(part, 0, 3), float("inf"))
         return header, arrays
 
     def reports(self, mine: Report) -> list[Report]:
@@ -129,7 +129,7 @@ class MpiLine:
         row[32:40] = np.frombuffer(mine.count.to_bytes(8, "little"), np.uint8)
         row[40] = mine.kind != "ok"
         rows = np.empty((self.size, 48), np.uint8)
-        if not wait(self.comm.Iallgather(row, rows), TIMEOUT_S):
+        if not patient(self.comm.Iallgather(row, rows), TIMEOUT_S):
             raise UsageError(
                 f"rank {self.control.late()} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make it"
             )
@@ -140,7 +140,7 @@ class MpiLine:
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         """In rounds, whose lengths fit MPI's counts."""
         sizes = np.empty(self.size, np.int64)
-        wait(self.comm.Iallgather(np.array([data.size], np.int64), sizes), TIMEOUT_S)
+        patient(self.comm.Iallgather(np.array([data.size], np.int64), sizes), TIMEOUT_S)
         out = [np.empty(size, np.uint8) for size in sizes.tolist()] if everywhere or self.rank == 0 else None
         chunk = MAX_BYTES // self.size
         for start in range(0, max(sizes.tolist()), chunk):
@@ -148,9 +148,9 @@ class MpiLine:
             place = np.empty(sum(counts), np.uint8) if out is not None else None
             mine = data[start : start + chunk]
             if everywhere:
-                wait(self.comm.Iallgatherv(mine, (place, counts)), TIMEOUT_S)
+                patient(self.comm.Iallgatherv(mine, (place, counts)), TIMEOUT_S)
             else:
-                wait(self.comm.Igatherv(mine, (place, counts) if self.rank == 0 else None, 0), TIMEOUT_S)
+                patient(self.comm.Igatherv(mine, (place, counts) if self.rank == 0 else None, 0), TIMEOUT_S)
             if out is not None and place is not None:
                 ends = np.cumsum(counts).tolist()
                 for whole, end, count in zip(out, ends, counts, strict=True):
@@ -163,8 +163,18 @@ def cut(message: np.ndarray) -> list[np.ndarray]:
     return [message[start : start + MAX_BYTES] for start in range(0, message.size, MAX_BYTES)]
 
 
+def patient(request: Any, timeout_s: float) -> bool:
+    """Wait for an MPI request without spinning; False where time ran out."""
+    deadline, pause = time.monotonic() + timeout_s, Pause()
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        pause()
+    return True
+
+
 class Pause:
-    """Give the core away, then sleep longer and longer, up to 1 ms."""
+    """Give the core away, then sleep: 0.1 ms for about a second, since a loop's next call comes soon, then 1 ms."""
 
     def __init__(self) -> None:
         self.looks = itertools.count()

@@ -23,16 +23,19 @@ from jaxmpi.config import UsageError, check
 from jaxmpi.hostsum import folder, reserve
 
 PAGE = 4096
+FREED: list[str] = []  # keys of arrays that this process has freed, until it has told its workers
 
 
 class SharedArray:
     """An array in shared memory. Reads and writes as a NumPy array; `array` is one, without a copy."""
 
+    _is_free = True
+
     def __init__(self, handle: int, path: str, name: str = "") -> None:
         """Map an open file that has its first page."""
-        self.name, self.path, self._handle, self._owner = name, path, handle, os.getpid()
-        self._is_free = False
+        self.name, self.path, self._handle, self._unlinks = name, path, handle, False
         self.key = uuid.uuid4().hex  # a path may come again, once this array has been freed
+        self._is_free = False
         self.refresh()
 
     # ------------------------------------------------------------ as an array
@@ -122,9 +125,13 @@ class SharedArray:
         self._is_free = True
         del self._array, self._memory
         os.close(self._handle)
-        if self.name and self._owner == os.getpid():
+        FREED.append(self.key)
+        if self._unlinks:
             Path(self.path).unlink(missing_ok=True)
-        atexit.unregister(self.free)
+            atexit.unregister(self.free)
+
+    def __del__(self) -> None:
+        self.free()
 
     # ------------------------------------------------------------ for other processes of the job
 
@@ -135,9 +142,15 @@ class SharedArray:
 
 def from_ticket(ticket: dict[str, Any], known: dict[str, SharedArray]) -> SharedArray:
     """The same memory in this process, mapped once."""
-    key = ticket["key"]
+    key, path = ticket["key"], ticket["path"]
     if key not in known:
-        known[key] = SharedArray(os.open(ticket["path"], os.O_RDWR), ticket["path"])
+        try:
+            known[key] = SharedArray(os.open(path, os.O_RDWR), path)
+        except OSError as error:
+            raise UsageError(
+                f"shared: {path} cannot be opened here ({error.strerror}): processes of one host, in containers of "
+                "their own? Give the array a name"
+            ) from error
     array = known[key]
     if list(array.shape) != ticket["shape"]:
         array.refresh()
@@ -157,18 +170,21 @@ def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> S
     source = np.asarray(value() if callable(value) else value)
     target = jnp.dtype(source.dtype if dtype is None else dtype)
     check(source.dtype.kind in "biufcV" and source.dtype.names is None, refused(source.dtype))
+    values = source.astype(target) if force else fitting(source, target)
     handle, path = open_new(name)
+    is_file = not path.startswith("/proc/")
     try:
         make_room(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
-        os.pwrite(handle, page(target, source.shape), 0)
-        array = SharedArray(handle, path, name)
-        array.array[...] = source.astype(target) if force else fitting(source, target)
-    except BaseException:
+    except UsageError:
         os.close(handle)
-        if name:
+        if is_file:
             Path(path).unlink(missing_ok=True)
         raise
-    if name:
+    os.pwrite(handle, page(target, source.shape), 0)
+    array = SharedArray(handle, path, name)
+    array.array[...] = values
+    if is_file:
+        array._unlinks = True
         atexit.register(array.free)
     return array
 
@@ -184,9 +200,7 @@ def attach(name: str) -> SharedArray:
         handle = os.open(path, os.O_RDWR)
     except FileNotFoundError as error:
         raise UsageError(f"shared: there is no array named {name!r} on this host ({path})") from error
-    array = SharedArray(handle, path, name)
-    array._owner = 0
-    return array
+    return SharedArray(handle, path, name)
 
 
 def open_new(name: str) -> tuple[int, str]:

@@ -63,7 +63,7 @@ def of_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.nd
     indices = np.asarray(batch)
     hint = "; of a mask: np.flatnonzero(mask)" if indices.dtype == bool else ""
     check(
-        indices.ndim == 1 and (indices.dtype.kind in "iu" or indices.size == 0),
+        bool(indices.ndim == 1 and (indices.dtype.kind in "iu" or indices.size == 0)),
         f"{what}: got {indices.dtype}{list(indices.shape)}; expected a whole number, a slice, or indices in one axis"
         + hint,
     )

@@ -6,8 +6,10 @@ is changed and nothing travels before all have reported well; so a failure leave
 
 import functools
 import json
+import os
+import subprocess
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,11 +22,12 @@ from jaxmpi.comm import AxisComm, Comm
 from jaxmpi.config import TrainingError, UsageError, check
 from jaxmpi.exchange import Op, exchange
 from jaxmpi.function.lines import Line, Report, SocketLine, WorkerDied, pack, unpack
-from jaxmpi.function.memory import SharedArray
+from jaxmpi.function.memory import FREED, SharedArray
 from jaxmpi.processes import differences
 
 AXIS = "workers"
 Leaves = list[jax.Array]
+Device = Any  # of JAX
 
 
 class WorkerFailed(TrainingError):
@@ -77,7 +80,7 @@ class Program(NamedTuple):
 class Station:
     """One worker: its rank, its device, and what it holds."""
 
-    def __init__(self, rank: int, device: jax.Device) -> None:
+    def __init__(self, rank: int, device: Device) -> None:
         self.rank, self.device = rank, device
         self.values: dict[int, Leaves] = {}  # of variables, by number
         self.kept: dict[tuple[int, int], jax.Array] = {}  # broadcast inputs, by function and leaf
@@ -298,7 +301,6 @@ class ProcessTeam(Team):
         self.stations = [Station(line.rank, jax.local_devices()[0])]
         self.leads = not is_serial or line.rank == 0
         self.default_strategy = strategy
-        self.seen = 0  # orders so far
 
     def all_reports(self, mine: list[Report]) -> list[Report]:
         """Over the line."""
@@ -316,7 +318,8 @@ class ProcessTeam(Team):
     def tell(self, order: Order) -> None:
         """To every worker, its own arrays."""
         if self.is_serial:
-            header = json.dumps([order.verb, order.header, self.dropped])
+            header = json.dumps([order.verb, order.header, self.dropped, list(FREED)])
+            FREED.clear()
             for rank in range(1, self.size):
                 self.line.tell(rank, header, order.parcels(rank))
         super().tell(order)
@@ -324,13 +327,15 @@ class ProcessTeam(Team):
     def hear(self) -> Order:
         """The master's next order."""
         header, arrays = self.line.hear()
-        verb, fields, dropped = json.loads(header)
+        verb, fields, dropped, freed = json.loads(header)
         self.forget(dropped)
+        for key in freed:
+            self.mine.arrays.pop(key, None)
         return Order(verb, fields, received=iter(arrays))
 
     def end(self) -> None:
-        """Tell workers to go; those that do not are ended."""
-        if self.is_serial and self.line.rank == 0 and not self.gone:
+        """Workers that wait let go of what they hold, and wait on: there may be another fork."""
+        if self.is_serial and not self.gone:
             self.tell(Order("close", {}))
 
 
@@ -338,6 +343,8 @@ class SocketTeam(ProcessTeam):
     """Processes made by fork: the master knows when one ends."""
 
     line: SocketLine
+    comm: Any
+    cores: Sequence[int] = ()  # that this process had before the fork
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """As a worker that has ended is found in a sum by the others, say which it was."""
@@ -348,9 +355,10 @@ class SocketTeam(ProcessTeam):
             raise
 
     def end(self) -> None:
-        """Wait a moment, then kill."""
+        """Workers go; those that do not within a moment are killed."""
         try:
-            super().end()
+            if not self.gone:
+                self.tell(Order("end", {}))
         except WorkerDied:
             pass
         for connection in self.line.ends.values():
@@ -358,9 +366,12 @@ class SocketTeam(ProcessTeam):
         for job in self.line.jobs.values():
             try:
                 job.wait(5)
-            except Exception:
+            except subprocess.TimeoutExpired:
                 job.kill()
                 job.wait()
+        self.comm.close()
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
 
 
 # ---------------------------------------------------------------- devices of one process
@@ -369,7 +380,7 @@ class SocketTeam(ProcessTeam):
 class DeviceTeam(Team):
     """One worker a local device."""
 
-    def __init__(self, devices: list[jax.Device]) -> None:
+    def __init__(self, devices: list[Device]) -> None:
         """Take the devices, by rank."""
         super().__init__()
         self.size = len(devices)
@@ -391,7 +402,7 @@ class DeviceTeam(Team):
             jax.make_array_from_single_device_arrays((self.size, *shards[0].shape[1:]), sharding, list(shards))
             for shards in zip(*rows, strict=True)
         ]
-        totals = over_devices(self.mesh, self.size, op, strategy)(whole)
+        totals = over_devices(self.mesh, self.size, op, strategy)(whole)  # pyright: ignore[reportArgumentType]
         return {rank: [shard_of(total, rank) for total in totals] for rank in range(self.size)}
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:

@@ -214,7 +214,7 @@ def reduce(team: Team, order: Order) -> Leaves:
     return [results[i] for i in range(len(leaves))] if team.leads else []
 
 
-def fetch(team: Team, order: Order) -> list[Leaves] | None:
+def fetch(team: Team, order: Order) -> list[list[np.ndarray]] | None:
     """The leaves of some workers, all of them or one; kept by all where asked."""
     header = order.header
     team.attempt(header["name"], functools.partial(signed, order=order))
@@ -230,7 +230,12 @@ def fetch(team: Team, order: Order) -> list[Leaves] | None:
 
 
 def close(team: Team, order: Order) -> None:
-    """Workers that wait for orders go."""
+    """Let go of everything."""
+    for station in team.stations:
+        station.values.clear()
+        station.kept.clear()
+        station.programs.clear()
+        station.arrays.clear()
 
 
 VERBS: dict[str, Callable[[Team, Order], Any]] = {

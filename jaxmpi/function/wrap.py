@@ -50,8 +50,8 @@ class Function:
         several = isinstance(inputs, (tuple, list))
         self.inputs: Sequence[Marker] | None = inputs if several else None if takes_argument(inputs) else (inputs,)
         self.all_inputs = inputs
-        self.single = not isinstance(outputs, (tuple, list))
-        self.outputs: tuple[Output, ...] = (outputs,) if self.single else tuple(outputs)
+        self.single = isinstance(outputs, Output)
+        self.outputs: tuple[Output, ...] = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         self.updates = tuple(update_of(update) for update in updates)
         check_markers(inputs if several else [inputs], self.outputs)
         self.strategy = strategy
