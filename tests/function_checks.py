@@ -441,4 +441,8 @@ def check_exception():
     assert float(f(x)) == len(x) - 2
 
 
+CORE = [  # quick ones that leave no kind of message out
+    *(check_weights, check_batches, check_broadcast_is_seen_when_it_changes, check_local_and_into, check_resident),
+    *(check_variable, check_unequal_lengths, check_shared, check_exception),
+]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -20,7 +20,7 @@ import function_checks
 if __name__ == "__main__":
     n = jm.fork({n})
     print("script of", n, flush=True)
-    for check in function_checks.CHECKS:
+    for check in function_checks.{which}:
         check()
     print("all checks pass", flush=True)
 """
@@ -35,13 +35,15 @@ def lead(tmp_path, text: str, n: int, timeout_s: float = 100, ranks: int = 0):
     return run([sys.executable, str(tmp_path / "script.py")], timeout_s=timeout_s, env=ENV)
 
 
-KINDS = [(2, 0), (0, 2)]
-MORE = [pytest.param(n, r, marks=pytest.mark.slow) for n, r in [(3, 0), (4, 0), (0, 3), (0, 4)]]
+QUICK = [(2, 0, "CORE"), (0, 2, "CORE")]
+WHOLE = [
+    pytest.param(n, r, "CHECKS", marks=pytest.mark.slow) for n, r in [(2, 0), (3, 0), (4, 0), (0, 2), (0, 3), (0, 4)]
+]
 
 
-@pytest.mark.parametrize(("n", "ranks"), [*KINDS, *MORE])
-def test_all_checks_hold_for_a_script_that_leads(n, ranks, tmp_path):
-    ended = lead(tmp_path, ALL_CHECKS, n, ranks=ranks)
+@pytest.mark.parametrize(("n", "ranks", "which"), [*QUICK, *WHOLE])
+def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
+    ended = lead(tmp_path, ALL_CHECKS.replace("{which}", which), n, ranks=ranks, timeout_s=200)
     assert ended.code == 0, ended.out[-4000:]
     assert ended.out.count(f"script of {n or ranks}") == 1
     assert ended.out.count("all checks pass") == 1
@@ -148,14 +150,15 @@ def left_over(path: str) -> list[str]:
 
 
 ENDS = {
+    "no_close": ("pass", "", 0),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", -9),
     "error": ("raise ValueError('the master failed')", "the master failed", 1),
     "exit": ("sys.exit(3)", "", 3),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", -9),
-    "no_close": ("pass", "", 0),
 }
+RARE = ("error", "exit")
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
 def test_workers_end_with_their_master(end, tmp_path):
     code, message, status = ENDS[end]
     script = HEAD + f"jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n{code}\n"
@@ -165,7 +168,7 @@ def test_workers_end_with_their_master(end, tmp_path):
     assert message in ended.out
 
 
-@pytest.mark.parametrize("who", ["0", "1"])
+@pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
     script = (
         HEAD
@@ -187,6 +190,34 @@ else:
     assert not ended.timed_out
     assert ended.code != 0
     assert f"rank {who}" in ended.out
+
+
+def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):
+    script = (
+        HEAD
+        + """
+before = time.monotonic()
+for i in range(3):
+    n = jm.fork()
+    f = jm.function(lambda x: x.sum() + i, jm.scatter, jm.sum)
+    v = jm.variable(np.float32(1))
+    v.all_reduce("sum")
+    print("sum", float(f(np.ones(4, np.float32))), v.get(1), flush=True)
+    jm.close()
+    try:
+        f(np.ones(4, np.float32))
+    except jm.UsageError as error:
+        print(error)
+sys.exit(3)
+"""
+    )
+    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code == 3
+    assert [line for line in ended.out.splitlines() if line.startswith("sum")] == [
+        f"sum {4 + 2 * i}.0 2.0" for i in range(3)
+    ]
+    assert ended.out.count("have been closed") == 3
 
 
 def test_every_process_of_the_user_sees_a_named_array(tmp_path):

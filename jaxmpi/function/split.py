@@ -53,8 +53,9 @@ def choose(batch: Any, length: int, what: str = "batch") -> Rows:
         picked = range(length)[batch]
         return Rows(len(picked), picked.start, picked.step)
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
-        check(0 <= batch <= length, f"{what}: got {batch}; there are {length} examples")
-        return Rows(int(batch))
+        first = int(batch)
+        check(0 <= first <= length, f"{what}: got {first}; there are {length} examples")
+        return Rows(first)
     return Rows(*of_indices(batch, length, what))
 
 

@@ -85,6 +85,7 @@ class Station:
         self.values: dict[int, Leaves] = {}  # of variables, by number
         self.kept: dict[tuple[int, int], jax.Array] = {}  # broadcast inputs, by function and leaf
         self.programs: dict[str, Program] = {}  # that have come from the master
+        self.known: dict[tuple, Program] = {}  # the same, by function, form and shapes
         self.arrays: dict[str, SharedArray] = {}  # mapped, by key
         self.out: Leaves = []  # of the call that is going on
         self.program = Program(lambda: [], (), "")  # of the call that is going on
@@ -187,10 +188,13 @@ class Team:
         """
         if function in self.functions:
             return self.functions[function].program(form, shapes)
-        text = wanted(function, form, shapes)
-        if text not in station.programs:
-            raise Missing(text)
-        return station.programs[text]
+        key = function, form, shapes
+        if key not in station.known:
+            text = wanted(function, form, shapes)
+            if text not in station.programs:
+                raise Missing(text)
+            station.known[key] = station.programs[text]
+        return station.known[key]
 
     def attempt(self, what: str, work: Callable[[Station], Report]) -> list[Report]:
         """Every worker's own part of an order; then all learn how it went, and raise the same or go on.

@@ -126,7 +126,7 @@ class Variable:
         perform(self.team, f"variable.{name}", prepare)
 
     def _scattered(self, value: PyTree, batch: Any) -> Order:
-        leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, SharedArray))
+        leaves, structure = jax.tree.flatten(value)
         check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
         leaves = [leaf if isinstance(leaf, SharedArray) else check_numbers("scatter", leaf) for leaf in leaves]
         check(all(leaf.ndim > 0 for leaf in leaves), "scatter: got an array without axes; expected rows")
@@ -178,11 +178,11 @@ def indices_of(rows: Rows, span: tuple[int, int]) -> list[np.ndarray]:
     return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
 
 
-def check_one_host(team: Team) -> None:
+def check_one_host(team: Team, shares: bool = True) -> None:
     """Refuse shared memory that waiting workers on other hosts cannot see."""
     hosts = getattr(getattr(team, "comm", None), "hosts", (0,))
     check(
-        not team.is_serial or len(set(hosts)) == 1,
+        not shares or not team.is_serial or len(set(hosts)) == 1,
         "a shared array is seen on one host, and this script leads workers on several; let every rank run the script "
         "(no jaxmpi.fork), or give a plain array",
     )

@@ -165,11 +165,11 @@ def put(team: Team, order: Order) -> None:
     """Give workers the leaves of a variable: the whole, or each its rows."""
 
     def work(station: Station) -> Report:
-        header, number = order.header, order.header["number"]
+        header = order.header
         if header["ranks"] is not None and station.rank not in header["ranks"]:
             return Report("ok", json.dumps(header["says"]))
         station.out = [station.own(value) for value in values_of(station, order)]
-        return Report("ok", json.dumps(header["says"]), number)
+        return Report("ok", json.dumps(header["says"]))
 
     team.attempt(order.header["name"], work)
     for station in team.stations:
@@ -235,6 +235,7 @@ def close(team: Team, order: Order) -> None:
         station.values.clear()
         station.kept.clear()
         station.programs.clear()
+        station.known.clear()
         station.arrays.clear()
 
 

@@ -107,29 +107,32 @@ class Function:
     def _order(
         self, team: Team, args: Sequence[PyTree], batch: Any, batch_local: Any, slices: int, made: dict[int, Variable]
     ) -> Order:
-        check(
-            isinstance(slices, (int, np.integer)) and slices >= 1,
-            f"slices: got {slices!r}; expected a whole number > 0",
-        )
-        bound = Bound(team, self.number)
+        is_count = isinstance(slices, (int, np.integer)) and slices >= 1
+        check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
+        bound = Bound(team)
         structure = bound.add_all(self._markers(args), args)
         header = bound.header(batch, batch_local, int(slices))
-        for i, leaf in enumerate(bound.broadcast):
-            if i >= len(self.sent) or not unchanged(self.sent[i], leaf):
-                self.sent[i : i + 1] = [kept_copy(leaf)]
-                header["fresh"].append(i)
-                bound.given[bound.kept_at[i]] = self.sent[i]
-        header |= {"f": self.number, "form": self._form(structure), "name": self.name}
         for place, output in enumerate(self.outputs):
             if output.stays:
                 made[place] = Variable(team, None)
-        header["locals"] = {str(place): variable.number for place, variable in made.items()}
+        names = {str(place): variable.number for place, variable in made.items()}
+        header |= {"f": self.number, "form": self._form(structure), "name": self.name, "locals": names}
         header["strategy"] = self.strategy or team.default_strategy
-        says = [self.number, header["form"], header["n"], header["slices"], header["strategy"], header["locals"]]
-        header["says"] = json.dumps(says)
-        fresh = {i: bound.given[bound.kept_at[i]] for i in header["fresh"]}
+        agreed = ("name", "f", "form", "n", "slices", "strategy", "locals")
+        header["says"] = json.dumps({key: header[key] for key in agreed})
+        fresh = self._fresh(bound)
+        header["fresh"] = list(fresh)
         given = Given(bound.given, bound.rows, bound.local, fresh)
-        return Order("call", header, given, lambda rank: bound.parcels(rank, [fresh[i] for i in header["fresh"]]))
+        return Order("call", header, given, lambda rank: bound.parcels(rank, list(fresh.values())))
+
+    def _fresh(self, bound: "Bound") -> dict[int, Any]:
+        """The broadcast leaves that workers do not have yet, by their number."""
+        fresh = {}
+        for i, leaf in enumerate(bound.broadcast):
+            if i >= len(self.sent) or not unchanged(self.sent[i], leaf):
+                self.sent[i : i + 1] = [kept_copy(leaf)]
+                fresh[i] = self.sent[i]
+        return fresh
 
     def _markers(self, args: Sequence[PyTree]) -> Sequence[Marker]:
         """One a place of the user's function."""
@@ -270,13 +273,12 @@ def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
 class Bound:
     """The inputs of one call, leaf by leaf, and how each reaches the workers."""
 
-    def __init__(self, team: Team, number: int) -> None:
-        self.team, self.number = team, number
+    def __init__(self, team: Team) -> None:
+        self.team = team
         self.inputs: list[list[Any]] = []  # how each leaf comes; see `compute`
         self.given: list[Any] = []  # the leaf itself, where it comes with the call
         self.lengths: dict[str, int] = {}  # of scattered leaves, by name
         self.broadcast: list[Any] = []
-        self.kept_at: list[int] = []
         self.rows: Rows | None = None
         self.local: list[Any] = [None] * team.size
 
@@ -295,29 +297,22 @@ class Bound:
                 ]
                 self.given += [None] * count
                 structures.append(variable.structure)
-        return tuple_of(structures)
+        return jax.tree_util.treedef_tuple(structures)
 
     def _add_argument(self, name: str, marker: Marker, tree: PyTree) -> Any:
-        named = named_leaves_of(tree)
-        for path, leaf in named:
+        for path, leaf in named_leaves(tree):
             where_ = f"{name}{f' leaf {path!r}' if path else ''}"
+            array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
             if marker is broadcast:
-                array = leaf.array if isinstance(leaf, SharedArray) else check_numbers(where_, leaf)
-                self.kept_at.append(len(self.inputs))
                 self.inputs.append(["kept", len(self.broadcast)])
-                self.broadcast.append(array)
-            elif isinstance(leaf, SharedArray):
-                check_one_host(self.team)
-                array = leaf
-                self.inputs.append(["shared", leaf.ticket()])
+                self.broadcast.append(array.array if is_shared(leaf) else array)
             else:
-                array = check_numbers(where_, leaf)
-                self.inputs.append(["sent"])
-            if marker is not broadcast:
                 check(array.ndim > 0, f"{where_}: got a number; scatter needs an array with a first axis of examples")
                 self.lengths[where_] = len(array)
+                self.inputs.append(["shared", leaf.ticket()] if is_shared(leaf) else ["sent"])
+                check_one_host(self.team, is_shared(leaf))
             self.given.append(array)
-        return jax.tree.structure(tree, is_leaf=is_shared)
+        return jax.tree.structure(tree)
 
     def header(self, batch: Any, batch_local: Any, slices: int) -> dict[str, Any]:
         """What all workers need to know of the call."""
@@ -336,7 +331,6 @@ class Bound:
             "local": [local_header(choice) for choice in self.local] if resident else [],
             "slices": slices,
             "inputs": self.inputs,
-            "fresh": [],
         }
 
     def parcels(self, rank: int, fresh: list[Any]) -> list[Any]:
@@ -369,18 +363,6 @@ def local_header(choice: Any) -> list[Any]:
 def is_shared(leaf: Any) -> bool:
     """Whether it is a shared array, which is a leaf."""
     return isinstance(leaf, SharedArray)
-
-
-def named_leaves_of(tree: PyTree) -> list[tuple[str, Any]]:
-    """Paths and leaves; a shared array is one."""
-    if isinstance(tree, SharedArray):
-        return [("", tree)]
-    return named_leaves(tree)
-
-
-def tuple_of(structures: list[Any]) -> Any:
-    """The structure of a tuple of trees."""
-    return jax.tree_util.treedef_tuple(structures)
 
 
 def unchanged(before: Any, now: Any) -> bool:
