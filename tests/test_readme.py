@@ -1,4 +1,4 @@
-"""The blocks of README and docs/models.md run, and what README and docs name exists.
+"""The blocks of README, docs/models.md and docs/functions.md run, and what README and docs name exists.
 
 A block is a fence under `<!-- block: NAME -->`. One whose name ends in .py is a file; the others are shell lines. Every
 block is in SCENARIOS, which run here, or in NOT_RUN, with the reason.
@@ -23,6 +23,7 @@ from jaxmpi.wires import WIRES
 from launching import ROOT, run
 
 RUNNABLE = (ROOT / "README.md").read_text() + (ROOT / "docs" / "models.md").read_text()
+RUNNABLE += (ROOT / "docs" / "functions.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMED = {
     name: (language, text)
@@ -82,6 +83,7 @@ SCENARIOS = [
         ("train: 1437 records", "validation: all is well", "2 workers", "step 3/3", "top-1"),
         (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
     ),
+    Scenario(("functions.py",), ("finite: True",)),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]
 NOT_RUN = {
