@@ -53,8 +53,11 @@ def stacked(batches: Sequence[Batch]) -> steps.Batch:
     return arrays[0] if len(arrays) == 1 else steps.stack(arrays)
 
 
-def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Workers) -> Feed:
+def open_feed(experiment: Experiment, split: str, effective_batch: int, workers: Workers, micro_batch: int = 0) -> Feed:
     """The source of a split, checked against the model.
+
+    Args:
+        micro_batch: which divides each worker's batch, filled up; 0 where there is none.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's.
@@ -68,7 +71,11 @@ def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Wor
     )
     is_train = split == "train"
     samplers = tuple(
-        Sampler(len(source), local_batch * workers.size, rank, workers.size, experiment.seed, shuffle=is_train)
+        Sampler(
+            *(len(source), effective_batch, rank, workers.size, experiment.seed),
+            shuffle=is_train,
+            multiple=micro_batch or 1,
+        )
         for rank in workers.mine
     )
     return Feed(source, samplers, experiment.data, is_train)
