@@ -208,7 +208,7 @@ def parse(text: str, workers: int) -> Fault:
     """
     name, _, rest = text.partition(":")
     kind = lookup(KINDS, name, "fault")
-    given = dict(part.split("=", 1) if "=" in part else (part, "") for part in rest.split(",") if part)
+    given: Values = {part.partition("=")[0]: part.partition("=")[2] for part in rest.split(",") if part}
     values = {"rank": "0", "step": "1", "times": "1", **kind.defaults}
     for key in set(given) - set(values):
         raise UsageError(f"--inject {text}: unknown key {key!r}; {nearest(key, values)}")

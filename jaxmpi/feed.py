@@ -1,7 +1,7 @@
 """Examples of one kind on their way to the devices: who reads which when, and what the wait for them was."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Feed:
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
         }
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:
+    def batches(self, start: int = 0, stop: int | None = None) -> Generator[steps.Batch, None, None]:
         """Batches of this process's workers, with a leading axis of workers where there are several."""
         loaders = [Loader(self.source, sampler, self.data, self.train, start, stop) for sampler in self.samplers]
         skipped, wait_s = self.skipped, self.wait_s

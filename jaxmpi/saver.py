@@ -50,8 +50,14 @@ class Saver:
     def _write(self, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
         try:
             refuse_not_finite(files, step, self._folder)
-            options = {"step": step, "workers": self._workers, "extra": extra, "keep": self._keep, "score": score}
-            checkpoint.save(self._folder, files, self._processes, **options)
+            checkpoint.save(
+                *(self._folder, files, self._processes),
+                step=step,
+                workers=self._workers,
+                extra=extra,
+                keep=self._keep,
+                score=score,
+            )
         except OSError as error:
             kept = last_good(self._folder)
             self._error = TrainingError(f"the checkpoint of step {step} cannot be written: {error}; {kept}")

@@ -480,6 +480,7 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str,
 
 def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], int, Run]:
     """The newest checkpoint's states and step, and the run with its record cut there."""
+    run.votes.count()  # on a step that counts no more
     run.saver.wait()
     experiment = dataclasses.replace(run.experiment, resume=True)
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
@@ -498,7 +499,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     """Steps start + 1 to the last; progress, evaluations and checkpoints when they are due."""
     plan, last = run.plan, run.plan.clock.total_steps
     run.recorder.start_window(plan.examples(start))
-    pending: list[tuple[int, steps.Metrics]] = []  # dispatched, not yet looked at
+    pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
     sums, result = np.zeros(2), {}  # loss and examples since the last progress line
     with contextlib.closing(plan.feed.batches(start, last)) as batches:
         for k, batch in enumerate(batches, start + 1):
@@ -657,7 +658,7 @@ def starting_states(
         workers.processes,
         workers=workers.size,
         replicated=rule.state_is_replicated,
-        say=partial(print, "jaxmpi:", file=sys.stderr, flush=True) if workers.processes.rank == 0 else str,
+        say=warn if workers.processes.rank == 0 else lambda text: None,
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
@@ -666,6 +667,11 @@ def starting_states(
         now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
         rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
     return (saved.states if saved else states), saved
+
+
+def warn(text: str) -> None:
+    """A line on standard error."""
+    print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
 
 
 def save(run: Run, state: TrainState, step: int, score: float | None) -> None:

@@ -31,7 +31,9 @@ def state(worker: int = 0, step: int = 7, width: int = 5) -> TrainState:
     return made._replace(step=np.asarray(step, np.int32))
 
 
-def save(folder, states=None, *, step: int = 7, replicated: bool = False, keep: int = 2, extra=None, best=0, score=None):
+def save(
+    folder, states=None, *, step: int = 7, replicated: bool = False, keep: int = 2, extra=None, best=0, score=None
+):
     states = states or {worker: state(worker, step) for worker in range(3)}
     return checkpoint.save(
         folder,
@@ -220,7 +222,10 @@ DAMAGE = [
     (lambda path: flip(path / "common.bin", 0), "common.bin: params/conv/bias: damaged, its checksum does not match"),
     (lambda path: flip(path / "common.bin", -1), "common.bin: step: damaged, its checksum does not match"),
     (lambda path: flip(path / "worker_00001.bin", 0), "worker_00001.bin: key: damaged, its checksum does not match"),
-    (lambda path: os.truncate(path / "worker_00002.bin", 9), "worker_00002.bin: .*: the file ends before the leaf does"),
+    (
+        lambda path: os.truncate(path / "worker_00002.bin", 9),
+        "worker_00002.bin: .*: the file ends before the leaf does",
+    ),
     (lambda path: (path / "worker_00002.bin").unlink(), "worker_00002.bin: no such file"),
     (lambda path: flip(path / "manifest.json", 40), "manifest.json: damaged, "),
     (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json: damaged, it is no JSON"),
@@ -290,7 +295,7 @@ HOSTILE = [
     (set_row(offset="0"), "common.bin: damaged, not an index"),
     (set_row(crc32="x"), "common.bin: damaged, not an index"),
     (rename_leaf, "leaves that this model does not have: ../../etc/passwd"),
-    (set_field("files", dict.fromkeys(["../../secret.bin", "a", "b"], [])), "no common.bin in the manifest"),
+    (set_field("files", {"../../secret.bin": [], "a": [], "b": []}), "no common.bin in the manifest"),
     (set_field("files", []), "files: got .*expected <class 'dict'>"),
     (set_field("files", {"common.bin": None}), "common.bin: damaged, not an index"),
     (set_field("step", "../7"), "step: got '../7'"),
