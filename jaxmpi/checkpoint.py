@@ -9,6 +9,7 @@ No pickle: leaves are raw bytes, read only where the manifest and the running mo
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -403,6 +404,22 @@ def read_leaves(path: Path, index: list[dict[str, Any]], like: PyTree) -> PyTree
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+def described(path: Path, file: BufferedReader, row: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """Shape and type of a leaf by its line in the index, for those who have no model to compare with.
+
+    Raises:
+        Damaged: a type that is no number's, or more than the file holds.
+    """
+    try:
+        dtype = np.dtype(jnp.dtype(row["dtype"]))
+    except (TypeError, ValueError):
+        dtype = np.dtype(object)
+    size = math.prod(row["shape"]) * dtype.itemsize
+    known = dtype.kind in "biufcV" and str(dtype) == row["dtype"] and min(row["shape"], default=0) >= 0
+    undamaged(known and size <= os.fstat(file.fileno()).st_size, f"{path}: {row['path']:.80}: damaged, no such leaf")
+    return jax.ShapeDtypeStruct(tuple(row["shape"]), dtype)
+
+
 def read_leaf(path: Path, file: BufferedReader, name: str, row: dict[str, Any] | None, like: Any) -> np.ndarray:
     """One leaf, if it is what is expected and undamaged."""
     expected = f"{np.dtype(like.dtype)}{list(like.shape)}"
@@ -411,7 +428,7 @@ def read_leaf(path: Path, file: BufferedReader, name: str, row: dict[str, Any] |
         raise UsageError(
             f"{path}: {name}: got {got:.80}, expected {expected}: it was saved from another model or optimizer"
         )
-    size = int(np.prod(like.shape)) * np.dtype(like.dtype).itemsize
+    size = math.prod(like.shape) * np.dtype(like.dtype).itemsize
     whole = row["offset"] + size <= os.fstat(file.fileno()).st_size
     undamaged(whole, f"{path}: {name}: the file ends before the leaf does")
     array = np.empty(like.shape, like.dtype)

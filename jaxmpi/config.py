@@ -283,6 +283,7 @@ class Experiment:
     log_every: int = 10  # steps between progress lines; the first step always has one
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
+    params: str = ""  # Orbax folder that the run begins with, instead of the model's own params
     recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     compare_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only

@@ -39,6 +39,7 @@ class Culprit(NamedTuple):
 
 # Ways in which a job says who ended it, the surest first: groups rank, host and words.
 TRACES = [
+    re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
     re.compile(r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*rank \[(?P<rank>[\d, ]+)\] did not answer in time)"),
     re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)"),
     re.compile(

@@ -30,6 +30,7 @@ from jaxmpi import (
     guard,
     hostcomm,
     optim,
+    orbax,
     overlap,
     rules,
     rundir,
@@ -242,6 +243,7 @@ def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict
     if workers.processes.rank == 0:
         made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
         params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
+        params = orbax.load(Path(experiment.params), params) if experiment.params else params
     else:
         shapes = jax.eval_shape(experiment.model.init, key, example)
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)

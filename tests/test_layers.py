@@ -42,6 +42,7 @@ ORDER = [
     "checkpoint",
     "saver",
     "guard",
+    "orbax",
     "experiment",
     "rundir",
     "train",

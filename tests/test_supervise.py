@@ -29,6 +29,10 @@ ENDINGS = {
         "jaxmpi: rank 0/4 on vm (step 5):\nerror: a barrier: rank [2, 3] did not answer in time; all\n",
         Culprit("2,3", "", "error: a barrier: rank [2, 3] did not answer in time"),
     ),
+    "no progress": (
+        "jaxmpi: no progress for 60 s; late: rank 2 on vm, rank 3 on vm\n",
+        Culprit("2", "vm", "no progress for 60 s"),
+    ),
     "left": (
         "jaxmpi: rank 1/2 on vm left early (step 3); ending the job\n",
         Culprit("1", "vm", "left early (step 3); ending the job"),
