@@ -168,7 +168,7 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
 
 def tell(code: int, text: str) -> int:
     """Say last who ended a job that did not end well; its code."""
-    who = culprit(text) if code not in (0, runtime.PREEMPTED, runtime.INTERRUPTED) else None
+    who = culprit(text) if code not in FINAL else None
     if who:
         say(str(who))
     return code
