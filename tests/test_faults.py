@@ -250,7 +250,7 @@ ROWS = {
         "rank 3 on .*ended.*\n(.*\n)*.*Injected",
     ),
     "exit_0": Row(
-        "`exit` of rank 1 with code 0", inject("exit:rank=1,step=25,code=0"), "restart", "rank 1 .*left early"
+        "`exit` of rank 1 with code 0", inject("exit:rank=1,step=25,code=0"), "restart", "rank 1 on .*left early"
     ),
     "exit_3": Row(
         "`exit` of rank 1 with code 3", inject("exit:rank=1,step=25"), "restart", "rank 1 on .*ended the job"

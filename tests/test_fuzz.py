@@ -47,7 +47,7 @@ VALUES = st.sampled_from(
 WORDS = st.sampled_from(FLAGS) | VALUES | st.text(max_size=8)
 
 
-@pytest.mark.parametrize("examples", [60, SLOW(MANY)])
+@pytest.mark.parametrize("examples", [25, SLOW(MANY)])
 def test_overrides(examples, capsys):
     path = str(ROOT / "experiments" / "digits.py")
 

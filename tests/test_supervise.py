@@ -34,7 +34,7 @@ ENDINGS = {
         Culprit("2", "vm", "no progress for 60 s"),
     ),
     "left": (
-        "jaxmpi: rank 1/2 on vm left early (step 3); ending the job\n",
+        " jaxmpi: rank 1/2 on vm left early (step 3); ending the job\n",
         Culprit("1", "vm", "left early (step 3); ending the job"),
     ),
     "silent exit": (
