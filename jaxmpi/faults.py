@@ -117,11 +117,13 @@ def flip_bit(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainSt
     leaves = dict(named_leaves(state.params))
     name = values["leaf"] or next(iter(leaves))
     leaf = lookup(leaves, name, "leaf of params")
-    raw = np.array(leaf)
+    first, *others = [shard.data for shard in leaf.addressable_shards]  # of this process's workers
+    raw = np.array(first)
     bit = int(values["bit"])
     check(0 <= bit < 8 * raw.itemsize, f"bitflip: bit: got {bit}; expected 0 to {8 * raw.itemsize - 1}")
     raw.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
-    changed = jax.device_put(raw, leaf.sharding)
+    shards = [jax.device_put(raw, first.sharding), *others]
+    changed = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
     names = iter(leaves)
     params = jax.tree.map(lambda old: changed if next(names) == name else old, state.params)
     return state._replace(params=params), batch

@@ -14,13 +14,14 @@ from jaxmpi.config import UsageError, lookup, nearest
 from jaxmpi.supervise import PROBE_S, Asked, keep_going
 
 USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
-                    [--launcher-args "..."] EXPERIMENT.py [--field value ...]
+                    [--launcher-args "..."] [--comm mpi|xla] EXPERIMENT.py [--field value ...]
 
   -n N               workers, one process each; without it one worker, no MPI
   --restarts R       start again from the newest good checkpoint where a rank dies, R times at most (default 0)
   --elastic MIN:MAX  start with MAX workers, again with those that are left, MIN at least; the effective batch stays
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
+  --comm NAME        as the field of that name, which may also stand behind the experiment
   --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them"""
 
 
@@ -42,7 +43,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         UsageError: an option without its value, or a number of workers that is none.
     """
     values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
-    values |= {"--elastic": ""}
+    values |= {"--elastic": "", "--comm": ""}
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     while argv and argv[0] in values:
         if len(argv) == 1:
@@ -60,13 +61,14 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         raise UsageError(f"-n: got {workers}; expected {least} to {most}, as --elastic says")
     if not values["--restarts"].isdigit():
         raise UsageError(f"--restarts: got {values['--restarts']!r}; expected a number >= 0")
+    comm = ("--comm", values["--comm"]) if values["--comm"] and argv else ()
     try:
         launcher_args = shlex.split(values["--launcher-args"])
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
     if least and values["--restarts"] == "0":
         raise UsageError("--elastic says with how many workers to start again; give --restarts, too")
-    names = (values["--launcher"], tuple(launcher_args), tuple(argv))
+    names = (values["--launcher"], tuple(launcher_args), (*argv[:1], *comm, *argv[1:]))
     return Options(int(workers), *names, restarts=int(values["--restarts"]), least=least)
 
 

@@ -52,7 +52,7 @@ class SoloProcesses:
     """The control plane of a single process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
-    may_overlap = True
+    hosts, may_overlap = (0,), True
 
     def apart(self) -> "SoloProcesses":
         """The same: nothing is sent."""
@@ -102,6 +102,7 @@ class MpiProcesses:
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self.world, self._max, self._in_place = MPI.COMM_WORLD.Clone(), MPI.MAX, MPI.IN_PLACE
+        self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
         runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))

@@ -48,11 +48,12 @@ from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.plan import choose, is_auto
-from jaxmpi.processes import named_leaves, processes
+from jaxmpi.processes import MpiProcesses, Processes, named_leaves, processes
+from jaxmpi.programs import loaded_jit
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
-from jaxmpi.workers import Workers, gather_workers, put, take
+from jaxmpi.workers import Workers, gather_workers, put, rows, take
 
 PyTree = Any
 
@@ -148,7 +149,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
         form = f"fused form: one jit; {why}"
         return Functions(rule, jitted, once(evaluate), mean_state, once(guard.fingerprints), strategy, form)
-    over = partial(steps.over_devices, mesh=workers.mesh)
+    over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
     hashed = over(guard.fingerprints)
     return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), hashed, strategy, form)
@@ -157,6 +158,16 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
     """A jit without donation: what went in may still be the outcome."""
     return jit(function, **{name: value for name, value in options.items() if name != "donate_argnums"})
+
+
+def over_mesh(
+    function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate: tuple[int, ...] = ()
+) -> Callable:
+    """`steps.over_devices`; where ranks share a host's cores one of them compiles for all."""
+    jitted = steps.over_devices(function, mesh, donate)
+    if isinstance(control, MpiProcesses) and jax.default_backend() == "cpu":
+        return loaded_jit(jitted, list(mesh.devices.flat), control)
+    return jitted
 
 
 def exchange_for(
@@ -374,7 +385,7 @@ def train_until(
     notice: guard.Notice, experiment: Experiment, name: str, root: Path | None, digest: str
 ) -> dict[str, float]:
     """`train`, until it is noticed that it is to leave."""
-    workers = gather_workers(experiment.devices)
+    workers = gather_workers(experiment.devices, experiment.comm)
     rundir.agree_on(experiment, workers.processes, digest)
     for text in experiment.inject:
         faults.parse(text, workers.size)
@@ -565,14 +576,14 @@ def finite_sums(step: int, metrics: steps.Metrics | None, run: Run) -> np.ndarra
     if metrics is None:
         mind(run, run.votes.cast(step, None, 0, True))
         return np.zeros(2)
-    losses = np.atleast_1d(np.asarray(metrics.loss, np.float64))
-    rows = np.asarray(metrics.finite).reshape(len(losses), -1)
-    applied = metrics.applied is None or bool(np.asarray(metrics.applied).all())
-    odd = [(i, bad) for i, bad in enumerate(map(not_finite, losses, rows)) if bad is not None]
+    losses, counts = (rows(value, run.workers).astype(np.float64) for value in (metrics.loss, metrics.count))
+    finite = rows(metrics.finite, run.workers).reshape(len(losses), -1)
+    applied = metrics.applied is None or bool(rows(metrics.applied, run.workers).all())
+    odd = [(i, bad) for i, bad in enumerate(map(not_finite, losses, finite)) if bad is not None]
     place, bad = odd[0] if odd else (0, None)
     mind(run, run.votes.cast(step, bad, run.workers.mine[place], applied))
     made = applied and np.isfinite(losses).all()
-    return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum()]) if made else np.zeros(2)
+    return np.array([losses.sum(), counts.sum()]) if made else np.zeros(2)
 
 
 def not_finite(loss: float, finite: np.ndarray) -> int | None:
@@ -600,7 +611,7 @@ def compare(run: Run, state: TrainState, step: int) -> None:
     if run.functions.strategy.startswith("none"):
         return
     kept = {"params": state.params} | ({"rule": state.rule_state} if run.functions.rule.state_is_replicated else {})
-    found = np.asarray(run.functions.fingerprints(kept)).reshape(len(run.workers.mine), -1)
+    found = rows(run.functions.fingerprints(kept), run.workers).reshape(len(run.workers.mine), -1)
     text = guard.compare_replicas(kept, found, run.workers.mine, run.workers.processes, step)
     if text:
         run.recovery.of_difference(f"{text}; {savers.last_good(run.folder / 'checkpoints')}")
@@ -635,7 +646,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
         metrics = run.functions.eval_step(state.params, model_state, batch)
-        sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
+        sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
     if count:

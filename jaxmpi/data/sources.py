@@ -74,7 +74,7 @@ class ArraySource:
         images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as
             f32[n, ...]), which are handed on as they are.
         labels: int[n], in [0, classes).
-        classes: 0 counts up to the largest label.
+        classes: 0 counts up to the largest label; the model may have more.
         name: in errors.
 
     Raises:
@@ -84,7 +84,7 @@ class ArraySource:
     def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
         check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
         self.images, self.labels, self.name = images, labels, name
-        self.classes = classes or int(np.max(labels, initial=-1)) + 1
+        self.classes, self.is_counted = classes or int(np.max(labels, initial=-1)) + 1, not classes
 
     def __len__(self) -> int:
         return len(self.images)
