@@ -2,6 +2,7 @@
 
 uv run pytest -m faults                            the suite
 JAXMPI_WRITE_DOCS=1 uv run pytest -m faults        the same, and the table of docs/reliability.md from it
+JAXMPI_FAULTS_RANKS=8 JAXMPI_FAULTS_HOSTS=4 ...    on more ranks, on emulated hosts (scripts/cluster.py)
 """
 
 import json
@@ -22,7 +23,8 @@ import pytest
 from launching import LAUNCHER_PREFIXES, ROOT, kill_session
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
-RANKS, STEPS, EXAMPLES = 4, 40, 1437
+RANKS, STEPS = int(os.environ.get("JAXMPI_FAULTS_RANKS", "4")), 40
+HOSTS = int(os.environ.get("JAXMPI_FAULTS_HOSTS", "1"))
 DIES_S, HANGS_S = 10.0, 30.0  # bars: from the fault to the end of the job
 JOB_S = 150  # no job may take longer, however busy the machine is
 PAGE = ROOT / "docs" / "reliability.md"
@@ -116,7 +118,16 @@ def read(stream: IO[str], lines: list[tuple[float, str]]) -> None:
 def trainer(experiment: Path, run_dir: Path, *args: str, restarts: int = 0, ranks: int = RANKS, extra=()) -> list[str]:
     """`jaxmpi train -n 4 ...`."""
     head = [sys.executable, "-m", "jaxmpi.cli", "train", "-n", str(ranks), "--restarts", str(restarts), *extra]
-    return [*head, str(experiment), "--run-dir", str(run_dir), *args]
+    return [*(cluster(HOSTS) if HOSTS > 1 else []), *head, str(experiment), "--run-dir", str(run_dir), *args]
+
+
+def cluster(hosts: int) -> list[str]:
+    """What a line begins with to run on emulated hosts."""
+    slots = ("--slots", str(-(-RANKS // hosts)), "--rate", "1gbit")
+    return [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(hosts), *slots, "--"]
+
+
+needs_its_launcher = pytest.mark.skipif(HOSTS > 1, reason="the process started is the cluster's")
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -308,7 +319,7 @@ ROWS = {
         "`bitflip` on rank 3",
         (*inject("bitflip:rank=3,step=22"), *FAST),
         "found at the next comparison; all stop",
-        "after step 25: worker 3 differs from the other 3 in",
+        "after step 25: worker 3 differs from the other \\d in",
         restarts=0,
         code=1,
         equal=False,
@@ -317,13 +328,13 @@ ROWS = {
         "`bitflip` on rank 0, `--restarts`",
         (*inject("bitflip:rank=0,step=22"), *FAST),
         "restart from before it",
-        "worker 0 differs from the other 3 in",
+        "worker 0 differs from the other \\d in",
     ),
     "bitflip_rollback": Row(
         "`bitflip` on rank 3, `--recover rollback`",
         (*inject("bitflip:rank=3,step=22"), *FAST, *ROLLBACK),
         "back to the checkpoint, within the job",
-        "worker 3 differs from the other 3 in .*: back to step 20",
+        "worker 3 differs from the other \\d in .*: back to step 20",
         restarts=0,
     ),
     "sigterm": Row(
@@ -399,6 +410,7 @@ def go_on_and_compare(model: Path, run_dir: Path, undisturbed: Path) -> None:
 SLOWLY = inject("slow:rank=1,seconds=0.1,times=0")
 
 
+@needs_its_launcher
 def test_sigterm_to_the_launcher(model, undisturbed, tmp_path):
     job = start(trainer(model, tmp_path / "run", *SLOWLY))
     job.when("^step 15/")
@@ -414,6 +426,7 @@ def test_sigterm_to_the_launcher(model, undisturbed, tmp_path):
     note("launcher_sigterm", "SIGTERM to `jaxmpi train`", "all save at one step, exit code 75; resumed", took_s, True)
 
 
+@needs_its_launcher
 def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
     job = start(trainer(model, tmp_path / "run", *inject("slow:rank=1,step=15,seconds=60")))
     job.when("injecting")
@@ -429,6 +442,7 @@ def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
     note("second_sigterm", "SIGTERM twice", "ends at once, unsaved; resumed", took_s, True)
 
 
+@needs_its_launcher
 @pytest.mark.parametrize("whom", ["jaxmpi train", "mpirun"])
 def test_kill_9_of_what_started_the_ranks(whom, model, undisturbed, tmp_path):
     job = start(trainer(model, tmp_path / "run", *SLOWLY))
@@ -446,11 +460,13 @@ def test_kill_9_of_what_started_the_ranks(whom, model, undisturbed, tmp_path):
 
 def test_one_worker_fewer_after_a_death(model, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    line = trainer(model, run_dir, *inject("kill:rank=3,step=25"), restarts=1, extra=("--elastic", "3:4"))
+    line = trainer(
+        model, run_dir, *inject("kill:rank=3,step=25"), restarts=1, extra=("--elastic", f"{RANKS - 1}:{RANKS}")
+    )
     job = start(line)
     assert job.end() == 0, job.out[-6000:]
-    assert "with 3 workers" in job.out
-    assert "3 workers x local batch 22 = effective batch 64" in job.out
+    assert f"with {RANKS - 1} workers" in job.out
+    assert f"{RANKS - 1} workers x local batch {-(-64 // (RANKS - 1))} = effective batch 64" in job.out
     ours, theirs = losses(run_dir), losses(undisturbed)
     assert [row[:2] for row in ours] == [row[:2] for row in theirs]  # the same examples at every step
     for (*_, got), (*_, expected) in zip(ours, theirs, strict=True):
@@ -471,12 +487,11 @@ def test_a_second_job_is_kept_out_of_a_run_directory(model, undisturbed, tmp_pat
 
 
 def test_a_link_between_hosts_is_cut(model, tmp_path):
-    cluster = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", "4", "--"]
-    tried = subprocess.run([*cluster, "true"], capture_output=True, text=True, timeout=60)
+    tried = subprocess.run([*cluster(4), "true"], capture_output=True, text=True, timeout=60)
     if tried.returncode == 77:
         pytest.skip(tried.stdout + tried.stderr)
     line = trainer(model, tmp_path / "run", *inject("drop_link:rank=2,step=25"), restarts=2)
-    job = start([*cluster, *line], {"JAXMPI_AGREE_TIMEOUT_S": "12"})
+    job = start(line if HOSTS > 1 else [*cluster(4), *line], {"JAXMPI_AGREE_TIMEOUT_S": "12"})
     assert job.end() == 0, job.out[-6000:]
     noticed_s = job.when("ended the job") - job.when("injecting")
     assert noticed_s < HANGS_S
@@ -484,6 +499,47 @@ def test_a_link_between_hosts_is_cut(model, tmp_path):
     steps = [step for step, *_ in losses(tmp_path / "run")]
     assert steps == [*range(1, STEPS + 1)]
     note("drop_link", "`drop_link` of rank 2, 4 emulated hosts", "restart", noticed_s, False)
+
+
+def test_a_host_that_is_gone_is_left_out(model, undisturbed, tmp_path):
+    run_dir, hosts = tmp_path / "run", ",".join(f"node{i}:1" for i in range(4))
+    tried = subprocess.run([*cluster(4), "true"], capture_output=True, text=True, timeout=60)
+    if tried.returncode == 77 or HOSTS > 1:
+        pytest.skip(tried.stdout + tried.stderr)
+    extra = ("--elastic", "3:4", "--launcher-args", f"--host {hosts}")
+    job = start([*cluster(4), *trainer(model, run_dir, *SLOWLY, restarts=1, ranks=4, extra=extra)])
+    job.when("^step 15/")
+    for pid in neighbours(rank_process(run_dir, 2)):
+        os.kill(pid, signal.SIGKILL)
+    gone = time.monotonic()
+    assert job.end() == 0, job.out[-6000:]
+    noticed_s = job.when("no answer from node2") - gone
+    assert "with 3 workers" in job.out
+    assert [row[:2] for row in losses(run_dir)] == [row[:2] for row in losses(undisturbed)]
+    note("host", "a host is gone, `--elastic 3:4`", "goes on with the 3 hosts that are left", noticed_s, False)
+
+
+def rank_process(run_dir: Path, rank: int) -> int:
+    """The process of a rank."""
+    mark = f"OMPI_COMM_WORLD_RANK={rank}".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if works_for(pid, run_dir) and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return int(pid)
+        except OSError:
+            continue
+    pytest.fail(f"no rank {rank}")
+
+
+def neighbours(pid: int) -> list[int]:
+    """All processes of an emulated host: those with its network."""
+    host, found = os.readlink(f"/proc/{pid}/ns/net"), []
+    for other in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found += [int(other)] if os.readlink(f"/proc/{other}/ns/net") == host else []
+        except OSError:
+            continue
+    return found
 
 
 # ---------------------------------------------------------------- the page

@@ -3,6 +3,7 @@
 import functools
 import re
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -263,3 +264,23 @@ def test_the_effective_batch_is_that_of_the_beginning(fields, stored, workers, e
 def test_another_effective_batch_is_refused():
     with pytest.raises(UsageError, match="with 3 workers instead of 4 keeps the effective batch of 32; got 40"):
         rundir.as_begun(rundir.Experiment(effective_batch=40), kept(4, 4, 32), 3)
+
+
+@pytest.mark.slow
+def test_a_step_waits_for_the_copy_and_not_for_the_disk(tmp_path):
+    """Twice the time of the copy is allowed, for memory that is busy; the disk takes several times that."""
+    params = {f"layer{i}": np.ones(4_000_000, np.float32) for i in range(20)}  # 320 MB
+    state = create(params, {}, {}, seed=0, worker=0)
+    one = saver.Saver(tmp_path, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(1))
+    copies, pauses, wholes = [], [], []
+    for step in range(4):
+        begin = time.perf_counter()
+        jax.tree.map(lambda x: np.array(x, order="C"), state)
+        copies.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        one.save({0: state._replace(step=np.full((), step, np.int32))}, {}, None)
+        pauses.append(time.perf_counter() - begin)
+        one.wait()
+        wholes.append(time.perf_counter() - begin)
+    print(f"copy {min(copies):.3f} s, pause {min(pauses):.3f} s, until on disk {min(wholes):.3f} s")
+    assert min(pauses) < 2 * min(copies) + 0.01
