@@ -187,8 +187,8 @@ def state_files(run_dir: Path) -> dict[str, bytes]:
 
 def losses(run_dir: Path) -> list[tuple]:
     """(step, examples, loss) of every step: each once, in order, where no example is lost or repeated."""
-    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
-    return [(row["step"], row["examples"], row["loss"]) for row in rows if row["kind"] == "train"]
+    lines = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    return [(line["step"], line["examples"], line["loss"]) for line in lines if line["kind"] == "train"]
 
 
 # ---------------------------------------------------------------- the table
@@ -370,27 +370,27 @@ MEASURED: dict[str, tuple] = {}
 
 @pytest.mark.parametrize("name", ROWS)
 def test_fault(name, model, undisturbed, tmp_path):
-    row, run_dir, before = ROWS[name], tmp_path / "run", shared_memory()
+    case, run_dir, before = ROWS[name], tmp_path / "run", shared_memory()
     env = {"JAXMPI_AGREE_TIMEOUT_S": "12"} if name == "stop" else None
-    job = start(trainer(model, run_dir, *row.args, restarts=row.restarts), env)
+    job = start(trainer(model, run_dir, *case.args, restarts=case.restarts), env)
     code = job.end()
-    assert code == row.code, job.out[-6000:]
-    assert re.search(row.said, job.out), job.out[-6000:]
+    assert code == case.code, job.out[-6000:]
+    assert re.search(case.said, job.out), job.out[-6000:]
     noticed_s = None
-    if row.within_s is not None:
-        noticed_s = job.when(row.ends) - job.when("injecting (?!corrupt)")
-        assert noticed_s <= row.within_s, job.out[-6000:]
-    if row.resume:
-        job = start(trainer(model, run_dir, "--resume", *row.args))
+    if case.within_s is not None:
+        noticed_s = job.when(case.ends) - job.when("injecting (?!corrupt)")
+        assert noticed_s <= case.within_s, job.out[-6000:]
+    if case.resume:
+        job = start(trainer(model, run_dir, "--resume", *case.args))
         assert job.end() == 0, job.out[-6000:]
     assert not left_behind(run_dir)
     assert not shared_memory() - before
-    if row.code in (0, 75):
+    if case.code in (0, 75):
         assert losses(run_dir)[-1][:2] == losses(undisturbed)[-1][:2]
-    if row.equal:
+    if case.equal:
         assert losses(run_dir) == losses(undisturbed)
         assert state_files(run_dir) == state_files(undisturbed)
-    MEASURED[name] = (row.fault, row.outcome, noticed_s, row.equal)
+    MEASURED[name] = (case.fault, case.outcome, noticed_s, case.equal)
 
 
 # ---------------------------------------------------------------- faults of what is around the ranks
@@ -468,7 +468,7 @@ def test_one_worker_fewer_after_a_death(model, undisturbed, tmp_path):
     assert f"with {RANKS - 1} workers" in job.out
     assert f"{RANKS - 1} workers x local batch {-(-64 // (RANKS - 1))} = effective batch 64" in job.out
     ours, theirs = losses(run_dir), losses(undisturbed)
-    assert [row[:2] for row in ours] == [row[:2] for row in theirs]  # the same examples at every step
+    assert [one[:2] for one in ours] == [one[:2] for one in theirs]  # the same examples at every step
     for (*_, got), (*_, expected) in zip(ours, theirs, strict=True):
         assert got == pytest.approx(expected, rel=1e-4)  # sums in another order, over 15 steps
     took_s = job.when("ended the job") - job.when("injecting")
@@ -515,7 +515,7 @@ def test_a_host_that_is_gone_is_left_out(model, undisturbed, tmp_path):
     assert job.end() == 0, job.out[-6000:]
     noticed_s = job.when("no answer from node2") - gone
     assert "with 3 workers" in job.out
-    assert [row[:2] for row in losses(run_dir)] == [row[:2] for row in losses(undisturbed)]
+    assert [one[:2] for one in losses(run_dir)] == [one[:2] for one in losses(undisturbed)]
     note("host", "a host is gone, `--elastic 3:4`", "goes on with the 3 hosts that are left", noticed_s, False)
 
 
@@ -545,25 +545,25 @@ def neighbours(pid: int) -> list[int]:
 # ---------------------------------------------------------------- the page
 
 
+HEAD = "| fault | what comes of it | noticed after, s | final state bitwise as undisturbed |\n|---|---|---|---|\n"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def page() -> Iterator[None]:
-    """The table of what was measured; into the page where asked for and nothing is missing."""
+    """What was measured; its rows of the page's table are replaced where asked for."""
     yield
-    text = table()
-    print("\n" + text)
-    if os.environ.get("JAXMPI_WRITE_DOCS") and len(MEASURED) >= len(ROWS):
-        head, _, rest = PAGE.read_text().partition("<!-- faults -->\n")
-        _, _, tail = rest.partition("<!-- end of faults -->")
-        PAGE.write_text(f"{head}<!-- faults -->\n{text}<!-- end of faults -->{tail}")
+    rows = {fault: row(fault, *rest) for fault, *rest in MEASURED.values()}
+    print("\n" + HEAD + "".join(rows.values()))
+    if os.environ.get("JAXMPI_WRITE_DOCS"):
+        start, _, rest = PAGE.read_text().partition("<!-- faults -->\n")
+        table, _, end = rest.partition("<!-- end of faults -->")
+        before = {line.split(" | ")[0].removeprefix("| "): line + "\n" for line in table.splitlines()[2:]}
+        order = [fault.fault for fault in ROWS.values()]
+        both = {fault: (before | rows)[fault] for fault in [*order, *before, *rows] if fault in before | rows}
+        PAGE.write_text(f"{start}<!-- faults -->\n{HEAD}{''.join(both.values())}<!-- end of faults -->{end}")
 
 
-def table() -> str:
-    """One row a fault."""
-    lines = [
-        "| fault | what comes of it | noticed after, s | final state bitwise as undisturbed |",
-        "|---|---|---|---|",
-    ]
-    for fault, outcome, noticed_s, equal in MEASURED.values():
-        shown = "" if noticed_s is None else f"{noticed_s:.1f}"
-        lines.append(f"| {fault} | {outcome} | {shown} | {'yes' if equal else 'does not apply'} |")
-    return "\n".join(lines) + "\n"
+def row(fault: str, outcome: str, noticed_s: float | None, equal: bool) -> str:
+    """A line of the table."""
+    shown = "" if noticed_s is None else f"{noticed_s:.1f}"
+    return f"| {fault} | {outcome} | {shown} | {'yes' if equal else 'does not apply'} |\n"
