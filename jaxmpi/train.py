@@ -31,11 +31,12 @@ from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.plan import choose, is_auto
-from jaxmpi.processes import named_leaves, processes
+from jaxmpi.processes import MpiProcesses, Processes, named_leaves, processes
+from jaxmpi.programs import loaded_jit
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
-from jaxmpi.workers import Workers, gather_workers, put, take
+from jaxmpi.workers import Workers, gather_workers, put, rows, take
 
 PyTree = Any
 
@@ -118,9 +119,19 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
         return Functions(rule, jitted, once(evaluate), mean_state, strategy, f"fused form: one jit; {why}")
-    over = partial(steps.over_devices, mesh=workers.mesh)
+    over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
     return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
+
+
+def over_mesh(
+    function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate: tuple[int, ...] = ()
+) -> Callable:
+    """`steps.over_devices`; where ranks share a host's cores one of them compiles for all."""
+    jitted = steps.over_devices(function, mesh, donate)
+    if isinstance(control, MpiProcesses) and jax.default_backend() == "cpu":
+        return loaded_jit(jitted, list(mesh.devices.flat), control)
+    return jitted
 
 
 def exchange_for(
@@ -301,7 +312,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         TrainingError: the loss is not finite.
     """
     runtime.doing("start")
-    workers = gather_workers(experiment.devices)
+    workers = gather_workers(experiment.devices, experiment.comm)
     rundir.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
@@ -390,14 +401,14 @@ def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
     Raises:
         TrainingError: a loss is NaN or infinite; the checkpoints so far stay.
     """
-    losses = np.atleast_1d(np.asarray(metrics.loss, np.float64))
+    losses, counts = (rows(value, run.workers).astype(np.float64) for value in metrics)
     for worker, loss in zip(run.workers.mine, losses, strict=True):
         if not np.isfinite(loss):
             raise TrainingError(
                 f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
                 "Lower the learning rate, warm up or clip"
             )
-    return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum()])
+    return np.array([losses.sum(), counts.sum()])
 
 
 def log(run: Run, step: int, sums: np.ndarray) -> None:
@@ -423,7 +434,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
         metrics = run.functions.eval_step(state.params, model_state, batch)
-        sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
+        sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
     if count:

@@ -16,7 +16,7 @@ import pytest
 from jaxmpi import cli, experiment, forecast, launch, optim
 from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import COMPRESSORS
-from jaxmpi.data import SOURCES
+from jaxmpi.data import SOURCES, pack
 from jaxmpi.rules import RULES
 from jaxmpi.strategies import ALIASES, STRATEGIES
 from jaxmpi.wires import WIRES
@@ -79,6 +79,11 @@ SCENARIOS = [
         for name in ("nnx", "linen", "equinox", "functions")
     ),
     Scenario(("functions.py",), ("finite: True",)),
+    Scenario(
+        ("pack",),
+        ("train: 1437 records", "validation: all is well", "2 workers", "step 3/3", "top-1"),
+        (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
+    ),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]
 NOT_RUN = {
@@ -191,7 +196,7 @@ def test_every_command_is_named():
 
 
 OTHERS_FLAGS = {
-    "mpirun": {"--host", "--hostfile", "--mca"},
+    "mpirun": {"--host", "--hostfile", "--map-by", "--mca"},
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue"},
     "uv": {"--extra", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
     "ruff": {"--check"},
@@ -204,6 +209,7 @@ def test_every_flag_exists(capsys):
         experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(forecast.parser().format_help())
+    known |= flags(pack.pack_parser().format_help()) | flags(pack.check_parser().format_help())
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:
