@@ -35,7 +35,7 @@ def lead(tmp_path, text: str, n: int, timeout_s: float = 100, ranks: int = 0):
     return run([sys.executable, str(tmp_path / "script.py")], timeout_s=timeout_s, env=ENV)
 
 
-QUICK = [(2, 0, "CORE"), (0, 2, "CORE")]
+QUICK = [(2, 0, "CORE")]
 WHOLE = [
     pytest.param(n, r, "CHECKS", marks=pytest.mark.slow) for n, r in [(2, 0), (3, 0), (4, 0), (0, 2), (0, 3), (0, 4)]
 ]
@@ -155,7 +155,7 @@ ENDS = {
     "error": ("raise ValueError('the master failed')", "the master failed", 1),
     "exit": ("sys.exit(3)", "", 3),
 }
-RARE = ("error", "exit")
+RARE = ("error", "exit", "no_close")
 
 
 @pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
@@ -168,7 +168,8 @@ def test_workers_end_with_their_master(end, tmp_path):
     assert message in ended.out
 
 
-@pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["0", "1"])
 def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
     script = (
         HEAD
@@ -220,6 +221,7 @@ sys.exit(3)
     assert ended.out.count("have been closed") == 3
 
 
+@pytest.mark.slow
 def test_every_process_of_the_user_sees_a_named_array(tmp_path):
     name = f"test-{os.getpid()}"
     other = f"import jaxmpi as jm; a = jm.shared(name={name!r}); print(a[:].tolist()); a[1] = 7"
