@@ -247,3 +247,35 @@ os.kill(os.getpid(), signal.SIGKILL)
     ended = lead(tmp_path, again, 0, timeout_s=60)
     assert "[5.]" in ended.out
     assert not os.path.exists(ended.out.split()[-1])
+
+
+OVER_HOSTS = (
+    HEAD
+    + """
+import function_checks
+from function_checks import CORE, check_shared
+led = sys.argv[1] == "led"
+if __name__ == "__main__":
+    if led:
+        jm.fork()
+        f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), jm.shared(np.ones(9, np.float32))
+        function_checks.fails(lambda: f(x), "a shared array is seen on one host")
+    for check in CORE:
+        if not (led and check is check_shared):
+            check()
+    print("all checks pass", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["led", "ranks"])
+def test_checks_hold_over_several_hosts(mode, tmp_path):
+    (tmp_path / "script.py").write_text(OVER_HOSTS)
+    job = ["mpirun", "-n", "4", sys.executable, str(tmp_path / "script.py"), mode]
+    line = [sys.executable, "scripts/cluster.py", "--hosts", "2", "--slots", "2", "--", *job]
+    ended = run(line, timeout_s=200, env=ENV)
+    if ended.code == 77:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-4000:]
+    assert ended.out.count("all checks pass") == (1 if mode == "led" else 4)
