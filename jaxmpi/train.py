@@ -302,15 +302,16 @@ class Plan(NamedTuple):
         return step / self.clock.steps_per_epoch
 
 
-def make_plan(experiment: Experiment, workers: Workers, scaled_for: int) -> Plan:
+def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0) -> Plan:
     """Batches, steps and learning rate.
 
     Args:
-        scaled_for: workers that the run began with.
+        scaled_for: workers that the run began with; 0: these.
 
     Raises:
         UsageError: a batch that does not divide, data that is missing, a learning-rate scaling the rule refuses.
     """
+    scaled_for = scaled_for or workers.size
     is_other = scaled_for != workers.size
     local_batch = config.local_batch(experiment, workers.size, uneven=is_other)
     effective_batch = experiment.effective_batch if is_other else local_batch * workers.size

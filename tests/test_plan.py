@@ -479,7 +479,7 @@ def test_a_damaged_choice_is_named(stored, tmp_path):
     (tmp_path / "record.jsonl").touch()
     experiment = Experiment(exchange=ExchangeConfig("auto"), resume=True, run_dir=str(tmp_path))
     with pytest.raises(UsageError, match=r"newest checkpoint: got .*damaged|bucket_bytes: got 'many'"):
-        ExchangeConfig(**rundir.settled_exchange(rundir.stored(experiment, "digits"), "auto"))
+        ExchangeConfig(**(rundir.settled_exchange(rundir.stored(experiment, "digits"), "auto") or {}))
 
 
 def manifest_of(exchange) -> str:
