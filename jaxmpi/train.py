@@ -598,6 +598,7 @@ def mind(run: Run, failure: guard.Failure | None) -> None:
     """Do what is agreed about a step that failed."""
     if failure is not None:
         runtime.doing(f"step {failure.step}")
+        run.saver.wait()  # so that the last good checkpoint is whole, and the one named
         tail = f"{savers.last_good(run.folder / 'checkpoints')}. Lower the learning rate, warm up or clip"
         run.recorder.say(run.recovery.of(failure, tail))
         run.recorder.write("skipped", step=failure.step, why=str(failure))
@@ -615,6 +616,7 @@ def compare(run: Run, state: TrainState, step: int) -> None:
     found = rows(run.functions.fingerprints(kept), run.workers).reshape(len(run.workers.mine), -1)
     text = guard.compare_replicas(kept, found, run.workers.mine, run.workers.processes, step)
     if text:
+        run.saver.wait()
         run.recovery.of_difference(f"{text}; {savers.last_good(run.folder / 'checkpoints')}")
 
 
