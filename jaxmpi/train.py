@@ -363,6 +363,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     for k, batch in enumerate(plan.feed.batches(start, last), start + 1):
         runtime.doing(f"step {k}")
         state, metrics = run.functions.train_step(state, batch)
+        state = between_steps(run, state, k)
         pending.append((k, metrics))
         log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
         eval_due = k % plan.eval_every == 0 or k == last
@@ -382,6 +383,21 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
         if eval_due or save_due:
             run.recorder.start_window(plan.examples(k))
     return result
+
+
+def between_steps(run: Run, state: TrainState, step: int) -> TrainState:
+    """The state after what the rule does outside jit, where it does anything there."""
+    host_update = run.functions.rule.host_update
+    if host_update is None:
+        return state
+    params, rule_state = host_update(state.params, state.rule_state, step)
+    return state._replace(params=params, rule_state=rule_state)
+
+
+def evaluated(run: Run, state: TrainState) -> PyTree:
+    """The params that are evaluated: the worker's, or what its rule holds instead."""
+    chosen = run.functions.rule.eval_params
+    return chosen(state.params, state.rule_state) if chosen else state.params
 
 
 def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
@@ -419,10 +435,10 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     """Every validation example once, over all workers; model state as `batch_statistics` says."""
     runtime.doing(f"evaluation after step {step}")
-    model_state = run.functions.mean_state(state.model_state)
+    model_state, params = run.functions.mean_state(state.model_state), evaluated(run, state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
-        metrics = run.functions.eval_step(state.params, model_state, batch)
+        metrics = run.functions.eval_step(params, model_state, batch)
         sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}

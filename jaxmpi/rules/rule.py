@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 PyTree = Any
@@ -23,11 +24,34 @@ class Rule(NamedTuple):
 
     `init(params) -> state`; `update(grads, state, params) -> (params, state)`, where grads are this worker's.
     Called outside jit, `update` runs the jitted pieces it is made of one by one.
+
+    A rule may have more. `host_update(params, state, step) -> (params, state)` is called outside jit between steps, after
+    step number `step`, on all workers. `eval_params(params, state) -> params` are those that are evaluated.
+    `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
     """
 
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     state_is_replicated: bool  # whether all workers hold the same state
+    host_update: Callable[[PyTree, PyTree, int], tuple[PyTree, PyTree]] | None = None
+    eval_params: Callable[[PyTree, PyTree], PyTree] | None = None
+    asynchronous: "Asynchronous | None" = None
+
+
+class Asynchronous(NamedTuple):
+    """How a worker meets a center, in NumPy on f32[n]: `sent` and `seen` are what travelled, as both ends know it.
+
+    `outward(params, state)` is the tree that travels, `inward(tree, state)` the params for what came of it.
+    """
+
+    send: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (w, base) -> what the worker sends
+    serve: Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # (center, sent, seen): changes the center in place
+    meet: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    # meet: (w, base, sent, seen) -> (w, base), the worker's after the exchange
+    is_gossip: bool = False  # workers meet each other, not a center
+    starts_at_center: bool = False  # where a run is resumed
+    outward: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
+    inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
 
 
 def descend(
