@@ -73,18 +73,84 @@ def save(
         files[f"worker_{worker:05d}.bin"] = write_leaves(aside / f"worker_{worker:05d}.bin", own)
     every = {name: index for text in processes.gather(json.dumps(files)) for name, index in json.loads(text).items()}
     if processes.rank == 0:
-        manifest = {"format": FORMAT, "step": step, "workers": workers, "files": every, "extra": dict(extra)}
-        write_text(aside / "manifest.json", json.dumps(manifest))
-        sync_folder(aside)
-        if final.exists():
-            shutil.rmtree(final)
-        aside.rename(final)
-        sync_folder(folder)
-        earlier = [path for path in found(folder) if int(path.name.split("_")[1]) < step]
-        for old in earlier[: max(0, len(earlier) - keep + 1)]:
-            shutil.rmtree(old)
+        commit(folder, step, {"workers": workers, "files": every, "extra": dict(extra)}, keep)
     processes.barrier()
     return final
+
+
+def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
+    """Make what lies in step_N.tmp a checkpoint, and drop the oldest beyond `keep`."""
+    final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
+    write_text(aside / "manifest.json", json.dumps({"format": FORMAT, "step": step, **facts}))
+    sync_folder(aside)
+    if final.exists():
+        shutil.rmtree(final)
+    aside.rename(final)
+    sync_folder(folder)
+    earlier = [path for path in found(folder) if int(path.name.split("_")[1]) < step]
+    for old in earlier[: max(0, len(earlier) - keep + 1)]:
+        shutil.rmtree(old)
+
+
+class Apart(NamedTuple):
+    """Where workers do not meet: each writes its own file when it comes by, and worker 0 makes a checkpoint of them."""
+
+    folder: Path  # RUN/checkpoints
+    workers: int
+
+    def aside(self, step: int) -> Path:
+        """The folder that becomes the checkpoint."""
+        return self.folder / f"step_{step:08d}.tmp"
+
+    def begin(self, step: int) -> None:
+        """Worker 0, before the others hear of it."""
+        for cut_off in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(cut_off)
+        self.aside(step).mkdir(parents=True)
+
+    def write_own(self, step: int, worker: int, tree: PyTree) -> None:
+        """A worker's part, then its index, which says that the part is whole."""
+        name = f"worker_{worker:05d}.bin"
+        index = write_leaves(self.aside(step) / name, tree)
+        being_written = self.aside(step) / f"{name}.json.tmp"
+        write_text(being_written, json.dumps(index))
+        being_written.rename(being_written.with_suffix(""))
+
+    def end(self, step: int, common: PyTree, extra: Mapping[str, Any], keep: int) -> None:
+        """Worker 0, when all that are there have written; parts of others are left out."""
+        aside = self.aside(step)
+        files = {"common.bin": write_leaves(aside / "common.bin", common)}
+        for index in sorted(aside.glob("worker_*.bin.json")):
+            files[index.stem] = json.loads(index.read_text())
+        for left in aside.glob("worker_*.json*"):
+            left.unlink()
+        commit(self.folder, step, {"workers": self.workers, "files": files, "extra": dict(extra)}, keep)
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint and its manifest, or None where there is none.
+
+        Raises:
+            UsageError: it is damaged, or of another number of workers.
+        """
+        whole = found(self.folder)
+        if not whole:
+            return None
+        manifest = read_manifest(whole[-1])
+        check_workers(whole[-1], manifest, self.workers)
+        return whole[-1], manifest
+
+    def read(self, path: Path, manifest: dict[str, Any], name: str, like: PyTree) -> PyTree | None:
+        """The tree of a file in it; None where its worker had not written."""
+        index = manifest["files"].get(name)
+        return None if index is None else read_leaves(path / name, index, like)
+
+
+def check_workers(path: Path, manifest: dict[str, Any], workers: int) -> None:
+    """Raise `UsageError` where a checkpoint is of another number of workers."""
+    check(
+        manifest["workers"] == workers,
+        f"{path} was written by {manifest['workers']} workers, this run has {workers}; resume with the same number",
+    )
 
 
 def halves(state: TrainState, replicated: bool) -> tuple[PyTree, PyTree]:
@@ -154,10 +220,7 @@ def restore(folder: Path, like: Mapping[int, TrainState], *, workers: int, repli
         return None
     path = whole[-1]
     manifest = read_manifest(path)
-    check(
-        manifest["workers"] == workers,
-        f"{path} was written by {manifest['workers']} workers, this run has {workers}; resume with the same number",
-    )
+    check_workers(path, manifest, workers)
     states = {worker: restore_worker(path, manifest, worker, state, replicated) for worker, state in like.items()}
     return Saved(states, manifest["step"], manifest["extra"])
 

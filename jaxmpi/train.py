@@ -20,7 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, compressors, config, hostcomm, optim, overlap, rules, rundir, runtime, strategies
+from jaxmpi import (
+    asynchronous,
+    checkpoint,
+    compressors,
+    config,
+    hostcomm,
+    optim,
+    overlap,
+    rules,
+    rundir,
+    runtime,
+    strategies,
+)
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
 from jaxmpi.buckets import Order
@@ -35,7 +47,7 @@ from jaxmpi.processes import named_leaves, processes
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
-from jaxmpi.workers import Workers, gather_workers, put, take
+from jaxmpi.workers import Workers, alone, gather_apart, gather_workers, put, take
 
 PyTree = Any
 
@@ -49,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     control = processes()
     with runtime.at_work():
         train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
-        control.barrier()
+        control.leave()
 
 
 # ---------------------------------------------------------------- the parts of a run
@@ -73,6 +85,8 @@ def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tupl
     those that a probe finds; and a line that says why, empty where nothing was left open.
     """
     asked = experiment.exchange
+    if rules.is_asynchronous(experiment.rule):
+        return dataclasses.replace(experiment, exchange=dataclasses.replace(asked, strategy=to_center(asked))), ""
     if not is_auto(asked.strategy):
         return experiment, ""
     text = json.dumps(rundir.stored_exchange(experiment, name)) if workers.processes.rank == 0 else ""
@@ -88,6 +102,22 @@ def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tupl
     verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
     return dataclasses.replace(experiment, exchange=exchange), verdict.why
+
+
+def to_center(asked: config.ExchangeConfig) -> str:
+    """The way of params between workers and a center, in the wire that is asked for.
+
+    Raises:
+        UsageError: a strategy that is none, or keeps something back.
+    """
+    if is_auto(asked.strategy):
+        return f"root:{asked.strategy.partition(':')[2] or '32'}"
+    config.check(
+        not compressors.is_compressor(asked.strategy) and not asked.strategy.startswith("none"),
+        f"exchange.strategy: got {asked.strategy} with an asynchronous rule, which takes its wire only: give a "
+        "strategy with one of the wires 32, 16, bf16, 8",
+    )
+    return f"root:{strategies.parse(asked.strategy).name.partition(':')[2]}"
 
 
 def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> Functions:
@@ -187,7 +217,7 @@ def is_split(experiment: Experiment, workers: Workers) -> bool:
     """Whether the step is split: by default where several ranks would compile one program on the same cores."""
     if experiment.form != "auto" or workers.mesh is not None:
         return experiment.form == "split" and workers.mesh is None
-    return workers.size > 1 and jax.default_backend() == "cpu"
+    return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 
 def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -> Rule:
@@ -260,7 +290,8 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
     """
     local_batch = config.local_batch(experiment, workers.size)
     feed = open_feed(experiment, "train", local_batch, workers)
-    validation = open_feed(experiment, "validation", local_batch, workers)
+    # Workers that do not meet cannot share an evaluation.
+    validation = open_feed(experiment, "validation", local_batch, alone(workers) if workers.apart else workers)
     facts = {"train": feed.facts(), "validation": validation.facts()}
     workers.processes.same("the data", facts)
     epoch_steps, effective_batch = feed.samplers[0].steps_per_epoch, local_batch * workers.size
@@ -301,7 +332,10 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         TrainingError: the loss is not finite.
     """
     runtime.doing("start")
-    workers = gather_workers(experiment.devices)
+    is_apart = rules.is_asynchronous(experiment.rule)
+    workers = gather_apart(experiment.rule.servers) if is_apart else gather_workers(experiment.devices)
+    ranks = workers.processes.size if is_apart else workers.size
+    rules.check_ranks(experiment.rule, ranks, experiment.optim.name)
     rundir.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
@@ -330,15 +364,18 @@ def run_in(
         }
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
-    place = f"resumed at step {start}" if saved else "no checkpoint in it: from the start"
+    place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
     recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
     if functions.why:
         recorder.say(functions.why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
+    run = Run(experiment, workers, plan, functions, recorder, folder)
     try:
-        return loop(Run(experiment, workers, plan, functions, recorder, folder), put(states, workers), start)
+        if isinstance(saved, asynchronous.Start):
+            return asynchronous.run(apart(run, saved)) if start < plan.clock.total_steps else {}
+        return loop(run, put(states, workers), start)
     finally:
         recorder.close()
 
@@ -383,6 +420,38 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
         if eval_due or save_due:
             run.recorder.start_window(plan.examples(k))
     return result
+
+
+def apart(run: Run, start: asynchronous.Start) -> asynchronous.Job:
+    """The run of workers that do not wait for each other, as this rank has it."""
+    plan, feed, functions = run.plan, run.plan.feed, run.functions
+    by_itself = run._replace(workers=alone(run.workers))
+    wire = functions.strategy.partition(":")[2]
+    duties = asynchronous.Duties(
+        functions.train_step,
+        lambda step, metrics: finite_sums(step, metrics, run),
+        feed.batches,
+        lambda: (feed.skipped, feed.wait_s),
+        lambda state, step: evaluate(by_itself, state, step),
+        lambda step: np.asarray(plan.lr(max(step - 1, 0))).item(),
+        lambda: extra_of(run),
+    )
+    course = asynchronous.Course(
+        plan.clock.effective_batch,
+        len(feed.source),
+        plan.clock.steps_per_epoch,
+        plan.clock.total_steps,
+        plan.examples(plan.clock.total_steps),
+        run.experiment.log_every,
+        plan.eval_every,
+        plan.save_every,
+        run.experiment.keep_checkpoints,
+    )
+    home = checkpoint.Apart(run.folder / "checkpoints", run.workers.size)
+    run.recorder.start_window(int(start.tally.examples))
+    return asynchronous.Job(
+        run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home
+    )
 
 
 def between_steps(run: Run, state: TrainState, step: int) -> TrainState:
@@ -453,9 +522,15 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
 
 def starting_states(
     experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
-) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
-    """State 0, or that of the newest checkpoint where the run is resumed."""
+) -> tuple[dict[int, TrainState], checkpoint.Saved | asynchronous.Start | None]:
+    """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each."""
     states = initial_states(experiment, workers, rule)
+    if rule.asynchronous:
+        home, state = checkpoint.Apart(folder / "checkpoints", workers.size), states[workers.mine[0]]
+        start = asynchronous.starting(home, state, workers, rule.asynchronous, experiment.resume)
+        now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
+        rundir.refuse_other_run(start.extra.get("experiment", {}), now)
+        return states, start
     if not experiment.resume:
         return states, None
     saved = checkpoint.restore(
@@ -506,17 +581,22 @@ def write(run: Run, states: dict[int, TrainState]) -> None:
         run.workers.processes,
         workers=run.workers.size,
         replicated=run.functions.rule.state_is_replicated,
-        extra={
-            "elapsed_s": run.recorder.elapsed_s(),
-            "exchange": {
-                "asked": run.functions.asked,
-                "strategy": run.functions.strategy,
-                "bucket_bytes": run.experiment.exchange.bucket_bytes,
-            },
-            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
-        },
+        extra=extra_of(run),
         keep=run.experiment.keep_checkpoints,
     )
+
+
+def extra_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state."""
+    return {
+        "elapsed_s": run.recorder.elapsed_s(),
+        "exchange": {
+            "asked": run.functions.asked,
+            "strategy": run.functions.strategy,
+            "bucket_bytes": run.experiment.exchange.bucket_bytes,
+        },
+        "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
+    }
 
 
 if __name__ == "__main__":

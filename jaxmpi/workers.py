@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.comm import AxisComm, Comm, is_cuda_aware, world
+from jaxmpi.comm import AxisComm, Comm, SoloComm, is_cuda_aware, world
 from jaxmpi.config import check
-from jaxmpi.processes import Processes, processes
+from jaxmpi.processes import Processes, SoloProcesses, processes
 from jaxmpi.state import TrainState
 from jaxmpi.step import AXIS, stack
 
@@ -22,11 +22,12 @@ class Workers(NamedTuple):
     processes: Processes
     mine: tuple[int, ...]
     mesh: jax.sharding.Mesh | None  # of local devices, where this process runs several workers
+    apart: int = 0  # all workers, where each runs programs of its own (asynchronous rules) and `comm` is one's
 
     @property
     def size(self) -> int:
         """All workers."""
-        return self.comm.size
+        return self.apart or self.comm.size
 
 
 def gather_workers(devices: int) -> Workers:
@@ -47,6 +48,18 @@ def gather_workers(devices: int) -> Workers:
     check(have >= devices, f"got --devices {devices}; this machine has {have}")
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:devices]), (AXIS,))
     return Workers(AxisComm(AXIS, devices), control, tuple(range(devices)), mesh)
+
+
+def gather_apart(servers: int) -> Workers:
+    """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work."""
+    control = processes()
+    workers = control.size - servers
+    return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, apart=workers)
+
+
+def alone(workers: Workers) -> Workers:
+    """This process's worker as the only one."""
+    return Workers(workers.comm, SoloProcesses(), (0,), None)
 
 
 def put(states: dict[int, TrainState], workers: Workers) -> TrainState:

@@ -25,8 +25,8 @@ class Rule(NamedTuple):
     `init(params) -> state`; `update(grads, state, params) -> (params, state)`, where grads are this worker's.
     Called outside jit, `update` runs the jitted pieces it is made of one by one.
 
-    A rule may have more. `host_update(params, state, step) -> (params, state)` is called outside jit between steps, after
-    step number `step`, on all workers. `eval_params(params, state) -> params` are those that are evaluated.
+    A rule may have more. `host_update(params, state, step) -> (params, state)` is called outside jit, on all workers,
+    after step number `step`. `eval_params(params, state) -> params` are those that are evaluated.
     `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
     """
 
