@@ -206,7 +206,8 @@ def converse(talk: Talk, lines: Sequence[Line]) -> None:
     pauses = Pauses()
     while not talk.is_over():
         try:
-            pauses.after(go_on(talk, lines))
+            with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
+                pauses.after(go_on(talk, lines))
         except Exception as error:
             if not is_loss(error):
                 raise
