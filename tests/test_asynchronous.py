@@ -1,6 +1,5 @@
 """Whole runs by asynchronous rules: what they count, record, save and survive; and what they refuse."""
 
-import dataclasses
 import json
 import os
 import re
@@ -273,7 +272,7 @@ def test_without_exchanges_a_worker_is_the_plain_optimizer_in_every_bit(name, op
 
 
 def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
-    """v <- delta v - eta g(w + delta v) ;  w <- w + v, and the elastic force acts on w. Zhang et al. 2015, section 4."""
+    """v <- delta v - eta g(w + delta v) ;  w <- w + v, and the center pulls at w. Zhang et al. 2015, section 4."""
     delta, eta, alpha = 0.9, 0.05, 0.25
     rule = build(RuleConfig("easgd", alpha=alpha, momentum=delta), Optim("sgd"), lr=eta)
     talk = rule.asynchronous
@@ -289,7 +288,7 @@ def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
         mine = np.asarray(talk.outward(params, state)["a"])
         new, _ = talk.meet(mine, mine, mine, np.float32(center))
         params = talk.inward({"a": jnp.asarray(new)}, state)
-    # 5 steps of some 12 roundings of numbers below 2; errors grow by less than 1 + delta + eta 4 a step, below 2^5 in all.
+    # 5 steps of some 12 roundings of numbers below 2; errors grow by 1 + delta at most a step, to 2^5.
     np.testing.assert_allclose(talk.outward(params, state)["a"], w, atol=5 * 12 * U * 2 * 2**5)
 
 
@@ -323,23 +322,10 @@ def test_synchronous_easgd_is_the_papers_and_conserves_the_sum(tau):
 
 
 def test_learning_rates_follow_the_run_and_moments_stay():
-    tx = optimizer(Optim("momentum"), lambda step: 0.1 * step)
+    tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * step.astype(jnp.float32))
     params = {"a": jnp.ones(3)}
     _, state = tx.update({"a": jnp.ones(3)}, tx.init(params), params)
     later = at_step(state, 7)
-    before, after = jax.tree.leaves(state), jax.tree.leaves(later)
-    assert [int(x) for x in after if x.ndim == 0] == [7]
-    assert [x.tobytes() for x in map(np.asarray, before) if x.ndim] == [
-        x.tobytes() for x in map(np.asarray, after) if x.ndim
-    ]
-
-
-def test_rule_options_are_fields():
-    assert {f.name for f in dataclasses.fields(RuleConfig)} >= {
-        "alpha",
-        "server_alpha",
-        "tau",
-        "p",
-        "staleness",
-        "servers",
-    }
+    assert [int(x) for x in jax.tree.leaves(later) if x.ndim == 0] == [7]
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(later), strict=True):
+        assert before.ndim == 0 or np.asarray(before).tobytes() == np.asarray(after).tobytes()

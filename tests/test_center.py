@@ -164,7 +164,7 @@ cases = st.fixed_dictionaries(
 @settings(max_examples=34)
 @given(options=cases, seed=st.integers(0, 2**32), dies=st.booleans())
 def test_no_schedule_deadlocks_and_sums_are_conserved(name, options, seed, dies):
-    """3 x 34 x 100 schedules with those of gossip. EASGD: workers and center; ASGD: the center has all that was learnt."""
+    """With gossip's 3 x 34 x 100 schedules. EASGD: workers and center; ASGD: the center has all that was learnt."""
     case = Case(asynchronous(name), **options, victim=options["workers"] - 1 if dies and options["workers"] > 1 else -1)
     rng = random.Random(seed)
     for _ in range(SCHEDULES):
