@@ -84,7 +84,7 @@ class Duties(NamedTuple):
     """What the run does in its own way: steps, batches, evaluation."""
 
     step: Any  # jitted: (state, batch) -> (state, metrics)
-    sums: Callable[[int, Any], np.ndarray]  # (step, metrics) -> [loss, examples] of this worker, finite
+    sums: Callable[[int, Any], np.ndarray]  # (step, metrics) -> [loss, examples, ...] of this worker, finite
     batches: Callable[[int], Iterator[Any]]  # of this worker, from a step of its own on
     waits: Callable[[], tuple[int, float]]  # corrupt examples, and seconds waited for batches, so far
     evaluate: Callable[[TrainState, int], dict[str, float]]  # the state's params, after a step of the run
@@ -215,7 +215,7 @@ class Worker:
 
     def count(self, sums: np.ndarray, steps: int, skipped: int, wait_s: float) -> None:
         """Steps that were done: [loss, examples], and what feed counts since its start."""
-        loss, examples = map(float, sums)
+        loss, examples = map(float, sums[:2])
         before, self._waited = self._waited, (skipped, wait_s)
         new = Tally(steps, examples, loss, skipped - before[0], wait_s - before[1])
         self.new = self.new.plus(new)
@@ -513,7 +513,8 @@ def work(
         meets = not worker.rule.is_gossip and worker.clock % job.config.tau == 0
         if not meets and worker.clock % often:
             continue
-        worker.count(sum((job.duties.sums(*one) for one in pending), np.zeros(2)), len(pending), *job.duties.waits())
+        sums = np.sum([job.duties.sums(*one) for one in pending], axis=0)
+        worker.count(sums, len(pending), *job.duties.waits())
         pending.clear()
         asks = keeper.asks() if keeper else {}
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))

@@ -266,6 +266,13 @@ BATCH_STATISTICS = {
 }
 
 
+# Who carries what workers exchange.
+COMMS = {
+    "mpi": "MPI, one process a worker",
+    "xla": "XLA's collectives over a jax.distributed job that MPI sets up: NCCL between GPUs, gloo between CPUs",
+}
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One training run. An experiment file holds one as `experiment`."""
@@ -293,7 +300,8 @@ class Experiment:
     seed: int = 0  # of initialisation, order, augmentation and dropout
     batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
     compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
-    devices: int = 1  # local devices of one process, a worker each; more than 1 excludes MPI
+    devices: int = 1  # local devices of one process, a worker each; more than 1 in several processes needs comm xla
+    comm: str = "mpi"  # mpi | xla: who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
     form: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
 
     def __post_init__(self) -> None:
@@ -311,6 +319,7 @@ class Experiment:
             f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
         )
         lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
+        lookup(COMMS, self.comm, "comm")
         check(
             self.form in ("auto", "fused", "split"),
             f"form: got {self.form!r}; expected auto, fused or split",
@@ -318,6 +327,10 @@ class Experiment:
         check(
             self.form != "split" or self.devices == 1,
             f"form: got split with {self.devices} devices; several devices of one process share one jit",
+        )
+        check(
+            self.form != "split" or self.comm == "mpi",
+            "form: got split with comm xla; all workers share one jit there: use auto or fused",
         )
         for name in ("train_for", "eval_every", "checkpoint_every"):
             steps(getattr(self, name), 1, 1, 1)

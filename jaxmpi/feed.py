@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxmpi import step as steps
 from jaxmpi.config import Data, Experiment, check
 from jaxmpi.data import Batch, Loader, Sampler, Source, open_source
-from jaxmpi.workers import Workers
+from jaxmpi.workers import Workers, spread
 
 
 @dataclass
@@ -20,6 +22,7 @@ class Feed:
     samplers: tuple[Sampler, ...]  # of this process's workers
     data: Data
     train: bool
+    mesh: Mesh | None = None  # of all workers, where XLA exchanges between them
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
 
@@ -41,16 +44,16 @@ class Feed:
             for batches in zip(*loaders, strict=True):
                 self.skipped = skipped + sum(loader.skipped for loader in loaders)
                 self.wait_s = wait_s + sum(loader.wait_s for loader in loaders)
-                yield stacked(batches)
+                yield stacked(batches, self.mesh)
         finally:
             for loader in loaders:
                 loader.close()
 
 
-def stacked(batches: Sequence[Batch]) -> steps.Batch:
-    """What of the workers' batches goes to the devices."""
+def stacked(batches: Sequence[Batch], mesh: Mesh | None) -> steps.Batch:
+    """What of the workers' batches goes to the devices; over a mesh this process's share of all workers'."""
     arrays = [{"image": batch.image, "label": batch.label, "weight": batch.weight} for batch in batches]
-    return arrays[0] if len(arrays) == 1 else steps.stack(arrays)
+    return arrays[0] if mesh is None else spread(arrays, mesh)
 
 
 def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Workers) -> Feed:
@@ -71,4 +74,4 @@ def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Wor
         Sampler(len(source), local_batch * workers.size, rank, workers.size, experiment.seed, shuffle=is_train)
         for rank in workers.mine
     )
-    return Feed(source, samplers, experiment.data, is_train)
+    return Feed(source, samplers, experiment.data, is_train, workers.mesh)

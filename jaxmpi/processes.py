@@ -53,6 +53,7 @@ class SoloProcesses:
     """The control plane of a single process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    hosts = (0,)
 
     def same(self, what: str, value: Any) -> None:
         """One rank agrees with itself, on what several could compare."""
@@ -98,6 +99,7 @@ class MpiProcesses:
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self._own: list[Any] = []  # communicators
         self.world = self.clone(MPI.COMM_WORLD)
+        self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
         runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit))

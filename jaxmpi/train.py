@@ -43,11 +43,12 @@ from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.plan import choose, is_auto
-from jaxmpi.processes import named_leaves, processes
+from jaxmpi.processes import MpiProcesses, Processes, named_leaves, processes
+from jaxmpi.programs import loaded_jit
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
-from jaxmpi.workers import Workers, alone, gather_apart, gather_workers, put, take
+from jaxmpi.workers import Workers, alone, gather_apart, gather_workers, put, rows, take
 
 PyTree = Any
 
@@ -74,6 +75,7 @@ class Functions(NamedTuple):
     train_step: Callable[[TrainState, steps.Batch], tuple[TrainState, steps.Metrics]]
     eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
+    eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
     strategy: str
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
@@ -142,15 +144,27 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         step = partial(steps.train_step, gradients=compiled, rule=rule)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
-        return Functions(rule, step, once(evaluate), mean_state, strategy, form)
+        return Functions(rule, step, once(evaluate), mean_state, rule.eval_params or own_params, strategy, form)
     rule = build_rule(experiment, plan, exchange_of(is_beside))
+    eval_params = rule.eval_params or own_params
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule)
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
-        return Functions(rule, jitted, once(evaluate), mean_state, strategy, f"fused form: one jit; {why}")
-    over = partial(steps.over_devices, mesh=workers.mesh)
+        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, strategy, f"fused form: one jit; {why}")
+    over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
+    functions = (over(function) for function in (evaluate, mean_state, eval_params))
+    return Functions(rule, over(step, donate=(0,)), *functions, strategy, form)
+
+
+def over_mesh(
+    function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate: tuple[int, ...] = ()
+) -> Callable:
+    """`steps.over_devices`; where ranks share a host's cores one of them compiles for all."""
+    jitted = steps.over_devices(function, mesh, donate)
+    if isinstance(control, MpiProcesses) and jax.default_backend() == "cpu":
+        return loaded_jit(jitted, list(mesh.devices.flat), control)
+    return jitted
 
 
 def exchange_for(
@@ -198,6 +212,11 @@ def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:
 def own_state(tree: PyTree) -> PyTree:
     """Model state as it is: every worker evaluates with its own."""
     return tree
+
+
+def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
+    """Params as they are: equal on all workers."""
+    return params
 
 
 def pieces(experiment: Experiment, workers: Workers) -> tuple[Callable, Callable]:
@@ -333,7 +352,10 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     """
     runtime.doing("start")
     is_apart = rules.is_asynchronous(experiment.rule)
-    workers = gather_apart(experiment.rule.servers) if is_apart else gather_workers(experiment.devices)
+    if is_apart:
+        workers = gather_apart(experiment.rule.servers, experiment.comm)
+    else:
+        workers = gather_workers(experiment.devices, experiment.comm)
     ranks = workers.processes.size if is_apart else workers.size
     rules.check_ranks(experiment.rule, ranks, experiment.optim.name)
     rundir.agree_on(experiment, workers.processes, digest)
@@ -400,7 +422,6 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     for k, batch in enumerate(plan.feed.batches(start, last), start + 1):
         runtime.doing(f"step {k}")
         state, metrics = run.functions.train_step(state, batch)
-        state = between_steps(run, state, k)
         pending.append((k, metrics))
         log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
         eval_due = k % plan.eval_every == 0 or k == last
@@ -454,35 +475,20 @@ def apart(run: Run, start: asynchronous.Start) -> asynchronous.Job:
     )
 
 
-def between_steps(run: Run, state: TrainState, step: int) -> TrainState:
-    """The state after what the rule does outside jit, where it does anything there."""
-    host_update = run.functions.rule.host_update
-    if host_update is None:
-        return state
-    params, rule_state = host_update(state.params, state.rule_state, step)
-    return state._replace(params=params, rule_state=rule_state)
-
-
-def evaluated(run: Run, state: TrainState) -> PyTree:
-    """The params that are evaluated: the worker's, or what its rule holds instead."""
-    chosen = run.functions.rule.eval_params
-    return chosen(state.params, state.rule_state) if chosen else state.params
-
-
 def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
     """[loss, examples] of this process's workers.
 
     Raises:
         TrainingError: a loss is NaN or infinite; the checkpoints so far stay.
     """
-    losses = np.atleast_1d(np.asarray(metrics.loss, np.float64))
+    losses, counts = (rows(value, run.workers).astype(np.float64) for value in metrics)
     for worker, loss in zip(run.workers.mine, losses, strict=True):
         if not np.isfinite(loss):
             raise TrainingError(
                 f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
                 "Lower the learning rate, warm up or clip"
             )
-    return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum()])
+    return np.array([losses.sum(), counts.sum()])
 
 
 def log(run: Run, step: int, sums: np.ndarray) -> None:
@@ -504,11 +510,12 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     """Every validation example once, over all workers; model state as `batch_statistics` says."""
     runtime.doing(f"evaluation after step {step}")
-    model_state, params = run.functions.mean_state(state.model_state), evaluated(run, state)
+    model_state = run.functions.mean_state(state.model_state)
+    params = run.functions.eval_params(state.params, state.rule_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
         metrics = run.functions.eval_step(params, model_state, batch)
-        sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
+        sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
     if count:
@@ -534,11 +541,15 @@ def starting_states(
     if not experiment.resume:
         return states, None
     saved = checkpoint.restore(
-        folder / "checkpoints", states, workers=workers.size, replicated=rule.state_is_replicated
+        folder / "checkpoints",
+        states,
+        workers=workers.size,
+        replicated=rule.state_is_replicated,
+        same_params=rule.params_are_replicated,
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
-        params = next(iter(saved.states.values())).params
+        params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
         workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
         now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
         rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
@@ -581,6 +592,7 @@ def write(run: Run, states: dict[int, TrainState]) -> None:
         run.workers.processes,
         workers=run.workers.size,
         replicated=run.functions.rule.state_is_replicated,
+        same_params=run.functions.rule.params_are_replicated,
         extra=extra_of(run),
         keep=run.experiment.keep_checkpoints,
     )

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxmpi.config import RuleConfig
-from jaxmpi.rules.rule import Asynchronous, Exchange, Rule, descend
+from jaxmpi.rules.rule import Asynchronous, Exchange, Rule, descend, either
 
 PyTree = Any
 
@@ -62,44 +62,32 @@ def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: Rul
 
     w_i <- w_i + tx(g_i) - alpha (w_i - c) ;  c <- c + alpha sum_i (w_i - c)
 
-    State: tx's, the center and the count of steps. Evaluated: the center. Communicates: one sum of the params every tau
-    steps. Needs k alpha <= 1, or the center overshoots the workers' mean. Zhang et al. 2015, equations 5 and 6.
+    State: tx's, this worker's; the center and the count of steps, which are the same on all. Evaluated: the center.
+    Communicates: one sum of alpha (w_i - c) every tau steps. Needs k alpha <= 1, or the center overshoots the workers'
+    mean. Zhang et al. 2015, equations 5 and 6.
     """
     descent = exchange.jit(tx.update, donate_argnums=(1,))
-
-    def pull(params: PyTree, center: PyTree) -> PyTree:
-        return jax.tree.map(lambda w, c: config.alpha * (w - c), params, center)
-
-    def moved(params: PyTree, updates: PyTree, pulls: PyTree) -> PyTree:
-        return jax.tree.map(lambda w, u, d: w + u - d, params, updates, pulls)
-
-    pull, moved = exchange.jit(pull), exchange.jit(moved)
+    pull = exchange.jit(lambda params, center: jax.tree.map(lambda w, c: config.alpha * (w - c), params, center))
     add = exchange.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
     less = exchange.jit(lambda a, b: jax.tree.map(jnp.subtract, a, b))
-    apply = exchange.jit(optax.apply_updates)
 
     def init(params: PyTree) -> PyTree:
-        return tx.init(params), jax.tree.map(jnp.array, params)
+        return np.zeros((), np.int32), jax.tree.map(jnp.array, params), tx.init(params)
+
+    def meet(params: PyTree, center: PyTree) -> tuple[PyTree, PyTree]:
+        pulls = pull(params, center)
+        return less(params, pulls), add(center, exchange.sum(pulls))
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        inner, center = state
+        steps, center, inner = state
         updates, inner = descent(grads, inner, params)
-        if config.tau > 1:
-            return apply(params, updates), (inner, center)
-        pulls = pull(params, center)
-        return moved(params, updates, pulls), (inner, add(center, exchange.sum(pulls)))
-
-    def host_update(params: PyTree, state: PyTree, step: int) -> tuple[PyTree, PyTree]:
-        if step % config.tau:
-            return params, state
-        inner, center = state
-        pulls = pull(params, center)
-        return less(params, pulls), (inner, add(center, exchange.sum(pulls)))
+        params, center = either(steps % config.tau == 0, meet, params, center)
+        return add(params, updates), (steps + 1, center, inner)
 
     return Rule(
         init,
         update,
-        False,
-        host_update=host_update if config.tau > 1 else None,
+        state_is_replicated=False,
+        params_are_replicated=False,
         eval_params=lambda params, state: state[1],
     )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 PyTree = Any
 
@@ -25,16 +26,15 @@ class Rule(NamedTuple):
     `init(params) -> state`; `update(grads, state, params) -> (params, state)`, where grads are this worker's.
     Called outside jit, `update` runs the jitted pieces it is made of one by one.
 
-    A rule may have more. `host_update(params, state, step) -> (params, state)` is called outside jit, on all workers,
-    after step number `step`. `eval_params(params, state) -> params` are those that are evaluated.
+    A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
     `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
     """
 
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     state_is_replicated: bool  # whether all workers hold the same state
-    host_update: Callable[[PyTree, PyTree, int], tuple[PyTree, PyTree]] | None = None
     eval_params: Callable[[PyTree, PyTree], PyTree] | None = None
+    params_are_replicated: bool = True  # whether all workers hold the same params after each step
     asynchronous: "Asynchronous | None" = None
 
 
@@ -52,6 +52,13 @@ class Asynchronous(NamedTuple):
     starts_at_center: bool = False  # where a run is resumed
     outward: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
     inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
+
+
+def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
+    """`then(*operands)` where it is due, else the operands as they are; inside jit both are compiled."""
+    if isinstance(is_due, Tracer):
+        return jax.lax.cond(is_due, then, lambda *same: same, *operands)
+    return then(*operands) if is_due else operands
 
 
 def descend(
