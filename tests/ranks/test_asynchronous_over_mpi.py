@@ -53,11 +53,14 @@ def test_center_and_workers_keep_their_sum(servers, wire):
             converse(talk, [line])
             assert talk.sent_bytes >= layout.host_wire().size_bytes(N)
             w = w - np.float32(0.5) * (talk.sent - talk.seen)
-        control_says_done(line, layout, workers)
-        talk = Talk(layout, READ, np.empty(N, np.float32), None)
-        converse(talk, [line])
-        seen = talk.seen if RANK == 0 and wire == "32" else seen
-        close(line, layout, RANK == 0)
+        if RANK == 0:
+            until(line, layout, lambda books: books.done == workers - 1)
+            talk = Talk(layout, READ, np.empty(N, np.float32), None)
+            converse(talk, [line])
+            seen = talk.seen if wire == "32" else seen
+        until(line, layout, lambda books: books.closing, is_done=1, closing=float(RANK == 0))
+        if RANK == 0:
+            converse(Talk(layout, END, None, None), [line])
     if thread:
         thread.join(30)
         assert not thread.is_alive()
@@ -72,26 +75,14 @@ def elastic(center, sent, seen):
     center += np.float32(0.5) * (sent - seen)
 
 
-def control_says_done(line, layout, workers) -> None:
-    """Until all workers have made their last exchange."""
+def until(line, layout, holds, **report) -> None:
+    """Report until the books say so; nobody speaks any more after hearing the end."""
     while True:
-        talk = Talk(layout, PUSH, None, [*Report(ROUNDS, 0, 1), *Tally()])
+        talk = Talk(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Tally()])
         converse(talk, [line])
-        if talk.answer.books.done == workers:
+        if holds(talk.answer.books):
             return
         time.sleep(0.005)
-
-
-def close(line, layout, is_first) -> None:
-    """Worker 0 says that all is over, the others hear it."""
-    while True:
-        talk = Talk(layout, PUSH, None, [*Report(ROUNDS, 0, 1, closing=float(is_first)), *Tally()])
-        converse(talk, [line])
-        if talk.answer.books.closing:
-            break
-        time.sleep(0.005)
-    if is_first:
-        converse(Talk(layout, END, None, None), [line])
 
 
 def test_all_push_to_each_other_at_once_and_nothing_is_lost():
