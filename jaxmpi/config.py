@@ -200,7 +200,7 @@ class Schedule:
 class RuleConfig:
     """When workers talk, and about what."""
 
-    name: str = "gradients"  # gradients | subgd | awagd | easgd | easgd-sync | asgd | gosgd
+    name: str = "gradients"  # gradients | subgd | awagd | easgd | easgd_sync | asgd | gosgd
     average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
     force: bool = False  # run an optimizer that is not linear in the gradient under a rule that expects one
     alpha: float = 0.5  # easgd: share of its distance to the center that a worker goes at an exchange, in (0, 1]

@@ -187,7 +187,7 @@ RANKS = {
     "rule.servers: got 3 of 3 ranks; expected at most 2": (RuleConfig("easgd", servers=3), 3, "momentum"),
     "rule.servers: got 1 with rule gosgd": (RuleConfig("gosgd", servers=1), 3, "momentum"),
     "rule.servers: got 1 with rule gradients": (RuleConfig(servers=1), 3, "momentum"),
-    "expected at most 1/4 = 0.25": (RuleConfig("easgd-sync"), 4, "momentum"),
+    "expected at most 1/4 = 0.25": (RuleConfig("easgd_sync"), 4, "momentum"),
     "EAMSGD is rule easgd over optim.name sgd": (RuleConfig("easgd", momentum=0.9), 4, "momentum"),
 }
 
@@ -198,7 +198,7 @@ def test_ranks_and_rules_that_do_not_fit_are_refused(message):
         rules.check_ranks(*RANKS[message])
 
 
-@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd", "easgd-sync"])
+@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd", "easgd_sync"])
 def test_an_optimizer_whose_state_is_not_averaged_is_refused_unless_forced(name):
     config = Optim("adam")
     with pytest.raises(UsageError, match="its state is each worker's own, not averaged"):
@@ -227,7 +227,7 @@ def test_the_launcher_keeps_asynchronous_runs_alive(tmp_path):
     version = "mpirun (Open MPI) 5.0.11"
     assert launch.outlives_ranks((DIGITS, "--rule.name", "easgd"), version)
     assert launch.outlives_ranks((DIGITS, "--rule.name=gosgd"), version)
-    assert not launch.outlives_ranks((DIGITS, "--rule.name", "easgd-sync"), version)
+    assert not launch.outlives_ranks((DIGITS, "--rule.name", "easgd_sync"), version)
     assert not launch.outlives_ranks((DIGITS,), version)
     assert not launch.outlives_ranks((DIGITS, "--rule.name", "easgd"), "mpirun (Open MPI) 4.1.6")
 
@@ -294,7 +294,7 @@ def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
 def test_synchronous_easgd_is_the_papers_and_conserves_the_sum(tau):
     """Zhang et al. 2015, equations 5 and 6 in float64; without gradients the sum of workers and center stays."""
     k, alpha, eta, steps = 4, 0.2, 0.05, 6
-    rule = build(RuleConfig("easgd-sync", alpha=alpha, tau=tau), Optim("sgd"), workers=k, lr=eta)
+    rule = build(RuleConfig("easgd_sync", alpha=alpha, tau=tau), Optim("sgd"), workers=k, lr=eta)
     rng = np.random.default_rng(0)
     w = rng.uniform(-1, 1, (k, 5))
     params = {"a": jnp.asarray(w, jnp.float32)}

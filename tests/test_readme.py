@@ -189,7 +189,7 @@ def test_every_command_is_named():
 
 
 OTHERS_FLAGS = {
-    "mpirun": {"--host", "--hostfile", "--mca"},
+    "mpirun": {"--host", "--hostfile", "--mca", "--with-ft"},
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue"},
     "uv": {"--extra", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
     "ruff": {"--check"},

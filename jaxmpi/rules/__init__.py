@@ -34,7 +34,7 @@ RULES: dict[str, Row] = {
     "subgd": Row(lambda tx, x, config: subgd(tx, x), "none", True, False),
     "awagd": Row(lambda tx, x, config: awagd(tx, x, config.average_momentum), "linear", False, False),
     "easgd": Row(easgd, "none", False, False, is_asynchronous=True),
-    "easgd-sync": Row(easgd_sync, "none", False, False),
+    "easgd_sync": Row(easgd_sync, "none", False, False),
     "asgd": Row(asgd, "none", True, False, is_asynchronous=True),
     "gosgd": Row(gosgd, "none", False, False, is_asynchronous=True),
 }
@@ -71,8 +71,8 @@ def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
     )
     check(name != "gosgd" or workers >= 2, f"rule gosgd: got {workers} worker; expected 2 or more")
     check(
-        name != "easgd-sync" or workers * config.alpha <= 1,
-        f"rule.alpha: got {config.alpha} with {workers} workers in rule easgd-sync; expected at most 1/{workers} = "
+        name != "easgd_sync" or workers * config.alpha <= 1,
+        f"rule.alpha: got {config.alpha} with {workers} workers in rule easgd_sync; expected at most 1/{workers} = "
         f"{1 / workers:.4g}, or the center overshoots the workers' mean",
     )
     check(
