@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from jaxmpi.config import check
+from jaxmpi.hostsum import SharedSum
 from jaxmpi.processes import MpiProcesses, Statement, processes
 from jaxmpi.programs import shared_jit
-from jaxmpi.shared import SharedSum
 
 PyTree = Any
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static

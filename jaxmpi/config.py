@@ -80,12 +80,19 @@ def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps
     return max(round(number * per_unit[unit]), int(number > 0))
 
 
+# Where examples are while they are read.
+MEMORY = {
+    "none": "in files, or wherever the source has them",
+    "partition": "in the memory of the workers: each group of them holds one full copy",
+}
+
+
 @dataclass(frozen=True)
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds
-    dir: str = ""  # root folder of imagefolder or tfds; JAXMPI_DATA where empty
+    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds | packed
+    dir: str = ""  # root folder of imagefolder, tfds or packed; JAXMPI_DATA where empty
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
@@ -104,6 +111,9 @@ class Data:
     on_error: str = "stop"  # stop | skip: what a corrupt image does
     threads: int = 2  # decoding threads per worker
     prefetch: int = 2  # batches made ahead, per worker
+    memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
+    group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
+    shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
     train: InPython[Any] = None  # source `array`: anything with __len__ and __getitem__ -> (image, label)
     validation: InPython[Any] = None  # the same, for evaluation
 
@@ -128,6 +138,9 @@ class Data:
             not (self.mean and self.mean_image),
             "data.mean and data.mean_image: give one of the two",
         )
+        lookup(MEMORY, self.memory, "data.memory")
+        for name in ("group_size", "shuffle_period"):
+            check(getattr(self, name) >= 0, f"data.{name}: got {getattr(self, name)}; expected >= 0")
         self._check_crop_area()
 
     def _check_crop_area(self) -> None:

@@ -465,5 +465,5 @@ def save(key: Mapping[str, Any], probe: Probe) -> None:
         aside = path.with_suffix(f".{os.getpid()}.tmp")
         aside.write_text(json.dumps({"format": FORMAT, "key": key, **(as_json(probe) or {})}, indent=1) + "\n")
         aside.replace(path)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UsageError) as error:
         print(f"jaxmpi: the probe is not kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi import engine
-from jaxmpi.comm import Comm, world
+from jaxmpi.comm import Comm, MpiComm, world
 from jaxmpi.engine import Calls, travelled
 from jaxmpi.strategies import Strategy, parse
 
@@ -27,7 +27,7 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
 
 def is_carried(name: str, comm: Comm) -> bool:
     """Whether the communication thread makes the sums: between hosts it has many messages under way at once."""
-    is_far = comm is world() and len(set(comm.hosts)) > 1
+    is_far = isinstance(comm, MpiComm) and comm is world() and len(set(comm.hosts)) > 1
     return is_far and not engine.why_not(name, comm)
 
 

@@ -17,9 +17,10 @@ import optax
 import pytest
 
 from jaxmpi import launch, rules
+from jaxmpi import train as trainer
 from jaxmpi.checkpoint import found
 from jaxmpi.comm import AxisComm, SoloComm
-from jaxmpi.config import Optim, RuleConfig, UsageError
+from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
 from launching import ROOT, kill_session, mpirun_line, train
@@ -35,7 +36,6 @@ RULES = {
     "gosgd": ("--rule.name", "gosgd", "--rule.p", "0.2"),
     "eamsgd": ("--rule.name", "easgd", "--rule.alpha", "0.3", "--optim.name", "sgd", "--rule.momentum", "0.9"),
 }
-QUICK = ("easgd-servers", "gosgd")
 
 
 def record(run_dir: Path, kind: str) -> list[dict]:
@@ -43,7 +43,8 @@ def record(run_dir: Path, kind: str) -> list[dict]:
     return [row for row in rows if row["kind"] == kind]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RULES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
 def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     ranks = 4 if "servers" in name else 3
     args = (*COMMON, *RULES[name], "--checkpoint-every", "1ep", "--eval-every", "1ep", "--run-dir", str(tmp_path))
@@ -213,11 +214,20 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["none", "lowrank4"])
-def test_strategies_without_a_wire_are_refused(strategy, tmp_path):
-    args = (*COMMON[:-1], strategy, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
-    ended = train(2, *args)
-    assert ended.code != 0
-    assert "takes its wire only" in ended.out
+def test_strategies_without_a_wire_are_refused(strategy):
+    with pytest.raises(UsageError, match="takes its wire only"):
+        trainer.to_center(ExchangeConfig(strategy))
+
+
+def test_of_a_strategy_the_wire_counts():
+    asked = {
+        "auto": "root:32",
+        "auto:16": "root:16",
+        "ring16": "root:16",
+        "asa:bf16": "root:bf16",
+        "hier-ring": "root:32",
+    }
+    assert {name: trainer.to_center(ExchangeConfig(name)) for name in asked} == asked
 
 
 # ---------------------------------------------------------------- the launcher's line

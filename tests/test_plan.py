@@ -290,6 +290,16 @@ def test_a_probe_is_kept_for_its_hosts(cache):
     assert [path.suffix for path in plan.file_of(KEY).parent.iterdir()] == [".json"]
 
 
+@pytest.mark.parametrize("error", [OSError("full"), RuntimeError("no home"), UsageError("not writable")])
+def test_a_probe_that_cannot_be_kept_is_said_and_no_more(error, monkeypatch, capsys):
+    def refuse(name: str) -> Path:
+        raise error
+
+    monkeypatch.setattr(plan.runtime, "cache_folder", refuse)
+    plan.save(KEY, SAVED)
+    assert f"the probe is not kept: {error}" in capsys.readouterr().err
+
+
 def changed(**fields: object) -> str:
     return json.dumps({"format": plan.FORMAT, "key": KEY, **(plan.as_json(SAVED) or {}), **fields})
 
