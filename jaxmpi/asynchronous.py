@@ -175,24 +175,29 @@ def open_post(config: RuleConfig, rule: Asynchronous, workers: Workers, wire: st
         "MPI_THREAD_MULTIPLE: use an MPI with full thread support, or rule gradients",
     )
     to_center, between_workers = control.clone(), control.clone()
-    servers, n = max(config.servers, 1), start.center.size
-    layout = Layout(n + rule.is_gossip, servers, "32" if rule.is_gossip else wire)
+    rank, servers, n = control.rank, max(config.servers, 1), start.center.size
     first = workers.size if config.servers else 0  # rank of server 0
-    number = control.rank - first
+    # What is laid down in the end of gossip is alpha w and alpha, and travels as it is.
+    layout = Layout(n + 1, 1, "32") if rule.is_gossip else Layout(n, servers, wire)
     counter = None
-    if 0 <= number < servers:
-        begin, end = layout.bounds(number)
-        center = np.zeros(layout.n, np.float32) if rule.is_gossip else start.center[begin:end].copy()
-        ledger = Ledger(workers.size, target, config.staleness, start.tally) if number == 0 else None
-        server = Server(layout, number, center, rule.serve, ledger)
-        guests = [worker for worker in range(workers.size) if worker != control.rank]
+    if 0 <= rank - first < servers:
+        ledger = Ledger(workers.size, target, config.staleness, start.tally) if rank == first else None
+        server = open_server(layout, rank - first, rule, start.center, ledger)
+        guests = [worker for worker in range(workers.size) if worker != rank]
         counter = Counter(to_center, server, guests, layout.message_bytes())
-    if control.rank >= workers.size:
+    if rank >= workers.size:
         return Post(layout, [], counter, None)
-    lines = [NearLine(counter, control.rank) if counter else FarLine(to_center, first + s) for s in range(servers)]
+    lines = [NearLine(counter, rank) if counter else FarLine(to_center, first + s) for s in range(servers)]
     body_bytes = Layout(n, 1, wire).host_wire().size_bytes(n)
-    gossiper = Gossiper(between_workers, control.rank, workers.size, body_bytes) if rule.is_gossip else None
+    gossiper = Gossiper(between_workers, rank, workers.size, body_bytes) if rule.is_gossip else None
     return Post(layout, lines, counter, gossiper)
+
+
+def open_server(layout: Layout, number: int, rule: Asynchronous, center: np.ndarray, ledger: Ledger | None) -> Server:
+    """A shard of the center; in gossip nothing, to which workers will add."""
+    begin, end = layout.bounds(number)
+    shard = np.zeros(end - begin, np.float32) if rule.is_gossip else center[begin:end].copy()
+    return Server(layout, number, shard, rule.serve, ledger)
 
 
 # ---------------------------------------------------------------- a worker
@@ -211,7 +216,8 @@ class Worker:
         self.clock = self.saved = 0
         self.is_done = False
         self._waited = 0, 0.0
-        self.gossip = Gossip(self.number, size, job.config.p, start.step, start.weight)
+        seed = int(np.asarray(start.state.key)[0]) + start.step
+        self.gossip = Gossip(self.number, size, job.config.p, seed, start.weight)
 
     def count(self, sums: np.ndarray, steps: int, skipped: int, wait_s: float) -> None:
         """Steps that were done: [loss, examples], and what feed counts since its start."""
@@ -229,8 +235,6 @@ class Worker:
         begin = time.perf_counter()
         w = self.flat.vector(self.rule.outward(state.params, state.rule_state))
         talk = self._talk(PUSH, self.rule.send(w, self.base), self._report(asks))
-        assert talk.sent is not None
-        assert talk.seen is not None
         distance = float(np.linalg.norm(w - talk.seen))
         w, self.base = self.rule.meet(w, self.base, talk.sent, talk.seen)
         state = state._replace(params=self._params(w, state))
@@ -273,7 +277,6 @@ class Worker:
     def center(self) -> PyTree:
         """The center's params; in gossip the weighted mean of what workers have laid down."""
         seen = self._talk(READ, np.empty(self.post.layout.n, np.float32), None).seen
-        assert seen is not None
         return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
 
     def write_if_asked(self, apart: Apart, state: TrainState, answer: Answer) -> None:

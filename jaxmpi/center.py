@@ -272,8 +272,9 @@ class Talk:
             report: the numbers of a Report and a Tally, for server 0; the last thing said to it.
         """
         self.layout, self._wire = layout, layout.host_wire()
-        self.seen = np.empty(layout.n, np.float32) if vector is not None else None
-        self.sent = vector if self._wire.is_exact or kind == READ or vector is None else np.empty_like(vector)
+        nothing = np.empty(0, np.float32)
+        self.seen = nothing if vector is None else np.empty(layout.n, np.float32)
+        self.sent = nothing if vector is None else vector if self._wire.is_exact else np.empty_like(vector)
         self.answer: Answer | None = None
         self.sent_bytes = 0
         self._todo = [deque(self._messages(server, kind, vector, report)) for server in range(layout.servers)]
@@ -295,7 +296,6 @@ class Talk:
         if where == REPORT:
             self.answer = unpacked(answer)
         elif where != END:
-            assert self.seen is not None
             self.seen[slice(*where)] = self._wire.decode(answer)
 
     def waiting_for(self) -> list[int]:
@@ -322,7 +322,6 @@ class Talk:
             return packed(READ, number, np.empty(0, np.uint8))
         body = self._wire.encode(vector[begin:end])
         if self.sent is not vector:
-            assert self.sent is not None
             self.sent[begin:end] = self._wire.decode(body)  # what the server will know
         return packed(kind, number, body)
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -245,7 +245,7 @@ def test_the_launcher_keeps_asynchronous_runs_alive(tmp_path):
 # ---------------------------------------------------------------- the local halves, and the synchronous form
 
 
-def build(config: RuleConfig, optim: Optim, workers: int = 1, lr: float = 0.05) -> rules.Rule:
+def build(config: RuleConfig, optim: Optim, workers: int = 1, lr: float = 0.05) -> Any:
     comm = AxisComm("w", workers) if workers > 1 else SoloComm()
     talk = rules.Exchange(lambda tree: exchange(tree, comm=comm), lambda tree: exchange(tree, op="sum", comm=comm))
     tx = optimizer(optim, lambda step: jnp.float32(lr))
@@ -256,7 +256,7 @@ def gradient(w):
     return jax.tree.map(lambda x: jnp.sin(3 * x) + x, w)
 
 
-PARAMS = {"a": np.linspace(-1, 1, 7, dtype=np.float32), "b": np.float32([[0.3, -2]])}
+PARAMS = {"a": np.linspace(-1, 1, 7, dtype=np.float32), "b": np.array([[0.3, -2]], np.float32)}
 
 
 @pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd"])
@@ -294,7 +294,7 @@ def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
         params, state = rule.update(gradient(params), state, params)
         w = w - alpha * (w - center)
         mine = np.asarray(talk.outward(params, state)["a"])
-        new, _ = talk.meet(mine, mine, mine, np.float32(center))
+        new, _ = talk.meet(mine, mine, mine, center.astype(np.float32))
         params = talk.inward({"a": jnp.asarray(new)}, state)
     # 5 steps of some 12 roundings of numbers below 2; errors grow by 1 + delta at most a step, to 2^5.
     np.testing.assert_allclose(talk.outward(params, state)["a"], w, atol=5 * 12 * U * 2 * 2**5)
@@ -325,7 +325,7 @@ def test_synchronous_easgd_is_the_papers_and_conserves_the_sum(tau):
 
 
 def test_learning_rates_follow_the_run_and_moments_stay():
-    tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * step.astype(jnp.float32))
+    tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * jnp.asarray(step, jnp.float32))
     params = {"a": jnp.ones(3)}
     _, state = tx.update({"a": jnp.ones(3)}, tx.init(params), params)
     later = at_step(state, 7)

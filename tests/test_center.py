@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import optax
@@ -51,7 +51,8 @@ class SimulatedWorker:
     def __init__(self, case: Case, layout: Layout, number: int, start: np.ndarray) -> None:
         self.case, self.layout, self.number = case, layout, number
         self.w, self.base = start.copy(), start.copy()
-        self.clock, self.talk, self.answer = 0, None, None
+        self.clock = 0
+        self.talk: Any = None  # a Talk, while there is one
         self.learnt = np.zeros_like(start)
 
     def begin(self) -> None:
@@ -64,7 +65,6 @@ class SimulatedWorker:
         self.talk = Talk(self.layout, PUSH, self.case.rule.send(self.w, self.base), report)
 
     def finish(self) -> Answer:
-        assert self.talk is not None
         self.w, self.base = self.case.rule.meet(self.w, self.base, self.talk.sent, self.talk.seen)
         answer, self.talk = self.talk.answer, None
         return answer
@@ -132,7 +132,7 @@ class World:
         del self.workers[i]
         for s, server in enumerate(self.servers):
             server.lose(i)
-            self.there.pop((i, s)), self.back.pop((i, s))
+            del self.there[i, s], self.back[i, s]
 
     def run(self) -> None:
         """To the end, in a random order; fails where nobody can do anything any more."""

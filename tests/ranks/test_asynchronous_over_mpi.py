@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def test_center_and_workers_keep_their_sum(servers, wire):
     """Each comes as often as it likes; rank 0's server is a thread, or the last rank serves alone."""
     mpi, workers, where = control().clone(), SIZE - servers, SIZE - 1 if servers else 0
     layout = Layout(N, 1, wire)
-    counter = thread = None
+    counter: Any = None
+    thread = None
     if where == RANK:
         server = Server(layout, 0, np.ones(N, np.float32), elastic, Ledger(workers, 1e9, 0))
         guests = [worker for worker in range(workers) if worker != RANK]
@@ -80,6 +82,7 @@ def until(line, layout, holds, **report) -> None:
     while True:
         talk = Talk(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Tally()])
         converse(talk, [line])
+        assert talk.answer
         if holds(talk.answer.books):
             return
         time.sleep(0.005)
@@ -100,6 +103,7 @@ def test_all_push_to_each_other_at_once_and_nothing_is_lost():
 
     for _ in range(10):
         push = gossip.draw()
+        assert push  # p is 1
         gossiper.push(push.to, push.share, w.copy().view(np.uint8))
         merge()
     gossiper.end()
