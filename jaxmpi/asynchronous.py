@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import optim, runtime
+from jaxmpi import checkpoint, faults, guard, optim, runtime
 from jaxmpi.center import END, PUSH, READ, Answer, Layout, Ledger, Report, Server, Talk, Tally
 from jaxmpi.checkpoint import Apart
 from jaxmpi.config import RuleConfig, TrainingError, check
@@ -87,9 +89,11 @@ class Duties(NamedTuple):
     sums: Callable[[int, Any], np.ndarray]  # (step, metrics) -> [loss, examples, ...] of this worker, finite
     batches: Callable[[int], Iterator[Any]]  # of this worker, from a step of its own on
     waits: Callable[[], tuple[int, float]]  # corrupt examples, and seconds waited for batches, so far
+    is_called_away: Callable[[], bool]  # a signal has asked to leave
     evaluate: Callable[[TrainState, int], dict[str, float]]  # the state's params, after a step of the run
     lr: Callable[[int], float]
     extra: Callable[[], dict[str, Any]]  # what a checkpoint keeps beside
+    check_skipped: Callable[[int, int], None]  # (corrupt examples of all workers, epochs begun)
 
 
 class Course(NamedTuple):
@@ -103,7 +107,6 @@ class Course(NamedTuple):
     log_every: int
     eval_every: int
     save_every: int
-    keep: int  # checkpoints
 
     def step(self, examples: float) -> int:
         """The step that all workers together have come to."""
@@ -123,34 +126,38 @@ class Start:
     weight: float = 0.0  # of this worker in gossip
 
 
-def starting(apart: Apart, state: TrainState, workers: Workers, rule: Asynchronous, resume: bool) -> Start:
-    """State 0, or the newest checkpoint where a run is resumed."""
-    number = workers.mine[0]
-    found = resumed(apart, state, number, rule) if resume else None
+def starting(
+    folder: Path, state: TrainState, workers: Workers, rule: Asynchronous, resume: bool, say: Callable[[str], None]
+) -> Start:
+    """State 0, or the newest checkpoint where a run is resumed, with any number of workers.
+
+    Args:
+        folder: RUN/checkpoints.
+        say: is told of damaged ones that are passed over.
+    """
+    read = partial(start_of, state=state, worker=workers.mine[0], rule=rule)
+    found = checkpoint.first_whole(folder, workers.processes, read, say) if resume else None
     workers.processes.same("the checkpoint to resume from", {"step": found.step if found else 0})
     return found or Start(Flat.of(state.params).vector(state.params), state, Tally())
 
 
-def resumed(apart: Apart, state: TrainState, worker: int, rule: Asynchronous) -> Start | None:
-    """The newest checkpoint; a worker whose part is not in it begins at the center."""
-    found = apart.newest()
-    if found is None:
-        return None
-    path, manifest = found
-    common = apart.read(path, manifest, "common.bin", {"center": state.params})
-    check(common is not None, f"{path}: no common.bin in the manifest")
-    assert common is not None
-    own = apart.read(path, manifest, f"worker_{worker:05d}.bin", {**state._asdict(), "weight": np.zeros(())})
-    weight = float(own.pop("weight")) if own else 0.0
-    mine = TrainState(**own) if own else state._replace(step=np.int32(manifest["step"]), params=common["center"])
+def start_of(path: Path, state: TrainState, worker: int, rule: Asynchronous) -> Start:
+    """What a checkpoint holds for a worker; one whose part is not in it begins at the center."""
+    manifest = checkpoint.read_manifest(path)
+    center = checkpoint.read_file(path, manifest, "common.bin", {"center": state.params})["center"]
+    mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
+    name = checkpoint.own_file(worker)
+    if manifest["files"].get(name):
+        own = checkpoint.read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
+        weight = float(own.pop("weight"))
+        mine = TrainState(**own)
     if rule.starts_at_center:
-        mine = mine._replace(params=common["center"])
+        mine = mine._replace(params=center)
     extra = manifest["extra"]
     tally = extra.get("tally")
-    is_tally = isinstance(tally, list) and len(tally) == len(Tally._fields) and all(isinstance(x, float) for x in tally)
-    check(is_tally, f"{path}: tally: got {tally!r:.80}; expected {len(Tally._fields)} numbers: damaged")
-    center = Flat.of(state.params).vector(common["center"])
-    return Start(center, mine, Tally(*extra["tally"]), manifest["step"], extra, weight)
+    is_tally = isinstance(tally, list) and len(tally) == len(Tally._fields) and all(type(x) is float for x in tally)
+    checkpoint.undamaged(is_tally, f"{path}: tally: got {tally!r:.80}; expected {len(Tally._fields)} numbers: damaged")
+    return Start(Flat.of(state.params).vector(center), mine, Tally(*extra["tally"]), manifest["step"], extra, weight)
 
 
 # ---------------------------------------------------------------- ranks and what they keep
@@ -345,8 +352,9 @@ class Keeper:
         self.result: dict[str, float] = {}
 
     def asks(self) -> dict[str, float]:
-        """What the next report says to all workers: to write their parts of a checkpoint, where one is begun."""
-        return {"save": self.begun + 1.0} if self.is_writing else {}
+        """What the next report says to all workers: to write their parts of a checkpoint, to stop."""
+        save = {"save": self.begun + 1.0} if self.is_writing else {}
+        return save | ({"leave": 1.0} if self.duties.is_called_away() else {})
 
     def look(self, state: TrainState, answer: Answer) -> None:
         """Do what is due."""
@@ -376,7 +384,8 @@ class Keeper:
     def commit(self, state: TrainState) -> None:
         """Make a checkpoint of the parts."""
         extra = self.duties.extra() | {"tally": [*map(float, self.at)]}
-        self.apart.end(self.begun, {"center": self.shared(state)}, extra, self.course.keep)
+        score = self.result.get("eval_loss") if self.evaluated == self.begun else None
+        self.apart.end(self.begun, {"center": self.shared(state)}, extra, score)
         self.is_writing = False
 
     def shared(self, state: TrainState) -> PyTree:
@@ -400,6 +409,7 @@ class Keeper:
             wait_s=now.wait_s / max(alive, 1),
             skipped=int(now.skipped),
         )
+        self.duties.check_skipped(int(now.skipped), int(now.examples // self.course.epoch_examples) + 1)
         self.recorder.write(
             "workers",
             step=step,
@@ -418,11 +428,15 @@ class Keeper:
         """When all others have made their last exchange: the last evaluation and checkpoint, then the word to go."""
         while self.is_writing or answer.books.done < answer.books.alive:
             answer = self.again(state)
-        self.begin(self.course.total_steps, answer)
-        self.evaluate(state, self.course.total_steps)
+        step = self.course.step(answer.tally.examples)
+        if step == self.course.total_steps:
+            self.evaluate(state, step)
+        self.begin(step, answer)
         while self.is_writing:
             answer = self.again(state)
         lost = self.worker.workers - int(answer.books.alive)
+        if answer.books.stop == 2:
+            self.recorder.say(f"asked to leave: saved at step {step}; go on with --resume")
         if lost:
             self.recorder.say(f"finished with {self.worker.workers - lost} of {self.worker.workers} workers")
 
@@ -477,12 +491,20 @@ def run(job: Job) -> dict[str, float]:
     state = worker.end(state)
     if keeper is None:
         wait_for_word(job, worker, state)
+        leave_where_asked(answer)
         return {}
     keeper.finish(state, answer)
     worker.close()
     if thread:
         thread.join()
+    leave_where_asked(answer)
     return keeper.result
+
+
+def leave_where_asked(answer: Answer) -> None:
+    """Raise `guard.Preempted` where the run is to be resumed later."""
+    if answer.books.stop == 2:
+        raise guard.Preempted
 
 
 def compiled_in_turn(job: Job, batches: Iterator[Any] | None) -> tuple[Callable, TrainState, Iterator[Any] | None]:
@@ -508,6 +530,7 @@ def work(
         often = min(often, job.config.tau)
     for k, batch in enumerate(batches, int(job.start.state.step) + 1):
         runtime.doing(f"step {k}")
+        state, batch = faults.reach("step", k, (state, batch))
         state, metrics = step(state, batch)
         pending.append((k, metrics))
         worker.clock += 1

@@ -87,13 +87,14 @@ class Report(NamedTuple):
     saved: float  # the number of the last checkpoint that it has written its part of
     is_done: float = 0.0  # it has made its last exchange
     save: float = 0.0  # worker 0 only: the checkpoint that all are to write
+    leave: float = 0.0  # worker 0 only: the run is to stop before its end
     closing: float = 0.0  # worker 0 only: all is over
 
 
 class Books(NamedTuple):
     """What a worker hears."""
 
-    stop: float  # enough examples have been seen
+    stop: float  # 1: enough examples have been seen; 2: the run is to be left and resumed later
     save: float  # the checkpoint that all are to write
     closing: float  # 1: all is over; 2: worker 0 is gone, which keeps the record
     saved: float  # workers that have written their part of it
@@ -129,7 +130,7 @@ class Ledger:
         self.staleness = Counter[int]()
         self._exchanges, self._last = 0, dict[int, int]()
         self._held: set[int] = set()
-        self.save = self.closing = 0.0
+        self.save = self.closing = self.leaving = 0.0
 
     def exchange_begins(self, worker: int) -> None:
         """Count how many exchanges of others came since this worker's last."""
@@ -144,6 +145,7 @@ class Ledger:
         self.reports[worker] = report
         if worker == 0:
             self.save, self.closing = max(self.save, report.save), max(self.closing, report.closing)
+            self.leaving = max(self.leaving, report.leave)
         self._held.add(worker)
 
     def lose(self, worker: int) -> None:
@@ -170,7 +172,7 @@ class Ledger:
         reports = self.reports.values()
         saved = sum(report.saved >= self.save for report in reports)
         done = sum(report.is_done for report in reports)
-        stop = float(self.tally.examples >= self.target)
+        stop = 2.0 * self.leaving or float(self.tally.examples >= self.target)
         books = Books(stop, self.save, self.closing, saved, len(reports), done)
         return Answer(books, self.tally, tuple(float(self.staleness[late]) for late in range(LONGEST + 1)))
 
