@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import costs, plan, plot
+from jaxmpi import costs, plan, plots
 from jaxmpi import experiment as experiments
 from jaxmpi.comm import MpiComm, world
 from jaxmpi.config import UsageError, check
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--slots", type=int, nargs="+", help="ranks a host (default: 1 and the probe's)")
     made.add_argument("--wires", nargs="+", default=["32"], help="what may travel (default: 32)")
     made.add_argument("--overlap", type=float, help="share of the step after which exchanging starts, as 0.4")
-    made.add_argument("--png", type=Path, help="file for a plot")
+    made.add_argument("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
     return made
 
 
@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> None:
         return
     answers = [answer(question, net) for net in layouts(question)]
     print("\n".join(table(question, answers)), flush=True)
-    if options.png:
-        plot.draw(options.png, panels(question, answers))
-        print(f"plot: {options.png}")
+    if options.plot:
+        plots.save(panels(question, answers), options.plot)
+        print(f"plot: {options.plot}")
 
 
 def ask(options: argparse.Namespace) -> Question | None:
@@ -117,6 +117,8 @@ def check_options(options: argparse.Namespace) -> None:
     check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
     for wire in options.wires:
         costs.wire_format(wire)
+    if options.plot:
+        plots.check_file(options.plot, "--plot")
 
 
 def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
@@ -203,25 +205,35 @@ def describe(net: Net) -> str:
     )
 
 
-def panels(question: Question, answers: Sequence[Answer]) -> list[plot.Panel]:
+def panels(question: Question, answers: Sequence[Answer]) -> list[plots.Panel]:
     """Seconds of all strategies for the last number of slots, and efficiency for all."""
-    last = [a for a in answers if a.net.slots == min(question.slots[-1], a.net.workers)]
+    slots = question.slots[-1]
+    last = with_slots(answers, slots)
     names = dict.fromkeys(name for a in last for name in a.others)
     lines = {n: [(float(a.net.workers), a.others[n]) for a in last if a.others.get(n, 0) > 0] for n in names}
+    workers = plots.Quantity("workers", base=2)
     return [
-        plot.Panel(
-            f"one exchange, {question.slots[-1]} ranks a host", "s", {k: v for k, v in lines.items() if v}, log_y=True
+        plots.Lines(
+            f"One exchange, {slots} rank{'s' * (slots > 1)} a host",
+            workers,
+            plots.Quantity("time of one exchange", "s"),
+            {name: line for name, line in lines.items() if line},
         ),
-        plot.Panel(
-            "step time of one worker / of all, best strategy",
-            "%",
+        plots.Lines(
+            "Step time of one worker over that of all, with the best strategy",
+            workers,
+            plots.Quantity("efficiency", "%", base=None),
             {
-                f"{slots} a host": [
-                    (float(a.net.workers), 100 * a.efficiency)
-                    for a in answers
-                    if a.net.slots == min(slots, a.net.workers)
+                f"{n} rank{'s' * (n > 1)} a host": [
+                    (float(a.net.workers), 100 * a.efficiency) for a in with_slots(answers, n)
                 ]
-                for slots in question.slots
+                for n in question.slots
             },
+            bound=[(2.0, 100.0), (float(MOST), 100.0)],
         ),
     ]
+
+
+def with_slots(answers: Sequence[Answer], slots: int) -> list[Answer]:
+    """Those for hosts of so many ranks, or for fewer on one host."""
+    return [a for a in answers if a.net.slots == min(slots, a.net.workers)]
