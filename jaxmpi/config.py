@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
@@ -46,6 +47,19 @@ def check(holds: bool, message: str) -> None:
     """Raise `UsageError(message)` unless `holds`."""
     if not holds:
         raise UsageError(message)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written later; several ranks may ask at once."""
+    try:
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {str(path)!r}: {error.strerror}; name a file in a folder that exists"
+        ) from error
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
