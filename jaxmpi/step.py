@@ -29,6 +29,7 @@ class Metrics(NamedTuple):
 
     loss: jax.Array  # f32[], summed
     count: jax.Array  # f32[], examples
+    squares: jax.Array | None = None  # f32[], of this worker's gradients
 
 
 class EvalMetrics(NamedTuple):
@@ -132,12 +133,17 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def local_gradients(
-    forward: Forward, micro_batch: int = 0
+    forward: Forward, micro_batch: int = 0, with_norm: bool = True
 ) -> Callable[[PyTree, PyTree, Batch, jax.Array, jax.Array], tuple[PyTree, PyTree, Metrics]]:
     """Gradients of one worker's share of the loss, accumulated over micro-batches.
 
     L_i = sum_j weight_j loss_j, with weight = workers / (examples of all workers in this step), so that the mean of L_i
     over workers is the mean loss of the effective batch, exactly, however unequal the shares.
+
+    Args:
+        forward: from a batch to its outputs.
+        micro_batch: examples of one accumulation slice; 0: all at once.
+        with_norm: whether metrics hold ||grad L_i||^2, for which every gradient is read once more.
 
     Returns: (params, model_state, batch, key u32[2], step i32[]) -> (gradients, model_state, metrics).
     """
@@ -167,7 +173,7 @@ def local_gradients(
         size = batch["label"].shape[0]
         if not micro_batch or micro_batch == size:
             grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
-            return grads, model_state, metrics
+            return grads, model_state, measured(grads, metrics)
         slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
 
         def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
@@ -182,7 +188,11 @@ def local_gradients(
         (grads, model_state, metrics), _ = jax.lax.scan(
             accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
         )
-        return grads, model_state, metrics
+        return grads, model_state, measured(grads, metrics)
+
+    def measured(grads: PyTree, metrics: Metrics) -> Metrics:
+        squares = [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
+        return metrics._replace(squares=sum(squares, jnp.zeros(()))) if with_norm else metrics
 
     return gradients
 

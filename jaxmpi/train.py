@@ -9,7 +9,9 @@
 import dataclasses
 import hashlib
 import json
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,22 +22,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, compressors, config, hostcomm, optim, overlap, rules, rundir, runtime, strategies
+from jaxmpi import checkpoint, compressors, config, hostcomm, optim, overlap, rules, rundir, runtime, spans, strategies
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
+from jaxmpi.anatomy import Anatomy, Summary, Window, flat, summary
 from jaxmpi.buckets import Order
 from jaxmpi.comm import Comm
-from jaxmpi.config import Experiment, TrainingError
+from jaxmpi.config import Experiment, TrainingError, step_range
 from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import named_leaves, processes
-from jaxmpi.recorder import Recorder, cut_record
+from jaxmpi.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.rules import Rule
+from jaxmpi.sinks import TensorBoard
 from jaxmpi.state import TrainState, create
-from jaxmpi.workers import Workers, gather_workers, put, take
+from jaxmpi.terminal import open_terminal
+from jaxmpi.trace import Profiler, Tracer
+from jaxmpi.watchdog import watching
+from jaxmpi.workers import Workers, gather_workers, put, take, to_device
 
 PyTree = Any
 
@@ -66,6 +73,14 @@ class Functions(NamedTuple):
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
     why: str = ""  # what `auto` came to, for the log
+    lone: "Lone | None" = None  # where nothing else tells the time of an exchange
+
+
+class Lone(NamedTuple):
+    """A step that exchanges nothing; what it gives is thrown away."""
+
+    step: Callable[[TrainState, steps.Batch], Any]  # may donate its state
+    is_compiled: bool  # by the first step of the run
 
 
 def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tuple[Experiment, str]:
@@ -98,29 +113,35 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     jit that holds a communicator can never be read from it. So with synchronised batch statistics every rank compiles
     the gradients for itself.
     """
-    gradients, evaluate = pieces(experiment, workers)
     order, once = Order(), workers.comm.jit
     to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
     spelling = experiment.exchange.strategy
     strategy = spelling if compressors.is_compressor(spelling) else strategies.parse(spelling).name
     asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers)
     is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
+    gradients, evaluate = pieces(experiment, workers, with_norm=not is_beside)
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, workers, strategy, order)
     if is_split(experiment, workers) and not is_beside:
-        rule = build_rule(experiment, plan, exchange_of(False)._replace(jit=once))
+        mute = rules.Mute()
+        rule = build_rule(experiment, plan, mute.of(exchange_of(False))._replace(jit=once))
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         step = partial(steps.train_step, gradients=compiled, rule=rule)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
-        return Functions(rule, step, once(evaluate), mean_state, strategy, form)
+        lone = Lone(mute.during(step), True)
+        return Functions(rule, step, once(evaluate), mean_state, strategy, form, lone=lone)
     rule = build_rule(experiment, plan, exchange_of(is_beside))
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule)
+    still = rules.Mute(is_on=True).of(exchange_of(False))
+    alone = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, still))
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
-        return Functions(rule, jitted, once(evaluate), mean_state, strategy, f"fused form: one jit; {why}")
+        form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(alone), False)
+        return Functions(rule, jitted, once(evaluate), mean_state, strategy, form, lone=lone)
     over = partial(steps.over_devices, mesh=workers.mesh)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
+    train_step, lone = over(step, donate=(0,)), Lone(over(alone), False)
+    return Functions(rule, train_step, over(evaluate), over(mean_state), strategy, form, lone=lone)
 
 
 def exchange_for(
@@ -170,7 +191,7 @@ def own_state(tree: PyTree) -> PyTree:
     return tree
 
 
-def pieces(experiment: Experiment, workers: Workers) -> tuple[Callable, Callable]:
+def pieces(experiment: Experiment, workers: Workers, with_norm: bool) -> tuple[Callable, Callable]:
     """The local gradients and the evaluation step, not yet compiled."""
     is_synchronised = experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
@@ -180,7 +201,8 @@ def pieces(experiment: Experiment, workers: Workers) -> tuple[Callable, Callable
         jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32,
         partial(exchange, strategy="asa32", comm=workers.comm) if is_synchronised else None,
     )
-    return steps.local_gradients(forward, experiment.micro_batch), partial(steps.eval_step, forward)
+    gradients = steps.local_gradients(forward, experiment.micro_batch, with_norm)
+    return gradients, partial(steps.eval_step, forward)
 
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:
@@ -308,9 +330,13 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     plan = make_plan(experiment, workers)
     asked = experiment.exchange.strategy
     experiment, why = settle_exchange(experiment, name, workers)
-    functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
+    functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     rules.check_wire(experiment.rule, functions.strategy)
-    with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
+    with (
+        watching(workers.processes, experiment.stall_s, experiment.on_stall) as unwatched,
+        rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
+    ):
+        functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         return run_in(folder, experiment, workers, plan, functions, root)
 
 
@@ -323,10 +349,13 @@ def run_in(
     start = saved.step if saved else 0
     if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start)
-    recorder = Recorder(folder if is_first else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0)
+    hosts = workers.processes.gather(socket.gethostname())
+    elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+    recorder = open_recorder(experiment, folder, elapsed_s, hosts) if is_first else Recorder(None)
     if is_first:
         facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
-            "asked": functions.asked
+            "asked": functions.asked,
+            "format": FORMAT,
         }
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
@@ -337,10 +366,20 @@ def run_in(
         recorder.say(functions.why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
+    tracer = Tracer(step_range(experiment.trace, "trace"), workers.processes, hosts, folder / "trace.json")
+    profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile")
+    run = Run(experiment, workers, plan, functions, recorder, folder, tracer, profiler)
     try:
-        return loop(Run(experiment, workers, plan, functions, recorder, folder), put(states, workers), start)
+        return loop(run, put(states, workers), start)
     finally:
+        profiler.close()
         recorder.close()
+
+
+def open_recorder(experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str]) -> Recorder:
+    """The record, the sinks and the terminal; hosts are names by rank."""
+    sinks = [*experiment.sinks, *([TensorBoard(folder / "tensorboard")] if experiment.tensorboard else [])]
+    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts)
 
 
 class Run(NamedTuple):
@@ -352,6 +391,8 @@ class Run(NamedTuple):
     functions: Functions
     recorder: Recorder
     folder: Path
+    tracer: Tracer
+    profiler: Profiler
 
 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
@@ -359,10 +400,14 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     plan, last = run.plan, run.plan.clock.total_steps
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics]] = []  # dispatched, not yet looked at
-    sums, result = np.zeros(2), {}  # loss and examples since the last progress line
-    for k, batch in enumerate(plan.feed.batches(start, last), start + 1):
+    sums, result = np.zeros(3), {}  # loss, examples and squares of gradients since the last progress line
+    anatomy, lone_due = Anatomy(run.workers.size, to_device(run.workers)), first_lone(run, start)
+    for k, batch in enumerate(anatomy.batches(plan.feed.batches(start, last), start + 1), start + 1):
         runtime.doing(f"step {k}")
+        run.profiler.before(k)
         state, metrics = run.functions.train_step(state, batch)
+        run.profiler.after(k, state)
+        anatomy.started(next(iter(jax.tree.leaves(state.params)), metrics.loss), compiled=k == start + 1)
         pending.append((k, metrics))
         log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
         eval_due = k % plan.eval_every == 0 or k == last
@@ -372,20 +417,47 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
             sums += finite_sums(*pending.pop(0), run)
         if log_due or eval_due or save_due:
             jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
+            anatomy.pause()
         if log_due:
-            log(run, k, sums)
-            sums = np.zeros(2)
+            seen = log(run, k, sums, anatomy.window())
+            sums = np.zeros(3)
+            if k >= lone_due and seen.source in ("unknown", "estimated"):
+                anatomy.lone(lone_s(run, state, batch))
+                lone_due = k + run.experiment.lone_every
+                anatomy.restart()
         if eval_due:
             result = evaluate(run, state, k)
         if save_due:
             save(run, state, k)
         if eval_due or save_due:
             run.recorder.start_window(plan.examples(k))
+            anatomy.restart()
     return result
 
 
+def first_lone(run: Run, start: int) -> float:
+    """The step after which the first one without exchange is due; infinite where none is."""
+    lone, every = run.functions.lone, run.experiment.lone_every
+    if lone is None or not every or run.functions.strategy.startswith("none"):
+        return float("inf")
+    return start + (min(every, run.experiment.log_every + 1) if lone.is_compiled else every)
+
+
+def lone_s(run: Run, state: TrainState, batch: steps.Batch) -> float:
+    """Seconds of a step without exchange, on a copy of the state."""
+    lone, seconds = run.functions.lone, 0.0
+    assert lone is not None
+    for _ in range(1 if lone.is_compiled else 2):
+        with spans.span("other", "step without exchange"):
+            scratch = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+            begin = time.perf_counter()
+            jax.block_until_ready(lone.step(scratch, batch))
+            seconds = time.perf_counter() - begin
+    return seconds
+
+
 def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
-    """[loss, examples] of this process's workers.
+    """[loss, examples, squares of gradients] of this process's workers.
 
     Raises:
         TrainingError: a loss is NaN or infinite; the checkpoints so far stay.
@@ -397,13 +469,17 @@ def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
                 f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
                 "Lower the learning rate, warm up or clip"
             )
-    return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum()])
+    squares = np.nan if metrics.squares is None else np.asarray(metrics.squares, np.float64).sum()
+    return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum(), squares])
 
 
-def log(run: Run, step: int, sums: np.ndarray) -> None:
-    """A progress line: the mean loss of all workers' examples since the last one."""
+def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
+    """A progress line: the mean loss of all workers' examples since the last one, and where the time went."""
     feed = run.plan.feed
-    loss, count, skipped, wait_s = run.workers.processes.sum(np.array([*sums, feed.skipped, feed.wait_s]))
+    mine = np.array([*sums, feed.skipped, feed.wait_s])
+    rows = run.workers.processes.rows(np.concatenate([mine, flat(window)]))
+    loss, count, squares, skipped, wait_s = rows[:, : len(mine)].sum(axis=0).tolist()
+    seen = summary(rows[:, len(mine) :], window.steps)
     run.recorder.train(
         step=step,
         total_steps=run.plan.clock.total_steps,
@@ -413,7 +489,13 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
         lr=np.asarray(run.plan.lr(step - 1)).item(),
         wait_s=float(wait_s) / run.workers.size,
         skipped=int(skipped),
+        gradient_norm=(squares / run.workers.size / max(window.steps, 1)) ** 0.5 if squares == squares else None,
+        anatomy=seen,
+        images=run.plan.examples(step) - run.plan.examples(step - window.steps),
     )
+    if traced := run.tracer.add(window.spans, step, step == run.plan.clock.total_steps):
+        run.recorder.say(traced)
+    return seen
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
@@ -422,6 +504,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     model_state = run.functions.mean_state(state.model_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
+        runtime.doing(f"evaluation after step {step}")
         metrics = run.functions.eval_step(state.params, model_state, batch)
         sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()

@@ -1,5 +1,7 @@
 """The workers of a job: which of them this process runs, and how their states come to its devices and back."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +49,14 @@ def gather_workers(devices: int) -> Workers:
     check(have >= devices, f"got --devices {devices}; this machine has {have}")
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:devices]), (AXIS,))
     return Workers(AxisComm(AXIS, devices), control, tuple(range(devices)), mesh)
+
+
+def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
+    """What takes a batch to the memory of this process's devices; None on CPUs, which work in the host's."""
+    if jax.default_backend() == "cpu":
+        return None
+    spread = workers.mesh and jax.sharding.NamedSharding(workers.mesh, jax.sharding.PartitionSpec(AXIS))
+    return partial(jax.device_put, device=spread or jax.local_devices()[0])
 
 
 def put(states: dict[int, TrainState], workers: Workers) -> TrainState:

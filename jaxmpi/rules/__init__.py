@@ -9,6 +9,7 @@ from jaxmpi.config import RuleConfig, check, lookup
 from jaxmpi.rules.awagd import awagd
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.rules.rule import Exchange as Exchange
+from jaxmpi.rules.rule import Mute as Mute
 from jaxmpi.rules.rule import Rule as Rule
 from jaxmpi.rules.subgd import subgd
 
