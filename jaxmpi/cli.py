@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from jaxmpi import forecast, launch
+from jaxmpi import doctor, forecast, launch, report
 from jaxmpi.config import UsageError, lookup
 
 
@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "train": ("train an experiment with N workers; prints the launcher's line", launch.main),
     "bench": ("time exchanges beside other libraries' and the bound", bench),
     "plan": ("predicted step time and best strategy for 2 to 4,096 workers", forecast.main),
+    "report": ("one HTML page, and pictures, of one run or several", report.main),
+    "doctor": ("MPI, cores, network, devices, a test of the exchange, and what to change", doctor.main),
     "models": ("table of the models in this folder's models/", models),
 }
 

@@ -1,5 +1,6 @@
-"""Lines and bars with a bound, drawn into a file: the one place that calls matplotlib, imported when first used."""
+"""Lines, bars, areas and maps, drawn into files: the one place that calls matplotlib, imported when first used."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 ENDINGS = (".png", ".svg", ".pdf")
 WIDTH, LINES_HEIGHT, BAR_HEIGHT = 11.0, 5.5, 0.3  # inches
+MARKED = 20  # points of a long line that are marked
 NAMES = 25  # in one column of a legend
 STYLES = ("o-", "s:", "^-.")  # the next when the colours are used up; only the bound is dashed
 BOUND = {"color": "black", "linestyle": "--", "label": "bound"}
@@ -48,7 +50,8 @@ class Lines(NamedTuple):
     def draw(self, axes: "Axes") -> None:
         """Lines with their points, and the bound."""
         for i, (name, line) in enumerate(self.series.items()):
-            axes.plot(*columns(line), style(i), color=colour(i), label=name, markersize=4)
+            every = max(1, len(line) // MARKED)
+            axes.plot(*columns(line), style(i), color=colour(i), label=name, markersize=4, markevery=every)
         if self.bound:
             axes.plot(*columns(self.bound), **BOUND)
         points = [point for line in [*self.series.values(), self.bound] for point in line]
@@ -89,7 +92,55 @@ class Bars(NamedTuple):
         scale(axes, "x", self.x, [*lows, *highs, *([self.bound] if self.bound else [])])
 
 
-Panel = Lines | Bars
+class Areas(NamedTuple):
+    """Named parts of a whole, one on another."""
+
+    title: str
+    x: Quantity
+    y: Quantity
+    at: Sequence[float]
+    parts: Mapping[str, Sequence[float]]  # as many values each
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return LINES_HEIGHT
+
+    def draw(self, axes: "Axes") -> None:
+        """Areas from below."""
+        colours = [colour(i) for i in range(len(self.parts))]
+        axes.stackplot(self.at, *self.parts.values(), labels=list(self.parts), colors=colours)
+        scale(axes, "x", self.x._replace(base=None), [])
+        scale(axes, "y", self.y._replace(base=None), [])
+        axes.margins(x=0)
+
+
+class Map(NamedTuple):
+    """A value for every row and column, as a colour."""
+
+    title: str
+    x: Quantity
+    y: Quantity
+    value: Quantity
+    at: Sequence[float]  # of the columns, evenly apart
+    rows: Sequence[Sequence[float]]  # from the top; NaN where nothing is known
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return 2.0 + min(LINES_HEIGHT, 0.2 * len(self.rows))
+
+    def draw(self, axes: "Axes") -> None:
+        """The map, and what its colours mean."""
+        ends = (self.at[0], self.at[-1] if self.at[-1] > self.at[0] else self.at[0] + 1)
+        extent = (*ends, len(self.rows) - 0.5, -0.5)
+        image = axes.imshow(self.rows, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis")
+        axes.set(xlabel=self.x.label, ylabel=self.y.label)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.figure.colorbar(image, ax=axes, label=self.value.label)
+
+
+Panel = Lines | Bars | Areas | Map
 
 
 def save(panels: Sequence[Panel], path: Path) -> None:
@@ -99,6 +150,22 @@ def save(panels: Sequence[Panel], path: Path) -> None:
         OSError: the file cannot be written.
     """
     figure(panels).savefig(path)
+
+
+def save_both(panels: Sequence[Panel], path: Path) -> str:
+    """Write the panels as a PNG file; the same as SVG, for a page.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib import rc_context
+
+    made, text = figure(panels), io.StringIO()
+    with rc_context({"svg.fonttype": "none"}):
+        made.savefig(text, format="svg", metadata={"Date": None})
+    made.set_layout_engine("none")  # it has its place now
+    made.savefig(path)
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def check_file(path: Path, flag: str) -> None:

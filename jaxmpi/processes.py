@@ -5,6 +5,7 @@ Importing mpi4py starts MPI, so it happens inside functions.
 
 import collections
 import copy
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -13,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -94,6 +96,10 @@ class SoloProcesses:
         """One clock."""
         return [0.0]
 
+    def pings(self) -> list[tuple[float, float]]:
+        """Nobody to wait for."""
+        return [(0.0, 0.0)]
+
 
 class Post:
     """Messages between threads of ranks that wait for nobody; of a single process, to nobody."""
@@ -163,21 +169,25 @@ class MpiProcesses:
         return MpiPost(self.world.Clone())
 
     def clock_offsets(self) -> list[float]:
-        """By how many seconds every rank's `time.perf_counter` is ahead of rank 0's; on rank 0, elsewhere zeros.
+        """By how many seconds every rank's `time.perf_counter` is ahead of rank 0's; on rank 0, elsewhere zeros."""
+        return [offset for _, offset in self.pings()]
 
-        o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS round trips, so off by half of that trip at most.
-        All ranks come here together.
+    def pings(self) -> list[tuple[float, float]]:
+        """Of every rank the quickest round trip from rank 0, s, and its clock's offset; on rank 0, elsewhere zeros.
+
+        o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, so off by half of that trip at most. All ranks
+        come here together.
         """
         self.barrier()
-        offsets = [0.0] * self.size
+        found = [(0.0, 0.0)] * self.size
         for rank in range(1, self.size):
             if self.rank == 0:
-                offsets[rank] = self._ping(rank)
+                found[rank] = self._ping(rank)
             elif self.rank == rank:
                 self._pong()
-        return offsets
+        return found
 
-    def _ping(self, rank: int) -> float:
+    def _ping(self, rank: int) -> tuple[float, float]:
         trips = []
         for _ in range(PINGS):
             theirs, begin = np.zeros(1), time.perf_counter()
@@ -185,7 +195,7 @@ class MpiProcesses:
             self.world.Recv(theirs, rank, tag=3)
             end = time.perf_counter()
             trips.append((end - begin, float(theirs[0]) - (begin + end) / 2))
-        return min(trips)[1]
+        return min(trips)
 
     def _pong(self) -> None:
         for i in range(PINGS):
@@ -345,6 +355,39 @@ def abort(code: int) -> NoReturn:
 
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # not reached where MPI keeps its word
+
+
+def mpi_facts() -> dict[str, str]:
+    """Vendor, version, thread level and CUDA support of the MPI that mpi4py finds; without starting it in a single
+    process; what cannot be known is left out.
+    """
+    import mpi4py
+
+    alone = runtime.launched_workers() == 1
+    if alone:
+        mpi4py.rc.initialize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return {"missing": str(error).splitlines()[0]}
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    levels = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in names}
+    facts = {
+        "library": MPI.Get_library_version().split(",")[0].strip(),
+        "vendor": f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}",
+        "standard": ".".join(map(str, MPI.Get_version())),
+    }
+    return facts if alone else {**facts, "threads": levels[MPI.Query_thread()], "cuda": cuda_support()}
+
+
+def cuda_support() -> str:
+    """What Open MPI says of itself; unknown of others."""
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
+    for path in paths:
+        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return "built with CUDA" if query() else "built without CUDA"
+    return "unknown"
 
 
 def thread_level(mpi: Any) -> int:

@@ -13,10 +13,12 @@ import numpy as np
 from jaxmpi import sinks as plugs
 from jaxmpi.anatomy import Summary
 from jaxmpi.sinks import Sink
+from jaxmpi.spans import Span
 from jaxmpi.terminal import Plain, Progress, Silent, Terminal
 
 FORMAT = 2  # of the record; 1 had no anatomy
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
+BEHIND = 1.1  # times the median: a rank that is told of as slow
 MOST_RANKS = 64  # listed in a line one by one; of more, the slowest of as many together
 
 
@@ -46,7 +48,7 @@ class Recorder:
         self._start = self._begin - elapsed_s
         self._window = self._begin, 0
         self._compute_s = 0.0  # in steps, since this start
-        self._classic = Classic()
+        self._classic, self._buckets = Classic(), Buckets()
 
     def elapsed_s(self) -> float:
         """Seconds of training so far, earlier parts of a resumed run included."""
@@ -78,6 +80,7 @@ class Recorder:
         gradient_norm: float | None = None,
         anatomy: Summary | None = None,
         images: int = 0,
+        noted: Sequence[Span] = (),
     ) -> None:
         """A progress line; images/s since the last one.
 
@@ -87,6 +90,7 @@ class Recorder:
             gradient_norm: of a worker's gradients before the exchange, root of the mean square over workers and steps.
             anatomy: where the time of the last steps went.
             images: of these steps.
+            noted: what this rank did in these steps.
         """
         now = time.monotonic()
         since, before = self._window
@@ -98,6 +102,7 @@ class Recorder:
         shown = Progress(step, total_steps, epoch, loss, images_per_s, lr, told["elapsed_s"], skipped)
         if anatomy:
             told |= self._of_anatomy(anatomy, now)
+            self._buckets.add(noted, anatomy.steps)
             shown = shown._replace(**self._shown(anatomy))
         self.write("train", **told)
         self._terminal.progress(shown)
@@ -120,8 +125,8 @@ class Recorder:
         """What of it the terminal shows."""
         total = anatomy.step_s or 1.0
         shares = {part: value / total for part, value in anatomy.means.items() if part != "hidden"}
-        is_several = len(anatomy.own_s) > 1
-        slowest = self.name(anatomy.slowest) if is_several else ""
+        is_behind = max(anatomy.own_s) > BEHIND * float(np.median(anatomy.own_s))
+        slowest = self.name(anatomy.slowest) if is_behind else ""
         return {"shares": shares, "slowest": slowest, "estimated": anatomy.source == "estimated"}
 
     def name(self, rank: int) -> str:
@@ -132,6 +137,8 @@ class Recorder:
         """Means over `eval_count` evaluated examples: eval_loss, eval_top1, eval_top5; none where there are none."""
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
+        if buckets := self._buckets.taken():
+            self.write("exchange", step=step, buckets=buckets)
         shown = "no examples"
         if means:
             top1, top5 = 100 * means["eval_top1"], 100 * means["eval_top5"]
@@ -149,6 +156,29 @@ class Recorder:
         plugs.close(self._sinks)
         if self._file:
             self._file.close()
+
+
+class Buckets:
+    """How long each bucket of this rank is under way in a step, and is waited for."""
+
+    def __init__(self) -> None:
+        """Nothing seen yet."""
+        self.seconds: dict[str, np.ndarray] = {}
+        self.steps = 0
+
+    def add(self, noted: Sequence[Span], steps: int) -> None:
+        """The spans of so many steps."""
+        self.steps += steps
+        for span in noted:
+            if span.track in ("travel", "wait"):
+                both = self.seconds.setdefault(span.name, np.zeros(2))
+                both[span.track == "wait"] += span.end_s - span.begin_s
+
+    def taken(self) -> list[list[Any]]:
+        """[label, seconds under way, seconds waited for] a step of each since the last call."""
+        rows = [[name, *map(jsonable, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())]
+        self.seconds, self.steps = {}, 0
+        return rows
 
 
 class Classic:

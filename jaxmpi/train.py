@@ -425,6 +425,8 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
                 anatomy.lone(lone_s(run, state, batch))
                 lone_due = k + run.experiment.lone_every
                 anatomy.restart()
+            if k == start + 1:
+                anatomy.restart()  # ranks are through with compiling at different times
         if eval_due:
             result = evaluate(run, state, k)
         if save_due:
@@ -492,6 +494,7 @@ def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
         gradient_norm=(squares / run.workers.size / max(window.steps, 1)) ** 0.5 if squares == squares else None,
         anatomy=seen,
         images=run.plan.examples(step) - run.plan.examples(step - window.steps),
+        noted=window.spans,
     )
     if traced := run.tracer.add(window.spans, step, step == run.plan.clock.total_steps):
         run.recorder.say(traced)

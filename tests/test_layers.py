@@ -50,6 +50,8 @@ ORDER = [
     "rundir",
     "train",
     "launch",
+    "doctor",
+    "report",
     "forecast",
     "bench",
     "cli",
