@@ -6,8 +6,8 @@
     python scripts/reproduce.py speedup --workers 1 2 4 8            images/s of GoogLeNet
     python scripts/reproduce.py table3 --show                        only the lines that it would run
 
-It runs the project's other scripts and compares what they print; it measures nothing itself. Into --out (runs/papers) go
-NAME.csv, NAME.png, and NAME.md with machine, date and what to think of a difference.
+It runs the project's other scripts and compares what they print; it measures nothing itself. Into --out (runs/papers)
+go NAME.csv, NAME.png, and NAME.md with machine, date and what to think of a difference.
 """
 
 import argparse
@@ -159,8 +159,8 @@ JOBS = {
             "googlenet, ar / asa32": 1.06,
             "googlenet, ar / asa16": 1.18,
         },
-        "Their Allreduce went through the host and summed there; ours is Open MPI 5's own, tuned. Inside one host 16 bits "
-        "cost conversions and save memory traffic only.",
+        "Their Allreduce went through the host and summed there; ours is Open MPI 5's own, tuned. Inside one host 16 "
+        "bits cost conversions and save memory traffic only.",
     ),
     "speedup": Job(
         "Ma et al. 2016, Table 1: speed-up of GoogLeNet",
