@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxmpi.config import check, check_writable
 
@@ -16,7 +16,7 @@ WIDTH, LINES_HEIGHT, BAR_HEIGHT = 11.0, 5.5, 0.3  # inches
 MARKED = 20  # points of a long line that are marked
 NAMES = 25  # in one column of a legend
 STYLES = ("o-", "s:", "^-.")  # the next when the colours are used up; only the bound is dashed
-BOUND = {"color": "black", "linestyle": "--", "label": "bound"}
+BOUND: dict[str, Any] = {"color": "black", "linestyle": "--", "label": "bound"}
 Point = tuple[float, float]
 
 
@@ -132,11 +132,13 @@ class Map(NamedTuple):
 
     def draw(self, axes: "Axes") -> None:
         """The map, and what its colours mean."""
+        from matplotlib.ticker import MaxNLocator
+
         ends = (self.at[0], self.at[-1] if self.at[-1] > self.at[0] else self.at[0] + 1)
         extent = (*ends, len(self.rows) - 0.5, -0.5)
         image = axes.imshow(self.rows, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis")
         axes.set(xlabel=self.x.label, ylabel=self.y.label)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.figure.colorbar(image, ax=axes, label=self.value.label)
 
 
@@ -219,7 +221,7 @@ def columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
-def colour(i: int) -> tuple[float, float, float] | str:
+def colour(i: int) -> Any:
     """The i-th line's or bar's: Petroff 2021, told apart by most eyes."""
     from matplotlib import color_sequences
 

@@ -201,17 +201,16 @@ def lines(title: str, x: Quantity, y: Quantity, series: Mapping[str, Sequence[pl
 
 def of_run(record: Record) -> dict[str, list[Panel]]:
     """Anatomy of the steps, ranks, buckets."""
+    return {"anatomy": areas(record), "ranks": rank_map(record), "buckets": bucket_bars(record)}
+
+
+def areas(record: Record) -> list[Panel]:
+    """Parts of a step, one on another, over the steps."""
     known = ~np.isnan(record.train["compute"])
-    steps = thinned(record.train["step"][known])
+    steps = thinned(record.train["step"][known]).tolist()
     parts = {part: thinned(record.train[part][known]).tolist() for part in PARTS if part != "hidden"}
-    has_parts = len(steps) > 1 and any(any(values) for values in parts.values())
-    return {
-        "anatomy": [Areas(f"{record.name}: where a step's time goes", STEP, Quantity("time a step", "s"), steps, parts)]
-        if has_parts
-        else [],
-        "ranks": rank_map(record),
-        "buckets": bucket_bars(record),
-    }
+    title = f"{record.name}: where a step's time goes"
+    return [Areas(title, STEP, Quantity("time a step", "s"), steps, parts)] if len(steps) > 1 else []
 
 
 def rank_map(record: Record) -> list[Panel]:

@@ -4,13 +4,12 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from jaxmpi import runtime
@@ -24,6 +23,8 @@ COLOURS = {
     "exchange": "red",
     "sync": "magenta",
     "other": "white",
+    "done": "blue",
+    "left": "bright_black",
 }
 
 
@@ -145,7 +146,7 @@ class Panel(Silent):
         width = self.console.width
         rows: list[RenderableType] = [
             fitted(f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {left(self._first or now, now)}", width),
-            ProgressBar(total=max(now.total_steps, 1), completed=now.step, width=width),
+            bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
             fitted(f"loss  {now.loss:<9.4f} {sparkline(self.losses, max(4, width - 17))}", width),
         ]
         if self.top1:
@@ -187,12 +188,12 @@ def sparkline(values: Sequence[float] | deque[float], width: int) -> str:
     return "".join(BARS[min(7, int(8 * (v - low) / span))] if v in finite else "?" for v in each)
 
 
-def bar(shares: dict[str, float], width: int) -> Text:
-    """Parts of a step as one coloured bar."""
+def bar(shares: Mapping[str, float], width: int, mark: str = "█") -> Text:
+    """Parts of a whole as one coloured bar."""
     drawn, ends, total = Text(no_wrap=True), 0.0, sum(shares.values()) or 1.0
     for part, share in shares.items():
         begin, ends = round(width * ends / total), ends + share
-        drawn.append("█" * (round(width * ends / total) - begin), style=COLOURS.get(part, "white"))
+        drawn.append(mark * (round(width * ends / total) - begin), style=COLOURS.get(part, "white"))
     return drawn
 
 

@@ -23,7 +23,7 @@ JUDGES = (0, 1)  # ranks that are told
 BEAT_S = 1.0  # between two words of a rank; of more than RANKS ranks, less often
 RANKS = 500
 SILENT_BEATS = 3.5  # without a word: a rank that does not answer
-ANSWER_S = 1.5  # for stacks to come
+ANSWER_S = 2.5  # for stacks to come: they are asked for within a beat
 SHOWN = 16  # ranks told of one by one
 STACKS = 6  # of ranks shown: of late ones first
 STALLED = 75  # exit code, "temporary failure": to start again may help
@@ -159,7 +159,7 @@ class Watchdog:
                 self.stacks[rank] = own_stacks()
             else:
                 self.post.send(rank, {"kind": "ask", "rank": self.rank})
-        deadline = time.monotonic() + ANSWER_S + self.beat_s
+        deadline = time.monotonic() + ANSWER_S
         while set(ranks) - set(self.stacks) and time.monotonic() < deadline:
             time.sleep(0.02)
             self.listen()

@@ -77,10 +77,10 @@ def test_all_parts_but_hidden_add_up():
         rows, now = [], 100.0
         for step in range(rng.integers(1, 6)):
             waits = rng.exponential(1.0, 5)
-            at = now + np.cumsum(waits)
+            at = (now + np.cumsum(waits)).tolist()
             ended = [(now, now), (now, at[0]), LATER][rng.integers(3)]
-            rows.append(Row(step, now, *at[:2].tolist(), at[2] if step == 0 else at[1], float(at[4]), ended))
-            now = float(at[4])
+            rows.append(Row(step, now, at[0], at[1], at[2] if step == 0 else at[1], at[4], ended))
+            now = at[4]
         noted = [Span("wait", "b", b, b + d) for b, d in rng.uniform(100, 110, (4, 2)) - [0, 100]]
         found = parts(rows, noted, step_s=float(rng.exponential(2)))
         assert sum(v for k, v in found.items() if k != "hidden") == pytest.approx(now - 100.0)

@@ -36,7 +36,7 @@ ILLS = {
     "crowded": ([rank(mask=(0,)), rank(mask=(0,))], MULTIPLE, "a has 2 ranks on 1 cores"),
     "bound": ([rank(mask=(0,)), rank(mask=(1,))], MULTIPLE, "a: 2 ranks are bound to 2 of 8 cores"),
     "threads": (GOOD, {"threads": "MPI_THREAD_SERIALIZED"}, "no overlap and no watchdog"),
-    "shared memory": ([rank(**{"shm free": 1 << 20})] * 2, MULTIPLE, "/dev/shm has 1 MiB free, expected 64"),
+    "shared memory": ([rank() | {"shm free": 1 << 20}] * 2, MULTIPLE, "/dev/shm has 1 MiB free, expected 64"),
     "gpus": ([rank(gpus=["0", "1"])], MULTIPLE, "a has 2 GPUs, but JAX runs on its CPU"),
     "mpi": ([rank()], {"missing": "libmpi.so not found"}, "no MPI: libmpi.so not found; one worker runs without"),
 }

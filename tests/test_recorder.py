@@ -141,8 +141,9 @@ def seen(ranks: int = 4, steps: int = 10, slow: int = 2) -> Summary:
 def test_a_window_names_its_worst_rank(tmp_path):
     record, out = recorder(tmp_path, hosts=["a", "a", "node07", "b"])
     noted = [Span("travel", "bucket 1 of 1 (w)", 0.0, 2.0), Span("wait", "bucket 1 of 1 (w)", 1.0, 2.0)]
-    record.train(**TRAIN, gradient_norm=2.5, anatomy=seen(), images=320, noted=noted)
+    record.train(**TRAIN, gradient_norm=2.5, anatomy=seen(), images=96, noted=noted)
     record.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=0.5, eval_top5=1.0)
+    record.close()
     train, _, exchange = rows(tmp_path)
     assert train["anatomy"].keys() == PARTS.keys()
     assert train["anatomy"]["compute"] == [1.0, 1.0, 1.5, 2]
@@ -157,8 +158,9 @@ def test_a_window_names_its_worst_rank(tmp_path):
 
 def test_ranks_that_are_alike_have_no_slowest(tmp_path):
     record, out = recorder(tmp_path, hosts=["a"] * 4)
-    record.train(**TRAIN, anatomy=seen()._replace(own_s=[1.0, 1.01, 1.05, 1.0]), images=320)
+    record.train(**TRAIN, anatomy=seen()._replace(own_s=[1.0, 1.01, 1.05, 1.0]), images=96)
     assert "slowest" not in out.getvalue()
+    record.close()
 
 
 @pytest.mark.parametrize("batch", [96, 128, 700, 5120, 12_000])
@@ -192,6 +194,7 @@ def test_a_wall_clock_that_jumps_moves_no_time(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: wall() + 86_400)
     record.train(**TRAIN)
     assert all(0 <= row["elapsed_s"] < 60 for row in rows(tmp_path))
+    record.close()
 
 
 # ---------------------------------------------------------------- sinks
@@ -213,7 +216,7 @@ def test_every_line_goes_to_every_sink_and_one_that_fails_gets_no_more(tmp_path,
 
 def test_tensorboard_gets_the_numbers(tmp_path):
     pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto import event_pb2
 
     from jaxmpi.sinks import TensorBoard
 
@@ -224,7 +227,7 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     data, found = file.read_bytes(), {}
     while data:  # u64 length, its checksum, the event, its checksum
         size = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + size])
+        event = event_pb2.Event.FromString(data[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue] # made at import
         found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
         data = data[16 + size :]
     assert found["train/loss"] == (3, pytest.approx(1.23457))

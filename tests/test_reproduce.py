@@ -2,16 +2,16 @@
 
 import csv
 import json
+import runpy
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from launching import ROOT, run
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import reproduce
-
+reproduce = types.SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "reproduce.py")))
 BENCH = {
     "cases": [
         {

@@ -170,8 +170,8 @@ def test_a_single_process_that_is_stuck_ends_with_its_stack():
 # ---------------------------------------------------------------- real jobs
 
 STALL_S = 4
-TRAIN = ("-m", "jaxmpi.train", "experiments/digits.py", "--train-for", "100000st", "--eval-every", "0st", "--quiet")
-TRAIN += ("--checkpoint-every", "0st", "--stall-s", str(STALL_S))
+TRAIN = ("-m", "jaxmpi.train", "experiments/digits.py", "--train-for", "100000st", "--local-batch", "8", "--quiet")
+TRAIN += ("--checkpoint-every", "0st", "--eval-every", "0st", "--stall-s", str(STALL_S))
 
 
 def ranks_of(leader: int) -> dict[int, int]:

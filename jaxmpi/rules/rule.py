@@ -34,7 +34,11 @@ class Mute:
         own = exchange.gradients
         if own is not None:
             given = own.update
-            own = optax.GradientTransformation(own.init, lambda *args: args[:2] if self.is_on else given(*args))
+
+            def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+                return (updates, state) if self.is_on else given(updates, state, params)
+
+            own = optax.GradientTransformation(own.init, update)
         return exchange._replace(mean=unless_on(exchange.mean), sum=unless_on(exchange.sum), gradients=own)
 
     def during(self, step: Callable) -> Callable:
