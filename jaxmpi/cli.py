@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxmpi import doctor, forecast, launch, report
 from jaxmpi.config import UsageError, lookup
+from jaxmpi.data import pack
 
 
 def models(argv: list[str]) -> None:
@@ -24,6 +25,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "plan": ("predicted step time and best strategy for 2 to 4,096 workers", forecast.main),
     "report": ("one HTML page, and pictures, of one run or several", report.main),
     "doctor": ("MPI, cores, network, devices, a test of the exchange, and what to change", doctor.main),
+    "data": ("pack any source into few files; check them", pack.main),
     "models": ("table of the models in this folder's models/", models),
 }
 

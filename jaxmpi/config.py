@@ -94,12 +94,19 @@ def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps
     return max(round(number * per_unit[unit]), int(number > 0))
 
 
+# Where examples are while they are read.
+MEMORY = {
+    "none": "in files, or wherever the source has them",
+    "partition": "in the memory of the workers: each group of them holds one full copy",
+}
+
+
 @dataclass(frozen=True)
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds
-    dir: str = ""  # root folder of imagefolder or tfds; JAXMPI_DATA where empty
+    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds | packed
+    dir: str = ""  # root folder of imagefolder, tfds or packed; JAXMPI_DATA where empty
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
@@ -118,6 +125,9 @@ class Data:
     on_error: str = "stop"  # stop | skip: what a corrupt image does
     threads: int = 2  # decoding threads per worker
     prefetch: int = 2  # batches made ahead, per worker
+    memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
+    group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
+    shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
     train: InPython[Any] = None  # source `array`: anything with __len__ and __getitem__ -> (image, label)
     validation: InPython[Any] = None  # the same, for evaluation
 
@@ -142,6 +152,9 @@ class Data:
             not (self.mean and self.mean_image),
             "data.mean and data.mean_image: give one of the two",
         )
+        lookup(MEMORY, self.memory, "data.memory")
+        for name in ("group_size", "shuffle_period"):
+            check(getattr(self, name) >= 0, f"data.{name}: got {getattr(self, name)}; expected >= 0")
         self._check_crop_area()
 
     def _check_crop_area(self) -> None:
@@ -262,6 +275,13 @@ BATCH_STATISTICS = {
 }
 
 
+# Who carries what workers exchange.
+COMMS = {
+    "mpi": "MPI, one process a worker",
+    "xla": "XLA's collectives over a jax.distributed job that MPI sets up: NCCL between GPUs, gloo between CPUs",
+}
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One training run. An experiment file holds one as `experiment`."""
@@ -297,7 +317,8 @@ class Experiment:
     seed: int = 0  # of initialisation, order, augmentation and dropout
     batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
     compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
-    devices: int = 1  # local devices of one process, a worker each; more than 1 excludes MPI
+    devices: int = 1  # local devices of one process, a worker each; more than 1 in several processes needs comm xla
+    comm: str = "mpi"  # mpi | xla: who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
     form: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
 
     def __post_init__(self) -> None:
@@ -320,6 +341,7 @@ class Experiment:
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
+        lookup(COMMS, self.comm, "comm")
         check(
             self.form in ("auto", "fused", "split"),
             f"form: got {self.form!r}; expected auto, fused or split",
@@ -327,6 +349,10 @@ class Experiment:
         check(
             self.form != "split" or self.devices == 1,
             f"form: got split with {self.devices} devices; several devices of one process share one jit",
+        )
+        check(
+            self.form != "split" or self.comm == "mpi",
+            "form: got split with comm xla; all workers share one jit there: use auto or fused",
         )
         for name in ("train_for", "eval_every", "checkpoint_every"):
             steps(getattr(self, name), 1, 1, 1)

@@ -12,11 +12,13 @@ from typing import NamedTuple, NoReturn
 from jaxmpi import runtime
 from jaxmpi.config import UsageError, lookup, nearest
 
-USAGE = """usage: jaxmpi train [-n N] [--launcher mpirun|srun] [--launcher-args "..."] EXPERIMENT.py [--field value ...]
+USAGE = """usage: jaxmpi train [-n N] [--launcher mpirun|srun] [--launcher-args "..."] [--comm mpi|xla]
+                    EXPERIMENT.py [--field value ...]
 
   -n N               workers, one process each; without it one worker, no MPI
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
+  --comm NAME        as the field of that name, which may also stand behind the experiment
   --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them"""
 
 
@@ -35,7 +37,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         UsageError: an option without its value, or a number of workers that is none.
     """
-    values = {"-n": "1", "--launcher": default_launcher(environ), "--launcher-args": ""}
+    values = {"-n": "1", "--launcher": default_launcher(environ), "--launcher-args": "", "--comm": ""}
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     while argv and argv[0] in values:
         if len(argv) == 1:
@@ -47,11 +49,12 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
     if not values["-n"].isdigit() or int(values["-n"]) < 1:
         raise UsageError(f"-n: got {values['-n']!r}; expected a number of workers >= 1")
+    comm = ("--comm", values["--comm"]) if values["--comm"] and argv else ()
     try:
         launcher_args = shlex.split(values["--launcher-args"])
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
-    return Options(int(values["-n"]), values["--launcher"], tuple(launcher_args), tuple(argv))
+    return Options(int(values["-n"]), values["--launcher"], tuple(launcher_args), (*argv[:1], *comm, *argv[1:]))
 
 
 def default_launcher(environ: Mapping[str, str]) -> str:

@@ -55,6 +55,7 @@ class SoloProcesses:
     """The control plane of a single process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    hosts = (0,)
 
     def same(self, what: str, value: Any) -> None:
         """One rank agrees with itself, on what several could compare."""
@@ -147,6 +148,7 @@ class MpiProcesses:
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self.world = MPI.COMM_WORLD.Clone()
+        self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
         runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))

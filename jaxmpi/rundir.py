@@ -189,7 +189,10 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
 
 
 # Fields of `data` under which the same examples stay the same.
-NOT_THE_DATA = ("data.dir", "data.threads", "data.prefetch", "data.on_error")
+NOT_THE_DATA = (
+    *("data.dir", "data.threads", "data.prefetch", "data.on_error"),
+    *("data.memory", "data.group_size", "data.shuffle_period"),  # where they change the order, the data's facts say so
+)
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -218,7 +218,7 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
 
 
 def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """i32[batch]: how many classes are ahead of the true one; ties go by class number, NaN is behind all."""
+    """i32[batch]: how many classes are ahead of the true one; ties go by class number, NaN of it is last."""
     true = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     ahead = ~(logits <= true)
     tied_before = (logits == true) & (jnp.arange(logits.shape[-1])[None] < labels[:, None])

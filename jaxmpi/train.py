@@ -34,7 +34,8 @@ from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.plan import choose, is_auto
-from jaxmpi.processes import named_leaves, processes
+from jaxmpi.processes import MpiProcesses, Processes, named_leaves, processes
+from jaxmpi.programs import loaded_jit
 from jaxmpi.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.sinks import TensorBoard
@@ -42,7 +43,7 @@ from jaxmpi.state import TrainState, create
 from jaxmpi.terminal import open_terminal
 from jaxmpi.trace import Profiler, Tracer
 from jaxmpi.watchdog import watching
-from jaxmpi.workers import Workers, gather_workers, put, take, to_device
+from jaxmpi.workers import Workers, gather_workers, put, rows, take, to_device
 
 PyTree = Any
 
@@ -138,10 +139,20 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
         form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(alone), False)
         return Functions(rule, jitted, once(evaluate), mean_state, strategy, form, lone=lone)
-    over = partial(steps.over_devices, mesh=workers.mesh)
+    over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
     train_step, lone = over(step, donate=(0,)), Lone(over(alone), False)
     return Functions(rule, train_step, over(evaluate), over(mean_state), strategy, form, lone=lone)
+
+
+def over_mesh(
+    function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate: tuple[int, ...] = ()
+) -> Callable:
+    """`steps.over_devices`; where ranks share a host's cores one of them compiles for all."""
+    jitted = steps.over_devices(function, mesh, donate)
+    if isinstance(control, MpiProcesses) and jax.default_backend() == "cpu":
+        return loaded_jit(jitted, list(mesh.devices.flat), control)
+    return jitted
 
 
 def exchange_for(
@@ -323,7 +334,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         TrainingError: the loss is not finite.
     """
     runtime.doing("start")
-    workers = gather_workers(experiment.devices)
+    workers = gather_workers(experiment.devices, experiment.comm)
     rundir.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
@@ -464,24 +475,24 @@ def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
     Raises:
         TrainingError: a loss is NaN or infinite; the checkpoints so far stay.
     """
-    losses = np.atleast_1d(np.asarray(metrics.loss, np.float64))
+    losses, counts = (rows(value, run.workers).astype(np.float64) for value in (metrics.loss, metrics.count))
     for worker, loss in zip(run.workers.mine, losses, strict=True):
         if not np.isfinite(loss):
             raise TrainingError(
                 f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
                 "Lower the learning rate, warm up or clip"
             )
-    squares = np.nan if metrics.squares is None else np.asarray(metrics.squares, np.float64).sum()
-    return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum(), squares])
+    squares = np.nan if metrics.squares is None else rows(metrics.squares, run.workers).sum(dtype=np.float64)
+    return np.array([losses.sum(), counts.sum(), squares])
 
 
 def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
     """A progress line: the mean loss of all workers' examples since the last one, and where the time went."""
     feed = run.plan.feed
     mine = np.array([*sums, feed.skipped, feed.wait_s])
-    rows = run.workers.processes.rows(np.concatenate([mine, flat(window)]))
-    loss, count, squares, skipped, wait_s = rows[:, : len(mine)].sum(axis=0).tolist()
-    seen = summary(rows[:, len(mine) :], window.steps)
+    every = run.workers.processes.rows(np.concatenate([mine, flat(window)]))
+    loss, count, squares, skipped, wait_s = every[:, : len(mine)].sum(axis=0).tolist()
+    seen = summary(every[:, len(mine) :], window.steps)
     run.recorder.train(
         step=step,
         total_steps=run.plan.clock.total_steps,
@@ -509,7 +520,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     for batch in run.plan.validation.batches():
         runtime.doing(f"evaluation after step {step}")
         metrics = run.functions.eval_step(state.params, model_state, batch)
-        sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
+        sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
     if count:

@@ -157,6 +157,8 @@ def test_help_lists_every_field_with_its_meaning():
 
 BAD = {
     "file": (["experiments/digit.py"], "did you mean 'digits.py'"),
+    "no Python": (["README.md"], "'README.md': expected a Python file"),
+    "mean image": ([DIGITS, "--data.mean-image", "/no.npy", "--data.mean"], "data.mean_image /no.npy: "),
     "a folder": (["experiments"], "'experiments' is a folder; in it: "),
     "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be used"),
     "no file": ([], "name an experiment file"),
@@ -181,6 +183,7 @@ IMPORTS = {
     "from models.googlnet import googlenet": "No module named 'models.googlnet'; did you mean 'googlenet'? there are: ",
     "from models.cnn import digit_cnn": "did you mean 'digits_cnn'? there are: ",
     "import no_such_package": "No module named 'no_such_package'",
+    "import sys; sys.exit(0)": "ends the program, sys.exit(0); expected a module to import",
 }
 
 
@@ -208,6 +211,14 @@ def test_bad_input_is_said_once_by_several_ranks(tmp_path):
     assert not ended.timed_out
     assert ended.code != 0
     assert ended.out.count("effective_batch 64 is not divisible by 3 workers; nearest that are: 63 or 66") == 1
+
+
+@pytest.mark.parametrize(("args", "message"), [(["--optim.momentum", "1.5"], "got 1.5;"), (["--optim.lr", "x"], "'x'")])
+def test_a_wrong_field_is_said_once_by_several_ranks(args, message):
+    ended = train(3, DIGITS, *args, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert re.sub(r"\x1b\[[\d;]*m", "", ended.out).count(message) == 1, ended.out
 
 
 def test_ranks_with_different_configuration_are_named(tmp_path):

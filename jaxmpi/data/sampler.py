@@ -87,6 +87,11 @@ class Sampler:
         )
 
     @property
+    def name(self) -> str:
+        """What tells this order from others of the same seed; empty where nothing does."""
+        return ""
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps that visit every example once; the last may be short."""
         return math.ceil(self.examples / self.effective_batch)
