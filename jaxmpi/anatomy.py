@@ -230,7 +230,7 @@ def summary(rows: np.ndarray, steps: int) -> Summary:
 
     sync_r = sum_k (e_rk - min_r e_rk), where e_rk is what rank r waits in step k: who comes last waits for nobody.
     """
-    local = dict(zip(LOCAL, rows[:, : len(LOCAL)].T, strict=True))
+    local: dict[str, np.ndarray] = dict(zip(LOCAL, rows[:, : len(LOCAL)].T, strict=True))
     exposed = rows[:, len(LOCAL) + 1 :]
     shared = exposed.min(axis=0)
     local["sync"] = (exposed - shared).sum(axis=1)
