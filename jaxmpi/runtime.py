@@ -334,15 +334,21 @@ class At(NamedTuple):
     phase: str
     since_s: float  # of time.monotonic
     count: int  # of phases so far: it is stuck where this stays
+    patience: float = 1.0  # how many times longer than others the phase may last
 
 
-_at = At("start", time.monotonic(), 0)
+LONG = 6.0  # patience with what compiles or writes
+_at = At("start", time.monotonic(), 0, LONG)
 
 
-def doing(phase: str) -> None:
-    """Note what this process is at, for the message if it fails, and that it gets on."""
+def doing(phase: str, patience: float = 1.0) -> None:
+    """Note what this process is at, for the message if it fails, and that it gets on.
+
+    Args:
+        patience: how many times longer than a step it may last before it counts as stuck.
+    """
     global _at
-    _at = At(phase, time.monotonic(), _at.count + 1)
+    _at = At(phase, time.monotonic(), _at.count + 1, patience)
 
 
 def at() -> At:

@@ -333,7 +333,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         UsageError: the experiment cannot run as asked, or ranks differ.
         TrainingError: the loss is not finite.
     """
-    runtime.doing("start")
+    runtime.doing("start", runtime.LONG)
     workers = gather_workers(experiment.devices, experiment.comm)
     rundir.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
@@ -414,7 +414,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     sums, result = np.zeros(3), {}  # loss, examples and squares of gradients since the last progress line
     anatomy, lone_due = Anatomy(run.workers.size, to_device(run.workers)), first_lone(run, start)
     for k, batch in enumerate(anatomy.batches(plan.feed.batches(start, last), start + 1), start + 1):
-        runtime.doing(f"step {k}")
+        runtime.doing(f"step {k}", runtime.LONG if k == start + 1 else 1.0)
         run.profiler.before(k)
         state, metrics = run.functions.train_step(state, batch)
         run.profiler.after(k, state)
@@ -514,11 +514,11 @@ def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
 
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     """Every validation example once, over all workers; model state as `batch_statistics` says."""
-    runtime.doing(f"evaluation after step {step}")
+    runtime.doing(f"evaluation after step {step}", runtime.LONG)
     model_state = run.functions.mean_state(state.model_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
-        runtime.doing(f"evaluation after step {step}")
+        runtime.doing(f"evaluation after step {step}", runtime.LONG)  # another batch, so it gets on
         metrics = run.functions.eval_step(state.params, model_state, batch)
         sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
@@ -559,7 +559,7 @@ def save(run: Run, state: TrainState, step: int) -> None:
     """
     if run.functions.strategy.startswith("none"):
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
-    runtime.doing(f"checkpoint of step {step}")
+    runtime.doing(f"checkpoint of step {step}", runtime.LONG)
     states = take(state, run.workers)
     for worker, of_worker in states.items():
         for path, leaf in named_leaves(of_worker):

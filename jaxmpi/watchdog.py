@@ -111,7 +111,8 @@ class Watchdog:
         if self.rank != 0 and first and not self._is_silent(first):
             return  # rank 0 is there to judge
         idle_s = max((self.now_s - heard.moved_s for heard in self.known.values()), default=0.0)
-        if idle_s < self.stall_s + self.beat_s:
+        patience = max((heard.beat["patience"] for heard in self.known.values()), default=1.0)
+        if idle_s < self.stall_s * patience + self.beat_s:
             if self.told_s is not None:
                 self._say(f"goes on, {self.now_s - self.told_s:.0f} s after that")
                 self.told_s = None
@@ -182,6 +183,7 @@ def mine(rank: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "phase": at.phase,
         "count": at.count,
+        "patience": at.patience,
         "waits": waits,
         "open": opened,
     }

@@ -33,10 +33,10 @@ class Letters(Post):
         return come
 
 
-def beat(rank: int, count: int, phase: str = "step 7", waits: tuple[str, ...] = ()) -> dict:
+def beat(rank: int, count: int, phase: str = "step 7", waits: tuple[str, ...] = (), patience: float = 1.0) -> dict:
     opened = [f"waits for {name}" for name in waits]
     told = {"waits": list(waits), "open": opened, "host": f"node{rank}"}
-    return {"kind": "beat", "rank": rank, "count": count, "phase": phase, **told}
+    return {"kind": "beat", "rank": rank, "count": count, "phase": phase, "patience": patience, **told}
 
 
 def dog(rank: int = 0, stall_s: float = 10.0) -> tuple[Watchdog, Letters, io.StringIO]:
@@ -119,6 +119,14 @@ def test_a_clock_that_jumps_or_a_process_that_slept_accuses_nobody():
     live(watch, letters, range(1, 5), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     live(watch, letters, range(100_000, 100_004), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     assert out.getvalue() == ""
+
+
+def test_what_compiles_or_writes_may_last_longer():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 55), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
+    assert out.getvalue() == ""
+    live(watch, letters, range(55, 70), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
+    assert "no progress for 6" in out.getvalue()
 
 
 def test_a_rank_that_has_ended_is_not_missed():
