@@ -172,7 +172,7 @@ class Buckets:
         for span in noted:
             if span.track in ("travel", "wait"):
                 both = self.seconds.setdefault(span.name, np.zeros(2))
-                both[span.track == "wait"] += span.end_s - span.begin_s
+                both[int(span.track == "wait")] += span.end_s - span.begin_s
 
     def taken(self) -> list[list[Any]]:
         """[label, seconds under way, seconds waited for] a step of each since the last call."""

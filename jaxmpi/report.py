@@ -133,8 +133,8 @@ def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """f64[columns, ranks]: seconds of a step in which a rank waits for no other; means of neighbouring lines."""
     lists = [row.get("own_s") or [] for row in rows]
     ranks = max(map(len, lists), default=0)
-    full = np.array([values for values in lists if len(values) == ranks], float).reshape(-1, ranks)
-    return thinned(full, COLUMNS)
+    full = [values for values in lists if ranks and len(values) == ranks]
+    return thinned(np.array(full, float).reshape(len(full), ranks), COLUMNS)
 
 
 def thinned(values: np.ndarray, most: int = POINTS) -> np.ndarray:

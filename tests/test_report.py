@@ -35,13 +35,13 @@ def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) ->
         rows = rng.uniform(0.1, 1.0, (ranks, len(LOCAL) + 1 + 10))
         rows[:, LOCAL.index("exposed")] = rows[:, len(LOCAL) + 1 :].sum(axis=1)
         rows[:, len(LOCAL)] = 3
-        place = {"step": 10 * i + 1, "total_steps": 10 * lines, "epoch": i / 10, "examples": 640 * i}
+        place = {"step": 10 * i + 1, "total_steps": 10 * lines, "epoch": i / 10, "examples": 640 * (i + 1)}
         losses = {"loss": 2.0 / (i + 1), "lr": lr, "wait_s": 0.0, "skipped": 0, "gradient_norm": 1.0 / (i + 1)}
         noted = [Span("travel", f"bucket {b} of 3 (w<{b}>)", 0.0, 0.01 * b) for b in (1, 2, 3)]
         record.train(**place, **losses, anatomy=summary(rows, 10), images=640, noted=noted)
         if i % 10 == 9:
             top = {"eval_loss": 1.0, "eval_top1": 0.5 + i / 100, "eval_top5": 0.9}
-            record.evaluation(step=10 * i + 1, epoch=i / 10, examples=640 * i, eval_count=360, **top)
+            record.evaluation(step=10 * i + 1, epoch=i / 10, examples=640 * (i + 1), eval_count=360, **top)
     record.close()
     return folder
 
@@ -168,10 +168,10 @@ def test_no_record_and_no_permission(tmp_path):
 
 AS_NOBODY = """
 import os, sys
-os.setgid(65534); os.setuid(65534)
 from pathlib import Path
 from jaxmpi import report
 from jaxmpi.config import UsageError
+os.setgid(65534); os.setuid(65534)  # after all imports: nobody may not read this Python either
 closed, fixed = map(Path, sys.argv[1:])
 for call in (lambda: report.read(closed), lambda: report.write([fixed], fixed / "report")):
     try:
