@@ -77,7 +77,7 @@ class Recorder:
         lr: float,
         wait_s: float,
         skipped: int,
-        gradient_norm: float | None = None,
+        gradient_norm: float = math.nan,
         anatomy: Summary | None = None,
         images: int = 0,
         noted: Sequence[Span] = (),
@@ -98,7 +98,7 @@ class Recorder:
         self._window = now, examples
         told: dict[str, Any] = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         told |= {"loss": loss, "images_per_s": images_per_s, "lr": lr, "wait_s": wait_s, "skipped": skipped}
-        told |= {"gradient_norm": gradient_norm} if gradient_norm is not None else {}
+        told |= {"gradient_norm": gradient_norm}
         shown = Progress(step, total_steps, epoch, loss, images_per_s, lr, told["elapsed_s"], skipped)
         if anatomy:
             told |= self._of_anatomy(anatomy, now)
@@ -149,6 +149,13 @@ class Recorder:
     def start_window(self, examples: int) -> None:
         """Begin a new window of images/s: what lay between was not training."""
         self._window = time.monotonic(), examples
+
+    def go_back(self, step: int) -> None:
+        """Drop lines after `step`: what they tell of is done again."""
+        if self._file:
+            self._file.close()
+            cut_record(Path(self._file.name), step)
+            self._file = Path(self._file.name).open("a")
 
     def close(self) -> None:
         """Close the record, the sinks and the panel."""
@@ -224,15 +231,15 @@ def cut_record(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+            if row.get("step", 0) <= step:
+                kept.append(line + b"\n")
+        except (ValueError, AttributeError, TypeError, RecursionError):  # no line of ours
             continue
-        if row.get("step", 0) <= step:
-            kept.append(line + "\n")
     aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept))
+    aside.write_bytes(b"".join(kept))
     aside.replace(path)
 
 

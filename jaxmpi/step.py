@@ -29,7 +29,9 @@ class Metrics(NamedTuple):
 
     loss: jax.Array  # f32[], summed
     count: jax.Array  # f32[], examples
-    squares: jax.Array | None = None  # f32[], of this worker's gradients
+    finite: Any = None  # bool[leaves of params]: whether this worker's gradients are
+    applied: Any = None  # bool[], the same on all workers: whether the update was finite, and so was made
+    squares: Any = None  # f32[]: sum of squares of this worker's gradients
 
 
 class EvalMetrics(NamedTuple):
@@ -133,17 +135,12 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def local_gradients(
-    forward: Forward, micro_batch: int = 0, with_norm: bool = True
+    forward: Forward, micro_batch: int = 0
 ) -> Callable[[PyTree, PyTree, Batch, jax.Array, jax.Array], tuple[PyTree, PyTree, Metrics]]:
     """Gradients of one worker's share of the loss, accumulated over micro-batches.
 
     L_i = sum_j weight_j loss_j, with weight = workers / (examples of all workers in this step), so that the mean of L_i
     over workers is the mean loss of the effective batch, exactly, however unequal the shares.
-
-    Args:
-        forward: from a batch to its outputs.
-        micro_batch: examples of one accumulation slice; 0: all at once.
-        with_norm: whether metrics hold ||grad L_i||^2, for which every gradient is read once more.
 
     Returns: (params, model_state, batch, key u32[2], step i32[]) -> (gradients, model_state, metrics).
     """
@@ -173,7 +170,7 @@ def local_gradients(
         size = batch["label"].shape[0]
         if not micro_batch or micro_batch == size:
             grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
-            return grads, model_state, measured(grads, metrics)
+            return grads, model_state, seen(grads, metrics)
         slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
 
         def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
@@ -188,20 +185,51 @@ def local_gradients(
         (grads, model_state, metrics), _ = jax.lax.scan(
             accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
         )
-        return grads, model_state, measured(grads, metrics)
-
-    def measured(grads: PyTree, metrics: Metrics) -> Metrics:
-        squares = [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
-        return metrics._replace(squares=sum(squares, jnp.zeros(()))) if with_norm else metrics
+        return grads, model_state, seen(grads, metrics)
 
     return gradients
 
 
-def train_step(state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule) -> tuple[TrainState, Metrics]:
-    """One update; also runs outside jit, piece by piece."""
+def seen(grads: PyTree, metrics: Metrics) -> Metrics:
+    """The metrics with what is to be known of the gradients: which leaves are finite, and ||grad L_i||^2."""
+    squares = [jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(grads)]
+    return metrics._replace(finite=finite_leaves(grads), squares=sum(squares, jnp.zeros(())))
+
+
+def finite_leaves(tree: PyTree) -> jax.Array:
+    """bool[leaves]: which leaves are finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)] or [jnp.array(True)])
+
+
+Guard = Callable[[TrainState, TrainState], tuple[TrainState, jax.Array]]
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule, guard: Guard | None = None
+) -> tuple[TrainState, Metrics]:
+    """One update; also runs outside jit, piece by piece.
+
+    Args:
+        guard: `or_before` or a jit of it, where an update that is not finite is not made; None where all are.
+    """
     grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
     params, rule_state = rule.update(grads, state.rule_state, state.params)
-    return TrainState(state.step + 1, params, model_state, rule_state, state.key), metrics
+    after = TrainState(state.step + 1, params, model_state, rule_state, state.key)
+    if guard is None:
+        return after, metrics
+    after, applied = guard(state, after)
+    return after, metrics._replace(applied=applied)
+
+
+def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Array]:
+    """(the state after an update, or before it where its params are not finite; which of them it is).
+
+    What is not finite on one worker makes the params of all so, since all of them come from an exchange: workers agree
+    without a message.
+    """
+    applied = finite_leaves(after.params).all()
+    kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, before)
+    return kept._replace(step=after.step), applied
 
 
 # ---------------------------------------------------------------- evaluation

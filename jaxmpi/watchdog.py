@@ -26,7 +26,7 @@ SILENT_BEATS = 3.5  # without a word: a rank that does not answer
 ANSWER_S = 2.5  # for stacks to come: they are asked for within a beat
 SHOWN = 16  # ranks told of one by one
 STACKS = 6  # of ranks shown: of late ones first
-STALLED = 75  # exit code, "temporary failure": to start again may help
+STALLED = 1  # exit code: to start again may help
 
 
 @dataclass

@@ -26,7 +26,7 @@ ORDER = (
         "models",
         "functions",
     ),
-    *("faults", "seeing", "performance", "results", "papers", "api", "design"),
+    *("reliability", "seeing", "performance", "results", "papers", "api", "design"),
 )
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 

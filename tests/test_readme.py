@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import cli, experiment, forecast, launch, optim, report
+from jaxmpi import cli, config, experiment, faults, forecast, launch, optim, orbax, report
 from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import COMPRESSORS
 from jaxmpi.data import SOURCES, pack
@@ -185,6 +185,8 @@ TABLES = {
     "optimizer": [*optim.OPTIMIZERS],
     "decay": [*optim.DECAYS],
     "warm-up": [*optim.WARMUPS],
+    "fault": [*faults.KINDS],
+    "recovery": [*config.RECOVERIES],
 }
 
 
@@ -201,7 +203,7 @@ def test_every_command_is_named():
 
 OTHERS_FLAGS = {
     "mpirun": {"--host", "--hostfile", "--map-by", "--mca"},
-    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue"},
+    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
     "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
     "ruff": {"--check"},
     "XLA": {"--xla"},
@@ -212,8 +214,9 @@ def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
-    known |= flags(forecast.parser().format_help()) | flags(report.parser().format_help())
     known |= flags(pack.pack_parser().format_help()) | flags(pack.check_parser().format_help())
+    known |= flags(forecast.parser().format_help()) | flags(orbax.parser().format_help())
+    known |= flags(report.parser().format_help())
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:

@@ -37,7 +37,7 @@ def test_train_lines(tmp_path):
     record.train(**TRAIN)
     [row] = rows(tmp_path)  # on disk at once
     names = ["kind", "step", "epoch", "examples", "elapsed_s", "loss", "images_per_s", "lr", "wait_s", "skipped"]
-    assert list(row) == names
+    assert list(row) == [*names, "gradient_norm"]
     assert (row["kind"], row["step"], row["loss"]) == ("train", 3, 1.23457)
     assert "step 3/10  epoch 0.30  loss 1.2346" in out.getvalue()
     record.close()
@@ -112,6 +112,16 @@ VALUES = [
 def test_jsonable(value, expected):
     assert jsonable(value) == expected
     assert json.loads(json.dumps(jsonable(value))) == expected
+
+
+def test_a_run_that_goes_back_goes_on_in_the_same_file(tmp_path):
+    record, _ = recorder(tmp_path)
+    for step in (3, 6, 9):
+        record.train(**{**TRAIN, "step": step})
+    record.go_back(6)
+    record.write("rollback", step=6)
+    record.close()
+    assert [row["step"] for row in rows(tmp_path)] == [3, 6, 6]
 
 
 def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
