@@ -113,6 +113,8 @@ def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> lis
         *(["no line tells the configuration"] if not facts else []),
         *([f"record of format {version}, older than {FORMAT}: no anatomy"] if facts and version < FORMAT else []),
         *([f"record of format {version}, newer than {FORMAT}: what is new is left out"] if version > FORMAT else []),
+        *([f"{kinds.count('skipped')} steps were not finite and left out"] if "skipped" in kinds else []),
+        *([f"{kinds.count('rollback')} times back to a checkpoint"] if "rollback" in kinds else []),
         *(["no step yet"] if "train" not in kinds else []),
     ]
 

@@ -145,6 +145,13 @@ def test_a_record_of_a_later_version(tmp_path):
     assert read(run).notes == [f"record of format 99, newer than {FORMAT}: what is new is left out"]
 
 
+def test_steps_left_out_and_ways_back_are_told(tmp_path):
+    run = write_run(tmp_path / "run", lines=3)
+    with (run / "record.jsonl").open("a") as file:
+        file.write('{"kind": "skipped", "step": 7}\n{"kind": "rollback", "step": 6}\n{"kind": "skipped", "step": 9}\n')
+    assert read(run).notes == ["2 steps were not finite and left out", "1 times back to a checkpoint"]
+
+
 def test_a_run_that_has_only_begun(tmp_path):
     (tmp_path / "record.jsonl").write_text(f'{{"kind": "run", "format": {FORMAT}}}\n')
     assert "no step yet" in report.write([tmp_path], tmp_path / "out").read_text()
