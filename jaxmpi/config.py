@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
@@ -50,6 +51,19 @@ def check(holds: bool, message: str) -> None:
     """Raise `UsageError(message)` unless `holds`."""
     if not holds:
         raise UsageError(message)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written later; several ranks may ask at once."""
+    try:
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {str(path)!r}: {error.strerror}; name a file in a folder that exists"
+        ) from error
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
@@ -277,6 +291,8 @@ class ExchangeConfig:
         lookup(OVERLAPS, self.overlap, "exchange.overlap")
 
 
+# What a job does that gets no further.
+ON_STALL = {"abort": "ends, with a code other than 0", "warn": "says so and goes on"}
 # What becomes of a step whose gradients or loss are not finite.
 RECOVERIES = {
     "stop": "the run stops",
@@ -321,7 +337,15 @@ class Experiment:
     checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best: int = 1  # beside them, those of lowest eval_loss, of steps that were evaluated and saved
-    log_every: int = 10  # steps between progress lines; the first step always has one
+    log_every: int = 10  # steps between lines of the record; the first step always has one
+    quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
+    trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
+    profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
+    tensorboard: bool = False  # lines of the record to TensorBoard, too, in the run directory
+    sinks: InPython[tuple[Callable[[dict[str, Any]], None], ...]] = ()  # get every line of the record
+    lone_every: int = 200  # steps between steps without exchange, on a copy, where only they tell its time; 0 = never
+    stall_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
+    on_stall: str = "abort"  # abort | warn: what then happens
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     params: str = ""  # Orbax folder that the run begins with, instead of the model's own params
@@ -351,6 +375,11 @@ class Experiment:
             f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
         )
         lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
+        lookup(ON_STALL, self.on_stall, "on_stall")
+        for name in ("lone_every", "stall_s"):
+            check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
+        for name in ("trace", "profile"):
+            step_range(getattr(self, name), name)
         lookup(RECOVERIES, self.recover, "recover")
         lookup(COMMS, self.comm, "comm")
         check(
@@ -371,6 +400,20 @@ class Experiment:
             "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,
             f"train_for: got {self.train_for}; expected a duration > 0 in ep, st or ex",
         )
+
+
+def step_range(text: str, name: str) -> tuple[int, int]:
+    """First and last step of `10:20`; (0, 0) where nothing is given.
+
+    Raises:
+        UsageError: no two steps in this order.
+    """
+    if not text:
+        return 0, 0
+    first, _, last = text.partition(":")
+    is_one = first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
+    check(is_one, f"{name}: got {text!r}; expected the first and the last step, as 10:20")
+    return int(first), int(last)
 
 
 def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:

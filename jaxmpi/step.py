@@ -31,6 +31,7 @@ class Metrics(NamedTuple):
     count: jax.Array  # f32[], examples
     finite: Any = None  # bool[leaves of params]: whether this worker's gradients are
     applied: Any = None  # bool[], the same on all workers: whether the update was finite, and so was made
+    squares: Any = None  # f32[]: sum of squares of this worker's gradients
 
 
 class EvalMetrics(NamedTuple):
@@ -169,7 +170,7 @@ def local_gradients(
         size = batch["label"].shape[0]
         if not micro_batch or micro_batch == size:
             grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
-            return grads, model_state, metrics._replace(finite=finite_leaves(grads))
+            return grads, model_state, seen(grads, metrics)
         slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
 
         def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
@@ -184,9 +185,15 @@ def local_gradients(
         (grads, model_state, metrics), _ = jax.lax.scan(
             accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
         )
-        return grads, model_state, metrics._replace(finite=finite_leaves(grads))
+        return grads, model_state, seen(grads, metrics)
 
     return gradients
+
+
+def seen(grads: PyTree, metrics: Metrics) -> Metrics:
+    """The metrics with what is to be known of the gradients: which leaves are finite, and ||grad L_i||^2."""
+    squares = [jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(grads)]
+    return metrics._replace(finite=finite_leaves(grads), squares=sum(squares, jnp.zeros(())))
 
 
 def finite_leaves(tree: PyTree) -> jax.Array:

@@ -11,7 +11,9 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,14 +38,16 @@ from jaxmpi import (
     rules,
     rundir,
     runtime,
+    spans,
     strategies,
 )
 from jaxmpi import experiment as experiments
 from jaxmpi import saver as savers
 from jaxmpi import step as steps
+from jaxmpi.anatomy import Anatomy, Summary, Window, flat, summary
 from jaxmpi.buckets import Order
 from jaxmpi.comm import Comm
-from jaxmpi.config import Experiment
+from jaxmpi.config import Experiment, step_range
 from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
@@ -51,10 +55,14 @@ from jaxmpi.modelcheck import check_model
 from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, named_leaves, processes
 from jaxmpi.programs import loaded_jit
-from jaxmpi.recorder import Recorder, cut_record
+from jaxmpi.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.rules import Rule
+from jaxmpi.sinks import TensorBoard
 from jaxmpi.state import TrainState, create
-from jaxmpi.workers import Workers, alone, gather_apart, gather_workers, put, rows, take
+from jaxmpi.terminal import open_terminal
+from jaxmpi.trace import Profiler, Tracer
+from jaxmpi.watchdog import watching
+from jaxmpi.workers import Workers, alone, gather_apart, gather_workers, put, rows, take, to_device
 
 PyTree = Any
 
@@ -93,6 +101,14 @@ class Functions(NamedTuple):
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
     why: str = ""  # what `auto` came to, for the log
+    lone: "Lone | None" = None  # where nothing else tells the time of an exchange
+
+
+class Lone(NamedTuple):
+    """A step that exchanges nothing; what it gives is thrown away."""
+
+    step: Callable[[TrainState, steps.Batch], Any]  # may donate its state
+    is_compiled: bool  # by the first step of the run
 
 
 def settle_exchange(
@@ -156,26 +172,31 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     keeps = experiment.recover == "skip"
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
-        rule = build_rule(experiment, plan, exchange_of(False)._replace(jit=keep_operands))
+        mute = rules.Mute()
+        rule = build_rule(experiment, plan, mute.of(exchange_of(False))._replace(jit=keep_operands))
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         checked = once(steps.or_before) if keeps else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
-        eval_params = rule.eval_params or own_params
-        return Functions(rule, step, once(evaluate), mean_state, eval_params, once(guard.fingerprints), strategy, form)
+        eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
+        hashed = once(guard.fingerprints)
+        return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     rule = build_rule(experiment, plan, exchange_of(is_beside))
     eval_params = rule.eval_params or own_params
     checked = steps.or_before if keeps else None
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
+    still = rules.Mute(is_on=True).of(exchange_of(False))
+    quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, still))
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
-        form = f"fused form: one jit; {why}"
+        form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(quiet), False)
         hashed = once(guard.fingerprints)
-        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form)
+        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
     evaluate, mean, params, hashed = map(over, (evaluate, mean_state, eval_params, guard.fingerprints))
-    return Functions(rule, over(step, donate=(0,)), evaluate, mean, params, hashed, strategy, form)
+    train_step, lone = over(step, donate=(0,)), Lone(over(quiet), False)
+    return Functions(rule, train_step, evaluate, mean, params, hashed, strategy, form, lone=lone)
 
 
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
@@ -404,7 +425,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
             checkpoint cannot be written.
         guard.Preempted: a signal asked to leave, and the run has been saved.
     """
-    runtime.doing("start")
+    runtime.doing("start", runtime.LONG)
     notice = guard.Notice()
     try:
         return train_until(notice, experiment, name, root, digest)
@@ -433,9 +454,13 @@ def train_until(
     plan = make_plan(experiment, workers, kept.scaled_for if kept else workers.size)
     asked = experiment.exchange.strategy
     experiment, why = settle_exchange(experiment, plan, workers, kept)
-    functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
+    functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     rules.check_wire(experiment.rule, functions.strategy)
-    with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
+    with (
+        watching(workers.processes, experiment.stall_s, experiment.on_stall) as unwatched,
+        rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
+    ):
+        functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         faults.order(experiment.inject, workers.size, workers.mine, folder)
         return run_in(folder, experiment, workers, plan, functions, root, notice)
 
@@ -482,10 +507,13 @@ def run_in(
     start = saved.step if saved else 0
     if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start)
-    recorder = Recorder(folder if is_first else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0)
+    hosts = workers.processes.gather(socket.gethostname())
+    elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+    recorder = open_recorder(experiment, folder, elapsed_s, hosts) if is_first else Recorder(None)
     if is_first:
         facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
-            "asked": functions.asked
+            "asked": functions.asked,
+            "format": FORMAT,
         }
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
@@ -502,6 +530,8 @@ def run_in(
         open_saver(experiment, workers, functions, folder, states),
         guard.Votes(workers.processes, notice, leaves),
         guard.Recovery(experiment.recover, experiment.recover_limit),
+        Tracer(step_range(experiment.trace, "trace"), workers.processes, hosts, folder / "trace.json"),
+        Profiler(step_range(experiment.profile, "profile"), folder / "profile"),
     )
     if isinstance(saved, asynchronous.Start):
         return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
@@ -568,6 +598,12 @@ def open_saver(
     return savers.Saver(checkpoints, workers.processes, workers=workers.size, keep=keep, **equal)
 
 
+def open_recorder(experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str]) -> Recorder:
+    """The record, the sinks and the terminal; hosts are names by rank."""
+    sinks = [*experiment.sinks, *([TensorBoard(folder / "tensorboard")] if experiment.tensorboard else [])]
+    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts)
+
+
 class Run(NamedTuple):
     """All that the loop needs beside the state."""
 
@@ -580,6 +616,8 @@ class Run(NamedTuple):
     saver: savers.Saver
     votes: guard.Votes
     recovery: guard.Recovery
+    tracer: Tracer
+    profiler: Profiler
 
 
 def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str, float]:
@@ -589,26 +627,23 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str,
             try:
                 return loop(run, put(states, run.workers), start)
             except guard.RollBack as back:
-                states, start, run = rolled_back(run, back)
+                states, start = rolled_back(run, back)
     finally:
+        run.profiler.close()
         run.recorder.close()
 
 
-def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], int, Run]:
-    """The newest checkpoint's states and step, and the run with its record cut there."""
+def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], int]:
+    """The newest checkpoint's states and step; the record is cut there."""
     run.votes.count()  # on a step that counts no more
     run.saver.wait()
     experiment = dataclasses.replace(run.experiment, resume=True)
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
-    start, elapsed_s = saved.step if saved else 0, run.recorder.elapsed_s()
-    run.recorder.close()
-    is_first = run.workers.processes.rank == 0
-    if is_first:
-        cut_record(run.folder / "record.jsonl", start)
-    recorder = Recorder(run.folder if is_first else None, elapsed_s)
-    recorder.write("rollback", step=start, failed=back.step, why=str(back))
-    recorder.say(f"{back}: back to step {start}")
-    return states, start, run._replace(recorder=recorder)
+    start = saved.step if saved else 0
+    run.recorder.go_back(start)
+    run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
+    run.recorder.say(f"{back}: back to step {start}")
+    return states, start
 
 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
@@ -616,14 +651,18 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     plan, last = run.plan, run.plan.clock.total_steps
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
-    sums, result = np.zeros(2), {}  # loss and examples since the last progress line
+    sums, result = np.zeros(3), {}  # loss, examples and squares of gradients since the last progress line
+    anatomy, lone_due = Anatomy(run.workers.size, to_device(run.workers)), first_lone(run, start)
     with contextlib.closing(plan.feed.batches(start, last)) as batches:
-        for k, batch in enumerate(batches, start + 1):
-            runtime.doing(f"step {k}")
+        for k, batch in enumerate(anatomy.batches(batches, start + 1), start + 1):
+            runtime.doing(f"step {k}", runtime.LONG if k == start + 1 else 1.0)
             run.saver.poll()
             leaving = run.votes.leaving
             state, batch = faults.reach("step", k, (state, batch))
+            run.profiler.before(k)
             state, metrics = update(run, k, state, batch)
+            run.profiler.after(k, state)
+            anatomy.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=k == start + 1)
             pending.append((k, metrics))
             log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
             eval_due = k % plan.eval_every == 0 or k == last
@@ -634,12 +673,19 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
                 sums += finite_sums(*pending.pop(0), run)
             if log_due or eval_due or compare_due:
                 jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
+                anatomy.pause()
                 mind(run, run.votes.count())
             if compare_due:
                 compare(run, state, k)
             if log_due:
-                log(run, k, sums)
-                sums = np.zeros(2)
+                seen = log(run, k, sums, anatomy.window())
+                sums = np.zeros(3)
+                if k >= lone_due and seen.source in ("unknown", "estimated"):
+                    anatomy.lone(lone_s(run, state, batch))
+                    lone_due = k + run.experiment.lone_every
+                    anatomy.restart()
+                if k == start + 1:
+                    anatomy.restart()  # ranks are through with compiling at different times
             if eval_due:
                 result = evaluate(run, state, k)
             if save_due:
@@ -648,8 +694,30 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
                 leave(run, k)
             if eval_due or save_due:
                 run.recorder.start_window(plan.examples(k))
+                anatomy.restart()
     run.saver.wait()
     return result
+
+
+def first_lone(run: Run, start: int) -> float:
+    """The step after which the first one without exchange is due; infinite where none is."""
+    lone, every = run.functions.lone, run.experiment.lone_every
+    if lone is None or not every or run.functions.strategy.startswith("none"):
+        return float("inf")
+    return start + (min(every, run.experiment.log_every + 1) if lone.is_compiled else every)
+
+
+def lone_s(run: Run, state: TrainState, batch: steps.Batch) -> float:
+    """Seconds of a step without exchange, on a copy of the state."""
+    lone, seconds = run.functions.lone, 0.0
+    assert lone is not None
+    for _ in range(1 if lone.is_compiled else 2):
+        with spans.span("other", "step without exchange"):
+            scratch = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+            begin = time.perf_counter()
+            jax.block_until_ready(lone.step(scratch, batch))
+            seconds = time.perf_counter() - begin
+    return seconds
 
 
 def update(run: Run, step: int, state: TrainState, batch: steps.Batch) -> tuple[TrainState, steps.Metrics | None]:
@@ -671,14 +739,14 @@ def leave(run: Run, step: int) -> None:
 
 
 def finite_sums(step: int, metrics: steps.Metrics | None, run: Run) -> np.ndarray:
-    """[loss, examples] of this process's workers, of a step that was made; and this process's vote on it.
+    """[loss, examples, squares of gradients] of this process's workers, of a step that was made; and its vote on it.
 
     Raises:
         TrainingError, guard.RollBack: what all ranks agree to do about the step before.
     """
     if metrics is None:
         mind(run, run.votes.cast(step, None, 0, True))
-        return np.zeros(2)
+        return np.zeros(3)
     losses, counts = (rows(value, run.workers).astype(np.float64) for value in (metrics.loss, metrics.count))
     finite = rows(metrics.finite, run.workers).reshape(len(losses), -1)
     applied = metrics.applied is None or bool(rows(metrics.applied, run.workers).all())
@@ -686,7 +754,8 @@ def finite_sums(step: int, metrics: steps.Metrics | None, run: Run) -> np.ndarra
     place, bad = odd[0] if odd else (0, None)
     mind(run, run.votes.cast(step, bad, run.workers.mine[place], applied))
     made = applied and np.isfinite(losses).all()
-    return np.array([losses.sum(), counts.sum()]) if made else np.zeros(2)
+    squares = rows(metrics.squares, run.workers).sum(dtype=np.float64)
+    return np.array([losses.sum(), counts.sum(), squares]) if made else np.zeros(3)
 
 
 def not_finite(loss: float, finite: np.ndarray) -> int | None:
@@ -724,14 +793,17 @@ def compare(run: Run, state: TrainState, step: int) -> None:
         run.recovery.of_difference(f"{text}; {savers.last_good(run.folder / 'checkpoints')}")
 
 
-def log(run: Run, step: int, sums: np.ndarray) -> None:
-    """A progress line: the mean loss of all workers' examples since the last one.
+def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
+    """A progress line: the mean loss of all workers' examples since the last one, and where the time went.
 
     Raises:
         TrainingError: more data is skipped than may be.
     """
     feed = run.plan.feed
-    loss, count, skipped, wait_s = run.workers.processes.sum(np.array([*sums, feed.skipped, feed.wait_s]))
+    mine = np.array([*sums, feed.skipped, feed.wait_s])
+    every = run.workers.processes.rows(np.concatenate([mine, flat(window)]))
+    loss, count, squares, skipped, wait_s = every[:, : len(mine)].sum(axis=0).tolist()
+    seen = summary(every[:, len(mine) :], window.steps)
     run.recorder.train(
         step=step,
         total_steps=run.plan.clock.total_steps,
@@ -741,18 +813,26 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
         lr=np.asarray(run.plan.lr(step - 1)).item(),
         wait_s=float(wait_s) / run.workers.size,
         skipped=int(skipped),
+        gradient_norm=(squares / run.workers.size / max(window.steps, 1)) ** 0.5,
+        anatomy=seen,
+        images=run.plan.examples(step) - run.plan.examples(step - window.steps),
+        noted=window.spans,
     )
+    if traced := run.tracer.add(window.spans, step, step == run.plan.clock.total_steps):
+        run.recorder.say(traced)
     epochs_begun = -(-step // run.plan.clock.steps_per_epoch)
     guard.check_budget(int(skipped), len(feed.source), epochs_begun, run.experiment.data.max_skipped)
+    return seen
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     """Every validation example once, over all workers; model state as `batch_statistics` says."""
-    runtime.doing(f"evaluation after step {step}")
+    runtime.doing(f"evaluation after step {step}", runtime.LONG)
     model_state = run.functions.mean_state(state.model_state)
     params = run.functions.eval_params(state.params, state.rule_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
+        runtime.doing(f"evaluation after step {step}", runtime.LONG)  # another batch, so it gets on
         metrics = run.functions.eval_step(params, model_state, batch)
         sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
@@ -812,7 +892,7 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
     """
     if run.functions.strategy.startswith("none"):
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
-    runtime.doing(f"checkpoint of step {step}")
+    runtime.doing(f"checkpoint of step {step}", runtime.LONG)
     run.saver.save(take(state, run.workers), extra_of(run), score)
 
 

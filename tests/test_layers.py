@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxmpi"
 ORDER = [
     "config",
     "runtime",
+    "spans",
     "processes",
     "handlers",
     "programs",
@@ -42,7 +43,13 @@ ORDER = [
     "workers",
     "partition",
     "feed",
+    "anatomy",
+    "sinks",
+    "terminal",
     "recorder",
+    "trace",
+    "watchdog",
+    "plots",
     "faults",
     "checkpoint",
     "saver",
@@ -55,7 +62,8 @@ ORDER = [
     "function",
     "supervise",
     "launch",
-    "chart",
+    "doctor",
+    "report",
     "forecast",
     "bench",
     "cli",
@@ -124,13 +132,14 @@ def test_the_parser_sees_imports_in_functions():
     assert {name.split(".")[0] for name in imports(PACKAGE / "processes.py")} >= MPI
 
 
-def test_importing_starts_neither_mpi_nor_a_device():
+def test_importing_starts_neither_mpi_nor_a_device_and_loads_no_plotting():
     job = run(
         "import sys, jaxmpi, jaxmpi.train, jaxmpi.launch\n"
         "from jax._src import xla_bridge\n"  # JAX has no public word for it
-        "print('mpi4py' in sys.modules, 'mpi4jax' in sys.modules, xla_bridge.backends_are_initialized())"
+        "loaded = [name in sys.modules for name in ('mpi4py', 'mpi4jax', 'matplotlib')]\n"
+        "print(*loaded, xla_bridge.backends_are_initialized())"
     )
-    assert (job.stdout.split(), job.stderr) == (["False", "False", "False"], "")
+    assert (job.stdout.split(), job.stderr) == (["False"] * 4, "")
 
 
 # ---------------------------------------------------------------- a model knows nothing of workers

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from jaxmpi import plots
 from jaxmpi.bench import contenders
 from jaxmpi.bench.contenders import Shape
 from jaxmpi.bench.peers import PEERS, importable
-from jaxmpi.config import UsageError, check
+from jaxmpi.config import UsageError, check, check_writable
 from jaxmpi.launch import default_launcher
 
 STRATEGIES = ("asa32", "asa16", "ring32", "ring16")
@@ -95,8 +96,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--warm-up", type=int, default=8, help="rounds before, until the heap has settled (default: 8)")
     add("--rate-mbit", type=float, help="of each host's link, for the bound (default: as measured)")
     add("--as-it-comes", action="store_true", help="the peers once more with glibc's allocator as it comes, in turn")
-    add("--out", help="JSON file for all figures")
-    add("--plot", help="PNG file for the chart")
+    add("--out", type=Path, help="JSON file for all figures")
+    add("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
     add("--job", nargs=2, help=argparse.SUPPRESS)  # plan and result: how `run_jobs` starts ranks
     options = parser.parse_args(joined(argv))
     for name, least in (("n", 1), ("rounds", 1), ("warm_up", 1)):
@@ -136,28 +137,16 @@ def make_plan(options: argparse.Namespace) -> Plan:
     peers = importable(options.peers)
     check(bool(peers or options.strategies), "nothing to time: neither strategies nor peers")
     check(bool(peers) or not options.as_it_comes, "--as-it-comes times peers, and there are none")
-    for path in (options.out, options.plot):
-        check_writable(path)
+    if options.out:
+        check_writable(options.out)
+    if options.plot:
+        plots.check_file(options.plot, "--plot")
     named = options.sizes or (BAIDU if options.sizes is not None or not options.tree else ())
     cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
     cases += [Case(name, True, list(tree.values())) for name, tree in trees(options.tree).items()]
     check(options.plot is None or any(case.floats for case in cases), "--plot: no case has any floats to draw")
     strategies = tuple(dict.fromkeys(options.strategies))
     return Plan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit)
-
-
-def check_writable(path: str | None) -> None:
-    """Refuse a file that could not be written after the last round."""
-    if path is None:
-        return
-    file = Path(path)
-    try:
-        is_new = not file.exists()
-        file.open("a").close()
-        if is_new:
-            file.unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
 
 
 def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:

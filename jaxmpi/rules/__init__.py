@@ -13,6 +13,7 @@ from jaxmpi.rules.gosgd import gosgd
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.rules.rule import Asynchronous as Asynchronous
 from jaxmpi.rules.rule import Exchange as Exchange
+from jaxmpi.rules.rule import Mute as Mute
 from jaxmpi.rules.rule import Rule as Rule
 from jaxmpi.rules.subgd import subgd
 
