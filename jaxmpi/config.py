@@ -28,6 +28,10 @@ class TrainingError(RuntimeError):
     """A run that cannot go on, for a reason the message gives in full. Shown without a traceback."""
 
 
+class AgreedError(TrainingError):
+    """One that all ranks raise together: rank 0 speaks for them."""
+
+
 def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
     """`table[name]`, or a `UsageError` that lists what exists and suggests the nearest."""
     if name in table:
@@ -109,6 +113,7 @@ class Data:
     channels: int = 3  # of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
     on_error: str = "stop"  # stop | skip: what a corrupt image does
+    max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
     threads: int = 2  # decoding threads per worker
     prefetch: int = 2  # batches made ahead, per worker
     memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
@@ -119,6 +124,7 @@ class Data:
 
     def __post_init__(self) -> None:
         check(self.on_error in ("stop", "skip"), f"data.on_error: got {self.on_error!r}; stop or skip")
+        check(0 <= self.max_skipped <= 1, f"data.max_skipped: got {self.max_skipped}; expected a share in [0, 1]")
         for name in ("resize", "crop"):
             check(
                 getattr(self, name) >= 0,
@@ -213,9 +219,30 @@ class Schedule:
 class RuleConfig:
     """When workers talk, and about what."""
 
-    name: str = "gradients"  # gradients | subgd | awagd
+    name: str = "gradients"  # gradients | subgd | awagd | easgd | easgd_sync | asgd | gosgd
     average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
-    force: bool = False  # let subgd and awagd run an optimizer for which they equal no single worker
+    force: bool = False  # run an optimizer that is not linear in the gradient under a rule that expects one
+    alpha: float = 0.5  # easgd: share of its distance to the center that a worker goes at an exchange, in (0, 1]
+    server_alpha: float = 0.0  # easgd: share of it that the center goes, in (0, 1]; 0 = alpha
+    tau: int = 1  # easgd, asgd: steps between a worker's exchanges
+    p: float = 0.01  # gosgd: probability that a worker sends its params to another after a step, in [0, 1]
+    staleness: int = 0  # easgd, asgd: steps a worker may be ahead of the slowest before it waits; 0 = no bound
+    servers: int = 0  # easgd, asgd: last ranks, which only keep the center; 0 = a thread of rank 0 does
+    momentum: float = 0.0  # easgd: Nesterov momentum delta of EAMSGD, in [0, 1), over optimizer sgd
+
+    def __post_init__(self) -> None:
+        shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
+        why = "beyond 1 a worker would end on the far side of the center"
+        for name in shares:
+            value = getattr(self, name)
+            is_open = name != "p"
+            check(
+                0 <= value <= 1 and not (is_open and value == 0),
+                f"rule.{name}: got {value}; expected {'(0' if is_open else '[0'}, 1]" + f": {why}" * is_open,
+            )
+        check(0 <= self.momentum < 1, f"rule.momentum: got {self.momentum}; expected [0, 1): at 1 it never forgets")
+        for name, least in (("tau", 1), ("staleness", 0), ("servers", 0)):
+            check(getattr(self, name) >= least, f"rule.{name}: got {getattr(self, name)}; expected >= {least}")
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> None:
@@ -249,6 +276,13 @@ class ExchangeConfig:
         check_bucket_bytes(self.bucket_bytes)
         lookup(OVERLAPS, self.overlap, "exchange.overlap")
 
+
+# What becomes of a step whose gradients or loss are not finite.
+RECOVERIES = {
+    "stop": "the run stops",
+    "skip": "the step changes nothing; params that differ between workers stop the run",
+    "rollback": "back to the newest checkpoint; a step that fails twice is left out",
+}
 
 # How batch norm's statistics cross workers: what training normalises with, what evaluation does.
 BATCH_STATISTICS = {
@@ -286,9 +320,15 @@ class Experiment:
     eval_every: str = "1ep"  # duration between evaluations; 0st: only the last step, which is always evaluated
     checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
     keep_checkpoints: int = 2  # newest checkpoints kept
+    keep_best: int = 1  # beside them, those of lowest eval_loss, of steps that were evaluated and saved
     log_every: int = 10  # steps between progress lines; the first step always has one
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
+    params: str = ""  # Orbax folder that the run begins with, instead of the model's own params
+    recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
+    recover_limit: int = 10  # times that a run may skip or roll back before it stops
+    compare_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
+    inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # of initialisation, order, augmentation and dropout
     batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
     compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
@@ -301,7 +341,7 @@ class Experiment:
             not (self.local_batch and self.effective_batch),
             f"got local_batch {self.local_batch} and effective_batch {self.effective_batch}; give one of them",
         )
-        for name in ("local_batch", "effective_batch", "micro_batch"):
+        for name in ("local_batch", "effective_batch", "micro_batch", "keep_best", "recover_limit"):
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
         check(0 <= self.seed < 2**32, f"seed: got {self.seed}; expected 0 to 2^32 - 1")
         for name in ("log_every", "keep_checkpoints", "devices"):
@@ -311,6 +351,7 @@ class Experiment:
             f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
         )
         lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
+        lookup(RECOVERIES, self.recover, "recover")
         lookup(COMMS, self.comm, "comm")
         check(
             self.form in ("auto", "fused", "split"),
@@ -324,7 +365,7 @@ class Experiment:
             self.form != "split" or self.comm == "mpi",
             "form: got split with comm xla; all workers share one jit there: use auto or fused",
         )
-        for name in ("train_for", "eval_every", "checkpoint_every"):
+        for name in ("train_for", "eval_every", "checkpoint_every", "compare_every"):
             steps(getattr(self, name), 1, 1, 1)
         check(
             "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,
@@ -332,14 +373,19 @@ class Experiment:
         )
 
 
-def local_batch(experiment: Experiment, workers: int) -> int:
-    """Examples per worker and step.
+def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:
+    """Examples per worker and step, the most of them where shares are uneven.
+
+    Args:
+        uneven: let the effective batch not divide: a run that goes on with another number of workers.
 
     Raises:
         UsageError: the effective batch does not divide by the workers, or the local batch by the micro-batch;
             the nearest that do are named.
     """
     effective = experiment.effective_batch
+    if uneven and effective:
+        return -(-effective // workers)
     check_divides("effective_batch", effective, workers, "workers")
     local = experiment.local_batch or effective // workers or 32
     check_divides("local batch", local, experiment.micro_batch or 1, "(micro_batch)")

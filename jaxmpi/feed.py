@@ -1,7 +1,7 @@
 """Examples of one kind on their way to the devices: who reads which when, and what the wait for them was."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Feed:
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
         }
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:
+    def batches(self, start: int = 0, stop: int | None = None) -> Generator[steps.Batch, None, None]:
         """Batches of this process's workers, with a leading axis of workers where there are several."""
         if self.memory:
             self.memory.begin(start, stop)
@@ -64,8 +64,11 @@ def stacked(batches: Sequence[Batch], mesh: Mesh | None) -> steps.Batch:
     return arrays[0] if mesh is None else spread(arrays, mesh)
 
 
-def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Workers) -> Feed:
+def open_feed(experiment: Experiment, split: str, effective_batch: int, workers: Workers, micro_batch: int = 0) -> Feed:
     """The source of a split, checked against the model.
+
+    Args:
+        micro_batch: which divides each worker's batch, filled up; 0 where there is none.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's.
@@ -78,11 +81,12 @@ def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Wor
         f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
         f"build the model with classes={source.classes}",
     )
-    is_train, effective_batch, seed = split == "train", local_batch * workers.size, experiment.seed
+    is_train, seed, multiple = split == "train", experiment.seed, micro_batch or 1
     if experiment.data.memory == "partition":
-        memory, samplers = keep(source, experiment.data, seed, effective_batch, is_train, workers)
+        memory, samplers = keep(source, experiment.data, seed, effective_batch, is_train, workers, multiple)
         return Feed(memory.source, samplers, experiment.data, is_train, workers.mesh, memory=memory)
     samplers = tuple(
-        Sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train) for rank in workers.mine
+        Sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
+        for rank in workers.mine
     )
     return Feed(source, samplers, experiment.data, is_train, workers.mesh)

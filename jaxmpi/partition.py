@@ -177,7 +177,13 @@ def message(raw: np.ndarray, size_bytes: np.ndarray) -> list:
 
 
 def keep(
-    source: Source, data: Data, seed: int, effective_batch: int, train: bool, workers: Workers
+    source: Source,
+    data: Data,
+    seed: int,
+    effective_batch: int,
+    train: bool,
+    workers: Workers,
+    multiple: int = 1,
 ) -> tuple[Memory, tuple[Sampler, ...]]:
     """A source's records in the memory of this job, not yet loaded, and the order in which its workers read them.
 
@@ -190,9 +196,8 @@ def keep(
     """
     n, size, each = len(source), workers.size, len(workers.mine)
     parts = check_group(data.group_size, size, each)
-    samplers = tuple(
-        GroupSampler(n, effective_batch, rank, size, seed, train, parts, data.shuffle_period) for rank in workers.mine
-    )
+    options = {"shuffle": train, "multiple": multiple, "parts": parts, "period": data.shuffle_period}
+    samplers = tuple(GroupSampler(n, effective_batch, rank, size, seed, **options) for rank in workers.mine)
     control, inside = workers.processes, MemorySource(source, data)
     if not train:
         own = np.flatnonzero(np.isin(np.arange(n) % size, workers.mine))

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -52,13 +53,24 @@ class SoloProcesses:
     """The control plane of a single process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
-    hosts = (0,)
+    hosts, may_overlap = (0,), True
+
+    def apart(self) -> "SoloProcesses":
+        """The same: nothing is sent."""
+        return self
+
+    def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """The values themselves, when asked for."""
+        return lambda: values
 
     def same(self, what: str, value: Any) -> None:
         """One rank agrees with itself, on what several could compare."""
         statement(what, value)
 
     def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def leave(self, code: int = 0) -> None:
         """Nobody to wait for."""
 
     def host_barrier(self) -> None:
@@ -93,12 +105,14 @@ class MpiProcesses:
         self.library = MPI.Get_library_version().split(",")[0].strip()
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
-        self.world = MPI.COMM_WORLD.Clone()
+        self._own: list[Any] = []  # communicators
+        self.world, self._max, self._in_place = self.clone(MPI.COMM_WORLD), MPI.MAX, MPI.IN_PLACE
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
-        self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
-        runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))
+        self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
+        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit))
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        self._own.append(self._local)
         self.local_rank, self.local_size = self._local.rank, self._local.size
         runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
         here = [tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), runtime.my_gpu()]))]
@@ -109,8 +123,34 @@ class MpiProcesses:
     def apart(self) -> "MpiProcesses":
         """The same over a communicator of its own, for another thread; all ranks come here together."""
         other = copy.copy(self)
-        other.world = self.world.Clone()
+        other.world = self.clone()
         return other
+
+    def leave(self, code: int = 0) -> None:
+        """Meet all ranks at the end. Where some may be lost, and MPI's own end could hang, end the process there."""
+        if not survives_losses():
+            return self.barrier()
+        try:
+            wait(self.world.Ibarrier(), LATE_S)
+        except Exception as error:
+            if not is_loss(error):
+                raise
+        sys.stdout.flush()
+        os._exit(code)
+
+    def clone(self, of: Any = None) -> Any:
+        """A communicator of mpi4py for one thread alone; all ranks come here together."""
+        made = (of or self.world).Clone()
+        self._own.append(made)
+        return made
+
+    def _abort(self, code: int) -> NoReturn:
+        """End every rank. Where ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too."""
+        if not survives_losses():
+            abort(code)
+        for comm in self._own:
+            comm.Revoke()
+        os._exit(code)
 
     def _let_exchanges_end(self) -> None:
         """Where MPI lets only one thread call it at a time, wait for exchanges in XLA's threads."""
@@ -121,10 +161,9 @@ class MpiProcesses:
         return wait(self._exit.Ibarrier(), timeout_s)
 
     def barrier(self) -> None:
-        """Wait for all ranks without spinning; an error after AGREE_TIMEOUT_S."""
+        """Wait for all ranks without spinning; an error that names who is absent after AGREE_TIMEOUT_S."""
         self._let_exchanges_end()
-        if not wait(self.world.Ibarrier(), AGREE_TIMEOUT_S):
-            raise TrainingError(f"not all ranks came to where this one is within {AGREE_TIMEOUT_S:.0f} s")
+        self._arrive(self.world.Ibarrier(), "a barrier")
 
     def host_barrier(self) -> None:
         """Wait for all ranks of this host."""
@@ -141,11 +180,36 @@ class MpiProcesses:
         return self._local.bcast(value)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over ranks of f64[n]."""
+        """Sum over ranks of f64[n]; an error that names who is absent after AGREE_TIMEOUT_S."""
         self._let_exchanges_end()
         total = np.empty_like(values, np.float64)
-        wait(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), float("inf"))
+        self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
         return total
+
+    def _arrive(self, request: Any, what: str) -> None:
+        """Wait for a message of all ranks.
+
+        Raises:
+            TrainingError: who did not come within AGREE_TIMEOUT_S.
+        """
+        if not wait(request, AGREE_TIMEOUT_S):
+            raise TrainingError(f"{what}: rank {self.late()} did not answer in time; all ranks must call it")
+
+    def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin the largest over ranks of i64[n]; it is there when asked for.
+
+        Asking raises `TrainingError` where a rank does not come within AGREE_TIMEOUT_S.
+        """
+        self._let_exchanges_end()
+        largest = np.array(values, np.int64)
+        request = self.world.Iallreduce(self._in_place, largest, self._max)
+
+        def result() -> np.ndarray:
+            self._let_exchanges_end()
+            self._arrive(request, "the vote of all ranks on a step")
+            return largest
+
+        return result
 
     def _gather_ints(self, value: int) -> list[int]:
         out = np.empty(self.size, np.int64)
@@ -183,7 +247,8 @@ class MpiProcesses:
         """Compare a JSON value over all ranks.
 
         Raises:
-            UsageError: ranks differ (rank, path, got, expected) or are absent when time is up, on all ranks alike.
+            UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
+            TrainingError: who is absent when time is up.
         """
         self.compare(statement(what, value), timeout_s)
 
@@ -196,8 +261,7 @@ class MpiProcesses:
         digest = np.frombuffer(mine.digest, np.uint8)
         rows = np.empty((self.size, digest.size), np.uint8)
         if not wait(self.world.Iallgather(digest, rows), timeout_s or AGREE_TIMEOUT_S):
-            late = self.late()
-            raise UsageError(f"{mine.what}: rank {late} did not answer in time; all ranks must call it")
+            raise TrainingError(f"{mine.what}: rank {self.late()} did not answer in time; all ranks must call it")
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
             places = self.gather(mine.what)
@@ -245,6 +309,19 @@ def wait(request: Any, timeout_s: float) -> bool:
         else:
             time.sleep(POLL_S)
     return False
+
+
+def survives_losses() -> bool:
+    """Whether the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether an error says that a peer is gone, and the job goes on; not where the whole job ends."""
+    from mpi4py import MPI
+
+    revoked = getattr(MPI, "ERR_REVOKED", None)
+    return survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() != revoked
 
 
 def abort(code: int) -> NoReturn:

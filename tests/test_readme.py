@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import cli, experiment, forecast, launch, optim
+from jaxmpi import cli, config, experiment, faults, forecast, launch, optim, orbax
 from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import COMPRESSORS
 from jaxmpi.data import SOURCES, pack
@@ -78,12 +78,12 @@ SCENARIOS = [
         )
         for name in ("nnx", "linen", "equinox", "functions")
     ),
-    Scenario(("functions.py",), ("finite: True",)),
     Scenario(
         ("pack",),
         ("train: 1437 records", "validation: all is well", "2 workers", "step 3/3", "top-1"),
         (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
     ),
+    Scenario(("functions.py",), ("finite: True",)),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]
 NOT_RUN = {
@@ -181,6 +181,8 @@ TABLES = {
     "optimizer": [*optim.OPTIMIZERS],
     "decay": [*optim.DECAYS],
     "warm-up": [*optim.WARMUPS],
+    "fault": [*faults.KINDS],
+    "recovery": [*config.RECOVERIES],
 }
 
 
@@ -196,8 +198,8 @@ def test_every_command_is_named():
 
 
 OTHERS_FLAGS = {
-    "mpirun": {"--host", "--hostfile", "--map-by", "--mca"},
-    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue"},
+    "mpirun": {"--host", "--hostfile", "--map-by", "--mca", "--with-ft"},
+    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
     "uv": {"--extra", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
     "ruff": {"--check"},
     "XLA": {"--xla"},
@@ -208,8 +210,8 @@ def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
-    known |= flags(forecast.parser().format_help())
     known |= flags(pack.pack_parser().format_help()) | flags(pack.check_parser().format_help())
+    known |= flags(forecast.parser().format_help()) | flags(orbax.parser().format_help())
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:

@@ -234,7 +234,7 @@ def test_nan_loss_names_worker_and_step_and_keeps_the_last_good_checkpoint(tmp_p
     ended = train(2, DIGITS, *args)
     assert not ended.timed_out
     assert ended.code != 0
-    assert re.search(r"loss of worker \d is (nan|inf) at step \d|is not finite after step \d", ended.out), ended.out
+    assert re.search(r"of worker \d is not finite at step \d|is not finite after step \d", ended.out), ended.out
     for folder in (tmp_path / "checkpoints").glob("step_*"):
         index = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
         raw = (folder / "common.bin").read_bytes()
@@ -254,7 +254,7 @@ def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
     assert ended.code != 0
     kept = [folder.name for folder in checkpoint.found(tmp_path / "run" / "checkpoints")]
     assert kept == [f"step_{step:08d}" for step in range(1, at_step)]
-    assert f"the loss of worker 0 is nan at step {at_step}; last good checkpoint: " in ended.out
+    assert f"the loss of worker 0 is not finite at step {at_step}; last good checkpoint: " in ended.out
     assert f"{kept[-1]}. Lower" in ended.out
 
 
@@ -466,7 +466,10 @@ def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
     ended = train(2, *args[:-4], "--train-for", "4st", *args[-2:], "--resume")
     assert not ended.timed_out
     assert ended.code != 0
-    assert re.search(r"rank 1/2.*\n.*worker_00001.bin: .*damaged, its checksum", ended.out), ended.out
+    assert re.search(r"no checkpoint in .* is whole:\n.*worker_00001.bin: .*damaged, its checksum", ended.out), (
+        ended.out
+    )
+    assert "(read by rank 1)" in ended.out
 
 
 @pytest.mark.parametrize("where", ["apply", "save"])
