@@ -26,8 +26,17 @@ class Source(Protocol):
     """Examples by index. Read from several threads at once.
 
     `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
-    prepared, and an int in [0, classes). A source may also have `where(i) -> str`, the name of
-    example i in errors, and `digest() -> str`, which is the same on all ranks where their data are.
+    prepared, and an int in [0, classes). A source may also have
+
+    - `where(i) -> str`: the name of example i in errors.
+    - `digest() -> str`: the same on all ranks where their data are.
+    - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
+      Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
+      ends the run; `CorruptExample` is skipped where `data.on_error` says so.
+    - `in_process: bool`: True where its contents change while it is read, so that loaders must be threads.
+
+    Loaders that are processes get a source by pickle, once: it must open its files again there, and its NumPy arrays
+    come out of memory that all loaders of a worker share, read-only.
     """
 
     name: str
@@ -242,12 +251,14 @@ class FolderSource:
         name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]])
         return os.path.join(self.root, self.names[self.labels[index]], name)
 
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """The bytes of file `index`, and its label."""
+        with open(self.where(index), "rb") as file:  # a file that cannot be read is no corrupt image: never skipped
+            return file.read(), int(self.labels[index])
+
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        path = self.where(index)
-        with open(path, "rb") as file:  # a file that cannot be read is no corrupt image: never skipped
-            blob = file.read()
-        image = _decoded(blob, path, index, self.channels, self.resize)
-        return image, int(self.labels[index])
+        blob, label = self.encoded(index)
+        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
 
 
 _LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
@@ -325,6 +336,7 @@ class TfdsSource:
         self.records = builder.as_data_source(split=split, decoders=decoders)
         self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize
         self.full_name = builder.info.full_name
+        self.encoded = self._encoded if compressed else None
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
 
     def __len__(self) -> int:
@@ -337,6 +349,11 @@ class TfdsSource:
     def where(self, index: int) -> str:
         """Data set, split and record."""
         return f"tfds {self.name}[{self.split}][{index}]"
+
+    def _encoded(self, index: int) -> tuple[bytes, Any]:
+        """The compressed image of record `index`, and its label."""
+        record = self.records[index]
+        return record["image"], record["label"]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
         record = self.records[index]
