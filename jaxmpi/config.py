@@ -89,7 +89,7 @@ class Data:
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
-    resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size
+    resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
     crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
     crop_area: tuple[
         float, ...
@@ -102,8 +102,10 @@ class Data:
     channels: int = 3  # of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
     on_error: str = "stop"  # stop | skip: what a corrupt image does
-    threads: int = 2  # decoding threads per worker
+    loader: str = "auto"  # auto | processes | threads: who makes batches; auto = processes where images are decoded
+    loaders: int = 2  # of them, per worker
     prefetch: int = 2  # batches made ahead, per worker
+    stall_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     train: InPython[Any] = None  # source `array`: anything with __len__ and __getitem__ -> (image, label)
     validation: InPython[Any] = None  # the same, for evaluation
 
@@ -114,8 +116,13 @@ class Data:
                 getattr(self, name) >= 0,
                 f"data.{name}: got {getattr(self, name)} px; expected >= 0",
             )
-        for name in ("channels", "threads", "prefetch", "synthetic_examples"):
+        for name in ("channels", "loaders", "prefetch", "synthetic_examples"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
+        check(
+            self.loader in ("auto", "processes", "threads"),
+            f"data.loader: got {self.loader!r}; expected auto, processes or threads",
+        )
+        check(self.stall_s > 0, f"data.stall_s: got {self.stall_s}; expected seconds > 0")
         for name in ("mean", "std"):
             got = len(getattr(self, name))
             check(

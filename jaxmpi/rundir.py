@@ -189,7 +189,7 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
 
 
 # Fields of `data` under which the same examples stay the same.
-NOT_THE_DATA = ("data.dir", "data.threads", "data.prefetch", "data.on_error")
+NOT_THE_DATA = ("data.dir", "data.loader", "data.loaders", "data.prefetch", "data.stall_s", "data.on_error")
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:

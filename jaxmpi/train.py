@@ -260,7 +260,7 @@ def make_plan(experiment: Experiment, workers: Workers) -> Plan:
     """
     local_batch = config.local_batch(experiment, workers.size)
     feed = open_feed(experiment, "train", local_batch, workers)
-    validation = open_feed(experiment, "validation", local_batch, workers)
+    validation = open_feed(experiment, "validation", local_batch, workers, feed.crew)
     facts = {"train": feed.facts(), "validation": validation.facts()}
     workers.processes.same("the data", facts)
     epoch_steps, effective_batch = feed.samplers[0].steps_per_epoch, local_batch * workers.size
@@ -310,7 +310,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     experiment, why = settle_exchange(experiment, name, workers)
     functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
     rules.check_wire(experiment.rule, functions.strategy)
-    with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
+    with rundir.agreed_run_dir(experiment, name, workers.processes) as folder, plan.feed.crew:
         return run_in(folder, experiment, workers, plan, functions, root)
 
 

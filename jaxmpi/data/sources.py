@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxmpi.config import Data, UsageError, check, lookup
-from jaxmpi.data.images import MODES, CorruptExample, decoded, resized
+from jaxmpi.data.images import MODES, corrupt_if_it_fails, decoded, resized
 from jaxmpi.data.sampler import random_bits
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -230,7 +230,7 @@ class FolderSource:
         self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(f) for f in files])
         names = [os.fsencode(name) for per_class in files for name in per_class]
         self.ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
-        self.blob = b"".join(names)
+        self.blob = np.frombuffer(b"".join(names), np.uint8)
         check(
             len(names) > 0,
             f"{root}: found no {', '.join(SUFFIXES)} file; expected {_LAYOUT}",
@@ -242,13 +242,13 @@ class FolderSource:
     def digest(self) -> str:
         """SHA-256 of the classes' and files' names and the labels, which stands for the order of the examples."""
         digest = hashlib.sha256("\0".join(self.names).encode())
-        for part in (self.blob, self.ends.tobytes(), self.labels.tobytes()):
+        for part in (self.blob.tobytes(), self.ends.tobytes(), self.labels.tobytes()):
             digest.update(part)
         return digest.hexdigest()
 
     def where(self, index: int) -> str:
         """The path of file `index`."""
-        name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]])
+        name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]].tobytes())
         return os.path.join(self.root, self.names[self.labels[index]], name)
 
     def encoded(self, index: int) -> tuple[bytes, int]:
@@ -281,13 +281,8 @@ def _images(folder: str) -> list[str]:
 
 
 def _decoded(blob: bytes, where: str, index: int, channels: int, resize: int) -> np.ndarray:
-    try:
+    with corrupt_if_it_fails(blob, where, index):
         return decoded(blob, channels, resize)
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow has no one error for damaged files
-        reason = str(error) if blob else "the file is empty"
-        raise CorruptExample(where, index, f"{type(error).__name__}: {reason}") from error
 
 
 def imagefolder(config: Data, split: str) -> Source:
