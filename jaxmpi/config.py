@@ -84,8 +84,8 @@ def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds
-    dir: str = ""  # root folder of imagefolder or tfds; JAXMPI_DATA where empty
+    source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds
+    dir: str = ""  # root folder of imagefolder, batchfiles or tfds; JAXMPI_DATA where empty
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation

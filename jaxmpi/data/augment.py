@@ -5,6 +5,7 @@ or resumed runs. Mean and standard deviation per channel are left to the device,
 travels as u8; a mean image is subtracted here, because it must be cropped as the image is.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,14 +123,14 @@ class Augment:
 
     def _scaled_choices(self, size: tuple[int, int], epoch: int, index: int) -> tuple[tuple[int, int, int, int], bool]:
         """The window of an image of `size` = (height, width), and whether to mirror it."""
-        *draws, last = random_bits(4 * TRIES + 1, self.seed, epoch, stream=1, index=index)
-        shares = np.array(draws, np.float64).reshape(TRIES, 4) / 2.0**64  # in [0, 1]
+        *draws, last = random_bits(4 * TRIES + 1, self.seed, epoch, stream=1, index=index).tolist()
+        shares = ([bits / 2**64 for bits in draws[i : i + 4]] for i in range(0, 4 * TRIES, 4))  # in [0, 1]
         window = random_window(size, self.config.crop_area, self.config.crop_aspect, shares)
         return window, bool(self.config.mirror and last % 2 == 1)
 
 
 def random_window(
-    size: tuple[int, int], area: tuple[float, ...], aspect: tuple[float, float], shares: np.ndarray
+    size: tuple[int, int], area: tuple[float, ...], aspect: tuple[float, float], shares: Iterable[Sequence[float]]
 ) -> tuple[int, int, int, int]:
     """Top, left, height and width of a window: area uniform, aspect log-uniform, place uniform (Szegedy et al. 2015).
 
@@ -137,7 +138,7 @@ def random_window(
         size: height and width of the image, px.
         area: smallest and largest share of it.
         aspect: smallest and largest width / height.
-        shares: f64[tries, 4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken;
+        shares: [tries][4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken;
             where none does, the largest in the centre whose aspect is allowed.
     """
     high, wide = size

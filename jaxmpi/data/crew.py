@@ -28,6 +28,7 @@ import numpy as np
 from jaxmpi.config import Data, TrainingError, UsageError, check, lookup
 from jaxmpi.data.member import (
     BOARD_ROW,
+    HERE,
     INDEX,
     JOB,
     SINCE,
@@ -46,6 +47,8 @@ from jaxmpi.data.segments import Parcel, Ring, Segment
 from jaxmpi.data.sources import Source, where
 
 JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
+END_S = 1.0  # a process ends as soon as its pipe is closed, unless it has been stopped
+START_S = 120.0  # for a process to start, at the least: a file system may have to be asked for all of Python
 POLL_S = 0.1  # between looks at whether loaders are well, while an answer is waited for
 
 
@@ -179,8 +182,9 @@ class Crew:
         how, (at, since_s) = self._loaders.ended(number), self.doing(number)
         check_well(not how, f"loader {number} of {self.size} {how} {at or 'between examples'}")
         silent_s = time.monotonic() - (since_s if at else begin)
+        limit_s = self.stall_s if self._board[number, HERE] else max(self.stall_s, START_S)
         check_well(
-            silent_s <= self.stall_s,
+            silent_s <= limit_s,
             f"loader {number} of {self.size} has been {at or 'silent'} for {silent_s:.0f} s; "
             "data.stall_s sets how long it may",
         )
@@ -390,7 +394,7 @@ class LoaderProcesses:
         """End them: closing its pipe ends a process, whatever it is at."""
         for loader in self.loaders:
             loader.pipe.close()
-        deadline = time.monotonic() + JOIN_S
+        deadline = time.monotonic() + END_S
         for loader in self.loaders:
             try:
                 loader.process.wait(max(0.0, deadline - time.monotonic()))

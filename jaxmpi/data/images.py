@@ -50,6 +50,7 @@ class Picture(NamedTuple):
     height: int  # px
     width: int
     pixels: Callable[[int, int], np.ndarray]  # (height, width) -> all of it, at least so large where it is, u8[h, w, c]
+    jpeg: tuple[Any, int] | None = None  # blob and channels, where libjpeg-turbo decodes it
 
 
 def opened(blob: Any, channels: int) -> Picture:
@@ -68,20 +69,22 @@ def opened(blob: Any, channels: int) -> Picture:
     import simplejpeg
 
     with contextlib.suppress(ValueError):
-        height, width, space, _ = simplejpeg.decode_jpeg_header(blob)
+        header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(blob)
+        height, width, space = header[:3]
         if space in ("YCbCr", "Gray", "RGB") and height * width <= MAX_PIXELS:
-            return Picture(height, width, functools.partial(_jpeg, blob, channels))
+            return Picture(height, width, functools.partial(_jpeg, blob, channels), (blob, channels))
     pixels = _by_pillow(blob, channels)
-    return Picture(*pixels.shape[:2], lambda height, width: pixels)
+    return Picture(pixels.shape[0], pixels.shape[1], lambda height, width: pixels)
 
 
-def _jpeg(blob: Any, channels: int, height: int, width: int) -> np.ndarray:
+def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True) -> np.ndarray:
     import simplejpeg
 
     try:
         return simplejpeg.decode_jpeg(
             blob,
             SPACES[channels],
+            strict=strict,
             # Colours lie at half the resolution in most files; repeating them is what the eye cannot tell, and quicker.
             fastupsample=True,
             min_height=height,
@@ -124,13 +127,59 @@ def decoded(blob: Any, channels: int, resize: int) -> np.ndarray:
 
 
 def window(picture: Picture, top: int, left: int, height: int, width: int, px: int) -> np.ndarray:
-    """u8[px, px, channels]: a window of the picture, in its pixels, scaled; decoded no larger than that needs."""
+    """u8[px, px, channels]: a window of the picture, in its pixels, scaled; decoded no further than that needs."""
+    picture = _without_rows_below(picture, top + height)
     enough = -(-picture.height * px // height), -(-picture.width * px // width)
     image = picture.pixels(*enough)
     down, across = image.shape[0] / picture.height, image.shape[1] / picture.width
     top, left = round(top * down), round(left * across)
     height, width = max(round(height * down), 1), max(round(width * across), 1)
     return stretched(image[top : top + height, left : left + width], px)
+
+
+def _without_rows_below(picture: Picture, bottom: int) -> Picture:
+    """The picture, where that can be done without a row of blocks that ends below `bottom`.
+
+    JPEG files are coded from top to bottom, so decoding may stop early: the header is made to say that there are fewer
+    rows. What is left over after them is no fault then, so the file must be seen to have an end.
+    """
+    if picture.jpeg is None:
+        return picture
+    blob, channels = picture.jpeg
+    blob = bytes(blob)
+    found = _frame(blob) if blob.endswith(b"\xff\xd9") else None
+    rows = -(-bottom // found.block) * found.block if found else picture.height
+    if found is None or rows >= picture.height:
+        return picture
+    cut = blob[: found.place] + rows.to_bytes(2, "big") + blob[found.place + 2 :]
+    return Picture(rows, picture.width, functools.partial(_jpeg, cut, channels, strict=False))
+
+
+class _Frame(NamedTuple):
+    """What a JPEG file says of its rows."""
+
+    place: int  # of the height, two bytes
+    block: int  # px: rows that are coded together
+
+
+_SKIPPED = frozenset([0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)])  # tables, application's own, comments
+
+
+def _frame(blob: bytes) -> _Frame | None:
+    """Of a file whose components are coded together, in one scan (ITU-T T.81, B.2); None for others."""
+    at, frame, components = 2, None, 0
+    while at + 10 < len(blob) and blob[at] == 0xFF:
+        marker, size = blob[at + 1], int.from_bytes(blob[at + 2 : at + 4], "big")
+        if marker in (0xC0, 0xC1):  # baseline and extended sequential
+            components = blob[at + 9]
+            sampling = blob[at + 11 : at + 11 + 3 * components : 3]
+            frame = _Frame(at + 5, 8 * max((factor & 15 for factor in sampling), default=1))
+        elif marker == 0xDA:  # the scan follows
+            return frame if frame and blob[at + 4] == components else None
+        elif marker not in _SKIPPED:
+            return None
+        at += 2 + size
+    return None
 
 
 def resized(image: np.ndarray, px: int) -> np.ndarray:

@@ -25,8 +25,8 @@ from jaxmpi.data.segments import GoneError, Parcel, Ring, Segment
 from jaxmpi.data.sources import where
 
 # Of a loader's row on the board: what it is at, since when (time.monotonic_ns; 0 where it is at nothing).
-# STOP is the worker's word that all work is to be dropped.
-JOB, INDEX, SINCE, STOP = range(4)
+# HERE is 1 once it has started; STOP is the worker's word that all work is to be dropped.
+JOB, INDEX, SINCE, HERE, STOP = range(5)
 BOARD_ROW = 8  # i64 a loader: one line of cache
 
 
@@ -98,6 +98,7 @@ class Member:
 
     def __init__(self, board: np.ndarray) -> None:
         self.board = board  # i64[8]
+        board[HERE] = 1
         self.recipes: dict[int, Recipe | Exception] = {}
         self.rings: dict[int, Ring] = {}
 

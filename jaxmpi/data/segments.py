@@ -1,10 +1,13 @@
 """Memory that a worker and its loaders share: it has no name, so nothing is left of it, however they end."""
 
+import errno
 import mmap
 import os
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +39,8 @@ class Segment:
         try:
             fd = os.memfd_create("jaxmpi")
             weakref.finalize(self, os.close, fd)
+            if size > available_bytes():  # the system would try, and kill processes meanwhile
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             os.posix_fallocate(fd, 0, size)  # now, since a page that cannot be had later kills the process
         except OSError as error:
             raise UsageError(
@@ -52,6 +57,14 @@ class Segment:
         """A new view; arrays made of it keep it alive, and those of other calls do not."""
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self.bytes, dtype, count, offset).reshape(shape)
+
+
+def available_bytes() -> int:
+    """Memory of this machine that programs may still take."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return sys.maxsize
 
 
 def attached(pid: int, fd: int, inode: int, size: int) -> Segment:

@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxmpi.config import Data, UsageError, check, lookup
+from jaxmpi.data import batchfiles as batches
+from jaxmpi.data.batchfiles import BatchFileSource
 from jaxmpi.data.images import MODES, corrupt_if_it_fails, decoded, resized
 from jaxmpi.data.sampler import random_bits
 
@@ -309,6 +311,15 @@ def _check_channels(config: Data) -> None:
     )
 
 
+def batchfiles(config: Data, split: str) -> Source:
+    """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are those of the training labels."""
+    base = data_dir(config)
+    check(bool(base), f"batchfiles: set data.dir or JAXMPI_DATA to a folder DIR with {batches.LAYOUT}")
+    train = batches.labels_path(base, config.train_split)
+    classes = int(batches.load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
+    return BatchFileSource(base, _split_name(config, split), classes)
+
+
 class TfdsSource:
     """One split of a prepared TensorFlow Datasets data set; TensorFlow itself is not needed.
 
@@ -332,7 +343,11 @@ class TfdsSource:
         self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize
         self.full_name = builder.info.full_name
         self.encoded = self._encoded if compressed else None
+        self.folder = str(builder.data_path)
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tfds_in_folder, (self.folder, self.split, self.channels, self.resize)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -356,6 +371,12 @@ class TfdsSource:
         if isinstance(image, bytes):
             image = _decoded(image, self.where(index), index, self.channels, self.resize)
         return image, record["label"]
+
+
+def _tfds_in_folder(folder: str, split: str, channels: int, resize: int) -> TfdsSource:
+    from tensorflow_datasets.core import read_only_builder
+
+    return TfdsSource(read_only_builder.builder_from_directory(folder), split, channels, resize)
 
 
 _TFDS_PREPARE = (
@@ -399,5 +420,6 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "synthetic": synthetic,
     "array": array,
     "imagefolder": imagefolder,
+    "batchfiles": batchfiles,
     "tfds": tfds,
 }
