@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from PIL import Image
 from jaxmpi.config import Data, TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open_source
 from jaxmpi.data.segments import Parcel, Segment
-from launching import ROOT
+from launching import ROOT, mpirun, train
 from loader_sources import Numbered, TwoArguments, Unpicklable
 
 AREA = {"crop": 24, "crop_area": (0.2, 1.0), "mirror": True}
@@ -81,12 +82,10 @@ def held() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    before = set(os.listdir("/dev/shm"))
     yield
     gc.collect()
     assert children() == []
     assert held() == []
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "jaxmpi" in name]
 
 
 class TestSameBatches:
@@ -319,8 +318,9 @@ class TestLoadersThatFail:
 
 
 PARENT = """
-    import os, signal, sys, time
-    sys.path.insert(0, {tests!r})
+    import os, signal, sys, time, types
+    jaxmpi = sys.modules["jaxmpi"] = types.ModuleType("jaxmpi")
+    jaxmpi.__path__ = [{package!r}]  # in place of __init__.py, which imports JAX
     from jaxmpi.config import Data
     from jaxmpi.data import Loader, Sampler, open_source
     data = Data(source="imagefolder", dir={folder!r}, crop=24, loader="processes", loaders=3, prefetch=1)
@@ -350,15 +350,101 @@ def test_no_loader_outlives_its_worker(end, own):
     stuck = "os.kill(pids[1], signal.SIGTERM); os.kill(pids[1], signal.SIGINT)"
     if end != "out of the slots":
         stuck += "; os.kill(pids[2], signal.SIGSTOP)"
-    script = textwrap.dedent(PARENT).format(tests=str(ROOT / "tests"), folder=str(own), end=ENDS[end], stuck=stuck)
+    script = textwrap.dedent(PARENT).format(package=str(ROOT / "jaxmpi"), folder=str(own), end=ENDS[end], stuck=stuck)
     job = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     pids = [int(pid) for pid in re.findall(r"\d+", job.stdout.splitlines()[0])]
     assert len(pids) == 3, job.stderr
     assert (job.returncode == 0) == (end in ("exit", "out of the slots")), job.stderr
     wait_until(lambda: not any("jaxmpi.data.member" in command(pid) for pid in pids), 10)
+
+
+EXPERIMENT = """
+import jax.numpy as jnp
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
+from jaxmpi.model import Model
+
+def init(key, image):
+    return {{"w": jnp.zeros((24 * 24 * 3, 2))}}, {{}}
+
+def apply(params, model_state, image, key, train):
+    return image.reshape(len(image), -1) @ params["w"], model_state
+
+experiment = Experiment(
+    model=Model("softmax", init, apply, input_shape=(24, 24, 3), classes=2),
+    data=Data("imagefolder", {folder!r}, crop=24, crop_area=(0.3, 1.0), mirror=True, validation_split="train"),
+    optim=Optim("sgd", lr=0.01, lr_scaling="none"),
+    exchange=ExchangeConfig("asa32"),
+    effective_batch=4,
+    train_for="3ep",
+    log_every=1,
+)
+"""
+
+
+@pytest.fixture
+def experiment(own) -> Path:
+    """Six photographs, one of them damaged, and an experiment that trains on them."""
+    damaged = own / "train" / "dog" / "1.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    path = own / "experiment.py"
+    path.write_text(EXPERIMENT.format(folder=str(own)))
+    return path
+
+
+def leftovers(folder: Path) -> list[int]:
+    """Processes whose command line names the folder, as those of loaders do with Python's path."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if str(folder) in command(pid)]
+
+
+def test_a_run_skips_and_counts_corrupt_examples(experiment):
+    """Two workers in one process, three epochs and an evaluation, all with the same loader processes."""
+    run_dir = experiment.parent / "run"
+    skip = ("--data.on-error", "skip", "--devices", "2", "--run-dir", str(run_dir))
+    ended = train(1, str(experiment), *skip, timeout_s=100)
+    assert ended.code == 0, ended.out[-3000:]
+    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    assert [row["skipped"] for row in rows if row["kind"] == "train"][-1] == 3
+    assert rows[-1]["eval_count"] == 5
+    assert "dog/1.jpg" in ended.out
+    assert leftovers(experiment.parent) == []
+
+
+def test_a_run_stops_at_a_corrupt_example_on_all_ranks(experiment):
+    ended = train(2, str(experiment), "--run-dir", str(experiment.parent / "run"), timeout_s=100)
+    assert ended.code not in (0, -9), ended.out[-3000:]
+    assert "dog/1.jpg (example 4) is corrupt: " in ended.out
+    assert "data.on_error=skip goes on without such examples" in ended.out
+    wait_until(lambda: leftovers(experiment.parent) == [])
+
+
+RANKS = """
+    import os, signal, sys, time
+    import jaxmpi
+    comm = jaxmpi.world()
+    from jaxmpi.config import Data
+    from jaxmpi.data import Loader, Sampler, open_source
+    data = Data(source="imagefolder", dir={folder!r}, crop=24, loaders=1)
+    source = open_source(data, "train")
+    batches = Loader(source, Sampler(6, 4, comm.rank, comm.size, seed=0), data, True)
+    next(batches)
+    jaxmpi.same_on_all_ranks("here", 1)
+    print("loading", flush=True)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+"""
+
+
+def test_a_rank_that_is_killed_takes_all_loaders_with_it(own):
+    script = own / "job.py"
+    script.write_text(textwrap.dedent(RANKS).format(folder=str(own)))
+    ended = mpirun(2, str(script), timeout_s=60)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.out.count("loading") == 2
+    wait_until(lambda: leftovers(own) == [])

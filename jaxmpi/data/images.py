@@ -119,11 +119,11 @@ def decoded(blob: Any, channels: int, resize: int) -> np.ndarray:
     Args:
         resize: px, shorter side of the result; 0 keeps the size.
     """
-    height, width, pixels = opened(blob, channels)
+    picture = opened(blob, channels)
     if not resize:
-        return pixels(height, width)
-    size = _shorter_side(height, width, resize)
-    return _scaled(pixels(*size), size)
+        return picture.pixels(picture.height, picture.width)
+    size = _shorter_side(picture.height, picture.width, resize)
+    return _scaled(picture.pixels(*size), size)
 
 
 def window(picture: Picture, top: int, left: int, height: int, width: int, px: int) -> np.ndarray:
