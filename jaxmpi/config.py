@@ -102,7 +102,7 @@ class Data:
     channels: int = 3  # of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
     on_error: str = "stop"  # stop | skip: what a corrupt image does
-    loader: str = "auto"  # auto | processes | threads: who makes batches; auto = processes where images are decoded
+    loader: str = "auto"  # auto | processes | threads | spawn: who makes batches; auto: processes to decode images
     loaders: int = 2  # of them, per worker
     prefetch: int = 2  # batches made ahead, per worker
     stall_s: float = 300.0  # seconds that a loader may be at one example before the run ends
@@ -119,8 +119,8 @@ class Data:
         for name in ("channels", "loaders", "prefetch", "synthetic_examples"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
         check(
-            self.loader in ("auto", "processes", "threads"),
-            f"data.loader: got {self.loader!r}; expected auto, processes or threads",
+            self.loader in ("auto", "processes", "threads", "spawn"),
+            f"data.loader: got {self.loader!r}; expected auto, processes, threads or spawn",
         )
         check(self.stall_s > 0, f"data.stall_s: got {self.stall_s}; expected seconds > 0")
         for name in ("mean", "std"):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi import spawned as spawned  # a kind of loaders
 from jaxmpi import step as steps
 from jaxmpi.config import Data, Experiment, check
 from jaxmpi.data import Batch, Crew, Loader, Sampler, Source, kind_for, open_source

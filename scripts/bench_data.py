@@ -128,8 +128,8 @@ def by_pillow(blob: bytes, rng: np.random.Generator) -> np.ndarray:
     from PIL import Image
 
     image = Image.open(io.BytesIO(blob)).convert("RGB")
-    *box, mirror = random_window(rng, image.height, image.width)
-    image = image.resize((PX, PX), Image.Resampling.BILINEAR, box=tuple(box))
+    left, top, right, bottom, mirror = random_window(rng, image.height, image.width)
+    image = image.resize((PX, PX), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
     return np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image)
 
 
@@ -148,6 +148,7 @@ def by_opencv(blob: bytes, rng: np.random.Generator) -> np.ndarray:
 
     cv2.setNumThreads(1)
     pixels = cv2.imdecode(np.frombuffer(blob, np.uint8), cv2.IMREAD_COLOR)
+    assert pixels is not None
     return crop_by_opencv(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB), rng)
 
 
@@ -207,7 +208,8 @@ def torch_pillow(folder: Path) -> Iterator[int]:
     """PyTorch's DataLoader with one worker."""
     from torch.utils.data import DataLoader
 
-    loader: Any = DataLoader(Files(files(folder)), BATCH, shuffle=True, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    data: Any = Files(files(folder))
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=1, persistent_workers=True)
     while True:
         for images, _ in loader:
             yield len(images)
@@ -235,7 +237,8 @@ def tfds_source(folder: Path) -> Iterator[int]:
     import tensorflow_datasets as tfds
 
     cv2.setNumThreads(1)
-    source: Any = tfds.builder_from_directory(str(next((folder / "tfds").glob("*/1.0.0")))).as_data_source("train")
+    builder: Any = tfds.builder_from_directory(str(next((folder / "tfds").glob("*/1.0.0"))))
+    source: Any = builder.as_data_source(split="train")
     rng = np.random.default_rng(0)
     while True:
         order = rng.permutation(len(source))

@@ -1,6 +1,7 @@
 """Sources for loader processes, in a module that such a process can import."""
 
 import time
+from collections.abc import Collection
 
 import numpy as np
 
@@ -14,9 +15,9 @@ class Numbered:
 
     name, classes = "numbered", 0
 
-    def __init__(self, n: int, bad: set[int] = frozenset(), error: type[Exception] | None = None, sleep_s: float = 0):
+    def __init__(self, n: int, bad: Collection[int] = (), error: type[Exception] | None = None, sleep_s: float = 0):
         self.n, self.bad, self.error, self.sleep_s = n, bad, error, sleep_s
-        self.encoded = None
+        self.encoded, self.in_process = None, False
 
     def __len__(self) -> int:
         return self.n

@@ -20,6 +20,7 @@ from PIL import Image
 
 from jaxmpi.config import Data, TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open_source
+from jaxmpi.data.member import HERE
 from jaxmpi.data.segments import Parcel, Segment
 from launching import ROOT, mpirun, train
 from loader_sources import Numbered, TwoArguments, Unpicklable
@@ -296,7 +297,7 @@ class TestLoadersThatFail:
             def kill() -> None:
                 wait_until(lambda: any(path.name in crew.doing(i)[0] for i in range(2)))
                 number = next(i for i in range(2) if str(path) in crew.doing(i)[0])
-                os.kill(crew._loaders.loaders[number].process.pid, signal.SIGKILL)
+                os.kill(int(crew._board[number, HERE]), signal.SIGKILL)
 
             killer = threading.Thread(target=kill)
             killer.start()
@@ -323,11 +324,12 @@ PARENT = """
     jaxmpi.__path__ = [{package!r}]  # in place of __init__.py, which imports JAX
     from jaxmpi.config import Data
     from jaxmpi.data import Loader, Sampler, open_source
+    from jaxmpi.data.member import HERE
     data = Data(source="imagefolder", dir={folder!r}, crop=24, loader="processes", loaders=3, prefetch=1)
     source = open_source(data, "train")
     batches = Loader(source, Sampler(6, 3, seed=0), data, True)
     next(batches)
-    pids = [loader.process.pid for loader in batches._hold.crew._loaders.loaders]
+    pids = batches._hold.crew._board[:, HERE].tolist()
     print(*pids, flush=True)
     {stuck}
     {end}
@@ -447,4 +449,40 @@ def test_a_rank_that_is_killed_takes_all_loaders_with_it(own):
     ended = mpirun(2, str(script), timeout_s=60)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.out.count("loading") == 2
+    wait_until(lambda: leftovers(own) == [])
+
+
+SPAWNING = """
+    import hashlib, os, signal, sys, time
+    import jaxmpi
+    comm = jaxmpi.world()
+    import jaxmpi.spawned
+    from jaxmpi.config import Data
+    from jaxmpi.data import Loader, Sampler, open_source
+    found = []
+    for kind in ("threads", "spawn"):
+        data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
+        source = open_source(data, "train")
+        with Loader(source, Sampler(6, 4, comm.rank, comm.size, seed=0), data, True, stop_step=5) as batches:
+            found.append(b"".join(batch.image.tobytes() + batch.label.tobytes() for batch in batches))
+    print("equal" if found[0] == found[1] else "different", flush=True)
+    if {end!r} == "killed" and comm.rank == 1:
+        batches = Loader(source, Sampler(6, 4, seed=0), data, True)
+        next(batches)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if {end!r} == "killed":
+        time.sleep(100)
+    jaxmpi.same_on_all_ranks("done", 1)
+"""
+
+
+@pytest.mark.parametrize("end", ["well", "killed"])
+def test_loaders_that_mpi_starts(own, end):
+    """As many ranks as the launcher has slots: none is left for loaders."""
+    script = own / "job.py"
+    script.write_text(textwrap.dedent(SPAWNING).format(folder=str(own), end=end))
+    ended = mpirun(2, str(script), timeout_s=60)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.out.count("equal") == 2, ended.out[-3000:]
+    assert (ended.code == 0) == (end == "well"), ended.out[-3000:]
     wait_until(lambda: leftovers(own) == [])

@@ -429,7 +429,7 @@ class TestTfds:
 
     def test_reopens_in_another_process(self, prepared):
         """As a loader process gets it."""
-        source = open_source(tfds_data(prepared, resize=16), "train")
+        source: Any = open_source(tfds_data(prepared, resize=16), "train")
         again = pickle.loads(pickle.dumps(source))
         assert (len(again), again.classes, again.name) == (12, 3, "tiny_colours")
         for i in range(12):
@@ -463,6 +463,10 @@ def batch_data(folder: Path, **kwargs) -> Data:
     return Data(source="batchfiles", dir=str(folder), **kwargs)
 
 
+def opened_batch_files(folder: Path) -> Any:
+    return open_source(batch_data(folder), "train")
+
+
 class TestBatchFiles:
     def test_files_and_labels(self, batch_files):
         assert sorted(path.name for path in (batch_files / "train").iterdir()) == [
@@ -471,7 +475,7 @@ class TestBatchFiles:
             "00002.npy",
         ]
         assert np.load(batch_files / "train" / "00002.npy").shape == (2, 5, 6, 3)
-        source = open_source(batch_data(batch_files), "train")
+        source: Any = open_source(batch_data(batch_files), "train")
         assert (len(source), source.classes) == (10, 4)
         for i in range(10):
             image, label = source[i]
@@ -484,12 +488,13 @@ class TestBatchFiles:
 
     def test_mean_image(self, batch_files):
         mean = load_mean_image(batch_data(batch_files, mean_image=str(batch_files / "train_mean.npy")))
+        assert mean is not None
         assert np.array_equal(mean, np.full((5, 6, 3), 4.5, np.float32))
 
     def test_the_digest_tells_other_data_apart(self, batch_files):
-        digests = {open_source(batch_data(batch_files), "train").digest() for _ in range(2)}
+        digests = {opened_batch_files(batch_files).digest() for _ in range(2)}
         np.save(batch_files / "train_labels.npy", np.arange(10) % 3)
-        digests.add(open_source(batch_data(batch_files), "train").digest())
+        digests.add(opened_batch_files(batch_files).digest())
         assert len(digests) == 2
 
     BAD: ClassVar = {
@@ -516,7 +521,7 @@ class TestBatchFiles:
                 open_source(batch_data(batch_files), "train")
 
     def test_a_file_that_shrinks_under_the_run(self, batch_files):
-        source = open_source(batch_data(batch_files), "train")
+        source: Any = open_source(batch_data(batch_files), "train")
         path = batch_files / "train" / "00001.npy"
         path.write_bytes(path.read_bytes()[:-90])
         with pytest.raises(OSError, match=r"00001\.npy ends 90 bytes before the end of row 3"):

@@ -80,7 +80,7 @@ class Crew:
     """The loaders of one worker, started by the first job, shared by training and evaluation.
 
     Args:
-        kind: "threads" or "processes".
+        kind: a row of `KINDS`.
         size: how many.
         stall_s: seconds that a loader may be at one example, or say nothing.
 
@@ -321,15 +321,35 @@ def drain(told: "queue.SimpleQueue[Any]") -> None:
 
 # A package with this name and path, but without __init__.py, which imports JAX.
 _START = """
-import json, sys, types
-fd, parent, dies_with_thread, package, path = json.loads(sys.argv[1])
+import importlib, json, sys, types
+module, package, path, arguments = json.loads(sys.argv[1])
 sys.path[:] = path
 bare = types.ModuleType("jaxmpi")
 bare.__path__ = [package]
 sys.modules["jaxmpi"] = bare
-from jaxmpi.data.member import main
-main(fd, parent, dies_with_thread)
+importlib.import_module(module).main(*arguments)
 """
+
+
+def python_line(module: str, *arguments: Any) -> list[str]:
+    """The command line of a process that calls `main(*arguments)` of a module here, without importing JAX."""
+    package = str(Path(__file__).parent.parent)
+    return [sys.executable, "-c", _START, json.dumps([module, package, sys.path, arguments])]
+
+
+def parcel_of(job: int, recipe: Recipe) -> tuple[Parcel, bytes]:
+    """A recipe for loader processes, and the message that brings it to them.
+
+    Raises:
+        UsageError: its source cannot be pickled.
+    """
+    try:
+        parcel = Parcel(recipe)
+        return parcel, pickle.dumps(Open(job, parcel))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{recipe.source.name}: cannot be sent to a loader process ({error}); use data.loader = threads"
+        ) from error
 
 
 class Loader(NamedTuple):
@@ -354,15 +374,9 @@ class LoaderProcesses:
 
     def open(self, job: int, recipe: Recipe) -> Parcel:
         """Tell all of a job."""
-        try:
-            parcel = Parcel(recipe)
-            parcel_text = pickle.dumps(Open(job, parcel))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"{recipe.source.name}: cannot be sent to a loader process ({error}); use data.loader = threads"
-            ) from error
+        parcel, message = parcel_of(job, recipe)
         for loader in self.loaders:
-            _send(loader.pipe, parcel_text)
+            _send(loader.pipe, message)
         return parcel
 
     def send(self, number: int, message: Any) -> None:
@@ -372,7 +386,11 @@ class LoaderProcesses:
     def answers(self, timeout_s: float) -> list[Answer]:
         """What has been answered."""
         found = []
-        for pipe in wait(list(self.open_pipes), timeout_s):
+        try:
+            ready = wait(list(self.open_pipes), timeout_s)
+        except OSError:  # another thread has stopped the crew
+            return found
+        for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
                 while pipe.poll():
@@ -407,11 +425,9 @@ class LoaderProcesses:
 def _started() -> Loader:
     mine, its = socket.socketpair()
     in_main = threading.current_thread() is threading.main_thread()
-    package = str(Path(__file__).parent.parent)
-    arguments = json.dumps([its.fileno(), os.getpid(), in_main, package, sys.path])
     with its:
         process = subprocess.Popen(
-            [sys.executable, "-c", _START, arguments],
+            python_line("jaxmpi.data.member", its.fileno(), os.getpid(), in_main),
             stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()],
             process_group=0,  # Ctrl-C in a terminal is the worker's to see

@@ -8,7 +8,6 @@ import os
 import pickle
 import queue
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -25,7 +24,7 @@ from jaxmpi.data.segments import GoneError, Parcel, Ring, Segment
 from jaxmpi.data.sources import where
 
 # Of a loader's row on the board: what it is at, since when (time.monotonic_ns; 0 where it is at nothing).
-# HERE is 1 once it has started; STOP is the worker's word that all work is to be dropped.
+# HERE is its process once it has started; STOP is the worker's word that all work is to be dropped.
 JOB, INDEX, SINCE, HERE, STOP = range(5)
 BOARD_ROW = 8  # i64 a loader: one line of cache
 
@@ -98,7 +97,7 @@ class Member:
 
     def __init__(self, board: np.ndarray) -> None:
         self.board = board  # i64[8]
-        board[HERE] = 1
+        board[HERE] = os.getpid()
         self.recipes: dict[int, Recipe | Exception] = {}
         self.rings: dict[int, Ring] = {}
 
@@ -196,10 +195,15 @@ def place(row: Row, image: np.ndarray, label: np.ndarray, recipe: Recipe, index:
 # ---------------------------------------------------------------- in a process of its own
 
 
+def ignore_signals() -> None:
+    """SIGINT and SIGTERM come to all processes of a job: the worker decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def main(fd: int, parent: int, dies_with_thread: bool) -> None:
     """Serve the worker at the other end of socket `fd` until it closes it or ends, however it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # they come to all processes of a job: the worker decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     if dies_with_thread:
         die_with(parent)
     worker = Connection(fd)
@@ -229,16 +233,26 @@ def read_all(worker: Connection, put: Callable[[bytes], None]) -> None:
 
 def serve(worker: Connection, inbox: "queue.SimpleQueue[bytes]") -> None:
     """Handle messages one after another."""
-    hello: Hello = pickle.loads(inbox.get())
-    member = Member(hello.board.array(hello.number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
+    member = greeted(inbox.get())
     while True:
-        try:
-            message = pickle.loads(inbox.get())
-        except GoneError:
-            continue  # of a job that was closed meanwhile
-        answer = member.handle(message)
+        answer = handled(member, inbox.get())
         if answer is not None:
-            worker.send_bytes(packed(answer))
+            worker.send_bytes(answer)
+
+
+def greeted(hello: bytes) -> Member:
+    """A loader that has its number and its row of the board."""
+    number, board = pickle.loads(hello)
+    return Member(board.array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
+
+
+def handled(member: Member, message: bytes) -> bytes | None:
+    """What is to be answered, if anything."""
+    try:
+        answer = member.handle(pickle.loads(message))
+    except GoneError:
+        return None  # of a job that was closed meanwhile
+    return packed(answer) if answer is not None else None
 
 
 def packed(answer: Answer) -> bytes:
@@ -253,7 +267,3 @@ def packed(answer: Answer) -> bytes:
         told = [Failure(f.position, RuntimeError(t)) for f, t in zip(answer.failures, texts, strict=True)]
         data = pickle.dumps(answer._replace(failures=told))
     return data
-
-
-if __name__ == "__main__":
-    sys.exit("loaders are started by jaxmpi.data.crew")
