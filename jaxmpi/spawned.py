@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxmpi.config import UsageError
 from jaxmpi.data.crew import JOIN_S, KINDS, parcel_of, python_line
-from jaxmpi.data.member import BOARD_ROW, HERE, Answer, Hello, greeted, handled, ignore_signals
+from jaxmpi.data.member import BOARD_ROW, HERE, Answer, Hello, greeted, handled, ignore_signals, keep_freed_memory
 from jaxmpi.data.recipe import Recipe
 from jaxmpi.data.segments import Parcel, Segment
 
@@ -117,6 +117,7 @@ KINDS["spawn"] = SpawnedLoaders
 def main(worker: int) -> None:
     """Serve the worker, process `worker` of this host, until it says stop or ends."""
     ignore_signals()
+    keep_freed_memory()
     threading.Thread(target=end_with, args=(worker,), daemon=True).start()
     from mpi4py import MPI
 
