@@ -2,18 +2,20 @@
 
 import collections
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi import spawned as spawned  # a kind of loaders
 from jaxmpi import step as steps
 from jaxmpi.config import Data, Experiment, check
-from jaxmpi.data import Batch, Crew, Loader, Sampler, Source, kind_for, open_source
+from jaxmpi.data import Batch, Crew, Loader, Sampler, Source, kind_for, load_mean_image, open_source
+from jaxmpi.partition import Memory, keep
 from jaxmpi.workers import Workers
 
 
@@ -26,25 +28,30 @@ class Feed:
     data: Data
     train: bool
     crew: Crew  # the loaders of all feeds of this process
-    mesh: jax.sharding.Mesh | None  # of local devices, where this process runs several workers
+    mesh: Mesh | None = None  # of all workers, where XLA exchanges between them
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
+    memory: Memory | None = None  # what keeps the source's records in memory
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks: how many examples and classes, and the source's digest of them."""
         digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
+        load_mean_image(self.data)  # says what is wrong with it
         return {
             "examples": len(self.source),
             "classes": int(self.source.classes or 0),
             "digest of names, labels or images": digest() if digest else "",
+            "order": self.samplers[0].name,
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
         }
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:
+    def batches(self, start: int = 0, stop: int | None = None) -> Generator[steps.Batch, None, None]:
         """Batches on the devices of this process's workers, with a leading axis of workers where there are several.
 
         The next one is on its way to the device before the step of this one begins, if it has been made by then.
         """
+        if self.memory:
+            self.memory.begin(start, stop)
         loaders = [Loader(self.source, s, self.data, self.train, start, stop, self.crew) for s in self.samplers]
         skipped, wait_s = self.skipped, self.wait_s
         ahead: collections.deque[tuple[steps.Batch, int]] = collections.deque()  # and skipped examples up to it
@@ -52,6 +59,8 @@ class Feed:
         def put_next() -> bool:
             batches = [batch for batch in (next(loader, None) for loader in loaders) if batch is not None]
             if batches:
+                if self.memory:
+                    self.memory.reached(batches[0].epoch)
                 ahead.append((on_devices(batches, self.mesh), sum(loader.skipped for loader in loaders)))
             return bool(batches)
 
@@ -69,44 +78,57 @@ class Feed:
                 loader.close()
 
 
-def on_devices(batches: Sequence[Batch], mesh: jax.sharding.Mesh | None) -> steps.Batch:
-    """What of the workers' batches goes to the devices, each worker's part to its own.
-
-    A device that shares the host's memory takes images where they lie.
+def on_devices(batches: Sequence[Batch], mesh: Mesh | None) -> steps.Batch:
+    """What of the workers' batches goes to the devices; over a mesh this process's share of all workers', each part to
+    its own. A device that shares the host's memory takes images where they lie.
     """
     arrays = [{"image": batch.image, "label": batch.label, "weight": batch.weight} for batch in batches]
     if mesh is None:
         return jax.device_put(arrays[0])
-    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(steps.AXIS))
+    along = NamedSharding(mesh, PartitionSpec(steps.AXIS))
 
     def joined(*parts: np.ndarray) -> jax.Array:
-        placed = [jax.device_put(part[None], device) for part, device in zip(parts, mesh.devices.flat, strict=True)]
-        return jax.make_array_from_single_device_arrays((len(parts), *parts[0].shape), spread, placed)
+        mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+        placed = [jax.device_put(part[None], device) for part, device in zip(parts, mine, strict=True)]
+        return jax.make_array_from_single_device_arrays((mesh.size, *parts[0].shape), along, placed)
 
     return jax.tree.map(joined, *arrays)
 
 
-def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Workers, crew: Crew | None = None) -> Feed:
+def open_feed(
+    experiment: Experiment,
+    split: str,
+    effective_batch: int,
+    workers: Workers,
+    micro_batch: int = 0,
+    crew: Crew | None = None,
+) -> Feed:
     """The source of a split, checked against the model.
 
     Args:
+        micro_batch: which divides each worker's batch, filled up; 0 where there is none.
         crew: of another feed, which this one shares; None makes one, of `data.loaders` loaders a worker.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's.
     """
-    data, model = experiment.data, experiment.model
-    source = open_source(data, split)
+    source = open_source(experiment.data, split)
+    model = experiment.model
+    is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
     check(
-        source.classes in (None, 0, model.classes),
+        source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes),
         f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
         f"build the model with classes={source.classes}",
     )
-    is_train = split == "train"
-    samplers = tuple(
-        Sampler(len(source), local_batch * workers.size, rank, workers.size, experiment.seed, shuffle=is_train)
-        for rank in workers.mine
-    )
-    loaders = data.loaders * len(workers.mine)
-    crew = crew or Crew(kind_for(data, source), loaders, data.stall_s)
-    return Feed(source, samplers, data, is_train, crew, workers.mesh)
+    is_train, seed, multiple, data = split == "train", experiment.seed, micro_batch or 1, experiment.data
+    memory = None
+    if data.memory == "partition":
+        memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
+        source = memory.source
+    else:
+        samplers = tuple(
+            Sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
+            for rank in workers.mine
+        )
+    crew = crew or Crew(kind_for(data, source), data.loaders * len(workers.mine), data.stall_s)
+    return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory)

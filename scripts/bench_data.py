@@ -9,7 +9,8 @@ one loader, pinned with all its processes to one core. Jobs take turns; the medi
 peers    bare: simplejpeg's decode of whole files, nothing else. Others: as their documentation has it, decoding with
          Pillow or OpenCV as the name says; TFDS decodes by itself, with OpenCV. The last line is the time to normalise
          such a batch in a step, which no contender does.
-formats  the same photographs as a folder of JPEG files, as batch files, and as an array in memory.
+formats  the same photographs as a folder of JPEG files, packed with the shorter side 256 px, and as their centres of
+         256 x 256 px in batch files and in an array in memory.
 steps    a consumer that sleeps for its step, on one core, and loaders on the other: what is waited for, and step /
          max(load, compute).
 """
@@ -71,11 +72,13 @@ def write(folder: Path, images: int, formats: bool) -> None:
     if formats:
         from jaxmpi.config import Data
         from jaxmpi.data import ArraySource, open_source, write_batch_files
+        from jaxmpi.data.pack import Recipe, pack
 
         source = open_source(Data(source="imagefolder", dir=str(folder), resize=SHORTER), "train")
         rows = [source[i] for i in range(len(source))]
         images_of = np.stack([centre(image) for image, _ in rows])
         write_batch_files(ArraySource(images_of, [label for _, label in rows]), folder / "batches", "train", BATCH)
+        pack(source, folder / "packed" / "train", Recipe(resize=SHORTER))
 
 
 def centre(image: np.ndarray) -> np.ndarray:
@@ -174,7 +177,8 @@ def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefet
         images, labels = zip(*[files[i] for i in range(len(files))], strict=True)
         opened: Any = ArraySource(np.stack(images), labels)
     else:
-        place = {"batchfiles": folder / "batches", "tfds": folder / "tfds"}.get(source, folder)
+        folders = {"batchfiles": "batches", "tfds": "tfds", "packed": "packed"}
+        place = folder / folders.get(source, "")
         opened = open_source(Data(source, str(place), "photographs"), "train")
     return Loader(opened, Sampler(len(opened), BATCH), data, train=True)
 
@@ -259,6 +263,7 @@ CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
 }
 FORMATS: dict[str, Callable[[Path], Iterator[int]]] = {
     "imagefolder": jaxmpi("imagefolder", "processes"),
+    "packed": jaxmpi("packed", "processes"),
     "batchfiles": jaxmpi("batchfiles", "threads"),
     "array in memory": jaxmpi("array", "threads"),
 }

@@ -16,6 +16,7 @@ from jaxmpi.config import Data, UsageError, check, lookup
 from jaxmpi.data import batchfiles as batches
 from jaxmpi.data.batchfiles import BatchFileSource
 from jaxmpi.data.images import MODES, corrupt_if_it_fails, decoded, resized
+from jaxmpi.data.packed import Packed
 from jaxmpi.data.sampler import random_bits
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -85,7 +86,7 @@ class ArraySource:
         images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as
             f32[n, ...]), which are handed on as they are.
         labels: int[n], in [0, classes).
-        classes: 0 counts up to the largest label.
+        classes: 0 counts up to the largest label; the model may have more.
         name: in errors.
 
     Raises:
@@ -95,7 +96,7 @@ class ArraySource:
     def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
         check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
         self.images, self.labels, self.name = images, labels, name
-        self.classes = classes or int(np.max(labels, initial=-1)) + 1
+        self.classes, self.is_counted = classes or int(np.max(labels, initial=-1)) + 1, not classes
 
     def __len__(self) -> int:
         return len(self.images)
@@ -320,6 +321,32 @@ def batchfiles(config: Data, split: str) -> Source:
     return BatchFileSource(base, _split_name(config, split), classes)
 
 
+class PackedSource(Packed):
+    """One split in the packed format, its images decoded.
+
+    Args:
+        folder: of the split.
+        channels: of the images, 1, 3 or 4.
+        resize: px, shorter side; 0 keeps the size.
+    """
+
+    def __init__(self, folder: str, channels: int, resize: int) -> None:
+        super().__init__(folder)
+        self.channels, self.resize = channels, resize
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        blob, label = self.encoded(index)
+        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+
+
+def packed(config: Data, split: str) -> Source:
+    """What `jaxmpi data pack` has made, in DIR/<split>/."""
+    _check_channels(config)
+    base = data_dir(config)
+    check(bool(base), "packed: set data.dir or JAXMPI_DATA to a folder that jaxmpi data pack has made")
+    return PackedSource(os.path.join(base, _split_name(config, split)), config.channels, config.resize)
+
+
 class TfdsSource:
     """One split of a prepared TensorFlow Datasets data set; TensorFlow itself is not needed.
 
@@ -422,4 +449,5 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "imagefolder": imagefolder,
     "batchfiles": batchfiles,
     "tfds": tfds,
+    "packed": packed,
 }
