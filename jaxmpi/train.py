@@ -368,7 +368,7 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0) -> 
     feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
     # Workers that do not meet cannot share an evaluation.
     evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
-    validation = open_feed(experiment, "validation", batch, evaluating)
+    validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
     facts = {"train": feed.facts(), "validation": validation.facts()}
     workers.processes.same("the data", facts)
     epoch_steps = feed.samplers[0].steps_per_epoch
@@ -459,6 +459,7 @@ def train_until(
     with (
         watching(workers.processes, experiment.stall_s, experiment.on_stall) as unwatched,
         rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
+        plan.feed.crew,
     ):
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         faults.order(experiment.inject, workers.size, workers.mine, folder)
