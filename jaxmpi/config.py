@@ -84,8 +84,8 @@ def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds
-    dir: str = ""  # root folder of imagefolder or tfds; JAXMPI_DATA where empty
+    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds | text | stdlib
+    dir: str = ""  # root folder of imagefolder, tfds or text; JAXMPI_DATA where empty, but for text
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
@@ -101,6 +101,7 @@ class Data:
     mean_image: str = ""  # .npy file, u8 or f32[height, width, channels] in [0, 255]; instead of `mean`
     channels: int = 3  # of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
+    window: int = 128  # text, stdlib: bytes that an example predicts
     on_error: str = "stop"  # stop | skip: what a corrupt image does
     threads: int = 2  # decoding threads per worker
     prefetch: int = 2  # batches made ahead, per worker
@@ -114,7 +115,7 @@ class Data:
                 getattr(self, name) >= 0,
                 f"data.{name}: got {getattr(self, name)} px; expected >= 0",
             )
-        for name in ("channels", "threads", "prefetch", "synthetic_examples"):
+        for name in ("channels", "threads", "prefetch", "synthetic_examples", "window"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
         for name in ("mean", "std"):
             got = len(getattr(self, name))
@@ -251,7 +252,7 @@ class Experiment:
 
     model: InPython[Any] = None  # a jaxmpi.Model
     loss: InPython[Callable[..., Any] | None] = (
-        None  # (outputs, labels i32[batch]) -> f32[batch]; default: softmax cross-entropy
+        None  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]; default: softmax cross-entropy
     )
     embedded: InPython["Experiment | None"] = None  # what runs when no data folder is given
     data: Data = field(default_factory=Data)

@@ -33,6 +33,11 @@ class Feed:
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
         }
 
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of text that an example predicts; 0 where examples are no text."""
+        return getattr(self.source, "bytes_each", 0)
+
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[steps.Batch]:
         """Batches of this process's workers, with a leading axis of workers where there are several."""
         loaders = [Loader(self.source, sampler, self.data, self.train, start, stop) for sampler in self.samplers]
@@ -61,8 +66,9 @@ def open_feed(experiment: Experiment, split: str, local_batch: int, workers: Wor
     """
     source = open_source(experiment.data, split)
     model = experiment.model
+    spare = bool(model.label_shape) and source.classes <= model.classes  # a model may know more tokens than occur
     check(
-        source.classes in (None, 0, model.classes),
+        source.classes in (None, 0, model.classes) or spare,
         f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
         f"build the model with classes={source.classes}",
     )

@@ -11,12 +11,16 @@ from typing import Any, TextIO
 class Recorder:
     """Appends to the record and prints; on other ranks it does neither."""
 
-    def __init__(self, run_dir: Path | None, elapsed_s: float = 0.0, out: TextIO | None = None) -> None:
+    def __init__(
+        self, run_dir: Path | None, elapsed_s: float = 0.0, out: TextIO | None = None, bytes_each: int = 0
+    ) -> None:
         """Open RUN/record.jsonl for appending; `run_dir` None is another rank's.
 
         Args:
             elapsed_s: seconds that earlier parts of a resumed run took.
+            bytes_each: of text, the bytes that an example predicts; 0 for images.
         """
+        self._unit, self._each = ("bytes", bytes_each) if bytes_each else ("images", 1)
         self._file = (run_dir / "record.jsonl").open("a") if run_dir else None
         self._out = out or sys.stdout
         self._start = time.monotonic() - elapsed_s
@@ -49,16 +53,18 @@ class Recorder:
         lr: float,
         wait_s: float,
         skipped: int,
+        **more: float,
     ) -> None:
-        """A progress line; images/s since the last one.
+        """A progress line; images/s, or of text bytes/s, since the last one.
 
         Args:
             wait_s: seconds that a worker has waited for batches so far, their mean.
             skipped: corrupt examples so far, of all workers.
+            more: fields of the record that only some runs have.
         """
         now = time.monotonic()
         since, before = self._window
-        images_per_s = (examples - before) / max(now - since, 1e-9)
+        per_s = (examples - before) * self._each / max(now - since, 1e-9)
         self._window = now, examples
         self.write(
             "train",
@@ -67,25 +73,33 @@ class Recorder:
             examples=examples,
             elapsed_s=self.elapsed_s(),
             loss=loss,
-            images_per_s=images_per_s,
+            **{f"{self._unit}_per_s": per_s},
             lr=lr,
             wait_s=wait_s,
             skipped=skipped,
+            **more,
         )
         self.say(
             f"step {step}/{total_steps}  epoch {epoch:.2f}  loss {loss:.4f}  "
-            f"{images_per_s:.1f} images/s  lr {lr:.3g}  {self.elapsed_s():.1f} s"
+            f"{per_s:.1f} {self._unit}/s  lr {lr:.3g}  {self.elapsed_s():.1f} s"
             + (f"  skipped {skipped}" if skipped else "")
         )
 
     def evaluation(self, *, step: int, epoch: float, examples: int, eval_count: int, **means: float) -> None:
-        """Means over `eval_count` evaluated examples: eval_loss, eval_top1, eval_top5; none where there are none."""
+        """Means over `eval_count` evaluated examples: eval_loss, eval_top1, eval_top5; none where there are none.
+
+        Of text eval_bits_per_byte = eval_loss / ln 2 too.
+        """
+        if self._unit == "bytes" and means:
+            means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2)
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
         shown = "no examples"
         if means:
             top1, top5 = 100 * means["eval_top1"], 100 * means["eval_top5"]
             shown = f"loss {means['eval_loss']:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %"
+            if "eval_bits_per_byte" in means:
+                shown += f"  {means['eval_bits_per_byte']:.3f} bits per byte"
         self.say(f"step {step}  evaluation on {eval_count}: {shown}  {self.elapsed_s():.1f} s")
 
     def start_window(self, examples: int) -> None:

@@ -80,8 +80,7 @@ def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tupl
     if stored:
         exchange = dataclasses.replace(asked, **stored)
         return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
-    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
-    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), example)
+    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers))
     among = tuple(hostcomm.HOST_SUMS) if is_beside else ()  # what can run beside the backward pass
@@ -203,7 +202,7 @@ def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -
 
 def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict[int, TrainState]:
     """State 0 of this process's workers: params of rank 0 on all ranks, compared by hash."""
-    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
+    example = experiment.model.example()
     key = jax.random.key(experiment.seed)
     if workers.processes.rank == 0:
         made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
@@ -323,7 +322,8 @@ def run_in(
     start = saved.step if saved else 0
     if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start)
-    recorder = Recorder(folder if is_first else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0)
+    elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+    recorder = Recorder(folder if is_first else None, elapsed_s, bytes_each=plan.feed.bytes_each)
     if is_first:
         facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
             "asked": functions.asked

@@ -15,6 +15,7 @@ import numpy as np
 from jaxmpi.config import Data, UsageError, check, lookup
 from jaxmpi.data.images import MODES, CorruptExample, decoded, resized
 from jaxmpi.data.sampler import random_bits
+from jaxmpi.data.text import stdlib, text
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SYNTHETIC_CLASSES = 1000  # as ImageNet, whose models this stands in for
@@ -26,8 +27,9 @@ class Source(Protocol):
     """Examples by index. Read from several threads at once.
 
     `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
-    prepared, and an int in [0, classes). A source may also have `where(i) -> str`, the name of
-    example i in errors, and `digest() -> str`, which is the same on all ranks where their data are.
+    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such. A source
+    may also have `where(i) -> str`, the name of example i in errors, `digest() -> str`, which is the
+    same on all ranks where their data are, and `bytes_each`, the bytes of text that it predicts.
     """
 
     name: str
@@ -388,4 +390,6 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "array": array,
     "imagefolder": imagefolder,
     "tfds": tfds,
+    "text": text,
+    "stdlib": stdlib,
 }
