@@ -47,6 +47,7 @@ def save(
     replicated: bool,
     extra: Mapping[str, Any],
     keep: int,
+    same_params: bool = True,
 ) -> Path:
     """Write a checkpoint of all workers and drop the oldest beyond `keep`. All ranks call it.
 
@@ -54,6 +55,7 @@ def save(
         folder: RUN/checkpoints, the same for all ranks.
         states: this process's workers.
         replicated: whether the rule's state is equal on all workers; then it is written once.
+        same_params: whether params are.
         extra: JSON values kept beside.
 
     Communicates: a gather of the files' indices, then a barrier.
@@ -67,7 +69,7 @@ def save(
     processes.barrier()
     files = {}
     for worker, state in states.items():
-        common, own = halves(state, replicated)
+        common, own = halves(state, replicated, same_params)
         if worker == 0:
             files["common.bin"] = write_leaves(aside / "common.bin", common)
         files[f"worker_{worker:05d}.bin"] = write_leaves(aside / f"worker_{worker:05d}.bin", own)
@@ -87,10 +89,10 @@ def save(
     return final
 
 
-def halves(state: TrainState, replicated: bool) -> tuple[PyTree, PyTree]:
+def halves(state: TrainState, replicated: bool, same_params: bool) -> tuple[PyTree, PyTree]:
     """(what is equal on all workers, what is this worker's own), as dicts of the state's fields."""
     fields = state._asdict()
-    equal = ("step", "params", *(("rule_state",) if replicated else ()))
+    equal = ("step", *(("params",) if same_params else ()), *(("rule_state",) if replicated else ()))
     return {k: fields[k] for k in equal}, {k: v for k, v in fields.items() if k not in equal}
 
 
@@ -140,7 +142,9 @@ def found(folder: Path) -> list[Path]:
     return sorted(whole, key=lambda p: int(p.name.split("_")[1]))
 
 
-def restore(folder: Path, like: Mapping[int, TrainState], *, workers: int, replicated: bool) -> Saved | None:
+def restore(
+    folder: Path, like: Mapping[int, TrainState], *, workers: int, replicated: bool, same_params: bool = True
+) -> Saved | None:
     """The newest checkpoint for this process's workers, or None where there is none.
 
     Args:
@@ -158,7 +162,8 @@ def restore(folder: Path, like: Mapping[int, TrainState], *, workers: int, repli
         manifest["workers"] == workers,
         f"{path} was written by {manifest['workers']} workers, this run has {workers}; resume with the same number",
     )
-    states = {worker: restore_worker(path, manifest, worker, state, replicated) for worker, state in like.items()}
+    is_equal = replicated, same_params
+    states = {worker: restore_worker(path, manifest, worker, state, *is_equal) for worker, state in like.items()}
     return Saved(states, manifest["step"], manifest["extra"])
 
 
@@ -192,9 +197,11 @@ def is_row(row: Any) -> bool:
     return typed and row["offset"] >= 0
 
 
-def restore_worker(path: Path, manifest: dict, worker: int, like: TrainState, replicated: bool) -> TrainState:
+def restore_worker(
+    path: Path, manifest: dict, worker: int, like: TrainState, replicated: bool, same_params: bool
+) -> TrainState:
     """One worker's state out of common.bin and its own file."""
-    common, own = halves(like, replicated)
+    common, own = halves(like, replicated, same_params)
     fields: dict[str, Any] = {}
     for name, tree in (("common.bin", common), (f"worker_{worker:05d}.bin", own)):
         index = manifest["files"].get(name)

@@ -201,9 +201,21 @@ class Schedule:
 class RuleConfig:
     """When workers talk, and about what."""
 
-    name: str = "gradients"  # gradients | subgd | awagd
+    name: str = "gradients"  # gradients | subgd | awagd | local_sgd | diloco
     average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
     force: bool = False  # let subgd and awagd run an optimizer for which they equal no single worker
+    local_steps: int = 50  # local_sgd, diloco: H, steps from one exchange to the next
+    outer_lr: float = 0.7  # diloco: eta of the outer optimizer
+    outer_momentum: float = 0.9  # diloco: Nesterov momentum mu of the outer optimizer, in [0, 1)
+    noise_scale: bool = True  # gradients: record variance between workers and noise scale, where there are several
+
+    def __post_init__(self) -> None:
+        check(self.local_steps >= 1, f"rule.local_steps: got {self.local_steps}; expected >= 1")
+        check(self.outer_lr > 0 and math.isfinite(self.outer_lr), f"rule.outer_lr: got {self.outer_lr}; expected > 0")
+        check(
+            0 <= self.outer_momentum < 1,
+            f"rule.outer_momentum: got {self.outer_momentum}; expected [0, 1): at 1 it never forgets",
+        )
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> None:

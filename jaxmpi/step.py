@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmpi.config import Data, UsageError, check
 from jaxmpi.model import Model, check_image, statistics_over
-from jaxmpi.rules import Rule
+from jaxmpi.rules import Rule, Squares
 from jaxmpi.state import TrainState
 
 PyTree = Any
@@ -29,6 +29,7 @@ class Metrics(NamedTuple):
 
     loss: jax.Array  # f32[], summed
     count: jax.Array  # f32[], examples
+    squares: Squares | None = None  # of the gradients, where the rule measures them
 
 
 class EvalMetrics(NamedTuple):
@@ -199,7 +200,11 @@ def local_gradients(
 def train_step(state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule) -> tuple[TrainState, Metrics]:
     """One update; also runs outside jit, piece by piece."""
     grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
-    params, rule_state = rule.update(grads, state.rule_state, state.params)
+    if rule.measured:
+        params, rule_state, squares = rule.measured(grads, state.rule_state, state.params)
+        metrics = metrics._replace(squares=squares)
+    else:
+        params, rule_state = rule.update(grads, state.rule_state, state.params)
     return TrainState(state.step + 1, params, model_state, rule_state, state.key), metrics
 
 

@@ -30,6 +30,7 @@ from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
+from jaxmpi.noise import Means, Noise
 from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import named_leaves, processes
 from jaxmpi.recorder import Recorder, cut_record
@@ -62,6 +63,7 @@ class Functions(NamedTuple):
     train_step: Callable[[TrainState, steps.Batch], tuple[TrainState, steps.Metrics]]
     eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
+    eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
     strategy: str
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
@@ -107,19 +109,21 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, workers, strategy, order)
     if is_split(experiment, workers) and not is_beside:
-        rule = build_rule(experiment, plan, exchange_of(False)._replace(jit=once))
+        rule = build_rule(experiment, plan, workers, exchange_of(False)._replace(jit=once))
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         step = partial(steps.train_step, gradients=compiled, rule=rule)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
-        return Functions(rule, step, once(evaluate), mean_state, strategy, form)
-    rule = build_rule(experiment, plan, exchange_of(is_beside))
+        return Functions(rule, step, once(evaluate), mean_state, rule.eval_params or own_params, strategy, form)
+    rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
+    eval_params = rule.eval_params or own_params
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule)
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
-        return Functions(rule, jitted, once(evaluate), mean_state, strategy, f"fused form: one jit; {why}")
+        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, strategy, f"fused form: one jit; {why}")
     over = partial(steps.over_devices, mesh=workers.mesh)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), strategy, form)
+    functions = (over(function) for function in (evaluate, mean_state, eval_params))
+    return Functions(rule, over(step, donate=(0,)), *functions, strategy, form)
 
 
 def exchange_for(
@@ -148,6 +152,8 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers) -> str:
     """Why this step cannot hide an exchange; empty where it can."""
     if experiment.form == "split":
         return "the step is split (form split)"
+    if rules.is_periodic(experiment.rule):
+        return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
     if compressors.is_compressor(experiment.exchange.strategy):
         return "a compressor exchanges more than once, one after another"
     is_whole = experiment.micro_batch in (0, config.local_batch(experiment, workers.size))
@@ -167,6 +173,11 @@ def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:
 def own_state(tree: PyTree) -> PyTree:
     """Model state as it is: every worker evaluates with its own."""
     return tree
+
+
+def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
+    """Params as they are: equal on all workers."""
+    return params
 
 
 def pieces(experiment: Experiment, workers: Workers) -> tuple[Callable, Callable]:
@@ -189,10 +200,11 @@ def is_split(experiment: Experiment, workers: Workers) -> bool:
     return workers.size > 1 and jax.default_backend() == "cpu"
 
 
-def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -> Rule:
-    """The rule over this run's optimizer and exchange."""
+def build_rule(experiment: Experiment, plan: "Plan", workers: Workers, exchange: rules.Exchange) -> Rule:
+    """The rule over this run's optimizer and exchange; with one worker there is no noise between several."""
+    asked = experiment.rule
     return rules.build(
-        experiment.rule,
+        dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1),
         optim.optimizer(experiment.optim, plan.lr),
         exchange,
         optimizer=experiment.optim.name,
@@ -338,7 +350,8 @@ def run_in(
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     try:
-        return loop(Run(experiment, workers, plan, functions, recorder, folder), put(states, workers), start)
+        noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None
+        return loop(Run(experiment, workers, plan, functions, recorder, folder, noise), put(states, workers), start)
     finally:
         recorder.close()
 
@@ -352,6 +365,7 @@ class Run(NamedTuple):
     functions: Functions
     recorder: Recorder
     folder: Path
+    noise: Noise | None = None  # where the rule measures it
 
 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
@@ -359,7 +373,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     plan, last = run.plan, run.plan.clock.total_steps
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics]] = []  # dispatched, not yet looked at
-    sums, result = np.zeros(2), {}  # loss and examples since the last progress line
+    sums, result = np.zeros(SUMS), {}  # since the last progress line
     for k, batch in enumerate(plan.feed.batches(start, last), start + 1):
         runtime.doing(f"step {k}")
         state, metrics = run.functions.train_step(state, batch)
@@ -374,7 +388,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
             jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
         if log_due:
             log(run, k, sums)
-            sums = np.zeros(2)
+            sums = np.zeros(SUMS)
         if eval_due:
             result = evaluate(run, state, k)
         if save_due:
@@ -384,8 +398,11 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     return result
 
 
+SUMS = 5  # loss, examples, |g_i|^2, |g|^2, steps in which these two were measured: over workers
+
+
 def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
-    """[loss, examples] of this process's workers.
+    """f64[SUMS] of this process's workers.
 
     Raises:
         TrainingError: a loss is NaN or infinite; the checkpoints so far stay.
@@ -397,13 +414,16 @@ def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
                 f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
                 "Lower the learning rate, warm up or clip"
             )
-    return np.array([losses.sum(), np.asarray(metrics.count, np.float64).sum()])
+    is_whole = run.plan.examples(step) - run.plan.examples(step - 1) == run.plan.clock.effective_batch
+    squares = metrics.squares if is_whole else None  # workers' gradients are means over as many examples each
+    measured = [*squares, np.ones(losses.shape)] if squares else [0.0] * 3
+    return np.array([np.asarray(x, np.float64).sum() for x in (losses, metrics.count, *measured)])
 
 
 def log(run: Run, step: int, sums: np.ndarray) -> None:
     """A progress line: the mean loss of all workers' examples since the last one."""
     feed = run.plan.feed
-    loss, count, skipped, wait_s = run.workers.processes.sum(np.array([*sums, feed.skipped, feed.wait_s]))
+    loss, count, *squares, skipped, wait_s = run.workers.processes.sum(np.array([*sums, feed.skipped, feed.wait_s]))
     run.recorder.train(
         step=step,
         total_steps=run.plan.clock.total_steps,
@@ -413,16 +433,23 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
         lr=np.asarray(run.plan.lr(step - 1)).item(),
         wait_s=float(wait_s) / run.workers.size,
         skipped=int(skipped),
+        **noise_of(run, *squares),
     )
 
 
+def noise_of(run: Run, local: float, mean: float, count: float) -> dict[str, float]:
+    """Fields of the record on the noise of gradients, where it was measured."""
+    return run.noise.fields(Means(local / count, mean / count)) if run.noise and count else {}
+
+
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
-    """Every validation example once, over all workers; model state as `batch_statistics` says."""
+    """Every validation example once, over all workers; model state as `batch_statistics` says, params as the rule."""
     runtime.doing(f"evaluation after step {step}")
     model_state = run.functions.mean_state(state.model_state)
+    params = run.functions.eval_params(state.params, state.rule_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
-        metrics = run.functions.eval_step(state.params, model_state, batch)
+        metrics = run.functions.eval_step(params, model_state, batch)
         sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
@@ -443,11 +470,15 @@ def starting_states(
     if not experiment.resume:
         return states, None
     saved = checkpoint.restore(
-        folder / "checkpoints", states, workers=workers.size, replicated=rule.state_is_replicated
+        folder / "checkpoints",
+        states,
+        workers=workers.size,
+        replicated=rule.state_is_replicated,
+        same_params=rule.params_are_replicated,
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
-        params = next(iter(saved.states.values())).params
+        params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
         workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
         now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
         rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
@@ -490,6 +521,7 @@ def write(run: Run, states: dict[int, TrainState]) -> None:
         run.workers.processes,
         workers=run.workers.size,
         replicated=run.functions.rule.state_is_replicated,
+        same_params=run.functions.rule.params_are_replicated,
         extra={
             "elapsed_s": run.recorder.elapsed_s(),
             "exchange": {

@@ -35,6 +35,7 @@ ORDER = [
     "optim",
     "state",
     "step",
+    "noise",
     "workers",
     "feed",
     "recorder",

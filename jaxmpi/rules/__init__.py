@@ -7,9 +7,12 @@ import optax
 
 from jaxmpi.config import RuleConfig, check, lookup
 from jaxmpi.rules.awagd import awagd
+from jaxmpi.rules.diloco import diloco
 from jaxmpi.rules.gradients import gradients
+from jaxmpi.rules.local_sgd import local_sgd
 from jaxmpi.rules.rule import Exchange as Exchange
 from jaxmpi.rules.rule import Rule as Rule
+from jaxmpi.rules.rule import Squares as Squares
 from jaxmpi.rules.subgd import subgd
 
 Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
@@ -22,12 +25,15 @@ class Row(NamedTuple):
     lr_scaling: str  # the default
     sums_updates: bool  # scaling lr linearly as well would count the workers twice
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
+    is_periodic: bool = False  # exchanges every rule.local_steps, nothing in between
 
 
 RULES: dict[str, Row] = {
-    "gradients": Row(lambda tx, x, config: gradients(tx, x), "linear", False, True),
+    "gradients": Row(lambda tx, x, config: gradients(tx, x, config.noise_scale), "linear", False, True),
     "subgd": Row(lambda tx, x, config: subgd(tx, x), "none", True, False),
     "awagd": Row(lambda tx, x, config: awagd(tx, x, config.average_momentum), "linear", False, False),
+    "local_sgd": Row(local_sgd, "linear", False, True, is_periodic=True),
+    "diloco": Row(diloco, "none", False, True, is_periodic=True),
 }
 
 
@@ -75,6 +81,11 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
         f"rule awagd sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. Use "
         "wire 32 or 16, rule gradients, or --rule.force",
     )
+
+
+def is_periodic(config: RuleConfig) -> bool:
+    """Whether workers exchange every `rule.local_steps` only."""
+    return lookup(RULES, config.name, "rule").is_periodic
 
 
 def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
