@@ -1,5 +1,6 @@
 """Local SGD and DiLoCo, mostly on small multiples of powers of two, of which f32 rounds nothing."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -193,7 +194,7 @@ def test_ranges_are_named():
         ("outer_momentum", -0.1, r"expected \[0, 1\)"),
     ):
         with pytest.raises(UsageError, match=f"rule.{field}: got {value}; {expected}"):
-            RuleConfig("diloco", **{field: value})
+            dataclasses.replace(RuleConfig("diloco"), **{field: value})
 
 
 @pytest.mark.parametrize(("name", "scaling"), [("local_sgd", "linear"), ("diloco", "none")])
@@ -248,7 +249,8 @@ def test_resume_between_two_meetings_is_bit_exact(tmp_path):
     own = [files_of(whole, 20)[f"worker_{i:05d}.bin"] for i in range(2)]
     assert own[0] != own[1]  # each has its own params and moments, two steps after the second meeting
     assert len(files_of(whole, 20)["common.bin"]) == 4  # the step
-    np.testing.assert_array_equal(*([row["eval_loss"] for row in rows_of(run, "eval")] for run in (whole, parts)))
+    losses = [[row["eval_loss"] for row in rows_of(folder, "eval")] for folder in (whole, parts)]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def learn(model: Model, params, state, rows: np.ndarray) -> list[float]:
     """Losses of 40 steps of Adam on all rows; NumPy makes the updates, so that there is little to compile."""
 
     def loss(params):
-        logits, _ = model.apply(params, state, rows[:, :-1], KEY, True)
+        logits, _ = model.apply(params, state, jnp.asarray(rows[:, :-1]), KEY, True)
         return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
 
     gradients = jax.jit(jax.value_and_grad(loss), compiler_options={"xla_backend_optimization_level": 0})
