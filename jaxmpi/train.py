@@ -122,8 +122,8 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
         return Functions(rule, jitted, once(evaluate), mean_state, eval_params, strategy, f"fused form: one jit; {why}")
     over = partial(steps.over_devices, mesh=workers.mesh)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    functions = (over(function) for function in (evaluate, mean_state, eval_params))
-    return Functions(rule, over(step, donate=(0,)), *functions, strategy, form)
+    train_step, evaluate = over(step, donate=(0,)), over(evaluate)
+    return Functions(rule, train_step, evaluate, over(mean_state), over(eval_params), strategy, form)
 
 
 def exchange_for(

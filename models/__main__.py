@@ -120,7 +120,7 @@ def show_table() -> None:
     """All models and their costs."""
     table = Table("model", caption=CAPTION)
     table.columns[0].no_wrap = True
-    for heading in ("depth", "params", "input", "GFLOP/image", "gradient bytes"):
+    for heading in ("depth", "params", "input", "GFLOP/example", "gradient bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for make in MODELS.values():
         table.add_row(*row(make()))

@@ -40,9 +40,9 @@ def spring(w: Any, t: int) -> Any:
 
 def built(config: RuleConfig, optim: Optim, comm: AxisComm, strategy: str = "asa32") -> rules.Rule:
     """The rule as the trainer builds it."""
-    talk = (functools.partial(exchange, strategy=strategy, op=op, comm=comm) for op in ("mean", "sum"))
+    mean, total = (functools.partial(exchange, strategy=strategy, op=op, comm=comm) for op in ("mean", "sum"))
     tx = optimizer(optim, lambda step: jnp.float32(optim.lr))
-    return rules.build(config, tx, rules.Exchange(*talk), optimizer=optim.name, linear=True)
+    return rules.build(config, tx, rules.Exchange(mean, total), optimizer=optim.name, linear=True)
 
 
 def trained(config: RuleConfig, optim: Optim, gradient: Any, steps: int) -> np.ndarray:
