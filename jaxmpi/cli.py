@@ -4,8 +4,9 @@ import os
 import sys
 from collections.abc import Callable
 
-from jaxmpi import forecast, launch
+from jaxmpi import forecast, launch, orbax
 from jaxmpi.config import UsageError, lookup
+from jaxmpi.data import pack
 
 
 def models(argv: list[str]) -> None:
@@ -22,6 +23,8 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "train": ("train an experiment with N workers; prints the launcher's line", launch.main),
     "bench": ("time exchanges beside other libraries' and the bound", bench),
     "plan": ("predicted step time and best strategy for 2 to 4,096 workers", forecast.main),
+    "data": ("pack any source into few files; check them", pack.main),
+    "export": ("params of a checkpoint as an Orbax folder", orbax.main),
     "models": ("table of the models in this folder's models/", models),
 }
 

@@ -7,20 +7,22 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 
 from jaxmpi.config import check
+from jaxmpi.hostsum import SharedSum
 from jaxmpi.processes import MpiProcesses, Statement, processes
 from jaxmpi.programs import shared_jit
-from jaxmpi.shared import SharedSum
 
 PyTree = Any
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static
+Turn = Callable[[jax.Array, PyTree], PyTree]  # of a loop: number of the turn, carry -> carry
 
 
 class Comm(Protocol):
@@ -70,6 +72,10 @@ class Comm(Protocol):
         """The value of worker `root`."""
         ...
 
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop` from 0 over turns that communicate."""
+        ...
+
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Sums of f32 arrays of any shapes over workers that share one host, in rank order, over `divisor`.
 
@@ -114,6 +120,10 @@ class SoloComm:
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         """X itself."""
         return x
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`."""
+        return lax.fori_loop(0, turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """The vectors over `divisor`."""
@@ -170,6 +180,10 @@ class AxisComm:
         """Row `root` of an all-gather."""
         return jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axis)[root], x)
 
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`."""
+        return lax.fori_loop(0, turns, turn, carry)
+
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Rows of an all-gather, added one after another."""
         check_one_host(self.hosts)
@@ -189,6 +203,73 @@ def add_rows(rows: jax.Array) -> jax.Array:
     XLA:CPU walks `rows.sum(0)` column by column, a hundred times slower.
     """
     return lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:], unroll=8)[0]
+
+
+class GlooComm(AxisComm):
+    """Workers along an axis over several processes' CPUs: one collective at a time, in one order on all of them.
+
+    gloo's messages have no names, and XLA lets programs whose results do not need each other overlap where one of them
+    holds a loop: then ranks would take one's message for another's. So each collective's input here is made to need the
+    result of the one before it in the same trace.
+    """
+
+    _last: ClassVar[tuple[Any, PyTree]] = (None, None)  # a trace, and the newest result in it, of all Comms
+
+    def _done(self, result: PyTree) -> PyTree:
+        GlooComm._last = (get_opaque_trace_state(), result)
+        return result
+
+    def _in_turn(self, move: Callable[[PyTree], PyTree], x: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: self._done(move(self._after_last(leaf))), x)
+
+    def _after_last(self, x: PyTree) -> PyTree:
+        trace, result = self._last
+        return after(x, result) if trace == get_opaque_trace_state() else x
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        """`lax.psum`."""
+        return self._in_turn(super().allreduce, x)
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """`lax.all_to_all` over the leading axis."""
+        return self._in_turn(super().alltoall, x)
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """`lax.all_gather`."""
+        return self._in_turn(super().allgather, x)
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """`lax.ppermute`."""
+        move = super().permute
+        return self._in_turn(lambda leaf: move(leaf, pairs), x)
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        """Row `root` of an all-gather."""
+        move = super().bcast
+        return self._in_turn(lambda leaf: move(leaf, root), x)
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`, as a whole one collective among the others."""
+        return self._done(super().loop(turns, turn, self._after_last(carry)))
+
+
+def after(x: PyTree, result: PyTree) -> PyTree:
+    """X, every bit of it, but to be had only once `result` is there; no compiler sees that it does not need it."""
+    first = [as_integers(leaf.reshape(-1)[0]).astype(jnp.uint32) for leaf in jax.tree.leaves(result) if leaf.size]
+    never = [lax.population_count(bits) >> 6 for bits in first]  # zero: 32 bits are no 64
+
+    def waiting(leaf: jax.Array) -> jax.Array:
+        bits = as_integers(leaf)
+        for zero in never:
+            bits = bits | zero.astype(bits.dtype)
+        return lax.bitcast_convert_type(bits, leaf.dtype)
+
+    return jax.tree.map(waiting, x)
+
+
+def as_integers(x: jax.Array) -> jax.Array:
+    """The bits of numbers of 8, 16 or 32 bits."""
+    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
 
 
 def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:
@@ -268,6 +349,10 @@ class MpiComm:
         import mpi4jax
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`."""
+        return lax.fori_loop(0, turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Through shared memory, all vectors in one call, in order among mpi4jax's."""

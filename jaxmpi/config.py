@@ -28,6 +28,10 @@ class TrainingError(RuntimeError):
     """A run that cannot go on, for a reason the message gives in full. Shown without a traceback."""
 
 
+class AgreedError(TrainingError):
+    """One that all ranks raise together: rank 0 speaks for them."""
+
+
 def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
     """`table[name]`, or a `UsageError` that lists what exists and suggests the nearest."""
     if name in table:
@@ -80,12 +84,19 @@ def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps
     return max(round(number * per_unit[unit]), int(number > 0))
 
 
+# Where examples are while they are read.
+MEMORY = {
+    "none": "in files, or wherever the source has them",
+    "partition": "in the memory of the workers: each group of them holds one full copy",
+}
+
+
 @dataclass(frozen=True)
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds | text | stdlib
-    dir: str = ""  # root folder of imagefolder, tfds or text; JAXMPI_DATA where empty, but for text
+    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds | packed | text | stdlib
+    dir: str = ""  # root folder of imagefolder, tfds, packed or text; JAXMPI_DATA where empty, but for text
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
@@ -103,13 +114,18 @@ class Data:
     synthetic_examples: int = 4096  # size of the synthetic training set
     window: int = 128  # text, stdlib: bytes that an example predicts
     on_error: str = "stop"  # stop | skip: what a corrupt image does
+    max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
     threads: int = 2  # decoding threads per worker
     prefetch: int = 2  # batches made ahead, per worker
+    memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
+    group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
+    shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
     train: InPython[Any] = None  # source `array`: anything with __len__ and __getitem__ -> (image, label)
     validation: InPython[Any] = None  # the same, for evaluation
 
     def __post_init__(self) -> None:
         check(self.on_error in ("stop", "skip"), f"data.on_error: got {self.on_error!r}; stop or skip")
+        check(0 <= self.max_skipped <= 1, f"data.max_skipped: got {self.max_skipped}; expected a share in [0, 1]")
         for name in ("resize", "crop"):
             check(
                 getattr(self, name) >= 0,
@@ -129,6 +145,9 @@ class Data:
             not (self.mean and self.mean_image),
             "data.mean and data.mean_image: give one of the two",
         )
+        lookup(MEMORY, self.memory, "data.memory")
+        for name in ("group_size", "shuffle_period"):
+            check(getattr(self, name) >= 0, f"data.{name}: got {getattr(self, name)}; expected >= 0")
         self._check_crop_area()
 
     def _check_crop_area(self) -> None:
@@ -250,11 +269,25 @@ class ExchangeConfig:
         lookup(OVERLAPS, self.overlap, "exchange.overlap")
 
 
+# What becomes of a step whose gradients or loss are not finite.
+RECOVERIES = {
+    "stop": "the run stops",
+    "skip": "the step changes nothing; params that differ between workers stop the run",
+    "rollback": "back to the newest checkpoint; a step that fails twice is left out",
+}
+
 # How batch norm's statistics cross workers: what training normalises with, what evaluation does.
 BATCH_STATISTICS = {
     "local": "a worker's own batch; a worker's own running ones",
     "averaged": "a worker's own batch; the mean of all workers' running ones",
     "synchronised": "all workers' batches, exchanged at every layer; the same",
+}
+
+
+# Who carries what workers exchange.
+COMMS = {
+    "mpi": "MPI, one process a worker",
+    "xla": "XLA's collectives over a jax.distributed job that MPI sets up: NCCL between GPUs, gloo between CPUs",
 }
 
 
@@ -279,13 +312,20 @@ class Experiment:
     eval_every: str = "1ep"  # duration between evaluations; 0st: only the last step, which is always evaluated
     checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
     keep_checkpoints: int = 2  # newest checkpoints kept
+    keep_best: int = 1  # beside them, those of lowest eval_loss, of steps that were evaluated and saved
     log_every: int = 10  # steps between progress lines; the first step always has one
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
+    params: str = ""  # Orbax folder that the run begins with, instead of the model's own params
+    recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
+    recover_limit: int = 10  # times that a run may skip or roll back before it stops
+    compare_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
+    inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # of initialisation, order, augmentation and dropout
     batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
     compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
-    devices: int = 1  # local devices of one process, a worker each; more than 1 excludes MPI
+    devices: int = 1  # local devices of one process, a worker each; more than 1 in several processes needs comm xla
+    comm: str = "mpi"  # mpi | xla: who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
     form: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
 
     def __post_init__(self) -> None:
@@ -293,7 +333,7 @@ class Experiment:
             not (self.local_batch and self.effective_batch),
             f"got local_batch {self.local_batch} and effective_batch {self.effective_batch}; give one of them",
         )
-        for name in ("local_batch", "effective_batch", "micro_batch"):
+        for name in ("local_batch", "effective_batch", "micro_batch", "keep_best", "recover_limit"):
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
         check(0 <= self.seed < 2**32, f"seed: got {self.seed}; expected 0 to 2^32 - 1")
         for name in ("log_every", "keep_checkpoints", "devices"):
@@ -303,6 +343,8 @@ class Experiment:
             f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
         )
         lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
+        lookup(RECOVERIES, self.recover, "recover")
+        lookup(COMMS, self.comm, "comm")
         check(
             self.form in ("auto", "fused", "split"),
             f"form: got {self.form!r}; expected auto, fused or split",
@@ -311,7 +353,11 @@ class Experiment:
             self.form != "split" or self.devices == 1,
             f"form: got split with {self.devices} devices; several devices of one process share one jit",
         )
-        for name in ("train_for", "eval_every", "checkpoint_every"):
+        check(
+            self.form != "split" or self.comm == "mpi",
+            "form: got split with comm xla; all workers share one jit there: use auto or fused",
+        )
+        for name in ("train_for", "eval_every", "checkpoint_every", "compare_every"):
             steps(getattr(self, name), 1, 1, 1)
         check(
             "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,
@@ -319,14 +365,19 @@ class Experiment:
         )
 
 
-def local_batch(experiment: Experiment, workers: int) -> int:
-    """Examples per worker and step.
+def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:
+    """Examples per worker and step, the most of them where shares are uneven.
+
+    Args:
+        uneven: let the effective batch not divide: a run that goes on with another number of workers.
 
     Raises:
         UsageError: the effective batch does not divide by the workers, or the local batch by the micro-batch;
             the nearest that do are named.
     """
     effective = experiment.effective_batch
+    if uneven and effective:
+        return -(-effective // workers)
     check_divides("effective_batch", effective, workers, "workers")
     local = experiment.local_batch or effective // workers or 32
     check_divides("local batch", local, experiment.micro_batch or 1, "(micro_batch)")

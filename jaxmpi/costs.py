@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.config import check, lookup
-from jaxmpi.shared import CHUNK
+from jaxmpi.hostsum import CHUNK
 from jaxmpi.strategies import PRICE, find
 from jaxmpi.wires import BLOCK, WIRES
 

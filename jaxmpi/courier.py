@@ -33,7 +33,6 @@ OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "st
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S = 0.002, 0.0003
 WINDOW = 16  # segments of a bucket under way at once
-TAGS = 1 << 15  # that every MPI has
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
@@ -147,7 +146,7 @@ class Courier:
         self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, first: int, label: str
     ) -> None:
         total = HostSum(strategy, self.comm)
-        tags = [(number + first + i) % TAGS for i in range(total.segments(x.size))]
+        tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
         job = self.jobs[key] = Job(label, x, total.of(x, tags))
         self._note("start", label)
         with self._wake:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmpi import handlers, hostcomm
 from jaxmpi.comm import Comm, MpiComm
 from jaxmpi.config import check
-from jaxmpi.courier import DONE, OPEN, START, TAGS, courier
+from jaxmpi.courier import DONE, OPEN, START, courier
 from jaxmpi.hostcomm import HostSum
 from jaxmpi.strategies import parse
 
@@ -56,7 +56,7 @@ class Calls(NamedTuple):
         """
         total = HostSum(strategy, courier().comm)
         ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
-        most = TAGS // 2  # a resumed exchange has the upper half
+        most = courier().control.tags // 2  # a resumed exchange has the upper half
         check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
         each = zip(ends[:-1], labels, strict=True)
         buckets = [{"strategy": strategy, "first": first, "label": label} for first, label in each]

@@ -10,15 +10,15 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jaxmpi import compressors, engine
+from jaxmpi import compressors
 from jaxmpi.buckets import Order, fuse, plan, split, split_all
 from jaxmpi.comm import Comm, MpiComm, world
 from jaxmpi.compressors import Peers
 from jaxmpi.config import UsageError, check, check_bucket_bytes, lookup
-from jaxmpi.engine import Calls, travelled
 from jaxmpi.plan import Verdict, allowed_wires, choose, is_auto
 from jaxmpi.processes import Statement, signature, statement
-from jaxmpi.strategies import Strategy, allgather, parse
+from jaxmpi.strategies import allgather, parse
+from jaxmpi.sums import sums
 
 PyTree = Any
 Op = Literal["mean", "sum"]
@@ -142,26 +142,11 @@ class Choice(NamedTuple):
         buckets = self.buckets(leaves)
         return split_all(self.exchanged([fuse([leaves[i] for i in bucket]) for bucket in buckets]), leaves, buckets)
 
-    def is_carried(self) -> bool:
-        """Whether the communication thread makes the sums: between hosts it has many messages under way at once."""
-        is_far = self.comm is world() and len(set(self.comm.hosts)) > 1
-        return is_far and not engine.why_not(self.strategy, self.comm)
-
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
         """The mean or sum of every vector over workers, in its shape and dtype."""
-        strategy, divisor = parse(self.strategy), self.comm.size if self.op == "mean" else 1
-        floats = [x.astype(jnp.float32) for x in vectors]
-        if strategy.means:
-            totals = strategy.means(floats, self.comm, divisor)
-        elif self.is_carried():
-            sizes = [x.size for x in floats]
-            labels = [f"bucket {i + 1} of {len(sizes)}" for i in range(len(sizes))]
-            plan = {"strategy": self.strategy, "floats of buckets": sizes}
-            calls = Calls.of(self.strategy, self.comm, plan, floats, labels, portable=False)
-            totals = [x / divisor for x in travelled([x.reshape(-1) for x in floats], calls)]
-        else:
-            totals = [sum_bucket(x.reshape(-1), strategy, self.comm) / divisor for x in floats]
-        return [total.reshape(x.shape).astype(x.dtype) for x, total in zip(vectors, totals, strict=True)]
+        divisor = self.comm.size if self.op == "mean" else 1
+        totals = sums([x.astype(jnp.float32) for x in vectors], self.strategy, self.comm, divisor)
+        return [total.astype(x.dtype) for x, total in zip(vectors, totals, strict=True)]
 
 
 @functools.cache
@@ -212,15 +197,6 @@ def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callabl
         return out
 
     return run
-
-
-def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
-    """The strategy over f32[n], padded to a multiple of the number of workers; nothing travels from one to itself."""
-    if comm.size == 1:
-        return flat
-    missing = -flat.size % comm.size
-    padded = jnp.pad(flat, (0, missing)) if missing else flat
-    return strategy.sum(padded, comm, strategy.wire)[: flat.size]
 
 
 def check_op(op: str) -> None:

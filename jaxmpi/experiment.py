@@ -1,9 +1,11 @@
 """An experiment file and the command line: which run is asked for, and what it was made with."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import re
 import subprocess
 import sys
@@ -34,17 +36,35 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
         base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
     for name in config.unknown_flags(argv):
         raise UsageError(f"unknown field --{name}; {config.nearest(name, config.flags(Experiment))}")
-    experiment = tyro.cli(
-        Experiment,
-        default=config.with_objects(base, Experiment()),
-        args=argv,
-        prog="python -m jaxmpi.train EXPERIMENT.py",
-        description=f"Train {path or 'an experiment'}. Every field can be given here; defaults are the experiment's.",
-        console_outputs=runtime.my_rank() == 0,
-    )
+    experiment = overridden(config.with_objects(base, Experiment()), argv, str(path or "an experiment"))
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
     return config.with_objects(experiment, base), path
+
+
+def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
+    """`base` with the fields of the command line. What is wrong with them rank 0 shows, and others only if it does not.
+
+    Raises:
+        UsageError: a field out of range, on ranks other than 0.
+    """
+    said = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        if runtime.my_rank() != 0:
+            stack.enter_context(contextlib.redirect_stdout(said))
+            stack.enter_context(contextlib.redirect_stderr(said))
+        try:
+            return tyro.cli(
+                Experiment,
+                default=base,
+                args=argv,
+                prog="python -m jaxmpi.train EXPERIMENT.py",
+                description=f"Train {name}. Every field can be given here; defaults are the experiment's.",
+            )
+        except SystemExit as end:
+            if runtime.my_rank() == 0 or not end.code:
+                raise
+            raise UsageError(said.getvalue()) from end
 
 
 def hyphens(flag: str) -> str:
@@ -60,6 +80,7 @@ def load(path: Path) -> Experiment:
     if not path.is_file():
         known = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
         raise UsageError(f"no experiment file {str(path)!r}; in {path.parent}: {config.nearest(path.name, known)}")
+    config.check(path.suffix == ".py", f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
     root = str(project_root(path))
     if root not in sys.path:
         sys.path.insert(0, root)
@@ -72,6 +93,8 @@ def load(path: Path) -> Experiment:
         spec.loader.exec_module(module)
     except ImportError as error:
         raise UsageError(f"{path}: {error}{nearest_import(error)}") from error
+    except SystemExit as end:
+        raise UsageError(f"{path}: ends the program, sys.exit({end.code!r}); expected a module to import") from end
     except Exception as error:
         if runtime.my_rank() == 0:
             raise

@@ -34,7 +34,6 @@ class HostWire(NamedTuple):
     encode: Callable[[np.ndarray], np.ndarray]  # f32[n] -> u8[size_bytes(n)]; a view where nothing changes
     decode: Callable[[np.ndarray], np.ndarray]  # u8[size_bytes(n)] -> f32[n]; a view where nothing changes
     is_exact: bool = False
-    is_whole: bool = False  # whether what one float is sent as depends on all others of its row
 
 
 def encode_bf16(x: np.ndarray) -> np.ndarray:
@@ -48,32 +47,36 @@ def decode_bf16(sent: np.ndarray) -> np.ndarray:
 
 
 def encode_f16(x: np.ndarray) -> np.ndarray:
-    """The inverse of the power of two, f32, then x times the power, f16[n]; see `wires.encode_f16`."""
+    """Inverses of the powers of two, f32[ceil(n / BLOCK)], then halves, f16[n]; see `wires.encode_f16`."""
     sent = np.empty(size_f16(x.size), np.uint8)
-    if x.size == 0:
-        return sent
-    largest = np.maximum(x.max(), -x.min())
-    usable = np.isfinite(largest) and largest > 0
-    power = np.clip(15 - np.frexp(largest)[1], -126, 126) if usable else 0
-    sent[:4].view(np.float32)[0] = np.ldexp(np.float32(1), -power)
-    np.multiply(x, np.ldexp(np.float32(1), power), out=sent[4:].view(np.float16), casting="same_kind")
+    inverses, halves = parts(sent, np.float16)
+    blocks = in_blocks(x)
+    largest = np.maximum(blocks.max(1), -blocks.min(1))
+    usable = np.isfinite(largest) & (largest > 0)
+    power = np.where(usable, np.clip(15 - np.frexp(largest)[1], -126, 126), 0)
+    inverses[:] = np.ldexp(np.float32(1), -power)
+    scaled = np.ldexp(np.float32(1), power)[:, None]
+    if x.size % BLOCK:
+        halves[:] = (blocks * scaled).reshape(-1)[: x.size]
+    else:
+        np.multiply(blocks, scaled, out=halves.reshape(blocks.shape), casting="same_kind")
     return sent
 
 
 def decode_f16(sent: np.ndarray) -> np.ndarray:
-    """The scaled halves times the inverse."""
-    return np.multiply(sent[4:].view(np.float16), sent[:4].view(np.float32), dtype=np.float32)
+    """The scaled halves times the inverses of their blocks."""
+    return decode_blocks(*parts(sent, np.float16))
 
 
 def size_f16(n: int) -> int:
-    """An empty row needs no scale."""
-    return 4 + 2 * n if n else 0
+    """Two bytes a float, and a scale a block."""
+    return 2 * n + 4 * -(-n // BLOCK)
 
 
 def encode_i8(x: np.ndarray) -> np.ndarray:
     """Scales, f32[ceil(n / BLOCK)], then multiples, i8[n]; see `wires.encode_i8`."""
     sent = np.empty(size_i8(x.size), np.uint8)
-    scales, multiples = parts_i8(sent)
+    scales, multiples = parts(sent, np.int8)
     blocks = in_blocks(x)
     largest = np.abs(blocks).max(1)
     over_127 = largest * np.float32(1 / 127)  # XLA makes the division this product
@@ -86,8 +89,7 @@ def encode_i8(x: np.ndarray) -> np.ndarray:
 
 def decode_i8(sent: np.ndarray) -> np.ndarray:
     """The multiples times their blocks' scales."""
-    scales, multiples = parts_i8(sent)
-    return (in_blocks(multiples) * scales[:, None]).reshape(-1)[: multiples.size]
+    return decode_blocks(*parts(sent, np.int8))
 
 
 def size_i8(n: int) -> int:
@@ -95,10 +97,16 @@ def size_i8(n: int) -> int:
     return n + 4 * -(-n // BLOCK)
 
 
-def parts_i8(sent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Views of a message: scales and multiples."""
-    blocks = -(-sent.size // (BLOCK + 4))
-    return sent[: 4 * blocks].view(np.float32), sent[4 * blocks :].view(np.int8)
+def parts(sent: np.ndarray, dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray]:
+    """Views of a message: scales, f32[ceil(n / BLOCK)], and numbers, dtype[n]."""
+    blocks = -(-sent.size // (BLOCK * np.dtype(dtype).itemsize + 4))
+    return sent[: 4 * blocks].view(np.float32), sent[4 * blocks :].view(dtype)
+
+
+def decode_blocks(scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Numbers times the scales of their blocks, f32[n]."""
+    products = np.multiply(in_blocks(numbers), scales[:, None], dtype=np.float32)
+    return products.reshape(-1)[: numbers.size]
 
 
 def in_blocks(x: np.ndarray) -> np.ndarray:
@@ -109,7 +117,7 @@ def in_blocks(x: np.ndarray) -> np.ndarray:
 
 HOST_WIRES: dict[str, HostWire] = {
     "32": HostWire(lambda n: 4 * n, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32), is_exact=True),
-    "16": HostWire(size_f16, encode_f16, decode_f16, is_whole=True),
+    "16": HostWire(size_f16, encode_f16, decode_f16),
     "bf16": HostWire(lambda n: 2 * n, encode_bf16, decode_bf16),
     "8": HostWire(size_i8, encode_i8, decode_i8),
 }
@@ -252,8 +260,7 @@ class HostSum(NamedTuple):
 
     def segments(self, n: int) -> int:
         """How many sums f32[n] is cut into, each with a tag of its own; the same on all ranks."""
-        row, wire = -(-n // self.comm.size), self._parts()[1]
-        return 1 if wire.is_whole else max(1, -(-row // columns(wire)))
+        return max(1, -(-n // self.comm.size // columns(self._parts()[1])))
 
     def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:
         """Generators which together make f32[n], C-contiguous, the sum over workers; in place.
@@ -263,7 +270,7 @@ class HostSum(NamedTuple):
         algorithm, wire = self._parts()
         length = -(-x.size // self.comm.size)
         rows = [x[i * length : (i + 1) * length] for i in range(self.comm.size)]
-        width = length if wire.is_whole else columns(wire)
+        width = columns(wire)
         for i, tag in enumerate(tags):
             yield algorithm([row[i * width : (i + 1) * width] for row in rows], self.comm, wire, tag)
 

@@ -5,18 +5,23 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from jaxmpi import runtime
 from jaxmpi.config import UsageError, lookup, nearest
+from jaxmpi.supervise import PROBE_S, Asked, keep_going
 
-USAGE = """usage: jaxmpi train [-n N] [--launcher mpirun|srun] [--launcher-args "..."] EXPERIMENT.py [--field value ...]
+USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
+                    [--launcher-args "..."] [--comm mpi|xla] EXPERIMENT.py [--field value ...]
 
   -n N               workers, one process each; without it one worker, no MPI
+  --restarts R       start again from the newest good checkpoint where a rank dies, R times at most (default 0)
+  --elastic MIN:MAX  start with MAX workers, again with those that are left, MIN at least; the effective batch stays
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
+  --comm NAME        as the field of that name, which may also stand behind the experiment
   --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them"""
 
 
@@ -27,6 +32,8 @@ class Options(NamedTuple):
     launcher: str
     launcher_args: tuple[str, ...]
     train_args: tuple[str, ...]
+    restarts: int = 0
+    least: int = 0  # workers with which a restart may go on; 0: as many as before
 
 
 def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
@@ -35,7 +42,8 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     Raises:
         UsageError: an option without its value, or a number of workers that is none.
     """
-    values = {"-n": "1", "--launcher": default_launcher(environ), "--launcher-args": ""}
+    values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
+    values |= {"--elastic": "", "--comm": ""}
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     while argv and argv[0] in values:
         if len(argv) == 1:
@@ -45,13 +53,37 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         raise UsageError(f"got {argv[0]}; {nearest(argv[0], values)}, before the experiment file\n{USAGE}")
     if "-n" in argv:
         raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
-    if not values["-n"].isdigit() or int(values["-n"]) < 1:
-        raise UsageError(f"-n: got {values['-n']!r}; expected a number of workers >= 1")
+    least, most = elastic(values["--elastic"])
+    workers = values["-n"] or str(most or 1)
+    if not workers.isdigit() or int(workers) < 1:
+        raise UsageError(f"-n: got {workers!r}; expected a number of workers >= 1")
+    if least and not least <= int(workers) <= most:
+        raise UsageError(f"-n: got {workers}; expected {least} to {most}, as --elastic says")
+    if not values["--restarts"].isdigit():
+        raise UsageError(f"--restarts: got {values['--restarts']!r}; expected a number >= 0")
+    comm = ("--comm", values["--comm"]) if values["--comm"] and argv else ()
     try:
         launcher_args = shlex.split(values["--launcher-args"])
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
-    return Options(int(values["-n"]), values["--launcher"], tuple(launcher_args), tuple(argv))
+    if least and values["--restarts"] == "0":
+        raise UsageError("--elastic says with how many workers to start again; give --restarts, too")
+    names = (values["--launcher"], tuple(launcher_args), (*argv[:1], *comm, *argv[1:]))
+    return Options(int(workers), *names, restarts=int(values["--restarts"]), least=least)
+
+
+def elastic(text: str) -> tuple[int, int]:
+    """(fewest, most) workers of `4:8`; zeros where it is not given.
+
+    Raises:
+        UsageError: it is no pair of numbers, the first not above the second.
+    """
+    if not text:
+        return 0, 0
+    least, _, most = text.partition(":")
+    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        raise UsageError(f"--elastic: got {text!r}; expected MIN:MAX workers, such as 4:8")
+    return int(least), int(most)
 
 
 def default_launcher(environ: Mapping[str, str]) -> str:
@@ -110,10 +142,30 @@ def find(launcher: str) -> str:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Print the line and become it."""
+    """Print the line and see it through; one worker without restarts is what this process becomes."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         raise SystemExit(0)
-    line = command(parse(argv), cores=runtime.cores(), is_root=os.geteuid() == 0)
-    print("+ " + shlex.join(line), flush=True)
-    os.execv(line[0], line)
+    options, facts = parse(argv), {"cores": runtime.cores(), "is_root": os.geteuid() == 0}
+
+    def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
+        asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
+        line = command(asked, **facts)
+        print("+ " + shlex.join(line), flush=True)
+        return line
+
+    plain = (options.launcher_args, options.train_args)
+    if options.workers == 1 and not options.restarts:
+        line = printed(1, *plain)
+        os.execv(line[0], line)
+    asked = Asked(options.workers, options.least or options.workers, options.restarts, *plain)
+    raise SystemExit(keep_going(asked, printed, lambda host: answers(host, options, **facts)))
+
+
+def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
+    """Whether a process can be started on a host."""
+    line = [*mpirun(options._replace(workers=1), cores, is_root), "--host", f"{host}:1", "true"]
+    try:
+        return subprocess.run(line, capture_output=True, timeout=PROBE_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False

@@ -27,6 +27,7 @@ from jaxmpi.config import UsageError, check, lookup, seconds_from
 from jaxmpi.costs import Fit, Link, Net
 from jaxmpi.processes import MpiProcesses, statement
 from jaxmpi.strategies import parse
+from jaxmpi.sums import sums
 from jaxmpi.wires import WIRES
 
 BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # of a probe; what has begun when it is over is finished
@@ -274,8 +275,7 @@ def short_for(net: Net) -> int:
 
 def time_strategy(comm: MpiComm, name: str, n: int) -> float:
     """Seconds of a sum of n floats: the best of a few, of the slowest rank each."""
-    strategy = parse(name)
-    run = jax.jit(lambda x: strategy.sum(x, comm, strategy.wire))
+    run = jax.jit(lambda x: sums([x], name, comm)[0])
     x = jax.block_until_ready(jnp.ones(n, jnp.float32))
     jax.block_until_ready(run(x))
     return min(slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS))
@@ -465,5 +465,5 @@ def save(key: Mapping[str, Any], probe: Probe) -> None:
         aside = path.with_suffix(f".{os.getpid()}.tmp")
         aside.write_text(json.dumps({"format": FORMAT, "key": key, **(as_json(probe) or {})}, indent=1) + "\n")
         aside.replace(path)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UsageError) as error:
         print(f"jaxmpi: the probe is not kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)

@@ -52,6 +52,15 @@ class SoloProcesses:
     """The control plane of a single process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    hosts, may_overlap = (0,), True
+
+    def apart(self) -> "SoloProcesses":
+        """The same: nothing is sent."""
+        return self
+
+    def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """The values themselves, when asked for."""
+        return lambda: values
 
     def same(self, what: str, value: Any) -> None:
         """One rank agrees with itself, on what several could compare."""
@@ -92,7 +101,8 @@ class MpiProcesses:
         self.library = MPI.Get_library_version().split(",")[0].strip()
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
-        self.world = MPI.COMM_WORLD.Clone()
+        self.world, self._max, self._in_place = MPI.COMM_WORLD.Clone(), MPI.MAX, MPI.IN_PLACE
+        self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
         runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))
@@ -119,10 +129,9 @@ class MpiProcesses:
         return wait(self._exit.Ibarrier(), timeout_s)
 
     def barrier(self) -> None:
-        """Wait for all ranks without spinning; an error after AGREE_TIMEOUT_S."""
+        """Wait for all ranks without spinning; an error that names who is absent after AGREE_TIMEOUT_S."""
         self._let_exchanges_end()
-        if not wait(self.world.Ibarrier(), AGREE_TIMEOUT_S):
-            raise TrainingError(f"not all ranks came to where this one is within {AGREE_TIMEOUT_S:.0f} s")
+        self._arrive(self.world.Ibarrier(), "a barrier")
 
     def host_barrier(self) -> None:
         """Wait for all ranks of this host."""
@@ -139,11 +148,36 @@ class MpiProcesses:
         return self._local.bcast(value)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over ranks of f64[n]."""
+        """Sum over ranks of f64[n]; an error that names who is absent after AGREE_TIMEOUT_S."""
         self._let_exchanges_end()
         total = np.empty_like(values, np.float64)
-        wait(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), float("inf"))
+        self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
         return total
+
+    def _arrive(self, request: Any, what: str) -> None:
+        """Wait for a message of all ranks.
+
+        Raises:
+            TrainingError: who did not come within AGREE_TIMEOUT_S.
+        """
+        if not wait(request, AGREE_TIMEOUT_S):
+            raise TrainingError(f"{what}: rank {self.late()} did not answer in time; all ranks must call it")
+
+    def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin the largest over ranks of i64[n]; it is there when asked for.
+
+        Asking raises `TrainingError` where a rank does not come within AGREE_TIMEOUT_S.
+        """
+        self._let_exchanges_end()
+        largest = np.array(values, np.int64)
+        request = self.world.Iallreduce(self._in_place, largest, self._max)
+
+        def result() -> np.ndarray:
+            self._let_exchanges_end()
+            self._arrive(request, "the vote of all ranks on a step")
+            return largest
+
+        return result
 
     def _gather_ints(self, value: int) -> list[int]:
         out = np.empty(self.size, np.int64)
@@ -181,7 +215,8 @@ class MpiProcesses:
         """Compare a JSON value over all ranks.
 
         Raises:
-            UsageError: ranks differ (rank, path, got, expected) or are absent when time is up, on all ranks alike.
+            UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
+            TrainingError: who is absent when time is up.
         """
         self.compare(statement(what, value), timeout_s)
 
@@ -194,8 +229,7 @@ class MpiProcesses:
         digest = np.frombuffer(mine.digest, np.uint8)
         rows = np.empty((self.size, digest.size), np.uint8)
         if not wait(self.world.Iallgather(digest, rows), timeout_s or AGREE_TIMEOUT_S):
-            late = self.late()
-            raise UsageError(f"{mine.what}: rank {late} did not answer in time; all ranks must call it")
+            raise TrainingError(f"{mine.what}: rank {self.late()} did not answer in time; all ranks must call it")
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
             places = self.gather(mine.what)

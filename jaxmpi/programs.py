@@ -3,13 +3,14 @@
 Eight ranks that trace and compile the same step on two cores take eight times as long as one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from jaxmpi.handlers import EXPORTABLE
 
@@ -41,13 +42,18 @@ def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: Hos
     programs: dict[Any, Callable] = {}
 
     def call(*args: PyTree) -> PyTree:
-        leaves, structure = jax.tree.flatten(args)
-        key = structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        key = kind_of(args)
         if key not in programs:
             programs[key] = compile_together(function, args, donate_argnums, control)
-        return programs[key](leaves)
+        return programs[key](jax.tree.leaves(args))
 
     return call
+
+
+def kind_of(args: PyTree) -> Any:
+    """Structure, shapes and types: what a program is compiled for."""
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 class Program(NamedTuple):
@@ -104,3 +110,58 @@ def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]
             raise
         return Program(b"", None)
     return Program(bytes(exported), made[0])
+
+
+# ---------------------------------------------------------------- programs over the devices of several processes
+
+
+# XLA's default; said aloud it gives a program another key in the cache than what others have kept there.
+OWN_KEY = {"xla_embed_ir_in_executable": False}
+
+
+def loaded_jit(jitted: Any, devices: Sequence[Any], control: Host) -> Callable:
+    """A `jax.jit` over the devices of several processes, which the host's first rank compiles and the others load.
+
+    The cache does not help there: a process's place among the others is part of its keys. Ranks must call the function
+    together for the first time. For CPUs only: compilers for GPUs may talk to each other.
+    """
+    programs: dict[Any, Callable] = {}
+
+    def call(*args: PyTree) -> PyTree:
+        key = kind_of(args)
+        if key not in programs:
+            programs[key] = compile_or_load(jitted, args, devices, control)
+        return programs[key](*args)
+
+    return call
+
+
+def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: Host) -> Callable:
+    """The compiled function; the machine code travels, between ranks of one host and job only."""
+    if not jax.tree.leaves(args):  # then nothing says which devices
+        return jitted
+    lowered = jitted.lower(*args)  # on all ranks: it also loads what a program calls, such as LAPACK
+    own = []
+
+    def make() -> tuple | None:
+        own.append(compile_afresh(lowered))
+        try:
+            return serialize(own[0])
+        except (ValueError, NotImplementedError):  # such as one that calls back into Python
+            return None
+
+    made = control.from_first(make)
+    if own:
+        return own[0]
+    return lowered.compile() if made is None else deserialize_and_load(*made, execution_devices=devices)
+
+
+def compile_afresh(lowered: Any) -> Any:
+    """Compile past the cache: what has been read from there lacks functions when it is sent on."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    least_s = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        return lowered.compile(OWN_KEY)
+    finally:
+        jax.config.update(name, least_s)

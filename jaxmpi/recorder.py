@@ -117,15 +117,15 @@ def cut_record(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+            if row.get("step", 0) <= step:
+                kept.append(line + b"\n")
+        except (ValueError, AttributeError, TypeError, RecursionError):  # no line of ours
             continue
-        if row.get("step", 0) <= step:
-            kept.append(line + "\n")
     aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept))
+    aside.write_bytes(b"".join(kept))
     aside.replace(path)
 
 

@@ -1,6 +1,7 @@
 """A run and its directory: what makes it this run, what all ranks agree on, and what is kept beside the record."""
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import fcntl
@@ -11,13 +12,13 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxmpi import config
 from jaxmpi import experiment as experiments
-from jaxmpi.checkpoint import found, read_manifest
+from jaxmpi.checkpoint import found, newest
 from jaxmpi.config import Experiment, UsageError, check
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
@@ -125,24 +126,57 @@ def new(experiment: Experiment, name: str) -> Path:
     return named(experiment.run_dir) if experiment.run_dir else fresh(name)
 
 
-def stored_exchange(experiment: Experiment, name: str) -> dict[str, Any] | None:
-    """The strategy and bucket size that `auto` came to in the run that is resumed; None where there are none.
+class Stored(NamedTuple):
+    """What the newest checkpoint says of how the run goes on."""
+
+    workers: int  # that wrote it
+    scaled_for: int  # workers that the run began with, by which the learning rate is scaled
+    effective_batch: int
+    exchange: dict[str, Any]  # asked, strategy and bucket_bytes
+
+
+def stored(experiment: Experiment, name: str) -> Stored | None:
+    """How the run that is resumed was made; None where none is, or has no checkpoint yet.
 
     Raises:
-        UsageError: the newest checkpoint's are damaged.
+        UsageError: the newest checkpoint's word is of another kind than what is written.
     """
-    saved = found(resumed(experiment, name) / "checkpoints") if experiment.resume else []
-    stored = read_manifest(saved[-1])["extra"].get("exchange") if saved else None
-    if stored is None:
+    folder = resumed(experiment, name) / "checkpoints" if experiment.resume else None
+    manifest = newest(folder) if folder else None
+    if manifest is None:
         return None
-    check(
-        isinstance(stored, dict)
-        and {"asked", "strategy", "bucket_bytes"} == set(stored)
-        and isinstance(stored["strategy"], str),
-        f"{saved[-1]}: exchange: got {stored!r:.80}; expected asked, strategy and bucket_bytes: damaged",
+    extra = manifest["extra"]
+    exchange, run = extra.get("exchange"), extra.get("experiment")
+    sound = (
+        isinstance(exchange, dict)
+        and {"asked", "strategy", "bucket_bytes"} == set(exchange)
+        and isinstance(exchange["strategy"], str)
+        and isinstance(run, dict)
+        and all(type(n) is int and n > 0 for n in (extra.get("scaled_for"), run.get("effective batch")))
     )
-    asked = stored.pop("asked")
-    return stored if asked == experiment.exchange.strategy else None
+    check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
+    return Stored(manifest["workers"], extra["scaled_for"], extra["experiment"]["effective batch"], extra["exchange"])
+
+
+def settled_exchange(kept: Stored | None, strategy: str) -> dict[str, Any] | None:
+    """The strategy and bucket size that `auto` came to in the run that is resumed; None where there are none."""
+    if kept is None or kept.exchange["asked"] != strategy:
+        return None
+    return {name: kept.exchange[name] for name in ("strategy", "bucket_bytes")}
+
+
+def as_begun(experiment: Experiment, kept: Stored | None, workers: int) -> Experiment:
+    """The experiment with the effective batch that the run began with, where workers are more or fewer since."""
+    if kept is None or kept.scaled_for == workers:
+        return experiment
+    batch = kept.effective_batch
+    began = {0, experiment.effective_batch or experiment.local_batch * kept.scaled_for}
+    check(
+        began <= {0, batch},
+        f"--resume with {workers} workers instead of {kept.scaled_for} keeps the effective batch of {batch}; "
+        f"got {max(began)}",
+    )
+    return dataclasses.replace(experiment, effective_batch=batch, local_batch=0)
 
 
 def named(run_dir: str) -> Path:
@@ -189,7 +223,10 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
 
 
 # Fields of `data` under which the same examples stay the same.
-NOT_THE_DATA = ("data.dir", "data.threads", "data.prefetch", "data.on_error")
+NOT_THE_DATA = (
+    *("data.dir", "data.threads", "data.prefetch", "data.on_error"),
+    *("data.memory", "data.group_size", "data.shuffle_period"),  # where they change the order, the data's facts say so
+)
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -19,13 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from jaxmpi.config import TrainingError, UsageError, check, seconds_from
+from jaxmpi.config import AgreedError, TrainingError, UsageError, check, seconds_from
 
 # How long a rank at its end waits for the others before it takes them for stuck.
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
 # How long another rank leaves rank 0 the word when both may hold the same error.
 RANK_0_FIRST_S = 3.0
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+MISUSED = 2  # exit code where what was asked for cannot be
+PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, that JAX takes when its device starts
 
 
@@ -337,7 +339,7 @@ def doing(phase: str) -> None:
 
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback."""
-    if isinstance(error, UsageError) and my_rank() != 0:
+    if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
         time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
     phase = f" ({_job.doing})" if _job else ""
     if isinstance(error, (UsageError, TrainingError)):
@@ -347,7 +349,13 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     else:
         text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
     sys.stderr.write(f"jaxmpi: {who()}{phase}:\n{text}")  # at once: other ranks write too
-    end_job(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+    end_job(exit_code(error))
+
+
+def exit_code(error: BaseException | None) -> int:
+    """What the job's exit code tells launchers: starting again helps only where it is 1 or a signal's."""
+    codes = ((KeyboardInterrupt, INTERRUPTED), (UsageError, MISUSED))
+    return next((code for kind, code in codes if isinstance(error, kind)), 1)
 
 
 def end_job(code: int) -> NoReturn:

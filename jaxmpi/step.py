@@ -29,7 +29,9 @@ class Metrics(NamedTuple):
 
     loss: jax.Array  # f32[], summed
     count: jax.Array  # f32[], examples
+    finite: Any = None  # bool[leaves of params]: whether this worker's gradients are
     squares: Squares | None = None  # of the gradients, where the rule measures them
+    applied: Any = None  # bool[], the same on all workers: whether the update was finite, and so was made
 
 
 class EvalMetrics(NamedTuple):
@@ -177,7 +179,7 @@ def local_gradients(
         size = batch["label"].shape[0]
         if not micro_batch or micro_batch == size:
             grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
-            return grads, model_state, metrics
+            return grads, model_state, metrics._replace(finite=finite_leaves(grads))
         slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
 
         def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
@@ -192,20 +194,49 @@ def local_gradients(
         (grads, model_state, metrics), _ = jax.lax.scan(
             accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
         )
-        return grads, model_state, metrics
+        return grads, model_state, metrics._replace(finite=finite_leaves(grads))
 
     return gradients
 
 
-def train_step(state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule) -> tuple[TrainState, Metrics]:
-    """One update; also runs outside jit, piece by piece."""
+def finite_leaves(tree: PyTree) -> jax.Array:
+    """bool[leaves]: which leaves are finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)] or [jnp.array(True)])
+
+
+Guard = Callable[[TrainState, TrainState], tuple[TrainState, jax.Array]]
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule, guard: Guard | None = None
+) -> tuple[TrainState, Metrics]:
+    """One update; also runs outside jit, piece by piece.
+
+    Args:
+        guard: `or_before` or a jit of it, where an update that is not finite is not made; None where all are.
+    """
     grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
     if rule.measured:
         params, rule_state, squares = rule.measured(grads, state.rule_state, state.params)
         metrics = metrics._replace(squares=squares)
     else:
         params, rule_state = rule.update(grads, state.rule_state, state.params)
-    return TrainState(state.step + 1, params, model_state, rule_state, state.key), metrics
+    after = TrainState(state.step + 1, params, model_state, rule_state, state.key)
+    if guard is None:
+        return after, metrics
+    after, applied = guard(state, after)
+    return after, metrics._replace(applied=applied)
+
+
+def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Array]:
+    """(the state after an update, or before it where its params are not finite; which of them it is).
+
+    What is not finite on one worker makes the params of all so, since all of them come from an exchange: workers agree
+    without a message.
+    """
+    applied = finite_leaves(after.params).all()
+    kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, before)
+    return kept._replace(step=after.step), applied
 
 
 # ---------------------------------------------------------------- evaluation
@@ -228,7 +259,7 @@ def an_example(values: jax.Array) -> jax.Array:
 
 
 def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """i32[...]: how many classes are ahead of the true one; ties go by class number, NaN is behind all."""
+    """i32[...]: how many classes are ahead of the true one; ties go by class number, NaN of it is last."""
     true = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     ahead = ~(logits <= true)
     numbers = jnp.arange(logits.shape[-1]).reshape((1,) * labels.ndim + (-1,))

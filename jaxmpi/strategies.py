@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi.comm import Comm, Pairs, add_rows
+from jaxmpi.comm import Comm, Pairs, Turn, add_rows
 from jaxmpi.config import UsageError, check, lookup, nearest
 from jaxmpi.processes import Statement
 from jaxmpi.wires import WIRES, Wire
@@ -59,7 +59,7 @@ def ring(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
         received = wire.decode(comm.permute(wire.encode(partial), shift(comm, 1)))
         return received + chunks[(place - i - 1) % size]
 
-    mine = wire.encode(lax.fori_loop(0, size - 1, reduce_step, chunks[place]))  # the sum of chunk place + 1
+    mine = wire.encode(comm.loop(size - 1, reduce_step, chunks[place]))  # the sum of chunk place + 1
     return wire.decode(gather_round(mine, comm, lambda back: (place + 1 - back) % size)).reshape(-1)
 
 
@@ -152,7 +152,7 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
 
     still = jax.tree.map(jnp.zeros_like, wire.encode(own[:, 0]))
     out = jax.tree.map(jnp.zeros_like, wire.encode(own))
-    out = lax.fori_loop(0, packets + 2 * height, step, (still, still, out))[2]
+    out = comm.loop(packets + 2 * height, step, (still, still, out))[2]
     return wire.decode(out).reshape(-1)[: x.size]
 
 
@@ -231,7 +231,7 @@ def gather_round(mine: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
         return put(rows, row(i + 1), travelling), travelling
 
     rows = jax.tree.map(lambda leaf: spread(leaf, comm.size, row(0)), mine)
-    return lax.fori_loop(0, comm.size - 1, step, (rows, mine))[0]
+    return comm.loop(comm.size - 1, step, (rows, mine))[0]
 
 
 def alltoall(x: PyTree, comm: Comm) -> PyTree:
@@ -364,6 +364,10 @@ class SubComm:
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         """Row `root` of an allgather."""
         return take(self.allgather(x), root)
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """As the whole."""
+        return self.comm.loop(turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """The rows of all, added in rank order; where they are is not asked."""

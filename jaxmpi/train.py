@@ -6,9 +6,11 @@
 "Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run on all ranks.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,23 +22,39 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi import checkpoint, compressors, config, hostcomm, optim, overlap, rules, rundir, runtime, strategies
+from jaxmpi import (
+    checkpoint,
+    compressors,
+    config,
+    faults,
+    guard,
+    hostcomm,
+    optim,
+    orbax,
+    overlap,
+    rules,
+    rundir,
+    runtime,
+    strategies,
+)
 from jaxmpi import experiment as experiments
+from jaxmpi import saver as savers
 from jaxmpi import step as steps
 from jaxmpi.buckets import Order
 from jaxmpi.comm import Comm
-from jaxmpi.config import Experiment, TrainingError
+from jaxmpi.config import Experiment
 from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.noise import Means, Noise
 from jaxmpi.plan import choose, is_auto
-from jaxmpi.processes import named_leaves, processes
+from jaxmpi.processes import MpiProcesses, Processes, named_leaves, processes
+from jaxmpi.programs import loaded_jit
 from jaxmpi.recorder import Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
-from jaxmpi.workers import Workers, gather_workers, put, take
+from jaxmpi.workers import Workers, gather_workers, put, rows, take
 
 PyTree = Any
 
@@ -49,8 +67,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     runtime.make_cpu_devices(experiment.devices)
     control = processes()
     with runtime.at_work():
-        train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
+        code = 0
+        try:
+            train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
+        except guard.Preempted:
+            code = runtime.PREEMPTED
         control.barrier()
+    if code:
+        sys.exit(code)
 
 
 # ---------------------------------------------------------------- the parts of a run
@@ -64,27 +88,29 @@ class Functions(NamedTuple):
     eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
+    fingerprints: Callable[[PyTree], jax.Array]  # of what is equal on all workers
     strategy: str
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
     why: str = ""  # what `auto` came to, for the log
 
 
-def settle_exchange(experiment: Experiment, name: str, workers: Workers) -> tuple[Experiment, str]:
+def settle_exchange(
+    experiment: Experiment, plan: "Plan", workers: Workers, kept: rundir.Stored | None
+) -> tuple[Experiment, str]:
     """`auto` as a strategy and a bucket size: those of the run that is resumed, so that it goes on bit for bit, or
     those that a probe finds; and a line that says why, empty where nothing was left open.
     """
     asked = experiment.exchange
     if not is_auto(asked.strategy):
         return experiment, ""
-    text = json.dumps(rundir.stored_exchange(experiment, name)) if workers.processes.rank == 0 else ""
-    stored = json.loads(workers.processes.gather(text)[0])
+    stored = rundir.settled_exchange(kept, asked.strategy)
     if stored:
         exchange = dataclasses.replace(asked, **stored)
         return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers))
+    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
     among = tuple(hostcomm.HOST_SUMS) if is_beside else ()  # what can run beside the backward pass
     verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
@@ -99,31 +125,59 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     jit that holds a communicator can never be read from it. So with synchronised batch statistics every rank compiles
     the gradients for itself.
     """
-    gradients, evaluate = pieces(experiment, workers)
+    gradients, evaluate = pieces(experiment, workers, plan)
     order, once = Order(), workers.comm.jit
     to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
     spelling = experiment.exchange.strategy
     strategy = spelling if compressors.is_compressor(spelling) else strategies.parse(spelling).name
-    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers)
+    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, plan)
     is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, workers, strategy, order)
+    keeps = experiment.recover == "skip"
+    config.check(
+        not (keeps and rules.is_periodic(experiment.rule)),
+        f"recover: got skip with rule {experiment.rule.name}, whose workers step alone and would have to agree on "
+        "every step; use stop or rollback",
+    )
     if is_split(experiment, workers) and not is_beside:
-        rule = build_rule(experiment, plan, workers, exchange_of(False)._replace(jit=once))
+        keep_operands = partial(jit_kept, once) if keeps else once
+        rule = build_rule(experiment, plan, workers, exchange_of(False)._replace(jit=keep_operands))
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
-        step = partial(steps.train_step, gradients=compiled, rule=rule)
+        checked = once(steps.or_before) if keeps else None
+        step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
-        return Functions(rule, step, once(evaluate), mean_state, rule.eval_params or own_params, strategy, form)
+        eval_params = rule.eval_params or own_params
+        return Functions(rule, step, once(evaluate), mean_state, eval_params, once(guard.fingerprints), strategy, form)
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
     eval_params = rule.eval_params or own_params
-    step = partial(steps.train_step, gradients=order.of(gradients), rule=rule)
+    checked = steps.or_before if keeps else None
+    step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
-        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, strategy, f"fused form: one jit; {why}")
-    over = partial(steps.over_devices, mesh=workers.mesh)
+        form = f"fused form: one jit; {why}"
+        hashed = once(guard.fingerprints)
+        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form)
+    over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    train_step, evaluate = over(step, donate=(0,)), over(evaluate)
-    return Functions(rule, train_step, evaluate, over(mean_state), over(eval_params), strategy, form)
+    train_step, hashed = over(step, donate=(0,)), over(guard.fingerprints)
+    eval_params = over(rule.eval_params) if rule.eval_params else own_params
+    return Functions(rule, train_step, over(evaluate), over(mean_state), eval_params, hashed, strategy, form)
+
+
+def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
+    """A jit without donation: what went in may still be the outcome."""
+    return jit(function, **{name: value for name, value in options.items() if name != "donate_argnums"})
+
+
+def over_mesh(
+    function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate: tuple[int, ...] = ()
+) -> Callable:
+    """`steps.over_devices`; where ranks share a host's cores one of them compiles for all."""
+    jitted = steps.over_devices(function, mesh, donate)
+    if isinstance(control, MpiProcesses) and jax.default_backend() == "cpu":
+        return loaded_jit(jitted, list(mesh.devices.flat), control)
+    return jitted
 
 
 def exchange_for(
@@ -148,7 +202,7 @@ def exchange_for(
     )
 
 
-def unfit_for_overlap(experiment: Experiment, workers: Workers) -> str:
+def unfit_for_overlap(experiment: Experiment, plan: "Plan") -> str:
     """Why this step cannot hide an exchange; empty where it can."""
     if experiment.form == "split":
         return "the step is split (form split)"
@@ -156,8 +210,7 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers) -> str:
         return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
     if compressors.is_compressor(experiment.exchange.strategy):
         return "a compressor exchanges more than once, one after another"
-    is_whole = experiment.micro_batch in (0, config.local_batch(experiment, workers.size))
-    fits = is_whole or experiment.exchange.overlap == "delayed"
+    fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
     return "" if fits else "gradients come to exist with the last micro-batch only"
 
 
@@ -180,7 +233,7 @@ def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
     return params
 
 
-def pieces(experiment: Experiment, workers: Workers) -> tuple[Callable, Callable]:
+def pieces(experiment: Experiment, workers: Workers, plan: "Plan") -> tuple[Callable, Callable]:
     """The local gradients and the evaluation step, not yet compiled."""
     is_synchronised = experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
@@ -190,7 +243,7 @@ def pieces(experiment: Experiment, workers: Workers) -> tuple[Callable, Callable
         jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32,
         partial(exchange, strategy="asa32", comm=workers.comm) if is_synchronised else None,
     )
-    return steps.local_gradients(forward, experiment.micro_batch), partial(steps.eval_step, forward)
+    return steps.local_gradients(forward, plan.micro_batch), partial(steps.eval_step, forward)
 
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:
@@ -201,10 +254,13 @@ def is_split(experiment: Experiment, workers: Workers) -> bool:
 
 
 def build_rule(experiment: Experiment, plan: "Plan", workers: Workers, exchange: rules.Exchange) -> Rule:
-    """The rule over this run's optimizer and exchange; with one worker there is no noise between several."""
-    asked = experiment.rule
+    """The rule over this run's optimizer and exchange.
+
+    Noise is measured between several workers with equal shares: with one there is none to see.
+    """
+    asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
     return rules.build(
-        dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1),
+        dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
         optim.optimizer(experiment.optim, plan.lr),
         exchange,
         optimizer=experiment.optim.name,
@@ -219,6 +275,7 @@ def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict
     if workers.processes.rank == 0:
         made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
         params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
+        params = orbax.load(Path(experiment.params), params) if experiment.params else params
     else:
         shapes = jax.eval_shape(experiment.model.init, key, example)
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
@@ -249,9 +306,12 @@ class Plan(NamedTuple):
     clock: optim.Clock
     eval_every: int  # steps
     save_every: int  # steps
+    compare_every: int  # steps
     lr: optax.Schedule  # by step, scaling included
     headline: str
     data: dict[str, Any]  # what tells it from other data, wherever it lies
+    scaled_for: int  # workers that the run began with, by which lr is scaled
+    micro_batch: int  # examples of an accumulation slice; 0: no accumulation
 
     def examples(self, step: int) -> int:
         """Examples that all workers have seen after `step` steps: a short last step of an epoch counts as it is."""
@@ -263,37 +323,59 @@ class Plan(NamedTuple):
         return step / self.clock.steps_per_epoch
 
 
-def make_plan(experiment: Experiment, workers: Workers) -> Plan:
+def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0) -> Plan:
     """Batches, steps and learning rate.
+
+    Args:
+        scaled_for: workers that the run began with; 0: these.
 
     Raises:
         UsageError: a batch that does not divide, data that is missing, a learning-rate scaling the rule refuses.
     """
-    local_batch = config.local_batch(experiment, workers.size)
-    feed = open_feed(experiment, "train", local_batch, workers)
-    validation = open_feed(experiment, "validation", local_batch, workers)
+    scaled_for = scaled_for or workers.size
+    is_other = scaled_for != workers.size
+    local_batch = config.local_batch(experiment, workers.size, uneven=is_other)
+    effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
+    micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
+    feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
+    validation = open_feed(experiment, "validation", effective_batch, workers)
     facts = {"train": feed.facts(), "validation": validation.facts()}
     workers.processes.same("the data", facts)
-    epoch_steps, effective_batch = feed.samplers[0].steps_per_epoch, local_batch * workers.size
+    epoch_steps = feed.samplers[0].steps_per_epoch
     total_steps = max(config.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = optim.Clock(epoch_steps, effective_batch, total_steps)
-    factor, scaling = rules.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers.size)
+    factor, scaling = rules.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
+    if is_other and rules.RULES[experiment.rule.name].sums_updates:
+        factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
     lr = experiment.optim.lr
     headline = (
         f"{experiment.model.name}: {workers.size} workers x local batch {local_batch} = effective batch "
         f"{effective_batch}; {len(feed.source)} examples, {epoch_steps} steps an epoch, {total_steps} steps\n"
         f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
     )
+    if is_other:
+        headline += f", as with the {scaled_for} workers that the run began with" + (
+            f"; in slices of {micro_batch}" * bool(micro_batch)
+        )
     return Plan(
         feed,
         validation,
         clock,
         clock.steps(experiment.eval_every) or total_steps,
         clock.steps(experiment.checkpoint_every) or total_steps,
-        optim.schedule(experiment.schedule, clock, lr * factor, workers.size),
+        clock.steps(experiment.compare_every) or total_steps,
+        optim.schedule(experiment.schedule, clock, lr * factor, scaled_for),
         headline,
         {"the data": facts},
+        scaled_for,
+        micro_batch,
     )
+
+
+def slice_of(local_batch: int, before: int) -> int:
+    """Examples of a slice where a worker has more to do than `before`, so that it needs no more memory; else 0."""
+    slices = -(-local_batch // before)
+    return -(-local_batch // slices) if slices > 1 else 0
 
 
 def train(experiment: Experiment, name: str, root: Path | None = None, digest: str = "") -> dict[str, float]:
@@ -309,24 +391,55 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
 
     Raises:
         UsageError: the experiment cannot run as asked, or ranks differ.
-        TrainingError: the loss is not finite.
+        TrainingError: a loss or gradient is not finite, workers' params differ, too much data is skipped, or a
+            checkpoint cannot be written.
+        guard.Preempted: a signal asked to leave, and the run has been saved.
     """
     runtime.doing("start")
-    workers = gather_workers(experiment.devices)
+    notice = guard.Notice()
+    try:
+        return train_until(notice, experiment, name, root, digest)
+    finally:
+        notice.close()
+
+
+def train_until(
+    notice: guard.Notice, experiment: Experiment, name: str, root: Path | None, digest: str
+) -> dict[str, float]:
+    """`train`, until it is noticed that it is to leave."""
+    workers = gather_workers(experiment.devices, experiment.comm)
     rundir.agree_on(experiment, workers.processes, digest)
+    for text in experiment.inject:
+        faults.parse(text, workers.size)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
-    plan = make_plan(experiment, workers)
+    kept = stored_by_first(experiment, name, workers)
+    experiment = rundir.as_begun(experiment, kept, workers.size)
+    plan = make_plan(experiment, workers, kept.scaled_for if kept else workers.size)
     asked = experiment.exchange.strategy
-    experiment, why = settle_exchange(experiment, name, workers)
+    experiment, why = settle_exchange(experiment, plan, workers, kept)
     functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
     rules.check_wire(experiment.rule, functions.strategy)
     with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
-        return run_in(folder, experiment, workers, plan, functions, root)
+        faults.order(experiment.inject, workers.size, workers.mine, folder)
+        return run_in(folder, experiment, workers, plan, functions, root, notice)
+
+
+def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> rundir.Stored | None:
+    """What rank 0 reads of the run that is resumed."""
+    text = json.dumps(rundir.stored(experiment, name)) if workers.processes.rank == 0 else ""
+    row = json.loads(workers.processes.gather(text)[0])
+    return rundir.Stored(*row) if row else None
 
 
 def run_in(
-    folder: Path, experiment: Experiment, workers: Workers, plan: Plan, functions: Functions, root: Path | None
+    folder: Path,
+    experiment: Experiment,
+    workers: Workers,
+    plan: Plan,
+    functions: Functions,
+    root: Path | None,
+    notice: guard.Notice,
 ) -> dict[str, float]:
     """Start or resume in a run directory, and go on to the end."""
     is_first = workers.processes.rank == 0
@@ -349,11 +462,38 @@ def run_in(
         recorder.say(functions.why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
-    try:
-        noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None
-        return loop(Run(experiment, workers, plan, functions, recorder, folder, noise), put(states, workers), start)
-    finally:
-        recorder.close()
+    leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
+    run = Run(
+        *(experiment, workers, plan, functions, recorder, folder),
+        open_saver(experiment, workers, functions, folder, states),
+        guard.Votes(workers.processes, notice, leaves),
+        guard.Recovery(experiment.recover, experiment.recover_limit),
+        Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None,
+    )
+    return run_to_end(run, states, start)
+
+
+def open_saver(
+    experiment: Experiment, workers: Workers, functions: Functions, folder: Path, states: dict[int, TrainState]
+) -> savers.Saver:
+    """What writes checkpoints.
+
+    Raises:
+        UsageError: the disk has no room for two.
+    """
+    replicated, checkpoints = functions.rule.state_is_replicated, folder / "checkpoints"
+    same_params = functions.rule.params_are_replicated
+    if workers.processes.rank == 0 and not functions.strategy.startswith("none"):
+        needed_bytes = savers.total_bytes(states, replicated, workers.size, same_params)
+        savers.check_disk(checkpoints, needed_bytes, shutil.disk_usage(folder).free)
+    keep = checkpoint.Kept(experiment.keep_checkpoints, experiment.keep_best)
+    return savers.Saver(
+        *(checkpoints, workers.processes),
+        workers=workers.size,
+        replicated=replicated,
+        keep=keep,
+        same_params=same_params,
+    )
 
 
 class Run(NamedTuple):
@@ -365,63 +505,172 @@ class Run(NamedTuple):
     functions: Functions
     recorder: Recorder
     folder: Path
-    noise: Noise | None = None  # where the rule measures it
+    saver: savers.Saver
+    votes: guard.Votes
+    recovery: guard.Recovery
+    noise: Noise | None  # where the rule measures it
+
+
+def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str, float]:
+    """The loop, again from the newest checkpoint as often as `recover` has it go back."""
+    try:
+        while True:
+            try:
+                return loop(run, put(states, run.workers), start)
+            except guard.RollBack as back:
+                states, start, run = rolled_back(run, back)
+    finally:
+        run.recorder.close()
+
+
+def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], int, Run]:
+    """The newest checkpoint's states and step, and the run with its record cut there."""
+    run.votes.count()  # on a step that counts no more
+    run.saver.wait()
+    experiment = dataclasses.replace(run.experiment, resume=True)
+    states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
+    start, elapsed_s = saved.step if saved else 0, run.recorder.elapsed_s()
+    run.recorder.close()
+    is_first = run.workers.processes.rank == 0
+    if is_first:
+        cut_record(run.folder / "record.jsonl", start)
+    recorder = Recorder(run.folder if is_first else None, elapsed_s, bytes_each=run.plan.feed.bytes_each)
+    recorder.write("rollback", step=start, failed=back.step, why=str(back))
+    recorder.say(f"{back}: back to step {start}")
+    return states, start, run._replace(recorder=recorder)
 
 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     """Steps start + 1 to the last; progress, evaluations and checkpoints when they are due."""
     plan, last = run.plan, run.plan.clock.total_steps
     run.recorder.start_window(plan.examples(start))
-    pending: list[tuple[int, steps.Metrics]] = []  # dispatched, not yet looked at
+    pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
     sums, result = np.zeros(SUMS), {}  # since the last progress line
-    for k, batch in enumerate(plan.feed.batches(start, last), start + 1):
-        runtime.doing(f"step {k}")
-        state, metrics = run.functions.train_step(state, batch)
-        pending.append((k, metrics))
-        log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
-        eval_due = k % plan.eval_every == 0 or k == last
-        save_due = k % plan.save_every == 0 or k == last
-        # One step late, so that the device never waits for the log.
-        while len(pending) > (0 if log_due or save_due else 1):
-            sums += finite_sums(*pending.pop(0), run)
-        if log_due or eval_due or save_due:
-            jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
-        if log_due:
-            log(run, k, sums)
-            sums = np.zeros(SUMS)
-        if eval_due:
-            result = evaluate(run, state, k)
-        if save_due:
-            save(run, state, k)
-        if eval_due or save_due:
-            run.recorder.start_window(plan.examples(k))
+    with contextlib.closing(plan.feed.batches(start, last)) as batches:
+        for k, batch in enumerate(batches, start + 1):
+            runtime.doing(f"step {k}")
+            run.saver.poll()
+            leaving = run.votes.leaving
+            state, batch = faults.reach("step", k, (state, batch))
+            state, metrics = update(run, k, state, batch)
+            pending.append((k, metrics))
+            log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
+            eval_due = k % plan.eval_every == 0 or k == last
+            save_due = k % plan.save_every == 0 or k == last or leaving
+            compare_due = k % plan.compare_every == 0 or save_due
+            # One step late, so that the device never waits for the log.
+            while len(pending) > (0 if log_due or save_due or compare_due else 1):
+                sums += finite_sums(*pending.pop(0), run)
+            if log_due or eval_due or compare_due:
+                jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
+                mind(run, run.votes.count())
+            if compare_due:
+                compare(run, state, k)
+            if log_due:
+                log(run, k, sums)
+                sums = np.zeros(SUMS)
+            if eval_due:
+                result = evaluate(run, state, k)
+            if save_due:
+                save(run, state, k, result.get("eval_loss") if eval_due else None)
+            if leaving:
+                leave(run, k)
+            if eval_due or save_due:
+                run.recorder.start_window(plan.examples(k))
+    run.saver.wait()
     return result
+
+
+def update(run: Run, step: int, state: TrainState, batch: steps.Batch) -> tuple[TrainState, steps.Metrics | None]:
+    """One step, or only its number where it failed twice: then there are no metrics."""
+    if step in run.recovery.left_out:
+        return state._replace(step=state.step + 1), None
+    return run.functions.train_step(state, batch)
+
+
+def leave(run: Run, step: int) -> None:
+    """End a run that was asked to.
+
+    Raises:
+        guard.Preempted: once its checkpoint is on disk.
+    """
+    run.saver.wait()
+    run.recorder.say(f"asked to leave: saved at step {step}; go on with --resume --run-dir {run.folder}")
+    raise guard.Preempted
 
 
 SUMS = 5  # loss, examples, |g_i|^2, |g|^2, steps in which these two were measured: over workers
 
 
-def finite_sums(step: int, metrics: steps.Metrics, run: Run) -> np.ndarray:
-    """f64[SUMS] of this process's workers.
+def finite_sums(step: int, metrics: steps.Metrics | None, run: Run) -> np.ndarray:
+    """f64[SUMS] of this process's workers, of a step that was made; and this process's vote on it.
 
     Raises:
-        TrainingError: a loss is NaN or infinite; the checkpoints so far stay.
+        TrainingError, guard.RollBack: what all ranks agree to do about the step before.
     """
-    losses = np.atleast_1d(np.asarray(metrics.loss, np.float64))
-    for worker, loss in zip(run.workers.mine, losses, strict=True):
-        if not np.isfinite(loss):
-            raise TrainingError(
-                f"the loss of worker {worker} is {loss} at step {step}; {last_good(run)}. "
-                "Lower the learning rate, warm up or clip"
-            )
+    if metrics is None:
+        mind(run, run.votes.cast(step, None, 0, True))
+        return np.zeros(SUMS)
+    losses, counts = (rows(value, run.workers).astype(np.float64) for value in (metrics.loss, metrics.count))
+    finite = rows(metrics.finite, run.workers).reshape(len(losses), -1)
+    applied = metrics.applied is None or bool(rows(metrics.applied, run.workers).all())
+    odd = [(i, bad) for i, bad in enumerate(map(not_finite, losses, finite)) if bad is not None]
+    place, bad = odd[0] if odd else (0, None)
+    mind(run, run.votes.cast(step, bad, run.workers.mine[place], applied))
+    made = applied and np.isfinite(losses).all()
+    return np.array([losses.sum(), counts.sum(), *square_sums(step, metrics, run)]) if made else np.zeros(SUMS)
+
+
+def square_sums(step: int, metrics: steps.Metrics, run: Run) -> list[float]:
+    """|g_i|^2, |g|^2 and 1, over this process's workers; zeros where workers' gradients are not of as many examples."""
     is_whole = run.plan.examples(step) - run.plan.examples(step - 1) == run.plan.clock.effective_batch
-    squares = metrics.squares if is_whole else None  # workers' gradients are means over as many examples each
-    measured = [*squares, np.ones(losses.shape)] if squares else [0.0] * 3
-    return np.array([np.asarray(x, np.float64).sum() for x in (losses, metrics.count, *measured)])
+    if metrics.squares is None or not is_whole:
+        return [0.0] * 3
+    squares = [rows(value, run.workers).astype(np.float64) for value in metrics.squares]
+    return [value.sum() for value in (*squares, np.ones(squares[0].shape))]
+
+
+def not_finite(loss: float, finite: np.ndarray) -> int | None:
+    """What of a worker's step is not finite, as a vote says it; None where all is."""
+    if not np.isfinite(loss):
+        return guard.LOSS
+    return None if finite.all() else int(np.argmin(finite)) + 1
+
+
+def mind(run: Run, failure: guard.Failure | None) -> None:
+    """Do what is agreed about a step that failed."""
+    if failure is not None:
+        runtime.doing(f"step {failure.step}")
+        tail = f"{savers.last_good(run.folder / 'checkpoints')}. Lower the learning rate, warm up or clip"
+        run.recorder.say(run.recovery.of(failure, tail))
+        run.recorder.write("skipped", step=failure.step, why=str(failure))
+
+
+def compare(run: Run, state: TrainState, step: int) -> None:
+    """Compare what is equal on all workers by its fingerprints.
+
+    Raises:
+        TrainingError, guard.RollBack: a worker's differs.
+    """
+    if run.functions.strategy.startswith("none"):
+        return
+    rule = run.functions.rule
+    kept = {"params": state.params} if rule.params_are_replicated else {}
+    kept |= {"rule": state.rule_state} if rule.state_is_replicated else {}
+    if not kept:
+        return
+    found = rows(run.functions.fingerprints(kept), run.workers).reshape(len(run.workers.mine), -1)
+    text = guard.compare_replicas(kept, found, run.workers.mine, run.workers.processes, step)
+    if text:
+        run.recovery.of_difference(f"{text}; {savers.last_good(run.folder / 'checkpoints')}")
 
 
 def log(run: Run, step: int, sums: np.ndarray) -> None:
-    """A progress line: the mean loss of all workers' examples since the last one."""
+    """A progress line: the mean loss of all workers' examples since the last one.
+
+    Raises:
+        TrainingError: more data is skipped than may be.
+    """
     feed = run.plan.feed
     loss, count, *squares, skipped, wait_s = run.workers.processes.sum(np.array([*sums, feed.skipped, feed.wait_s]))
     run.recorder.train(
@@ -429,12 +678,14 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
         total_steps=run.plan.clock.total_steps,
         epoch=run.plan.epoch(step),
         examples=run.plan.examples(step),
-        loss=float(loss / count),
+        loss=float(loss / count) if count else float("nan"),
         lr=np.asarray(run.plan.lr(step - 1)).item(),
         wait_s=float(wait_s) / run.workers.size,
         skipped=int(skipped),
         **noise_of(run, *squares),
     )
+    epochs_begun = -(-step // run.plan.clock.steps_per_epoch)
+    guard.check_budget(int(skipped), len(feed.source), epochs_begun, run.experiment.data.max_skipped)
 
 
 def noise_of(run: Run, local: float, mean: float, count: float) -> dict[str, float]:
@@ -450,7 +701,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
         metrics = run.functions.eval_step(params, model_state, batch)
-        sums += np.array([np.asarray(value, np.float64).sum() for value in metrics])
+        sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
     if count:
@@ -472,9 +723,11 @@ def starting_states(
     saved = checkpoint.restore(
         folder / "checkpoints",
         states,
+        workers.processes,
         workers=workers.size,
         replicated=rule.state_is_replicated,
         same_params=rule.params_are_replicated,
+        say=warn if workers.processes.rank == 0 else lambda text: None,
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
@@ -485,54 +738,31 @@ def starting_states(
     return (saved.states if saved else states), saved
 
 
-def save(run: Run, state: TrainState, step: int) -> None:
-    """A checkpoint, unless an update has made params or other state that are not finite.
+def warn(text: str) -> None:
+    """A line on standard error."""
+    print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
+
+
+def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
+    """A checkpoint; it is written while the run goes on.
 
     Raises:
-        TrainingError: they are not; the checkpoints so far stay.
+        TrainingError: the one before could not be written, or params or other state were not finite.
     """
     if run.functions.strategy.startswith("none"):
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}")
-    states = take(state, run.workers)
-    for worker, of_worker in states.items():
-        for path, leaf in named_leaves(of_worker):
-            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
-                raise TrainingError(
-                    f"{path} of worker {worker} is not finite after step {step}: not saved, earlier checkpoints stay"
-                )
-    try:
-        write(run, states)
-    except OSError as error:
-        raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}; {last_good(run)}") from error
-
-
-def last_good(run: Run) -> str:
-    """The newest checkpoint, for errors."""
-    kept = checkpoint.found(run.folder / "checkpoints")
-    return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
-
-
-def write(run: Run, states: dict[int, TrainState]) -> None:
-    """A checkpoint of these states."""
-    checkpoint.save(
-        run.folder / "checkpoints",
-        states,
-        run.workers.processes,
-        workers=run.workers.size,
-        replicated=run.functions.rule.state_is_replicated,
-        same_params=run.functions.rule.params_are_replicated,
-        extra={
-            "elapsed_s": run.recorder.elapsed_s(),
-            "exchange": {
-                "asked": run.functions.asked,
-                "strategy": run.functions.strategy,
-                "bucket_bytes": run.experiment.exchange.bucket_bytes,
-            },
-            "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
+    extra = {
+        "elapsed_s": run.recorder.elapsed_s(),
+        "scaled_for": run.plan.scaled_for,
+        "exchange": {
+            "asked": run.functions.asked,
+            "strategy": run.functions.strategy,
+            "bucket_bytes": run.experiment.exchange.bucket_bytes,
         },
-        keep=run.experiment.keep_checkpoints,
-    )
+        "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
+    }
+    run.saver.save(take(state, run.workers), extra, score)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """The workers of a job: which of them this process runs, and how their states come to its devices and back."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.comm import AxisComm, Comm, is_cuda_aware, world
+from jaxmpi.comm import Comm, is_cuda_aware, world
 from jaxmpi.config import check
+from jaxmpi.mesh import global_mesh
 from jaxmpi.processes import Processes, processes
 from jaxmpi.state import TrainState
 from jaxmpi.step import AXIS, stack
@@ -21,7 +24,7 @@ class Workers(NamedTuple):
     comm: Comm
     processes: Processes
     mine: tuple[int, ...]
-    mesh: jax.sharding.Mesh | None  # of local devices, where this process runs several workers
+    mesh: jax.sharding.Mesh | None  # of all workers' devices, where XLA exchanges between them
 
     @property
     def size(self) -> int:
@@ -29,49 +32,66 @@ class Workers(NamedTuple):
         return self.comm.size
 
 
-def gather_workers(devices: int) -> Workers:
-    """One worker a process, or one a local device.
+def gather_workers(devices: int, comm: str = "mpi") -> Workers:
+    """One worker a process, or one a local device; of several processes all those of the job.
+
+    Args:
+        devices: of each process.
+        comm: mpi or xla.
 
     Raises:
-        UsageError: several devices in several processes, or fewer devices than asked for.
+        UsageError: several devices in several processes over MPI, fewer devices than asked for, or what `global_mesh`
+            raises.
     """
     control = processes()
-    if devices == 1:
+    control.same("how workers exchange", {"comm": comm, "devices": devices})
+    if devices == 1 and (comm == "mpi" or control.size == 1):
         return Workers(world(), control, (control.rank,), None)
     check(
-        control.size == 1,
-        f"got --devices {devices} under a launcher with {control.size} ranks; "
-        "one process drives one device there: leave --devices out, or the launcher",
+        comm == "xla" or control.size == 1,
+        f"got --devices {devices} under a launcher with {control.size} ranks; over MPI one process drives one device: "
+        "leave --devices out, or the launcher, or take --comm xla",
     )
-    have = jax.local_device_count()
-    check(have >= devices, f"got --devices {devices}; this machine has {have}")
-    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:devices]), (AXIS,))
-    return Workers(AxisComm(AXIS, devices), control, tuple(range(devices)), mesh)
+    mesh, over_axis = global_mesh(AXIS, devices)
+    return Workers(over_axis, control, tuple(range(control.rank * devices, (control.rank + 1) * devices)), mesh)
 
 
 def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
     """This process's workers on its devices, bound to them as results are; copies, since the step donates its state."""
     if workers.mesh is None:
         return jax.device_put(jax.tree.map(jnp.array, states[workers.mine[0]]), jax.local_devices()[0])
-    spread = jax.sharding.NamedSharding(workers.mesh, jax.sharding.PartitionSpec(AXIS))
-    return jax.device_put(stack([states[worker] for worker in workers.mine]), spread)
+    return spread([states[worker] for worker in workers.mine], workers.mesh)
 
 
 def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
     """The inverse of `put`, in host memory."""
-    host = jax.tree.map(np.asarray, state)
-    if workers.mesh is None:
-        return {workers.mine[0]: host}
+    host = jax.tree.map(partial(rows, workers=workers), state)
     return {worker: jax.tree.map(lambda x, i=i: x[i], host) for i, worker in enumerate(workers.mine)}
+
+
+def spread(trees: Sequence[PyTree], mesh: jax.sharding.Mesh) -> PyTree:
+    """One tree for each worker of this process as arrays over the whole mesh, with a leading axis of workers."""
+    along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
+    return jax.tree.map(partial(jax.make_array_from_process_local_data, along), stack(list(trees)))
+
+
+def rows(x: jax.Array, workers: Workers) -> np.ndarray:
+    """[workers of this process, ...] of one worker's array, or of one over the mesh, in host memory."""
+    if workers.mesh is None:
+        return np.asarray(x)[None]
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])
 
 
 def transport(workers: Workers) -> str:
     """What the exchange ran over."""
     if workers.size == 1:
         return "none: one worker"
+    on_gpu = jax.default_backend() == "gpu"
+    if workers.mesh is not None and workers.processes.size > 1:
+        return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
     if workers.mesh is not None:
         return "XLA collectives between devices of one process"
-    on_gpu = jax.default_backend() == "gpu"
     if not on_gpu:
         return "MPI, from host memory"
     return "MPI, CUDA-aware" if is_cuda_aware() else "MPI, through the host"

@@ -142,7 +142,7 @@ def ddp(config: Experiment, workers: Workers, plan: train.Plan, hook: str) -> Tr
     def step(batch: dict[str, Any]) -> None:
         nonlocal done
         for group in optimizer.param_groups:
-            group["lr"] = float(plan.lr(done))
+            group["lr"] = np.asarray(plan.lr(done)).item()
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()

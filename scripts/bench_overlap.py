@@ -11,6 +11,7 @@ bound).
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from cluster import FRAME_PAYLOAD, bits_per_s
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
 CLASSES, PIXELS, LR = 10, 32, 0.01
@@ -287,6 +289,8 @@ CONTENDERS: dict[str, Callable[[int], Timed]] = {
     "PyTorch DDP": with_ddp,
 }
 
+NEEDED = {"PyTorch DDP": "torch"}  # modules that may be absent
+
 
 # ---------------------------------------------------------------- inside a job
 
@@ -389,20 +393,33 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     line = [*cluster, "--rate", options.rate, "--", "mpirun", "-n", str(options.hosts)]
     bench = Bench(line, folder, options.steps)
     batches = options.batches or batches_for(bench, options.contenders[0], options.ratios)
-    results: dict[str, list[list[dict[str, float]]]] = {name: [] for name in options.contenders}
+    contenders = [name for name in options.contenders if is_here(name)]
+    results: dict[str, list[list[dict[str, float]]]] = {name: [] for name in contenders}
     losses = set()
     for turn in range(options.rounds):
-        for name in options.contenders:
+        for name in contenders:
             jobs = bench.run(name, batches)
             results[name].append([row(times, "late" in name) for times in jobs])
             losses.add(f"{jobs[0]['loss']:.3f}")
             print(f"round {turn + 1}, {name}", file=sys.stderr)
     size_bytes = sum(x.nbytes for x in params_of_all().values())
+    limit_s = 2 * (options.hosts - 1) / options.hosts * 8 * size_bytes / (FRAME_PAYLOAD * bits_per_s(options.rate))
     print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores, {size_bytes / 1e6:.1f} MB of gradients")
+    print(f"limit of the links for 32 bits: {limit_s:.3f} s")
     print(f"loss of the first step, all contenders: {', '.join(sorted(losses))}")
     show(results, batches)
     if options.json:
-        options.json.write_text(json.dumps({"batches": batches, "results": results}, indent=2) + "\n")
+        facts = {"hosts": options.hosts, "rate": options.rate, "size_bytes": size_bytes, "limit_s": limit_s}
+        options.json.write_text(json.dumps({**facts, "batches": batches, "results": results}, indent=2) + "\n")
+
+
+def is_here(name: str) -> bool:
+    """Whether a contender can take part; says so where not."""
+    module = NEEDED.get(name)
+    absent = module is not None and importlib.util.find_spec(module) is None
+    if absent:
+        print(f"{name} is left out: {module} cannot be imported", file=sys.stderr)
+    return not absent
 
 
 def main() -> None:

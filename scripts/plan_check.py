@@ -27,7 +27,7 @@ from jaxmpi.comm import MpiComm
 from jaxmpi.strategies import parse
 
 HERE = Path(__file__).parent
-STRATEGIES = ["asa32", "ring32", "tree:32", "asa16", "ring16"]
+STRATEGIES = ["asa32", "ring32", "asa16", "ring16", "tree:32"]
 PROBE_S = 25.0  # so that vectors are longer than what a rate-limited link lets pass at once
 
 

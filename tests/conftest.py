@@ -1,11 +1,20 @@
-"""Eight fake CPU devices, and promotions that fail where user code might silently lose or gain precision."""
+"""Eight fake CPU devices, and promotions that fail where user code might silently lose or gain precision.
+
+The whole suite runs in two processes, named files and slow tests in one.
+"""
 
 import importlib.metadata
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import jax
 import pytest
+
+# Tests run side by side, and JAX does not write into its cache in one go: each process has a cache of its own.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ["XDG_CACHE_HOME"] = os.path.join(caches, worker)
 
 from jaxmpi import runtime
 from jaxmpi.processes import processes
@@ -20,6 +29,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # is red again.
 hypothesis.settings.register_profile("jaxmpi", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("jaxmpi")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two where everything quick is run; none, which is this process itself, for what must not be disturbed."""
+    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    return 2 if is_whole and not UNDER_MPI and config.option.markexpr == "not slow" else 0
 
 
 def pytest_report_header() -> list[str]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxmpi import launch
 
 ROOT = Path(__file__).parent.parent
-LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PYTEST_XDIST_")
 
 
 class Ended(NamedTuple):

@@ -29,10 +29,13 @@ def round_to_wire(x: np.ndarray, wire: str) -> np.ndarray:
         return x
     if wire == "bf16":
         return x.astype(ml_dtypes.bfloat16).astype(np.float32)
-    if wire == "8":
-        return np.concatenate([round_block(x[i : i + 256]) for i in range(0, len(x), 256)] or [x])
-    assert wire == "16"
-    largest = np.max(np.abs(x), initial=0)
+    assert wire in ROUND_BLOCK
+    return np.concatenate([ROUND_BLOCK[wire](x[i : i + 256]) for i in range(0, len(x), 256)] or [x])
+
+
+def round_block_to_halves(x: np.ndarray) -> np.ndarray:
+    """f32[n <= 256] to halves, after scaling by a power of two."""
+    largest = np.max(np.abs(x))
     if largest == 0 or not np.isfinite(largest):
         with np.errstate(over="ignore"):
             return x.astype(np.float16).astype(np.float32)
@@ -41,7 +44,7 @@ def round_to_wire(x: np.ndarray, wire: str) -> np.ndarray:
     return np.ldexp(np.ldexp(x, power).astype(np.float16).astype(np.float32), -power)
 
 
-def round_block(x: np.ndarray) -> np.ndarray:
+def round_block_to_multiples(x: np.ndarray) -> np.ndarray:
     """f32[n <= 256] to multiples of one scale, a number of 16 significant bits."""
     largest = np.max(np.abs(x))
     if not np.isfinite(largest):
@@ -49,6 +52,9 @@ def round_block(x: np.ndarray) -> np.ndarray:
     mantissa, exponent = np.frexp(largest / np.float32(127))
     scale = np.maximum(np.ldexp(np.ceil(mantissa * 2**16) / np.float32(2**16), exponent), np.float32(2.0**-126))
     return (np.rint(x * (1 / scale)) + np.float32(0)) * scale  # an integer has no -0
+
+
+ROUND_BLOCK = {"16": round_block_to_halves, "8": round_block_to_multiples}
 
 
 def asa(rows: Rows, wire: str) -> np.ndarray:

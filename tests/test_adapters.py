@@ -1,5 +1,6 @@
 """Linen, Equinox and plain functions: they train to the losses of a loop written by hand, and bad input is named."""
 
+import dataclasses
 import json
 import re
 import runpy
@@ -19,7 +20,7 @@ from flax import nnx
 
 from jaxmpi.adapters import equinox_model, linen_model, nnx_model, plain_model
 from jaxmpi.config import Data, Experiment, UsageError
-from jaxmpi.data import Sampler, open_source
+from jaxmpi.data import ArraySource, Sampler, open_source
 from jaxmpi.model import Model
 from jaxmpi.modelcheck import check_model
 from jaxmpi.train import train as train_here
@@ -539,6 +540,18 @@ def test_data_that_do_not_fit_the_model(kind, case, tmp_path, as_users_have_it, 
     experiment = Experiment(adapted(kind, **of_model), data=data, train_for="1st", run_dir=str(tmp_path / "run"))
     with pytest.raises(UsageError, match=re.escape(message)):
         train_here(experiment, "net")
+
+
+def test_the_highest_classes_may_be_missing_in_one_split(tmp_path, as_users_have_it, no_launcher):
+    labels = np.arange(40) % 10
+    images = np.zeros((40, 8, 8, 1), np.uint8)
+    held_out = ArraySource(images[labels < 9], labels[labels < 9])
+    data = Data("array", channels=1, train=ArraySource(images, labels), validation=held_out)
+    experiment = Experiment(adapted(KINDS[0]), data=data, local_batch=8, train_for="1st", run_dir=str(tmp_path / "run"))
+    assert train_here(experiment, "net")["eval_count"] == 36
+    few = dataclasses.replace(experiment, model=adapted(KINDS[0], outputs=7, classes=7))
+    with pytest.raises(UsageError, match="array has 10 classes, model net has 7"):
+        train_here(few, "net")
 
 
 @pytest.mark.parametrize("kind", KINDS)

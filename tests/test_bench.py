@@ -160,11 +160,12 @@ def test_a_launcher_that_refuses_is_heard():
 def test_with_launcher_arguments_the_ranks_report(tmp_path):
     """On other hosts they would not see files of this one."""
     out = tmp_path / "out.json"
-    args = ("-n", "2", "--strategies", "ar", "--sizes", "8", "--peers", "none", "--out", str(out), *QUICK)
+    args = ("-n", "2", "--strategies", "ar", "auto", "--sizes", "8", "--peers", "none", "--out", str(out), *QUICK)
     ended = jaxmpi_bench("--launcher-args", "--oversubscribe", *args)
     assert ended.code == 0, ended.out[-3000:]
     [case] = json.loads(out.read_text())["cases"]
-    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (2, ["ar"])
+    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (2, ["ar", "auto"])
+    assert "jaxmpi: auto: " in ended.out
 
 
 def test_where_one_job_fails_the_other_is_ended(capfd):

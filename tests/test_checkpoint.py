@@ -1,6 +1,9 @@
 """What is saved comes back bit for bit; what is damaged, foreign or hostile is refused by name."""
 
 import json
+import os
+import re
+import shutil
 
 import jax
 import ml_dtypes
@@ -28,22 +31,25 @@ def state(worker: int = 0, step: int = 7, width: int = 5) -> TrainState:
     return made._replace(step=np.asarray(step, np.int32))
 
 
-def save(folder, states=None, *, step: int = 7, replicated: bool = False, keep: int = 2, extra=None):
+def save(
+    folder, states=None, *, step: int = 7, replicated: bool = False, keep: int = 2, extra=None, best=0, score=None
+):
     states = states or {worker: state(worker, step) for worker in range(3)}
     return checkpoint.save(
         folder,
-        states,
+        checkpoint.files_of(states, replicated),
         SoloProcesses(),
+        step=step,
         workers=len(states),
-        replicated=replicated,
         extra=extra or {"elapsed_s": 1.5},
-        keep=keep,
+        keep=checkpoint.Kept(keep, best),
+        score=score,
     )
 
 
-def restore(folder, like=None, *, workers: int = 3, replicated: bool = False):
+def restore(folder, like=None, *, workers: int = 3, replicated: bool = False, say=pytest.fail):
     like = like or {worker: blank(state(worker)) for worker in range(3)}
-    return checkpoint.restore(folder, like, workers=workers, replicated=replicated)
+    return checkpoint.restore(folder, like, SoloProcesses(), workers=workers, replicated=replicated, say=say)
 
 
 def blank(like: TrainState) -> TrainState:
@@ -143,6 +149,14 @@ def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
     assert not (tmp_path / "step_00000006.tmp").exists()
 
 
+@pytest.mark.parametrize("kept", [checkpoint.Kept(2, 1), checkpoint.Kept(1, 2)])
+def test_the_best_are_kept_beside_the_newest(tmp_path, kept):
+    for step, score in enumerate((0.5, 0.2, None, 0.9, 0.3, 0.4), 1):
+        save(tmp_path, step=step, keep=kept.newest, best=kept.best, score=score)
+    steps = [checkpoint.step_of(path) for path in checkpoint.found(tmp_path)]
+    assert steps == {2: [2, 5, 6], 1: [2, 5, 6]}[kept.newest]
+
+
 # ---------------------------------------------------------------- foreign
 
 
@@ -172,10 +186,21 @@ def test_another_model_is_refused_by_path(tmp_path, like, message):
         restore(tmp_path, like)
 
 
-def test_another_number_of_workers_is_refused(tmp_path):
-    save(tmp_path)
-    with pytest.raises(UsageError, match="was written by 3 workers, this run has 2; resume with the same number"):
-        restore(tmp_path, workers=2)
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_on_another_number_of_workers_each_has_the_mean(tmp_path, workers):
+    states = {worker: state(worker) for worker in range(3)}
+    save(tmp_path, states)
+    saved = restore(tmp_path, {worker: blank(state(worker)) for worker in range(workers)}, workers=workers)
+    assert saved is not None
+    assert (saved.workers, saved.step) == (3, 7)
+    for worker, got in saved.states.items():
+        assert bits(got.params) == bits(states[0].params)
+        assert got.key.tolist() == blank(state(worker)).key.tolist()  # the stream of this worker, not of worker 0
+        assert got.model_state["count"] == states[0].model_state["count"]
+        mean = np.mean([s.model_state["mean"].astype(np.float64) for s in states.values()], axis=0).astype(np.float16)
+        np.testing.assert_array_equal(got.model_state["mean"], mean)
+        owed = np.mean([s.rule_state[0]["v"].astype(np.float64) for s in states.values()], axis=0).astype(np.float32)
+        np.testing.assert_array_equal(got.rule_state[0]["v"], owed)
 
 
 def test_another_rule_is_refused(tmp_path):
@@ -187,30 +212,55 @@ def test_another_rule_is_refused(tmp_path):
 # ---------------------------------------------------------------- damaged
 
 
-@pytest.mark.parametrize(
-    ("file", "at", "leaf"),
-    [("common.bin", 0, "params/conv/bias"), ("common.bin", -1, "step"), ("worker_00001.bin", 0, "key")],
-)
-def test_one_damaged_byte_names_file_and_leaf(tmp_path, file, at, leaf):
-    path = save(tmp_path) / file
-    raw = bytearray(path.read_bytes())
+def flip(file, at):
+    raw = bytearray(file.read_bytes())
     raw[at] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(UsageError, match=f"{file}: {leaf}: damaged, its checksum does not match"):
-        restore(tmp_path)
+    file.write_bytes(raw)
 
 
-def test_a_file_cut_short_names_the_leaf(tmp_path):
-    path = save(tmp_path) / "worker_00002.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UsageError, match=r"worker_00002.bin: .*: the file ends before the leaf does"):
-        restore(tmp_path)
+DAMAGE = [
+    (lambda path: flip(path / "common.bin", 0), "common.bin: params/conv/bias: damaged, its checksum does not match"),
+    (lambda path: flip(path / "common.bin", -1), "common.bin: step: damaged, its checksum does not match"),
+    (lambda path: flip(path / "worker_00001.bin", 0), "worker_00001.bin: key: damaged, its checksum does not match"),
+    (
+        lambda path: os.truncate(path / "worker_00002.bin", 9),
+        "worker_00002.bin: .*: the file ends before the leaf does",
+    ),
+    (lambda path: (path / "worker_00002.bin").unlink(), "worker_00002.bin: no such file"),
+    (lambda path: flip(path / "manifest.json", 40), "manifest.json: damaged, "),
+    (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json: damaged, it is no JSON"),
+    (lambda path: [file.unlink() for file in path.glob("*.bin")], "no such file"),
+]
 
 
-def test_a_missing_file_is_named(tmp_path):
-    (save(tmp_path) / "worker_00002.bin").unlink()
-    with pytest.raises(UsageError, match=r"worker_00002\.bin: no such file"):
-        restore(tmp_path)
+@pytest.mark.parametrize(("do", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
+def test_a_damaged_newest_one_is_named_and_the_one_before_is_used(tmp_path, do, message):
+    save(tmp_path, step=3)
+    path = save(tmp_path, step=7)
+    do(path)
+    said = []
+    saved = restore(tmp_path, say=said.append)
+    assert saved is not None
+    assert saved.step == 3
+    assert bits(saved.states[1]) == bits(state(1, step=3))
+    assert re.match(f"passed over: .*step_00000007.*{message}", said[0])
+    shutil.rmtree(tmp_path / "step_00000003")
+    with pytest.raises(UsageError, match=f"no checkpoint in .* is whole:\n  .*{message}"):
+        restore(tmp_path, say=said.append)
+
+
+def test_every_byte_of_a_manifest_counts(tmp_path):
+    """A flipped bit is damage or, between words, nothing: never another state."""
+    path = save(tmp_path, {0: state(0)}) / "manifest.json"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        flip(path, at)
+        try:
+            saved = restore(tmp_path, {0: blank(state(0))}, workers=1, say=str)
+        except UsageError:
+            saved = None
+        assert saved is None or bits(saved.states[0]) == bits(state(0))
+        path.write_bytes(whole)
 
 
 # ---------------------------------------------------------------- hostile: nothing outside the checkpoint, nothing huge
@@ -245,14 +295,18 @@ HOSTILE = [
     (set_row(offset="0"), "common.bin: damaged, not an index"),
     (set_row(crc32="x"), "common.bin: damaged, not an index"),
     (rename_leaf, "leaves that this model does not have: ../../etc/passwd"),
-    (set_field("files", {"../../secret.bin": []}), "no common.bin in the manifest"),
+    (set_field("files", {"../../secret.bin": [], "a": [], "b": []}), "no common.bin in the manifest"),
     (set_field("files", []), "files: got .*expected <class 'dict'>"),
     (set_field("files", {"common.bin": None}), "common.bin: damaged, not an index"),
     (set_field("step", "../7"), "step: got '../7'"),
     (set_field("step", 8), "step: got 8; expected 7"),
     (set_field("workers", None), "workers: got None"),
     (set_field("extra", "x" * 10**6), "extra: got 'x{79};"),
-    (set_field("format", 2), "got format 2; expected 1"),
+    (set_field("format", 1), "got format 1; expected 2"),
+    (set_field("format", True), "got format True; expected 2"),
+    (set_field("workers", True), "workers: got True"),
+    (set_field("workers", 10**9), "workers: got 1000000000; expected one file for each"),
+    (set_row(shape=[[[7]]]), "common.bin: damaged, not an index"),
 ]
 
 
@@ -261,13 +315,35 @@ def test_hostile_manifests_are_refused(tmp_path, change, message):
     file = save(tmp_path) / "manifest.json"
     manifest = json.loads(file.read_text())
     change(manifest)
-    file.write_text(json.dumps(manifest))
+    file.write_text(checkpoint.sealed(manifest))  # a stranger knows how to make a checksum
     with pytest.raises(UsageError, match=message):
-        restore(tmp_path)
+        restore(tmp_path, say=str)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"format": 1}'])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 10**6, b'{"format": 2}'])
 def test_what_is_no_manifest(tmp_path, text):
     (save(tmp_path) / "manifest.json").write_bytes(text)
     with pytest.raises(UsageError, match="step_00000007"):
-        restore(tmp_path)
+        restore(tmp_path, say=str)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "common.bin", "worker_00001.bin"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_but_regular_files_is_read(tmp_path, name, kind):
+    file = save(tmp_path / "run") / name
+    whole = file.read_bytes()
+    file.unlink()
+    (tmp_path / "elsewhere").write_bytes(whole)
+    file.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(file)
+    if (kind, name) == ("pipe", "manifest.json"):
+        assert restore(tmp_path / "run") is None
+        return
+    with pytest.raises(UsageError, match=f"{name}: "):
+        restore(tmp_path / "run", say=str)
+
+
+def test_a_stranger_cannot_have_the_memory_filled(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MANIFEST_BYTES", 10)
+    save(tmp_path)
+    with pytest.raises(UsageError, match=r"manifest.json: damaged, more than 10 bytes"):
+        restore(tmp_path, say=str)

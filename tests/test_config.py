@@ -89,6 +89,8 @@ OUT_OF_RANGE = [
     (Experiment, {"log_every": 0}, "log_every: got 0; expected >= 1"),
     (Experiment, {"keep_checkpoints": 0}, "keep_checkpoints: got 0"),
     (Experiment, {"devices": 0}, "devices: got 0"),
+    (Experiment, {"comm": "xal"}, "unknown comm 'xal'; did you mean 'xla'"),
+    (Experiment, {"comm": "xla", "form": "split"}, "form: got split with comm xla"),
     (Experiment, {"compute_dtype": "float16"}, "compute_dtype: got 'float16'; expected float32 or bfloat16"),
     (Experiment, {"form": "both"}, "form: got 'both'"),
     (Experiment, {"train_for": "ten epochs"}, "got duration 'ten epochs'"),

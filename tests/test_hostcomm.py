@@ -41,11 +41,12 @@ def both_ways(wire: str, x: np.ndarray) -> tuple[list[Any], list[Any]]:
     return [parts(wire, sent), arrived], [encoded, decoded]
 
 
+NUMBERS = {"16": np.float16, "8": np.int8}
+
+
 def parts(wire: str, sent: np.ndarray):
-    if wire == "16":
-        return sent[4:].view(np.float16), sent[:4].view(np.float32)
-    if wire == "8":
-        return hostcomm.parts_i8(sent)[::-1]
+    if wire in NUMBERS:
+        return hostcomm.parts(sent, NUMBERS[wire])[::-1]
     return sent.view(np.float32 if wire == "32" else jnp.bfloat16)
 
 

@@ -38,6 +38,7 @@ PARSED = [
     ("", launch.Options(1, "mpirun", (), ())),
     ("a.py --n 3", launch.Options(1, "mpirun", (), ("a.py", "--n", "3"))),
     ("-n 8 a.py --optim.lr 1", launch.Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
+    ("-n 4 --comm xla a.py --seed 1", launch.Options(4, "mpirun", (), ("a.py", "--comm", "xla", "--seed", "1"))),
     ("-n8 a.py", launch.Options(8, "mpirun", (), ("a.py",))),
     ("--launcher srun -n 2 a.py", launch.Options(2, "srun", (), ("a.py",))),
     (

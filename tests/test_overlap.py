@@ -15,9 +15,9 @@ import pytest
 
 from jaxmpi import overlap, rules
 from jaxmpi.comm import AxisComm, SoloComm
-from jaxmpi.config import ExchangeConfig, Experiment, RuleConfig, UsageError
+from jaxmpi.config import Data, ExchangeConfig, Experiment, RuleConfig, UsageError
 from jaxmpi.processes import SoloProcesses
-from jaxmpi.train import unfit_for_overlap
+from jaxmpi.train import make_plan, unfit_for_overlap
 from jaxmpi.workers import Workers
 from launching import ROOT, mpirun, run, session_of, train
 
@@ -307,7 +307,8 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
 )
 def test_steps_that_cannot_hide_an_exchange(fields, reason):
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
-    assert unfit_for_overlap(Experiment(effective_batch=16, **fields), workers) == reason
+    experiment = Experiment(effective_batch=16, data=Data("digits", channels=1), **fields)
+    assert unfit_for_overlap(experiment, make_plan(experiment, workers)) == reason
 
 
 @pytest.mark.parametrize("rule", ["subgd", "awagd"])

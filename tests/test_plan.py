@@ -17,14 +17,13 @@ import pytest
 from PIL import Image
 
 from jaxmpi import cli, costs, forecast, plan, rundir, runtime
+from jaxmpi.checkpoint import sealed
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Experiment, UsageError
 from jaxmpi.costs import COSTS, Fit, Link, Net
 from jaxmpi.exchange import exchange
 from jaxmpi.strategies import PRICE, STRATEGIES, parse
-from jaxmpi.train import settle_exchange
 from jaxmpi.wires import WIRES
-from jaxmpi.workers import gather_workers
 from launching import ROOT, train
 
 FREE = Link(0.0, 0.0)
@@ -77,8 +76,7 @@ def test_messages_and_bytes_of_wires(wire):
     messages = traffic(f"ring:{wire}", n, 8, 1)
     latency, volume = costs.parts(Net(8, 1, FREE, Link(1.0, 1.0)), n, f"ring:{wire}")
     assert latency == sum(times for times, _ in messages)
-    scale_bytes = 4 * latency  # of wire 16: one number a message, however long
-    assert volume == pytest.approx(sum(times * size for times, size in messages), abs=scale_bytes)
+    assert volume == sum(times * size for times, size in messages)
 
 
 @pytest.mark.parametrize("cross", ["ring", "asa", "tree", "color2"])
@@ -291,6 +289,16 @@ def test_a_probe_is_kept_for_its_hosts(cache):
     assert [path.suffix for path in plan.file_of(KEY).parent.iterdir()] == [".json"]
 
 
+@pytest.mark.parametrize("error", [OSError("full"), RuntimeError("no home"), UsageError("not writable")])
+def test_a_probe_that_cannot_be_kept_is_said_and_no_more(error, monkeypatch, capsys):
+    def refuse(name: str) -> Path:
+        raise error
+
+    monkeypatch.setattr(plan.runtime, "cache_folder", refuse)
+    plan.save(KEY, SAVED)
+    assert f"the probe is not kept: {error}" in capsys.readouterr().err
+
+
 def changed(**fields: object) -> str:
     return json.dumps({"format": plan.FORMAT, "key": KEY, **(plan.as_json(SAVED) or {}), **fields})
 
@@ -445,7 +453,7 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     shutil.rmtree(last)
     manifest = json.loads((middle / "manifest.json").read_text())
     manifest["extra"]["exchange"]["asked"] = "auto"
-    (middle / "manifest.json").write_text(json.dumps(manifest))
+    (middle / "manifest.json").write_text(sealed(manifest))
     out = trained(3, tmp_path, *line, "--exchange.strategy", "auto", "--resume")
     assert "auto: ring:32, as before" in out
     assert "resumed at step 4" in out
@@ -467,21 +475,23 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
 def test_a_damaged_choice_is_named(stored, tmp_path):
     folder = tmp_path / "checkpoints" / "step_00000004"
     folder.mkdir(parents=True)
-    manifest = {"format": 1, "step": 4, "workers": 1, "files": {}, "extra": {"exchange": stored}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(manifest_of(stored))
     (tmp_path / "record.jsonl").touch()
     experiment = Experiment(exchange=ExchangeConfig("auto"), resume=True, run_dir=str(tmp_path))
-    with pytest.raises(UsageError, match=r"step_00000004: exchange: got .*damaged|bucket_bytes: got 'many'"):
-        settle_exchange(experiment, "digits", gather_workers(1))
+    with pytest.raises(UsageError, match=r"newest checkpoint: got .*damaged|bucket_bytes: got 'many'"):
+        ExchangeConfig(**(rundir.settled_exchange(rundir.stored(experiment, "digits"), "auto") or {}))
+
+
+def manifest_of(exchange) -> str:
+    extra = {"scaled_for": 1, "experiment": {"effective batch": 8}, "exchange": exchange}
+    return sealed({"format": 2, "step": 4, "workers": 1, "files": {"common.bin": []}, "extra": extra})
 
 
 def test_a_choice_for_another_word_does_not_count(tmp_path):
     experiment = Experiment(exchange=ExchangeConfig("auto:16"), resume=True, run_dir=str(tmp_path))
     (tmp_path / "record.jsonl").touch()
-    assert rundir.stored_exchange(experiment, "digits") is None
+    assert rundir.stored(experiment, "digits") is None
     folder = tmp_path / "checkpoints" / "step_00000004"
     folder.mkdir(parents=True)
-    for extra in ({}, {"exchange": {"asked": "auto", "strategy": "asa:32", "bucket_bytes": None}}):
-        manifest = {"format": 1, "step": 4, "workers": 1, "files": {}, "extra": extra}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        assert rundir.stored_exchange(experiment, "digits") is None
+    (folder / "manifest.json").write_text(manifest_of({"asked": "auto", "strategy": "asa:32", "bucket_bytes": None}))
+    assert rundir.settled_exchange(rundir.stored(experiment, "digits"), "auto:16") is None

@@ -1,4 +1,4 @@
-"""The blocks of README and docs/models.md run, and what README and docs name exists.
+"""The blocks of README, docs/models.md and docs/functions.md run, and what README and docs name exists.
 
 A block is a fence under `<!-- block: NAME -->`. One whose name ends in .py is a file; the others are shell lines. Every
 block is in SCENARIOS, which run here, or in NOT_RUN, with the reason.
@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import cli, experiment, forecast, launch, optim
+from jaxmpi import cli, config, experiment, faults, forecast, launch, optim, orbax
 from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import COMPRESSORS
-from jaxmpi.data import SOURCES
+from jaxmpi.data import SOURCES, pack
 from jaxmpi.rules import RULES
 from jaxmpi.strategies import ALIASES, STRATEGIES
 from jaxmpi.wires import WIRES
 from launching import ROOT, run
 
 RUNNABLE = (ROOT / "README.md").read_text() + (ROOT / "docs" / "models.md").read_text()
+RUNNABLE += (ROOT / "docs" / "functions.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMED = {
     name: (language, text)
@@ -77,6 +78,12 @@ SCENARIOS = [
         )
         for name in ("nnx", "linen", "equinox", "functions")
     ),
+    Scenario(
+        ("pack",),
+        ("train: 1437 records", "validation: all is well", "2 workers", "step 3/3", "top-1"),
+        (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
+    ),
+    Scenario(("functions.py",), ("finite: True",)),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]
 NOT_RUN = {
@@ -174,6 +181,8 @@ TABLES = {
     "optimizer": [*optim.OPTIMIZERS],
     "decay": [*optim.DECAYS],
     "warm-up": [*optim.WARMUPS],
+    "fault": [*faults.KINDS],
+    "recovery": [*config.RECOVERIES],
 }
 
 
@@ -189,8 +198,8 @@ def test_every_command_is_named():
 
 
 OTHERS_FLAGS = {
-    "mpirun": {"--host", "--hostfile", "--mca"},
-    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue"},
+    "mpirun": {"--host", "--hostfile", "--map-by", "--mca"},
+    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
     "uv": {"--extra", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
     "ruff": {"--check"},
     "XLA": {"--xla"},
@@ -201,7 +210,8 @@ def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
-    known |= flags(forecast.parser().format_help())
+    known |= flags(pack.pack_parser().format_help()) | flags(pack.check_parser().format_help())
+    known |= flags(forecast.parser().format_help()) | flags(orbax.parser().format_help())
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:

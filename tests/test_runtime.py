@@ -170,16 +170,17 @@ runtime.install_excepthooks()
 raise {error}
 """
 ERRORS = [
-    ("UsageError('got 1; expected 2')", "error: got 1; expected 2", False),
-    ("TrainingError('the loss is nan')", "error: the loss is nan", False),
-    ("KeyError('x')", "KeyError: 'x'", True),
+    ("UsageError('got 1; expected 2')", 2, "error: got 1; expected 2", False),
+    ("TrainingError('the loss is nan')", 1, "error: the loss is nan", False),
+    ("KeyError('x')", 1, "KeyError: 'x'", True),
+    ("KeyboardInterrupt", 130, "interrupted", False),
 ]
 
 
-@pytest.mark.parametrize(("error", "message", "has_traceback"), ERRORS)
-def test_an_uncaught_error_names_the_rank_and_ends_with_code_1(error, message, has_traceback):
+@pytest.mark.parametrize(("error", "code", "message", "has_traceback"), ERRORS)
+def test_an_uncaught_error_names_the_rank_and_ends_with_its_code(error, code, message, has_traceback):
     job = python(FAIL.format(error=error))
-    assert job.returncode == 1
+    assert job.returncode == code
     assert "jaxmpi: rank 0/1 on " in job.stderr
     assert message in job.stderr
     assert ("Traceback" in job.stderr) == has_traceback

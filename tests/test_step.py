@@ -89,7 +89,7 @@ def test_micro_batches_add_up_to_the_whole_batch_exactly(micro_batch):
     assert grads["w"].tolist() == expected.tolist()
     piecewise, state, more = integer_gradients(batch, micro_batch)
     assert piecewise["w"].tolist() == grads["w"].tolist()
-    assert jax.tree.map(float, (more, metrics)) == (metrics, metrics)
+    assert jax.tree.map(float, more[:2]) == metrics[:2]
     assert float(metrics.count) == 12
     assert int(state["calls"]) == 12 // micro_batch  # it did run piece by piece
 
@@ -117,7 +117,7 @@ def test_what_only_fills_a_batch_changes_nothing_not_even_where_it_is_nan():
     }
     grads, _, metrics = integer_gradients(batch)
     _, _, with_fillers = integer_gradients(padded)
-    assert jax.tree.map(float, with_fillers) == jax.tree.map(float, metrics)
+    assert jax.tree.map(float, with_fillers[:2]) == jax.tree.map(float, metrics[:2])
     finite = {**padded, "image": np.nan_to_num(padded["image"], nan=3.0)}
     assert integer_gradients(finite)[0]["w"].tolist() == grads["w"].tolist()
 
@@ -226,7 +226,7 @@ def test_bf16_is_what_computes_and_f32_what_is_kept():
     params, state = {"w": jnp.ones((3, 2))}, {"mean": jnp.zeros(3), "count": jnp.int32(0)}
     grads, state, metrics = run(params, state, batch, KEY, jnp.int32(0))
     assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))}
-    assert {leaf.dtype for leaf in jax.tree.leaves((grads, metrics, state["mean"]))} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves((grads, metrics[:2], state["mean"]))} == {jnp.dtype("float32")}
     assert state["count"].dtype == jnp.int32
 
 

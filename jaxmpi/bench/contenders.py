@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import compressors, strategies
+from jaxmpi import compressors
+from jaxmpi.comm import world
 from jaxmpi.config import TrainingError
-from jaxmpi.exchange import Op, exchange, exchange_gradients
+from jaxmpi.exchange import Op, check_strategy, exchange, exchange_gradients
+from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import MpiProcesses, Processes
 
 Arrays = Sequence[Any]  # f32 each, of NumPy, JAX or torch
@@ -73,6 +75,23 @@ def strategy(name: str) -> Contender:
     return Contender(name, False, None if name.startswith("none") else "mean", start)
 
 
+def automatic(name: str) -> Contender:
+    """What `auto` picks for each case, strategy and bucket size; rank 0 says why."""
+
+    def start(inputs: Inputs) -> Run:
+        picked = choose(world(), [math.prod(shape) for shape in inputs.shapes], name)
+        if inputs.control.rank == 0:
+            print(f"jaxmpi: {picked.why}", flush=True)
+
+        def mean(leaves: list[jax.Array]) -> list[jax.Array]:
+            return exchange(leaves, picked.strategy, bucket_bytes=picked.bucket_bytes)
+
+        run = jax.jit(mean)
+        return lambda: jax.block_until_ready(run(inputs.leaves))
+
+    return Contender(name, False, "mean", start)
+
+
 def compressor(name: str) -> Contender:
     """`jaxmpi.exchange_gradients` of the tree, state kept; what it owes makes it no plain mean."""
 
@@ -91,7 +110,7 @@ def compressor(name: str) -> Contender:
 
 
 def ours(name: str) -> Contender:
-    """The strategy or compressor of this name.
+    """The strategy, `auto` or compressor of this name.
 
     Raises:
         UsageError: there is none.
@@ -99,8 +118,8 @@ def ours(name: str) -> Contender:
     if compressors.is_compressor(name):
         compressors.parse(name)
         return compressor(name)
-    strategies.parse(name)
-    return strategy(name)
+    check_strategy(name)
+    return automatic(name) if is_auto(name) else strategy(name)
 
 
 def check_result(contender: Contender, arrays: Arrays, control: Processes) -> None:

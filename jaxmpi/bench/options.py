@@ -80,7 +80,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="*",
         default=STRATEGIES,
         metavar="NAME",
-        help=f"also compressors (default: {' '.join(STRATEGIES)})",
+        help=f"also auto and compressors (default: {' '.join(STRATEGIES)})",
     )
     add("--sizes", nargs="*", metavar="N", help="floats, such as 0 4096 64Mi; without a number Baidu's list")
     add("--tree", nargs="+", default=[], metavar="MODEL", help="gradients of `jaxmpi models`")

@@ -96,3 +96,45 @@ def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
         "grey [height, width]; see data.channels",
     )
     return np.broadcast_to(image, (*image.shape[:2], channels))
+
+
+def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
+    """An image file with its shorter side `px` long, as a new JPEG or PNG; the very bytes where it is so already.
+
+    Args:
+        blob: the file's bytes.
+        px: 0 keeps the size, and so the bytes.
+        quality: as of `encoded`.
+
+    Raises:
+        Exception: whatever Pillow raises on a damaged file.
+    """
+    from PIL import Image
+
+    if px == 0:
+        return blob
+    with Image.open(io.BytesIO(blob)) as image:
+        if min(image.size) == px:
+            return blob
+        channels = 1 if image.mode in ("1", "L", "LA") or image.mode.startswith("I") else 3
+    return encoded(decoded(blob, channels, px), quality)
+
+
+def encoded(image: np.ndarray, quality: int) -> bytes:
+    """u8[height, width, 1, 3 or 4] as a JPEG of quality 1 to 100; as a PNG, which loses nothing, where that is 0.
+
+    Raises:
+        UsageError: the image is of another shape or type.
+    """
+    from PIL import Image
+
+    image = image[..., None] if image.ndim == 2 else image
+    check(
+        image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] in MODES,
+        f"got an image {image.dtype}{list(image.shape)}; expected u8[height, width, 1, 3 or 4]",
+    )
+    check(quality == 0 or image.shape[-1] != 4, "JPEG has no transparency; give quality 0, which makes PNG")
+    file = io.BytesIO()
+    plain = Image.fromarray(image if image.shape[-1] > 1 else image[..., 0])
+    plain.save(file, "JPEG", quality=quality) if quality else plain.save(file, "PNG")
+    return file.getvalue()

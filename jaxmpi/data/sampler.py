@@ -63,6 +63,7 @@ class Sampler:
         seed: of the order.
         shuffle: a new permutation every epoch. Without it the order is that of the source and
             there is one epoch: evaluation, every example exactly once.
+        multiple: of which the local batch is made one, where micro-batches must divide it.
 
     Raises:
         UsageError: a number is out of range.
@@ -74,6 +75,7 @@ class Sampler:
     size: int = 1
     seed: int = 0
     shuffle: bool = True
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         check(
@@ -87,14 +89,19 @@ class Sampler:
         )
 
     @property
+    def name(self) -> str:
+        """What tells this order from others of the same seed; empty where nothing does."""
+        return ""
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps that visit every example once; the last may be short."""
         return math.ceil(self.examples / self.effective_batch)
 
     @property
     def local_batch(self) -> int:
-        """The most examples that a worker ever takes in a step."""
-        return math.ceil(self.effective_batch / self.size)
+        """The most examples that a worker ever takes in a step, made a multiple."""
+        return math.ceil(self.effective_batch / self.size / self.multiple) * self.multiple
 
     def indices(self, step: int) -> Share:
         """What this worker reads at `step`, counted from 0 at the start of training.

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmpi.config import Data, UsageError, check, lookup
 from jaxmpi.data.images import MODES, CorruptExample, decoded, resized
+from jaxmpi.data.packed import Packed
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.text import stdlib, text
 
@@ -27,9 +28,19 @@ class Source(Protocol):
     """Examples by index. Read from several threads at once.
 
     `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
-    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such. A source
-    may also have `where(i) -> str`, the name of example i in errors, `digest() -> str`, which is the
-    same on all ranks where their data are, and `bytes_each`, the bytes of text that it predicts.
+    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such. A source may
+    also have
+
+    - `where(i) -> str`: the name of example i in errors.
+    - `digest() -> str`: the same on all ranks where their data are.
+    - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
+      Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
+      ends the run; `CorruptExample` is skipped where `data.on_error` says so.
+    - `bytes_each: int`: of text, the bytes that an example predicts.
+    - `in_process: bool`: True where its contents change while it is read, so that loaders must be threads.
+
+    Loaders that are processes get a source by pickle, once: it must open its files again there, and its NumPy arrays
+    come out of memory that all loaders of a worker share, read-only.
     """
 
     name: str
@@ -76,7 +87,7 @@ class ArraySource:
         images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as
             f32[n, ...]), which are handed on as they are.
         labels: int[n], in [0, classes).
-        classes: 0 counts up to the largest label.
+        classes: 0 counts up to the largest label; the model may have more.
         name: in errors.
 
     Raises:
@@ -86,7 +97,7 @@ class ArraySource:
     def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
         check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
         self.images, self.labels, self.name = images, labels, name
-        self.classes = classes or int(np.max(labels, initial=-1)) + 1
+        self.classes, self.is_counted = classes or int(np.max(labels, initial=-1)) + 1, not classes
 
     def __len__(self) -> int:
         return len(self.images)
@@ -244,12 +255,14 @@ class FolderSource:
         name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]])
         return os.path.join(self.root, self.names[self.labels[index]], name)
 
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """The bytes of file `index`, and its label."""
+        with open(self.where(index), "rb") as file:  # a file that cannot be read is no corrupt image: never skipped
+            return file.read(), int(self.labels[index])
+
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        path = self.where(index)
-        with open(path, "rb") as file:  # a file that cannot be read is no corrupt image: never skipped
-            blob = file.read()
-        image = _decoded(blob, path, index, self.channels, self.resize)
-        return image, int(self.labels[index])
+        blob, label = self.encoded(index)
+        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
 
 
 _LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
@@ -305,6 +318,32 @@ def _check_channels(config: Data) -> None:
     )
 
 
+class PackedSource(Packed):
+    """One split in the packed format, its images decoded.
+
+    Args:
+        folder: of the split.
+        channels: of the images, 1, 3 or 4.
+        resize: px, shorter side; 0 keeps the size.
+    """
+
+    def __init__(self, folder: str, channels: int, resize: int) -> None:
+        super().__init__(folder)
+        self.channels, self.resize = channels, resize
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        blob, label = self.encoded(index)
+        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+
+
+def packed(config: Data, split: str) -> Source:
+    """What `jaxmpi data pack` has made, in DIR/<split>/."""
+    _check_channels(config)
+    base = data_dir(config)
+    check(bool(base), "packed: set data.dir or JAXMPI_DATA to a folder that jaxmpi data pack has made")
+    return PackedSource(os.path.join(base, _split_name(config, split)), config.channels, config.resize)
+
+
 class TfdsSource:
     """One split of a prepared TensorFlow Datasets data set; TensorFlow itself is not needed.
 
@@ -327,6 +366,7 @@ class TfdsSource:
         self.records = builder.as_data_source(split=split, decoders=decoders)
         self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize
         self.full_name = builder.info.full_name
+        self.encoded = self._encoded if compressed else None
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
 
     def __len__(self) -> int:
@@ -339,6 +379,11 @@ class TfdsSource:
     def where(self, index: int) -> str:
         """Data set, split and record."""
         return f"tfds {self.name}[{self.split}][{index}]"
+
+    def _encoded(self, index: int) -> tuple[bytes, Any]:
+        """The compressed image of record `index`, and its label."""
+        record = self.records[index]
+        return record["image"], record["label"]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
         record = self.records[index]
@@ -392,4 +437,5 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "tfds": tfds,
     "text": text,
     "stdlib": stdlib,
+    "packed": packed,
 }

@@ -23,14 +23,14 @@ import jax
 import numpy as np
 
 from jaxmpi import handlers
-from jaxmpi.config import TrainingError, check
+from jaxmpi.config import TrainingError, check, seconds_from
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
 SHORT = 32 << 10  # floats of a chunk at least, where vectors are too short to give every rank four longer ones
 SMALL = 256 << 10  # floats of all ranks together, up to which every rank sums everything: one wait, not one a rank
 LEAST = 1 << 10  # floats of a chunk where room is short
 SEGMENT_BYTES = 46 << 20  # of shared memory at most, whatever the vectors' sizes
-TIMEOUT_S = float(os.environ.get("JAXMPI_EXCHANGE_TIMEOUT_S", "1800"))
+TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
 class Host(Protocol):

@@ -1,0 +1,405 @@
+"""A data set in the memory of a group of workers: who holds which record when, and what moves when it is shuffled.
+
+Each group of S workers holds one full copy, each worker 1/S of it. In every group member m holds the records at places
+m, m + S, m + 2 S, ... of the epoch's order. Worker r reads the places that are r modulo the number of workers, and S
+divides that number, so what a worker reads it holds, and all groups together read each record once.
+
+All here is index arithmetic and memory of one process; what sends the bytes is elsewhere.
+"""
+
+import functools
+import io
+import mmap
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.config import Data, check
+from jaxmpi.data.images import CorruptExample
+from jaxmpi.data.pack import in_order
+from jaxmpi.data.packed import MAX_RECORD_BYTES, checked
+from jaxmpi.data.sampler import Sampler, random_bits
+from jaxmpi.data.sources import Source, _decoded, where
+
+SEGMENT_BYTES = 32 << 20  # a worker's part of what travels at once
+CHUNK_BYTES = 64 << 20  # of records that have been read and wait for the memory they will lie in
+READERS = 4  # threads: files are often on another machine
+MOST_BYTES = 1 << 30  # of all parts together, and of a record: their sum stays below 2^31, whatever the lengths
+
+# ---------------------------------------------------------------- order and places
+
+
+@dataclass(frozen=True)
+class GroupSampler(Sampler):
+    """The order of examples where parts of them move to another worker every `period` epochs only.
+
+    At the first of these epochs it is that of `Sampler`. In the others each member's records are permuted among
+    themselves, by (seed, epoch, member): so it depends on the group's size, and on nothing else. With period 1 it is
+    that of `Sampler` always.
+
+    Args:
+        parts: S, the group's size.
+        period: epochs between two shuffles, >= 1; 0: after the first none.
+    """
+
+    parts: int = 1
+    period: int = 1
+
+    @property
+    def name(self) -> str:
+        """What tells this order from others of the same seed; empty where nothing does."""
+        is_plain = self.period == 1 or self.parts == 1 or not self.shuffle
+        return "" if is_plain else f"shuffled over {self.parts} workers every {self.period} epochs"
+
+    def moved(self, epoch: int) -> int:
+        """The epoch whose shuffle brought the records to where they are in `epoch`."""
+        if self.parts == 1:
+            return epoch  # nothing needs to move
+        return epoch - epoch % self.period if self.period else 0
+
+    def places(self, epoch: int) -> np.ndarray:
+        """i64[n]: the epoch's whole order, where examples are shuffled."""
+        begun = self._order_of_all(self.moved(epoch))
+        if epoch == self.moved(epoch):
+            return begun
+        return within_parts(self.examples, self.seed, epoch, self.parts, self.moved(epoch))
+
+    def _order_of_all(self, epoch: int) -> np.ndarray:
+        return super()._order(epoch, 0, self.examples)
+
+    def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        return self.places(epoch)[begin:end] if self.shuffle else super()._order(epoch, begin, end)
+
+
+@functools.lru_cache(maxsize=2)
+def within_parts(examples: int, seed: int, epoch: int, parts: int, begun: int) -> np.ndarray:
+    """i64[n]: the sampler's order of epoch `begun`, every parts-th place permuted among themselves."""
+    order = Sampler(examples, examples, seed=seed)._order(begun, 0, examples).copy()
+    for part in range(parts):
+        own = order[part::parts]
+        keys = random_bits(len(own), seed, epoch, stream=3, index=part)
+        order[part::parts] = own[np.argsort(keys, kind="stable")]
+    order.flags.writeable = False
+    return order
+
+
+def members(examples: int, parts: int, each: int = 1) -> np.ndarray:
+    """i32[n]: the part that holds each place of an order, where a part is a process with `each` workers."""
+    return (np.arange(examples) % (parts * each) // each).astype(np.int32)
+
+
+def holders_by_place(order: np.ndarray, parts: int, each: int = 1) -> np.ndarray:
+    """i32[n]: the part that holds record i once it is shuffled."""
+    holders = np.empty(len(order), np.int32)
+    holders[order] = members(len(order), parts, each)
+    return holders
+
+
+def slices(examples: int, parts: int) -> list[int]:
+    """Where each member's part begins as records are read from files, side by side; and where the last one ends."""
+    return [part * examples // parts for part in range(parts + 1)]
+
+
+def holders_by_slice(examples: int, parts: int) -> np.ndarray:
+    """i32[n]: the member that reads record i from files."""
+    return np.repeat(np.arange(parts, dtype=np.int32), np.diff(slices(examples, parts)))
+
+
+class Move(NamedTuple):
+    """What one member sends and receives in one segment of a shuffle."""
+
+    sent: np.ndarray  # i64[k], records by destination, then by place
+    sent_bytes: np.ndarray  # i64[parts], to each member
+    received: np.ndarray  # i64[l], records by source, then by place
+    received_bytes: np.ndarray  # i64[parts], from each member
+
+
+def moves(
+    order: np.ndarray,
+    before: np.ndarray,
+    lengths: np.ndarray,
+    me: int,
+    parts: int,
+    each: int = 1,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> Iterator[Move]:
+    """A shuffle in segments, the same number of them for every member (Algorithm 2 of IBM's paper).
+
+    A segment is a run of places of the new order whose records have about `parts` x `segment_bytes`, and never 2^31.
+
+    Args:
+        order: i64[n], the new epoch's.
+        before: i32[n], who holds record i.
+        lengths: i64[n], bytes of record i, at most 2^30.
+        me: this part.
+        parts: of the data set, each in a process of its own.
+        each: workers of a process.
+    """
+    assert lengths.max(initial=0) <= MAX_RECORD_BYTES == MOST_BYTES
+    ends = np.cumsum(lengths[order])
+    limit = min(parts * segment_bytes, MOST_BYTES)
+    segment = (ends - lengths[order]) // limit
+    count = int(segment[-1]) + 1 if len(order) else 0
+    after = members(len(order), parts, each)
+    leaving, coming = np.flatnonzero(before[order] == me), np.flatnonzero(after == me)
+    to = _by_segment(leaving, segment, after[leaving], parts)
+    source = _by_segment(coming, segment, before[order[coming]], parts)
+    for number in range(count):
+        sent, sent_bytes = _of_segment(number, to, order, lengths, parts)
+        received, received_bytes = _of_segment(number, source, order, lengths, parts)
+        yield Move(sent, sent_bytes, received, received_bytes)
+
+
+def _by_segment(
+    places: np.ndarray, segment: np.ndarray, member: np.ndarray, parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places by segment, then member, then place; and segment x parts + member of each."""
+    keys = segment[places] * parts + member
+    by_key = np.argsort(keys, kind="stable")
+    return places[by_key], keys[by_key]
+
+
+def _of_segment(
+    number: int, sorted_places: tuple[np.ndarray, np.ndarray], order: np.ndarray, lengths: np.ndarray, parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Records of one segment, and bytes by member."""
+    places, keys = sorted_places
+    begin, end = np.searchsorted(keys, [number * parts, (number + 1) * parts])
+    records = order[places[begin:end]]
+    size_bytes = np.zeros(parts, np.int64)
+    np.add.at(size_bytes, keys[begin:end] - number * parts, lengths[records])
+    return records, size_bytes
+
+
+# ---------------------------------------------------------------- the bytes
+
+
+class Arena:
+    """Records side by side in one piece of memory, which goes back to the system with the last view of it.
+
+    Args:
+        records: i64[k], in the order in which they lie.
+        lengths: i64[n], bytes of every record of the data set.
+    """
+
+    def __init__(self, records: np.ndarray, lengths: np.ndarray) -> None:
+        ends = np.cumsum(lengths[records])
+        by_number = np.argsort(records)
+        self.records = records[by_number]
+        self.begins, self.ends = (ends - lengths[records])[by_number], ends[by_number]
+        self.bytes = _memory(int(ends[-1]) if len(ends) else 0)
+
+    def __contains__(self, record: int) -> bool:
+        place = int(np.searchsorted(self.records, record))
+        return place < len(self.records) and int(self.records[place]) == record
+
+    def __getitem__(self, record: int) -> np.ndarray:
+        """u8[length], a view; of a record that is here."""
+        place = int(np.searchsorted(self.records, record))
+        return self.bytes[self.begins[place] : self.ends[place]]
+
+    def gather(self, records: np.ndarray) -> np.ndarray:
+        """u8: copies of these records, one after another."""
+        places = np.searchsorted(self.records, records)
+        begins, ends = self.begins[places].tolist(), self.ends[places].tolist()
+        out = np.empty(sum(ends) - sum(begins), np.uint8)
+        at = 0
+        for begin, end in zip(begins, ends, strict=True):
+            out[at : at + end - begin] = self.bytes[begin:end]
+            at += end - begin
+        return out
+
+
+def _memory(size_bytes: int) -> np.ndarray:
+    """u8 from the system itself, in large pages where it has them: NumPy's would stay with the process when freed."""
+    pages = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8, size_bytes)
+
+
+def _joined(blobs: list) -> np.ndarray:
+    """u8: all of them, one after another."""
+    joined = _memory(sum(map(len, blobs)))
+    at = 0
+    for blob in blobs:
+        joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
+        at += len(blob)
+    return joined
+
+
+class MemorySource:
+    """A source whose records lie in memory, as compressed as the source has them; read from several threads.
+
+    A record that is on its way here is waited for. One that neither is here nor comes, such as what fills a short
+    batch, is read from the source.
+
+    Args:
+        inner: of the records.
+        data: `channels`, `resize` and `on_error` are used here.
+
+    Attributes:
+        lengths, labels, is_corrupt: i64, i32 and bool[n]; of the records that have been loaded.
+        read_again: how often a record was read from the source because it was not in memory.
+    """
+
+    in_process = True  # records come and go while it is read
+
+    def __init__(self, inner: Source, data: Data) -> None:
+        self.inner, self.data = inner, data
+        self.name, self.classes = inner.name, inner.classes
+        self.is_compressed = getattr(inner, "encoded", None) is not None
+        self.encoded = self.record if self.is_compressed else None
+        n = len(inner)
+        self.lengths, self.labels, self.is_corrupt = np.zeros(n, np.int64), np.zeros(n, np.int32), np.zeros(n, bool)
+        self.read_again = 0
+        self._arenas: tuple[Arena, ...] = ()  # newest first; two while records are shuffled
+        self._coming = np.empty(0, np.int64)  # records on their way, sorted
+        self._promised = 0  # shuffles of which is not known yet what they bring
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def digest(self) -> str:
+        """The source's."""
+        digest = getattr(self.inner, "digest", None)
+        return digest() if digest else ""
+
+    def where(self, index: int) -> str:
+        """What errors call record `index`."""
+        return where(self.inner, index)
+
+    def record(self, index: int) -> tuple[Any, int]:
+        """Record `index`, compressed, and its label.
+
+        Raises:
+            CorruptExample: it could not be read when it was loaded.
+        """
+        if self.is_corrupt[index]:
+            raise CorruptExample(self.where(index), index, "it was so when it was loaded into memory")
+        view = self._view(index)
+        return self._read(index) if view is None else (view.data, int(self.labels[index]))
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        blob, label = self.record(index)
+        if self.is_compressed:
+            return _decoded(blob, self.where(index), index, self.data.channels, self.data.resize), label
+        return np.load(io.BytesIO(blob), allow_pickle=False), label
+
+    def _view(self, index: int) -> np.ndarray | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held(index) is not None or not self._may_come(index))
+            arena = self._held(index)
+            self.read_again += arena is None
+            return None if arena is None else arena[index]
+
+    def _held(self, index: int) -> Arena | None:
+        return next((arena for arena in self._arenas if index in arena), None)
+
+    def _may_come(self, index: int) -> bool:
+        place = int(np.searchsorted(self._coming, index))
+        return self._promised > 0 or (place < len(self._coming) and int(self._coming[place]) == index)
+
+    def _read(self, index: int) -> tuple[Any, int]:
+        """Compressed image and label from the source; an image that it has no compressed form of as a .npy file.
+
+        Raises:
+            UsageError: the label is none that can be kept.
+        """
+        if self.is_compressed:
+            blob, label = self.inner.encoded(index)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            image, label = self.inner[index]
+            file = io.BytesIO()
+            np.save(file, image, allow_pickle=False)
+            blob = file.getvalue()
+        return checked(blob, label, self.classes, self.where(index))
+
+    # ------------------------------------------------------------ called by what fills the memory
+
+    def load(self, records: np.ndarray) -> None:
+        """Read these records from the source.
+
+        Raises:
+            CorruptExample: one cannot be read; with `data.on_error` skip it is noted and has no bytes.
+            UsageError: a label is no whole number in range, or a record is too long.
+        """
+        chunks, waiting, size_bytes = [], [], 0
+        for index, blob in zip(records, in_order(self._load, records.tolist(), READERS), strict=True):
+            self.lengths[index] = len(blob)
+            waiting.append(blob)
+            size_bytes += len(blob)
+            if size_bytes >= CHUNK_BYTES:
+                chunks.append(_joined(waiting))
+                waiting, size_bytes = [], 0
+        chunks.append(_joined(waiting))
+        arena = Arena(records, self.lengths)
+        at = 0
+        while chunks:  # what is copied goes, so that no more than one chunk is there twice
+            chunk = chunks.pop(0)
+            arena.bytes[at : at + len(chunk)] = chunk
+            at += len(chunk)
+        self.take(arena)
+
+    def _load(self, index: int) -> Any:
+        try:
+            blob, self.labels[index] = self._read(index)
+            return blob
+        except CorruptExample:
+            if self.data.on_error != "skip":
+                raise
+            self.is_corrupt[index] = True
+            return b""
+
+    def promise(self) -> None:
+        """Say that records will come, which ones being told later by `expect`."""
+        with self._changed:
+            self._promised += 1
+
+    def expect(self, records: np.ndarray) -> None:
+        """Say which records are on their way, as promised."""
+        with self._changed:
+            self._promised -= 1
+            self._coming = np.sort(records)
+            self._changed.notify_all()
+
+    def take(self, arena: Arena) -> None:
+        """Have an arena that is complete."""
+        with self._changed:
+            self._arenas = (arena, *self._arenas)
+            self._coming = np.empty(0, np.int64)
+            self._changed.notify_all()
+
+    def newest(self) -> Arena:
+        """The arena that came last."""
+        return self._arenas[0]
+
+    def forget(self) -> None:
+        """Let go of all arenas but the newest."""
+        with self._changed:
+            self._arenas = self._arenas[:1]
+
+
+def shuffled(
+    source: MemorySource, order: np.ndarray, before: np.ndarray, me: int, parts: int, each: int
+) -> tuple[Arena, list[Move]]:
+    """The arena that this part will have, still empty, and the moves that fill it from its begin to its end."""
+    planned = list(moves(order, before, source.lengths, me, parts, each))
+    return Arena(np.concatenate([move.received for move in planned]), source.lengths), planned
+
+
+def check_group(group: int, workers: int, each: int = 1) -> int:
+    """The size of a group; 0 stands for all workers. Processes of `each` workers are not cut.
+
+    Raises:
+        UsageError: the workers cannot be split into groups of that size.
+    """
+    size = group or workers
+    fits = [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
+    of = f"{workers} workers" + f", {each} a process" * (each > 1)
+    check(size in fits, f"data.group_size: got {size} with {of}; expected one of {', '.join(map(str, fits))}")
+    return size

@@ -1,0 +1,89 @@
+"""Data-parallel functions: any JAX function over all workers. Stooke and Abbeel 2017, "Synkhronos", on JAX."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmpi.config import check
+from jaxmpi.function import memory
+from jaxmpi.function.drive import close as close
+from jaxmpi.function.drive import fork as fork
+from jaxmpi.function.drive import launched, team
+from jaxmpi.function.memory import SharedArray
+from jaxmpi.function.ops import Output, scatter
+from jaxmpi.function.ops import mean as mean
+from jaxmpi.function.optimizer import optimizer as optimizer
+from jaxmpi.function.variable import Variable, make
+from jaxmpi.function.wrap import Function, Marker
+from jaxmpi.processes import processes
+
+PyTree = Any
+
+
+def function(
+    f: Callable,
+    inputs: Sequence[Marker] | Marker = scatter,
+    outputs: Sequence[Output] | Output = mean,
+    updates: Sequence[Any] = (),
+    strategy: str | None = None,
+) -> Function:
+    """`f` over all workers: y = op_r f(x_r, ...), x_r the r-th share of the examples.
+
+    Args:
+        f: a JAX function of arrays and trees of them; it must give for shares what goes together by its outputs' ops.
+        inputs: for every argument of f, or one for all: `scatter` (rows divided, as evenly as can be), `broadcast`
+            (whole), a variable (each worker's own), `scatter(variable)` (its rows, for `slices` and `batch_local`).
+        outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
+            `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
+            on all workers instead of returning it; `local(mean)` says how pieces combine.
+        updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
+            op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
+        strategy: how sums and means travel, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over
+            GPUs of one process, else `asa32`.
+
+    Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
+    """
+    check(callable(f), f"function: got {f!r}; expected a function")
+    check(isinstance(outputs, (Output, tuple, list)), f"outputs: got {outputs!r}; expected mean, sum, ... or several")
+    return Function(f, inputs, outputs, updates, strategy)
+
+
+def variable(tree: PyTree) -> Variable:
+    """A tree of which every worker holds its own copy, this one to begin with.
+
+    Where every rank runs the script each keeps the tree that it gives. Communicates: the tree, where workers wait.
+    """
+    return make(team(), tree)
+
+
+def shared(
+    value: Any = None, *, name: str = "", oversize: float = 1.0, dtype: Any = None, force: bool = False
+) -> SharedArray:
+    """An array in the host's shared memory, for all its workers: what they take from it need not be sent.
+
+    Args:
+        value: an array to copy in, or a function that gives one; None attaches to `name`.
+        name: for other processes of this user: `jaxmpi.shared(name=...)`. It goes with `free`, or with this process.
+        oversize: room for growth, as a factor >= 1 of the array's bytes.
+        dtype: of the shared array; it must hold the value's without loss, or `force` casts.
+
+    Where every rank runs the script, the first of each host calls a function `value` and writes; the others attach.
+
+    Raises:
+        UsageError: no numbers, a lossy cast, a name that is taken or unknown, no room.
+    """
+    check(value is not None or bool(name), "shared: give an array, or the name of one")
+    if value is None:
+        return memory.attach(name)
+    if launched() == 1 or team().is_serial:
+        return memory.create(value, name, oversize, dtype, force)
+    made: list[SharedArray] = []
+
+    def make_it() -> dict[str, Any]:
+        made.append(memory.create(value, name, oversize, dtype, force))
+        return made[0].ticket()
+
+    ticket = processes().from_first(make_it)
+    array = made[0] if made else memory.from_ticket(ticket, {})
+    array.name = name
+    processes().host_barrier()  # type: ignore[attr-defined]
+    return array

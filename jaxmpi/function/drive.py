@@ -1,0 +1,274 @@
+"""Who the workers are: ranks that all run the script, ranks or processes that wait for orders, or devices.
+
+A forked worker is a fresh Python process (`python -m jaxmpi.function.worker`) with a socket to the master. It never
+runs the user's script: functions come to it as programs.
+"""
+
+import atexit
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import jax
+
+from jaxmpi import handlers, runtime
+from jaxmpi.comm import MpiComm, SoloComm, world
+from jaxmpi.config import TrainingError, UsageError, check
+from jaxmpi.function.lines import MpiLine, SocketLine, WorkerDied
+from jaxmpi.function.team import DeviceTeam, MissingPrograms, Order, ProcessTeam, SocketTeam, Team
+from jaxmpi.function.verbs import VERBS
+from jaxmpi.hostsum import SharedSum
+from jaxmpi.processes import MpiProcesses, processes
+
+START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
+KINDS = ("auto", "devices", "processes")
+
+_team: Team | None = None
+_led: ProcessTeam | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
+_lost = ""  # why they no longer listen
+_is_worker = False  # whether this process waits for a master's orders
+_forks = itertools.count()
+
+
+def team() -> Team:
+    """The workers of this process's functions, made at the first use where `fork` has not made them."""
+    global _team
+    check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
+    if _team is None:
+        _team = ranks(is_serial=False) if launched() > 1 else DeviceTeam(jax.local_devices())
+    return _team
+
+
+def fork(n: int | None = None, kind: str = "auto") -> int:
+    """Let this script lead `n` workers from here on, itself the first; the others wait for what it calls.
+
+    Under a launcher with several ranks: rank 0 goes on, the others wait here and end with it. Without one: local
+    devices where there are several, else processes on this host, one a core.
+
+    Args:
+        n: workers; None: all ranks, devices or cores.
+        kind: auto; devices of this process; processes on this host, on CPUs.
+
+    Returns:
+        the number of workers.
+
+    Raises:
+        UsageError: fork in a worker, a second fork before `close`, a first one after functions or variables have been
+            used, or another number of workers than there can be.
+    """
+    global _team
+    check(
+        not _is_worker,
+        "fork: this process is a worker already; call it in the master's script only, under "
+        'if __name__ == "__main__": where workers may import that script',
+    )
+    check(kind in KINDS, f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
+    check(
+        n is None or (isinstance(n, int) and n >= 1), f"fork: got {n!r} workers; expected a whole number >= 1, or None"
+    )
+    if _team is not None:
+        check(
+            not _team.is_serial and not _team.made,
+            f"fork: there are {_team.size} workers already, and functions or variables on them; fork first, or "
+            "jaxmpi.close() before",
+        )
+    _team = chosen(n, kind)
+    atexit.register(close)
+    return _team.size
+
+
+def chosen(n: int | None, kind: str) -> Team:
+    """The workers that `fork` makes."""
+    if launched() > 1:
+        check(n in (None, launched()), f"fork: got {n} workers; the launcher started {launched()} ranks: fork()")
+        made = led_ranks()
+        if made.line.rank != 0:
+            serve(made)
+            sys.exit(0)
+        return made
+    devices = count_devices() if kind != "processes" else 1
+    if kind == "devices" or ((n or devices) <= devices and (devices > 1 or n == 1)):
+        have = jax.local_devices()
+        check((n or 1) <= len(have), f"fork: got {n} workers; this process has {len(have)} devices")
+        return DeviceTeam(have[:n])
+    return processes_on_this_host(n or runtime.cores())
+
+
+def close() -> None:
+    """Let the workers go; functions and variables that used them can no longer be used. Another `fork` may follow."""
+    global _team, _lost
+    closing, _team = _team, None
+    atexit.unregister(close)
+    if closing is not None:
+        if closing.is_serial and not isinstance(closing, SocketTeam):
+            _lost = closing.gone
+        try:
+            closing.end()
+        finally:
+            closing.gone = "the workers have been closed; jaxmpi.fork() and make functions and variables anew"
+            VERBS["close"](closing, Order("close", {}))
+
+
+def launched() -> int:
+    """Ranks that a launcher has started."""
+    return runtime.launched_workers()
+
+
+def count_devices() -> int:
+    """Devices of this process; a CPU's one is not started to be counted."""
+    asked = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.environ.get("XLA_FLAGS", "")
+    if asked or runtime.visible_gpus():
+        return jax.local_device_count()
+    return 1
+
+
+# ---------------------------------------------------------------- ranks of MPI
+
+
+def ranks(is_serial: bool) -> ProcessTeam:
+    """All ranks of the job; all come here together."""
+    comm, control = world(), processes()
+    assert isinstance(comm, MpiComm)
+    assert isinstance(control, MpiProcesses)
+    here = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
+    return ProcessTeam(MpiLine(control), comm, "shm" if here else "asa32", is_serial)
+
+
+def led_ranks() -> ProcessTeam:
+    """The same, led by rank 0; a second fork finds the other ranks where the first has left them."""
+    global _led
+    if _led is None:
+        _led = ranks(is_serial=True)
+        if _led.line.rank == 0:
+            atexit.register(end_ranks, _led)
+        return _led
+    check(not _lost, f"fork: {_lost}; start the job anew")
+    return ProcessTeam(_led.line, _led.comm, _led.default_strategy, is_serial=True)
+
+
+def end_ranks(led: ProcessTeam) -> None:
+    """At the end of the leading script: waiting ranks go; where they no longer listen, the job ends."""
+    close()
+    if _lost:
+        runtime.end_job(1)
+    ProcessTeam(led.line, led.comm, led.default_strategy, is_serial=True).tell(Order("end", {}))
+
+
+# ---------------------------------------------------------------- processes on this host
+
+
+def processes_on_this_host(n: int) -> Team:
+    """Start n - 1 processes and take part as the first.
+
+    Raises:
+        UsageError: there are GPUs, which one process drives; TrainingError: a worker did not start.
+    """
+    check(
+        not runtime.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
+        f"fork: got {n} workers for {len(runtime.visible_gpus())} GPUs; forked processes are for CPUs. fork() takes "
+        "all GPUs, mpirun shares them",
+    )
+    runtime.prepare()
+    number = next(_forks)
+    pipes = {rank: Pipe() for rank in range(1, n)}
+    jobs = {rank: start({"rank": rank, "size": n, "fork": number}, theirs) for rank, (_, theirs) in pipes.items()}
+    line = SocketLine(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
+    try:
+        for rank, end in line.ends.items():
+            if not end.poll(START_TIMEOUT_S):
+                raise TrainingError(f"fork: worker {rank} did not start within {START_TIMEOUT_S:.0f} s")
+        before = runtime.core_mask()
+        runtime.pin_cores(0, n)  # now that the others have started, which would inherit it
+        made = forked_team(line, number)
+        made.cores = before
+        return made
+    except BaseException:
+        for job in jobs.values():
+            job.kill()
+            job.wait()
+        raise
+
+
+def start(told: dict[str, Any], end: Connection) -> subprocess.Popen:
+    """A worker's process: fresh, with this one's import path and JAX settings, and one end of a socket."""
+    told |= {"path": sys.path, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
+    env = {name: value for name, value in os.environ.items() if name not in launcher_names()}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "jaxmpi.function.worker", str(end.fileno()), json.dumps(told)],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**env, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "JAX_PLATFORMS": "cpu"},
+    )
+    end.close()
+    return job
+
+
+def launcher_names() -> set[str]:
+    """Variables by which launchers tell a process its rank: a forked worker has none."""
+    return {name for names in runtime.LAUNCHERS.values() for name in names}
+
+
+def forked_team(line: SocketLine, number: int) -> SocketTeam:
+    """The team, in the master and in each worker; all come here together."""
+    line.host_barrier()
+    return SocketTeam(line, ForkComm(line, number), "shm", is_serial=True)
+
+
+@dataclass(frozen=True)
+class Turn(handlers.Ordered):
+    """What keeps the sums of one fork in order: a failed one leaves nothing to those of the next."""
+
+    number: int
+
+
+handlers.admit(Turn(0))
+
+
+class ForkComm(SoloComm):
+    """Workers are processes of one host that share memory: they sum there, and need no MPI."""
+
+    def __init__(self, line: SocketLine, number: int) -> None:
+        self.rank, self.size = line.rank, line.size  # pyright: ignore[reportAttributeAccessIssue]
+        self.hosts, self.order = (0,) * self.size, tuple(range(self.size))  # pyright: ignore[reportAttributeAccessIssue]
+        if self.size > 1:
+            self.shared = SharedSum(line, f"sum of fork {number}", effect=Turn(number))
+
+    def sum_on_host(self, vectors: Any, divisor: float = 1) -> list[jax.Array]:
+        """In rank order, over `divisor`."""
+        return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self.size > 1:
+            self.shared.close()
+            del self.shared
+
+    def _only_sums(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError("workers made by fork share memory: they take strategy shm; for others start ranks by mpirun")
+
+    allreduce = alltoall = allgather = permute = bcast = _only_sums  # pyright: ignore[reportAssignmentType]
+
+
+# ---------------------------------------------------------------- waiting for orders
+
+
+def serve(waiting: ProcessTeam) -> None:
+    """Carry out the master's orders until it ends."""
+    global _is_worker
+    _is_worker = True
+    while True:
+        order = waiting.hear()
+        if order.verb == "end":
+            return
+        try:
+            VERBS[order.verb](waiting, order)
+        except WorkerDied:
+            return
+        except (MissingPrograms, Exception):
+            waiting.is_exchanging = False  # the master has the report

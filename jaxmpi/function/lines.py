@@ -1,0 +1,286 @@
+"""Messages between the processes whose workers compute together: over MPI, or over sockets to processes made by fork.
+
+A line carries orders from the master, reports of all, and arrays of any length. What is late or gone is named.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.config import TrainingError, UsageError
+from jaxmpi.hostsum import TIMEOUT_S
+from jaxmpi.processes import MAX_BYTES, YIELDS, MpiProcesses
+
+Arrays = Sequence[np.ndarray]
+
+
+class Report(NamedTuple):
+    """How one worker's part of a call went."""
+
+    kind: str  # ok | missing (a program) | error
+    text: str  # what must be the same on all workers; which program; what went wrong
+    count: int = 0  # examples
+
+
+class Line(Protocol):
+    """Messages among `size` processes, a worker each; rank 0 is the master where one process leads."""
+
+    rank: int
+    size: int
+
+    def tell(self, rank: int, header: str, arrays: Arrays) -> None:
+        """The master's order to one worker."""
+        ...
+
+    def hear(self) -> tuple[str, list[np.ndarray]]:
+        """The master's next order; waits as long as it takes."""
+        ...
+
+    def reports(self, mine: Report) -> list[Report]:
+        """Every worker's report, on all; texts are left out where all are the same and well."""
+        ...
+
+    def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """Every worker's u8[n], on all or (else None) on the master only."""
+        ...
+
+
+# ---------------------------------------------------------------- arrays as bytes
+
+
+def pack(arrays: Arrays) -> np.ndarray:
+    """Arrays as one message, u8[n]: length of the header, header (JSON), values."""
+    header = json.dumps([[str(array.dtype), list(array.shape)] for array in arrays]).encode()
+    parts = [np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8), *(as_bytes(a) for a in arrays)]
+    return np.concatenate(parts)
+
+
+def unpack(message: np.ndarray) -> list[np.ndarray]:
+    """The inverse of `pack`."""
+    start = 8 + int.from_bytes(message[:8].tobytes(), "little")
+    arrays = []
+    for dtype, shape in json.loads(message[8:start].tobytes()):
+        array = np.empty(shape, jnp.dtype(dtype))
+        as_bytes(array)[:] = message[start : start + array.nbytes]
+        arrays.append(array)
+        start += array.nbytes
+    return arrays
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """C-contiguous values as u8[nbytes], without a copy."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def in_order(array: Any) -> np.ndarray:
+    """As NumPy, C-contiguous; a copy only where it must be."""
+    return np.asarray(array, order="C")
+
+
+# ---------------------------------------------------------------- MPI
+
+
+class MpiLine:
+    """Over a communicator of its own, polled without spinning."""
+
+    def __init__(self, control: MpiProcesses) -> None:
+        """All ranks come here together."""
+        self.control = control.apart()
+        self.comm, self.rank, self.size = self.control.world, control.rank, control.size
+
+    def tell(self, rank: int, header: str, arrays: Arrays) -> None:
+        """Header with the arrays' shapes, then their bytes."""
+        arrays = [in_order(array) for array in arrays]
+        shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
+        first = np.frombuffer(json.dumps([header, shapes]).encode(), np.uint8)
+        parts = [first, *(part for array in arrays for part in cut(as_bytes(array)))]
+        for request in [self.comm.Isend(part, rank, tag=3) for part in parts]:
+            patient(request, float("inf"))
+
+    def hear(self) -> tuple[str, list[np.ndarray]]:
+        """Poll: often at first, since the next call of a loop comes soon."""
+        from mpi4py import MPI
+
+        status, pause = MPI.Status(), Pause()
+        while not self.comm.Iprobe(0, 3, status):
+            pause()
+        first = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        self.comm.Recv(first, 0, 3)
+        header, shapes = json.loads(first.tobytes())
+        arrays = [np.empty(shape, jnp.dtype(dtype)) for dtype, shape in shapes]
+        for part in (part for array in arrays for part in cut(as_bytes(array))):
+            patient(self.comm.Irecv(part, 0, 3), float("inf"))
+        return header, arrays
+
+    def reports(self, mine: Report) -> list[Report]:
+        """48 bytes a rank; texts travel where they differ."""
+        row = np.zeros(48, np.uint8)
+        row[:32] = np.frombuffer(hashlib.sha256(mine.text.encode()).digest(), np.uint8)
+        row[32:40] = np.frombuffer(mine.count.to_bytes(8, "little"), np.uint8)
+        row[40] = mine.kind != "ok"
+        rows = np.empty((self.size, 48), np.uint8)
+        if not patient(self.comm.Iallgather(row, rows), TIMEOUT_S):
+            raise UsageError(
+                f"rank {self.control.late()} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make it"
+            )
+        if rows[:, 40].any() or (rows[:, :32] != rows[0, :32]).any():
+            return [Report(*json.loads(text)) for text in self.control.gather(json.dumps(mine))]
+        return [Report("ok", "", int.from_bytes(row[32:40].tobytes(), "little")) for row in rows]
+
+    def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """In rounds, whose lengths fit MPI's counts."""
+        sizes = np.empty(self.size, np.int64)
+        patient(self.comm.Iallgather(np.array([data.size], np.int64), sizes), TIMEOUT_S)
+        out = [np.empty(size, np.uint8) for size in sizes.tolist()] if everywhere or self.rank == 0 else None
+        chunk = MAX_BYTES // self.size
+        for start in range(0, max(sizes.tolist()), chunk):
+            counts = [max(0, min(chunk, size - start)) for size in sizes.tolist()]
+            place = np.empty(sum(counts), np.uint8) if out is not None else None
+            mine = data[start : start + chunk]
+            if everywhere:
+                patient(self.comm.Iallgatherv(mine, (place, counts)), TIMEOUT_S)
+            else:
+                patient(self.comm.Igatherv(mine, (place, counts) if self.rank == 0 else None, 0), TIMEOUT_S)
+            if out is not None and place is not None:
+                ends = np.cumsum(counts).tolist()
+                for whole, end, count in zip(out, ends, counts, strict=True):
+                    whole[start : start + count] = place[end - count : end]
+        return out
+
+
+def cut(message: np.ndarray) -> list[np.ndarray]:
+    """Parts of MAX_BYTES at most; none where there is nothing."""
+    return [message[start : start + MAX_BYTES] for start in range(0, message.size, MAX_BYTES)]
+
+
+def patient(request: Any, timeout_s: float) -> bool:
+    """Wait for an MPI request without spinning; False where time ran out."""
+    deadline, pause = time.monotonic() + timeout_s, Pause()
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        pause()
+    return True
+
+
+class Pause:
+    """Give the core away, then sleep: 0.1 ms for about a second, since a loop's next call comes soon, then 1 ms."""
+
+    def __init__(self) -> None:
+        self.looks = itertools.count()
+
+    def __call__(self) -> None:
+        """Once more."""
+        looks = next(self.looks)
+        if looks < YIELDS:
+            os.sched_yield()
+        else:
+            time.sleep(0.0001 if looks < 5000 else 0.001)
+
+
+# ---------------------------------------------------------------- sockets
+
+
+class WorkerDied(TrainingError):
+    """A worker's process has ended, and with it what it held."""
+
+
+class SocketLine:
+    """The master's end of a socket to each worker, or a worker's end of one; also the control plane of `SharedSum`."""
+
+    def __init__(self, rank: int, size: int, ends: dict[int, Connection], jobs: dict[int, subprocess.Popen]) -> None:
+        """Take the sockets by rank, and the processes where this is the master."""
+        self.rank, self.size, self.ends, self.jobs = rank, size, ends, jobs
+        self.local_rank, self.local_size = rank, size
+
+    def _send(self, rank: int, data: Any) -> None:
+        try:
+            self.ends[rank].send_bytes(data)
+        except OSError as error:
+            raise self.died(rank) from error
+
+    def _receive(self, rank: int) -> bytes:
+        try:
+            return self.ends[rank].recv_bytes()
+        except (EOFError, OSError) as error:
+            raise self.died(rank) from error
+
+    def died(self, rank: int) -> WorkerDied:
+        """The error that names a worker that has gone, and how; in a worker, that the master has."""
+        if rank not in self.jobs:
+            return WorkerDied("the master has ended")
+        try:
+            code = self.jobs[rank].wait(5)
+        except subprocess.TimeoutExpired:
+            return WorkerDied(f"worker {rank} of {self.size} no longer answers")
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return WorkerDied(
+            f"worker {rank} of {self.size} (process {self.jobs[rank].pid}) has ended: {how}. What the workers held is "
+            "gone: jaxmpi.close(), then jaxmpi.fork() again"
+        )
+
+    def check_alive(self) -> None:
+        """Raise `WorkerDied` where a worker has gone."""
+        for rank, job in self.jobs.items():
+            if job.poll() is not None:
+                raise self.died(rank)
+
+    def tell(self, rank: int, header: str, arrays: Arrays) -> None:
+        """Header with the arrays' shapes, then each array."""
+        arrays = [in_order(array) for array in arrays]
+        shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
+        self._send(rank, json.dumps([header, shapes]).encode())
+        for array in arrays:
+            self._send(rank, as_bytes(array))
+
+    def hear(self) -> tuple[str, list[np.ndarray]]:
+        """Block: the kernel wakes this process."""
+        header, shapes = json.loads(self._receive(0))
+        arrays = []
+        for dtype, shape in shapes:
+            data = np.frombuffer(bytearray(self._receive(0)), np.uint8)
+            arrays.append(data.view(jnp.dtype(dtype)).reshape(shape))
+        return header, arrays
+
+    def reports(self, mine: Report) -> list[Report]:
+        """To the master, and from it to all."""
+        return [Report(*report) for report in self._star(list(mine))]
+
+    def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """To the master, and from it to all where all want it."""
+        if self.rank != 0:
+            self._send(0, as_bytes(data))
+            return [np.frombuffer(self._receive(0), np.uint8) for _ in range(self.size)] if everywhere else None
+        rows = [data, *(np.frombuffer(self._receive(rank), np.uint8) for rank in range(1, self.size))]
+        for rank in range(1, self.size) if everywhere else ():
+            for row in rows:
+                self._send(rank, row)
+        return rows
+
+    def _star(self, mine: Any) -> list[Any]:
+        """Every process's JSON value, on all."""
+        if self.rank != 0:
+            self._send(0, json.dumps(mine).encode())
+            return json.loads(self._receive(0))
+        rows = [mine, *(json.loads(self._receive(rank)) for rank in range(1, self.size))]
+        for rank in range(1, self.size):
+            self._send(rank, json.dumps(rows).encode())
+        return rows
+
+    def host_barrier(self) -> None:
+        """Wait for all processes."""
+        self._star(None)
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What the master makes, as JSON."""
+        return self._star(make() if self.rank == 0 else None)[0]

@@ -1,0 +1,54 @@
+"""A user's function found again by its name in another process."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmpi.config import UsageError, check
+
+SCRIPT = "__jaxmpi_main__"  # what a worker calls the master's script: not __main__, so that guarded code does not run
+
+
+def name_of(function: Callable) -> dict[str, str]:
+    """Module, qualified name, and the script where the module is one.
+
+    Raises:
+        UsageError: another process cannot find it.
+    """
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    script = str(getattr(sys.modules.get("__main__"), "__file__", "") or "") if module == "__main__" else ""
+    if not name or "<" in name or (module == "__main__" and not script):
+        raise UsageError(
+            f"function {name or function!r} calls back into Python, so that its program cannot travel, and other "
+            "processes cannot find it by name: define it at the top of a module or script, or run the script on every "
+            "rank (mpirun without jaxmpi.fork)"
+        )
+    return {"module": module, "qualname": name, "script": script and str(Path(script).resolve())}
+
+
+def find(name: dict[str, Any]) -> Callable:
+    """The function, its module imported; of a script, what is not under `if __name__ == "__main__"` runs."""
+    found: Any = load_script(name["script"]) if name["script"] else importlib.import_module(name["module"])
+    for part in name["qualname"].split("."):
+        check(hasattr(found, part), f"{name['module']} has no {name['qualname']}")
+        found = getattr(found, part)
+    return getattr(found, "__wrapped__", found)
+
+
+def load_script(path: str) -> Any:
+    """The master's script as a module, once."""
+    if SCRIPT not in sys.modules:
+        spec = importlib.util.spec_from_file_location(SCRIPT, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[SCRIPT] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[SCRIPT]
+            raise
+    return sys.modules[SCRIPT]

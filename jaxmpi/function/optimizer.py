@@ -1,0 +1,77 @@
+"""Synchronous descent with any Optax optimizer: gradients of all leaves travel as one flat vector."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi.buckets import fuse, split
+from jaxmpi.config import check
+from jaxmpi.function.drive import team
+from jaxmpi.function.ops import mean, scatter
+from jaxmpi.function.variable import make, numbers
+from jaxmpi.function.wrap import Function, Marker
+
+PyTree = Any
+
+
+class Optimizer:
+    """What `jaxmpi.optimizer` makes: params and optimizer state on every worker, and the two functions of a step."""
+
+    def __init__(
+        self,
+        loss: Any,
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        inputs: Sequence[Marker],
+        strategy: str | None,
+    ) -> None:
+        numbers(params)  # refuse what is no tree of arrays before anything is placed
+        like = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)]
+        odd = sorted({str(x.dtype) for x in like if x.dtype != np.float32})
+        check(not odd, f"optimizer: got params of {', '.join(odd)}; expected float32, which one flat gradient holds")
+        structure = jax.tree.structure(params)
+        self.params = make(team(), params)
+        self.state = make(team(), tx.init(jax.tree.map(jnp.asarray, params)))
+        self.gradient = make(team(), np.zeros(sum(x.size for x in like), np.float32))
+
+        def gradient(params: PyTree, *examples: PyTree) -> tuple[jax.Array, jax.Array]:
+            value, grads = jax.value_and_grad(loss)(params, *examples)
+            return value, fuse(jax.tree.leaves(grads))
+
+        def update(flat: jax.Array, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+            grads = jax.tree.unflatten(structure, split(flat, like))
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        self._gradient = Function(gradient, (self.params, *inputs), (mean, mean(self.gradient)), (), strategy)
+        self._update = Function(update, (self.gradient, self.params, self.state), (), (self.params, self.state), None)
+
+    def __call__(self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1) -> jax.Array:
+        """One step; the mean loss of the examples, before it. Args and errors: as of `Function.__call__`."""
+        (loss,) = self._gradient(*args, batch=batch, batch_local=batch_local, slices=slices)
+        self._update()
+        return loss
+
+
+def optimizer(
+    loss: Any,
+    params: PyTree,
+    tx: optax.GradientTransformation,
+    inputs: Sequence[Marker] = (scatter, scatter),
+    strategy: str | None = None,
+) -> Optimizer:
+    """Synchronous descent: g = sum_r (n_r / n) grad loss(params, share_r), then one step of `tx` on every worker.
+
+    Args:
+        loss: (params, *inputs) -> the mean loss of some examples, f32[].
+        params: tree of f32; every worker begins with it and all stay equal, bit for bit.
+        tx: any Optax transformation.
+        inputs, strategy: as of `jaxmpi.function`.
+
+    Communicates: at every step the gradient, once, flat. Raises: UsageError: as `jaxmpi.function`; other params.
+    """
+    return Optimizer(loss, params, tx, inputs, strategy)

@@ -1,0 +1,431 @@
+"""The workers of a function, what each holds, and how their results meet.
+
+Every call is an order that all workers carry out: a part of each worker's own, then reports, then what travels. Nothing
+is changed and nothing travels before all have reported well; so a failure leaves all workers as they were.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmpi.comm import AxisComm, Comm
+from jaxmpi.config import TrainingError, UsageError, check
+from jaxmpi.exchange import Op, exchange
+from jaxmpi.function.lines import Line, Report, SocketLine, WorkerDied, pack, unpack
+from jaxmpi.function.memory import FREED, SharedArray
+from jaxmpi.processes import differences
+
+AXIS = "workers"
+Leaves = list[jax.Array]
+Device = Any  # of JAX
+
+
+class WorkerFailed(TrainingError):
+    """A worker could not do its part; its own traceback is in the message. The workers are as before the call."""
+
+
+class Missing(Exception):
+    """This worker has no program for these shapes yet; the text names it."""
+
+
+class MissingPrograms(Exception):
+    """Workers lack programs; the master sends them and repeats the order."""
+
+    def __init__(self, wanted: list[str]) -> None:
+        super().__init__(wanted)
+        self.wanted = wanted
+
+
+# ---------------------------------------------------------------- orders and what workers hold
+
+
+class Order(NamedTuple):
+    """What all workers are to do."""
+
+    verb: str  # of VERBS in `verbs`
+    header: dict[str, Any]  # plain JSON values
+    given: Any = None  # what the caller's own workers take directly
+    parcels: Callable[[int], list[Any]] = lambda rank: []  # arrays that travel to a worker of another process
+    received: Iterator[np.ndarray] = iter(())  # in such a worker: those arrays
+
+
+class Leaf(NamedTuple):
+    """One array that a program returns, and what becomes of it."""
+
+    op: str  # a row of OPS, or empty
+    place: str  # result | into | local | update
+    target: int  # place of the output among the results, or the number of the variable
+    index: int  # among the leaves of the target
+
+
+class Program(NamedTuple):
+    """A user's function for arguments of certain shapes, over flat leaves."""
+
+    run: Callable[..., Leaves]
+    leaves: tuple[Leaf, ...]
+    says: str  # dtypes and shapes that must be the same on all workers
+    structures: tuple[Any, ...] = ()  # of the outputs, then of the updates, where the function is in Python
+
+
+class Station:
+    """One worker: its rank, its device, and what it holds."""
+
+    def __init__(self, rank: int, device: Device) -> None:
+        self.rank, self.device = rank, device
+        self.values: dict[int, Leaves] = {}  # of variables, by number
+        self.kept: dict[tuple[int, int], jax.Array] = {}  # broadcast inputs, by function and leaf
+        self.programs: dict[str, Program] = {}  # that have come from the master
+        self.known: dict[tuple, Program] = {}  # the same, by function, form and shapes
+        self.arrays: dict[str, SharedArray] = {}  # mapped, by key
+        self.out: Leaves = []  # of the call that is going on
+        self.program = Program(lambda: [], (), "")  # of the call that is going on
+        self.count = 0  # examples of the call that is going on
+
+    def put(self, array: Any) -> jax.Array:
+        """On this worker's device."""
+        return jax.device_put(array, self.device)
+
+    def own(self, array: Any) -> jax.Array:
+        """The same, in memory that nobody else writes."""
+        return jax.device_put(jnp.array(array) if isinstance(array, jax.Array) else np.array(array), self.device)
+
+    def held(self, number: int) -> Leaves:
+        """The leaves of a variable."""
+        check(number in self.values, f"worker {self.rank} holds no variable {number}; it was closed, or never made")
+        return self.values[number]
+
+
+class Library(Protocol):
+    """Where a team finds the functions that this process has in Python."""
+
+    def program(self, form: int, shapes: tuple) -> Program:
+        """The program for one structure of arguments and shapes and dtypes of their leaves."""
+        ...
+
+    def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
+        """The same for a process without the function: header and body."""
+        ...
+
+
+# ---------------------------------------------------------------- teams
+
+
+class Team:
+    """Workers that compute together; some or all of them in this process."""
+
+    size: int
+    stations: list[Station]  # this process's workers
+    leads = True  # whether results are wanted in this process
+    is_serial = False  # whether one process leads and the others wait for its orders
+    default_strategy = "asa32"
+
+    def __init__(self) -> None:
+        self.made = 0  # functions and variables so far, which are numbered alike in all processes
+        self.functions: dict[int, Library] = {}
+        self.dropped: list[int] = []  # variables that nobody asks for any more
+        self.gone = ""  # why it can do no more
+        self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
+
+    # ------------------------------------------------------------ what differs between kinds of teams
+
+    def all_reports(self, mine: list[Report]) -> list[Report]:
+        """Every worker's report, by rank."""
+        raise NotImplementedError
+
+    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` of every worker's list of floats."""
+        raise NotImplementedError
+
+    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """Every worker's arrays, by rank; where this process leads, or on all."""
+        raise NotImplementedError
+
+    def tell(self, order: Order) -> None:
+        """Pass an order to workers that wait for it; where every rank runs the script there are none."""
+        self.forget(self.dropped)
+        self.dropped = []
+
+    def end(self) -> None:
+        """Let workers that wait go."""
+
+    # ------------------------------------------------------------ what is the same
+
+    def forget(self, numbers: list[int]) -> None:
+        """Let go of variables."""
+        for station in self.stations:
+            for number in numbers:
+                station.values.pop(number, None)
+
+    @property
+    def mine(self) -> Station:
+        """This process's first worker."""
+        return self.stations[0]
+
+    def new_number(self) -> int:
+        """For a function or a variable."""
+        self.made += 1
+        return self.made
+
+    def check_usable(self) -> None:
+        """Refuse a team that has been closed or broken."""
+        check(not self.gone, self.gone)
+
+    def program(self, station: Station, function: int, form: int, shapes: tuple) -> Program:
+        """The function's program for these shapes.
+
+        Raises:
+            Missing: this process waits for it.
+        """
+        if function in self.functions:
+            return self.functions[function].program(form, shapes)
+        key = function, form, shapes
+        if key not in station.known:
+            text = wanted(function, form, shapes)
+            if text not in station.programs:
+                raise Missing(text)
+            station.known[key] = station.programs[text]
+        return station.known[key]
+
+    def attempt(self, what: str, work: Callable[[Station], Report]) -> list[Report]:
+        """Every worker's own part of an order; then all learn how it went, and raise the same or go on.
+
+        Raises:
+            UsageError: what was asked cannot be, or workers disagree. WorkerFailed: some workers failed.
+            MissingPrograms: workers lack programs.
+        """
+        reports, errors = [], {}
+        for station in self.stations:  # all begin before any is waited for
+            report, error = tried(station, work)
+            reports.append(report)
+            errors[station.rank] = error
+        for i, station in enumerate(self.stations):
+            if errors[station.rank] is None:
+                _, errors[station.rank] = tried(station, finished)
+                reports[i] = reports[i] if errors[station.rank] is None else failure(errors[station.rank])
+        judge = judged(what, self.all_reports(reports), {r: e for r, e in errors.items() if e is not None})
+        self.is_exchanging = True
+        return judge
+
+    def note(self, error: BaseException) -> None:
+        """After a failed call, whether there can be others."""
+        agreed = isinstance(error, (UsageError, WorkerFailed)) or not (
+            self.is_exchanging or isinstance(error, WorkerDied) or not isinstance(error, Exception)
+        )
+        self.is_exchanging = False
+        if not agreed and self.size > 1 and not isinstance(self, DeviceTeam):
+            way_out = "" if isinstance(error, WorkerDied) else "; jaxmpi.close(), then fork again"
+            self.gone = f"the workers are no longer in step: {error!s:.500}{way_out}"
+
+    def refuse(self, what: str, error: Exception) -> None:
+        """Where every rank runs the script, tell the others that this one cannot even begin."""
+        if not self.is_serial:
+            judged(
+                what, self.all_reports([failure(error)] * len(self.stations)), {s.rank: error for s in self.stations}
+            )
+
+
+def tried(station: Station, work: Callable[[Station], Report]) -> tuple[Report, Exception | None]:
+    """A worker's report, and the error where there was one."""
+    try:
+        return work(station), None
+    except Missing as error:
+        return Report("missing", str(error)), error
+    except Exception as error:
+        return failure(error), error
+
+
+def finished(station: Station) -> Report:
+    """Wait for what the worker computes."""
+    jax.block_until_ready(station.out)
+    return Report("ok", "")
+
+
+def failure(error: BaseException | None) -> Report:
+    """What went wrong; what the user did wrong needs no traceback."""
+    if isinstance(error, (UsageError, TrainingError)):
+        return Report("error", str(error))
+    return Report("error", "".join(traceback.format_exception(error)).rstrip())
+
+
+def judged(what: str, reports: list[Report], errors: dict[int, Exception]) -> list[Report]:
+    """The reports, where all are well and say the same."""
+    failed = [rank for rank, report in enumerate(reports) if report.kind == "error"]
+    if failed:
+        raise_failure(what, reports, failed, errors)
+    lacking = sorted({report.text for report in reports if report.kind == "missing"})
+    if lacking:
+        raise MissingPrograms(lacking)
+    odd = [rank for rank, report in enumerate(reports) if report.text != reports[0].text][:8]
+    lines = [line for rank in odd for line in differences(rank, reports[0].text, reports[rank].text)]
+    check(not odd, f"{what} differs between workers:\n" + "\n".join(lines[:24]))
+    return reports
+
+
+def raise_failure(what: str, reports: list[Report], failed: list[int], errors: dict[int, Exception]) -> None:
+    """The same error in all processes; the original one where no worker could do its part."""
+    own = [error for rank, error in errors.items() if rank in failed]
+    if own and not any(report.kind == "ok" for report in reports):
+        raise own[0]
+    rank = failed[0]
+    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+    error = WorkerFailed(f"{what}: worker {rank} of {len(reports)}{more} failed:\n{reports[rank].text}")
+    raise error from (own[0] if own else None)
+
+
+def wanted(function: int, form: int, shapes: Iterable[tuple]) -> str:
+    """The name of a program in messages."""
+    return json.dumps([function, form, [[list(shape), str(dtype)] for shape, dtype in shapes]])
+
+
+# ---------------------------------------------------------------- processes
+
+
+class ProcessTeam(Team):
+    """One worker a process: ranks of MPI, or processes made by fork."""
+
+    def __init__(self, line: Line, comm: Comm, strategy: str, is_serial: bool) -> None:
+        """Take how processes talk and exchange.
+
+        Args:
+            strategy: that sums by default.
+            is_serial: whether rank 0 leads; else all run the same script.
+        """
+        super().__init__()
+        self.line, self.comm, self.size, self.is_serial = line, comm, line.size, is_serial
+        self.stations = [Station(line.rank, jax.local_devices()[0])]
+        self.leads = not is_serial or line.rank == 0
+        self.default_strategy = strategy
+
+    def all_reports(self, mine: list[Report]) -> list[Report]:
+        """Over the line."""
+        return self.line.reports(mine[0])
+
+    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` outside jit."""
+        return {rank: exchange(leaves, strategy, op, self.comm) for rank, leaves in mine.items()}
+
+    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """Packed, over the line."""
+        rows = self.line.gather(pack(mine[self.line.rank]), everywhere or not self.is_serial)
+        return None if rows is None else [unpack(row) for row in rows]
+
+    def tell(self, order: Order) -> None:
+        """To every worker, its own arrays."""
+        if self.is_serial:
+            header = json.dumps([order.verb, order.header, self.dropped, list(FREED)])
+            FREED.clear()
+            for rank in range(1, self.size):
+                self.line.tell(rank, header, order.parcels(rank))
+        super().tell(order)
+
+    def hear(self) -> Order:
+        """The master's next order."""
+        header, arrays = self.line.hear()
+        verb, fields, dropped, freed = json.loads(header)
+        self.forget(dropped)
+        for key in freed:
+            self.mine.arrays.pop(key, None)
+        return Order(verb, fields, received=iter(arrays))
+
+    def end(self) -> None:
+        """Workers that wait let go of what they hold, and wait on: there may be another fork."""
+        if self.is_serial and not self.gone:
+            self.tell(Order("close", {}))
+
+
+class SocketTeam(ProcessTeam):
+    """Processes made by fork: the master knows when one ends."""
+
+    line: SocketLine
+    comm: Any
+    cores: Sequence[int] = ()  # that this process had before the fork
+
+    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """As a worker that has ended is found in a sum by the others, say which it was."""
+        try:
+            return jax.block_until_ready(super().summed(mine, op, strategy))
+        except Exception:
+            self.line.check_alive()
+            raise
+
+    def end(self) -> None:
+        """Workers go; those that do not within a moment are killed."""
+        try:
+            if not self.gone:
+                self.tell(Order("end", {}))
+        except WorkerDied:
+            pass
+        for connection in self.line.ends.values():
+            connection.close()
+        for job in self.line.jobs.values():
+            try:
+                job.wait(5)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+        self.comm.close()
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
+
+
+# ---------------------------------------------------------------- devices of one process
+
+
+class DeviceTeam(Team):
+    """One worker a local device."""
+
+    def __init__(self, devices: list[Device]) -> None:
+        """Take the devices, by rank."""
+        super().__init__()
+        self.size = len(devices)
+        self.stations = [Station(rank, device) for rank, device in enumerate(devices)]
+        self.mesh = Mesh(np.array(devices), (AXIS,))
+        self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
+
+    def all_reports(self, mine: list[Report]) -> list[Report]:
+        """All are here."""
+        return mine
+
+    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` under shard_map; rank r's leaves are on device r."""
+        if self.size == 1:
+            return mine
+        sharding = NamedSharding(self.mesh, P(AXIS))
+        rows = [[x[None] for x in mine[rank]] for rank in range(self.size)]
+        whole = [
+            jax.make_array_from_single_device_arrays((self.size, *shards[0].shape[1:]), sharding, list(shards))
+            for shards in zip(*rows, strict=True)
+        ]
+        totals = over_devices(self.mesh, self.size, op, strategy)(whole)  # pyright: ignore[reportArgumentType]
+        return {rank: [shard_of(total, rank) for total in totals] for rank in range(self.size)}
+
+    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """All are here."""
+        return [mine[rank] for rank in range(self.size)]
+
+
+@functools.cache
+def over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leaves], Leaves]:
+    """`exchange` of arrays that carry a first axis of workers."""
+    comm = AxisComm(AXIS, size)
+
+    def of_one(leaves: Leaves) -> Leaves:
+        return [x[None] for x in exchange([x[0] for x in leaves], strategy, op, comm)]
+
+    return jax.jit(jax.shard_map(of_one, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
+
+
+def shard_of(array: jax.Array, rank: int) -> jax.Array:
+    """Row `rank`, where it is."""
+    [shard] = [shard for shard in array.addressable_shards if (shard.index[0].start or 0) == rank]
+    return shard.data[0]

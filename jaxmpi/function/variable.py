@@ -1,0 +1,217 @@
+"""Arrays that live on the workers, and collectives over them."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.config import check
+from jaxmpi.exchange import check_strategy
+from jaxmpi.function.compute import canonical, take
+from jaxmpi.function.memory import SharedArray
+from jaxmpi.function.ops import Output, check_reducible, combine, named
+from jaxmpi.function.split import Rows, bounds, check_enough, choose, same_length
+from jaxmpi.function.team import Order, Team
+from jaxmpi.function.verbs import perform
+from jaxmpi.processes import named_leaves
+
+PyTree = Any
+
+
+class Variable:
+    """A tree of which every worker holds its own values. Made by `jaxmpi.variable`; a function's input and target.
+
+    Where every rank runs the script, all ranks call the same methods in the same order, and all get the results; a
+    script that leads workers calls them once.
+    """
+
+    def __init__(self, team: Team, structure: Any, number: int | None = None) -> None:
+        self.team, self.structure = team, structure
+        self.number = team.new_number() if number is None else number
+
+    def __del__(self) -> None:
+        self.team.dropped.append(self.number)
+
+    def __repr__(self) -> str:
+        return f"jaxmpi.variable(number={self.number}, workers={self.team.size}, {self.structure})"
+
+    # ------------------------------------------------------------ one worker's values
+
+    @property
+    def value(self) -> PyTree:
+        """The tree on this process's own worker: rank 0 for a script that leads, and with devices. No communication."""
+        self.team.check_usable()
+        return jax.tree.unflatten(self.structure, self.team.mine.held(self.number))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of this process's own worker's leaves."""
+        return [x.shape for x in self.team.mine.held(self.number)]
+
+    def get(self, rank: int) -> PyTree:
+        """The tree on one worker, as NumPy arrays. Communicates: that tree."""
+        check(0 <= rank < self.team.size, f"get: rank: got {rank}; expected a worker in [0, {self.team.size})")
+        [leaves] = self._fetch("get", rank, keep=False)
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def set(self, rank: int, value: PyTree) -> None:
+        """Give one worker another tree of the same structure, of any shapes."""
+        check(0 <= rank < self.team.size, f"set: rank: got {rank}; expected a worker in [0, {self.team.size})")
+        self._put("set", lambda: self._leaves(value), [rank])
+
+    # ------------------------------------------------------------ from one to all
+
+    def broadcast(self, value: PyTree = None, root: int = 0) -> None:
+        """Give all workers a tree, or (no value) that of worker `root`."""
+        if value is not None:
+            self._put("broadcast", lambda: self._leaves(value), None)
+            return
+        check(0 <= root < self.team.size, f"broadcast: root: got {root}; expected a worker in [0, {self.team.size})")
+        self._fetch("broadcast", root, keep=True)
+
+    def scatter(self, value: PyTree, batch: Any = None) -> None:
+        """Divide the rows of a tree over the workers, as evenly as can be; worker r gets the r-th part.
+
+        Args:
+            value: arrays, or `jaxmpi.shared` arrays, out of which every worker copies its own rows.
+            batch: which rows, as of a function's call.
+
+        Raises:
+            UsageError: leaves of different lengths, rows that are not there, or no row for some worker.
+        """
+        perform(self.team, "scatter", lambda: self._scattered(value, batch))
+
+    # ------------------------------------------------------------ from all
+
+    def gather(self) -> PyTree:
+        """The workers' rows, one after another in rank order, as NumPy arrays; lengths may differ."""
+        rows = self._fetch("gather", None, keep=False)
+        return jax.tree.unflatten(self.structure, [concatenated(leaves) for leaves in zip(*rows, strict=True)])
+
+    def all_gather(self) -> None:
+        """Every worker gets all workers' rows."""
+        self._fetch("all_gather", None, keep=True)
+
+    def reduce(self, op: str | Output = "mean", strategy: str | None = None) -> PyTree:
+        """The tree over workers, each counted once; workers keep theirs.
+
+        mean: (1/w) sum_r tree_r; sum, prod, min, max as they say. Args: strategy: as of `jaxmpi.exchange`.
+        """
+        return jax.tree.unflatten(self.structure, self._reduce("reduce", op, strategy, keep=False))
+
+    def all_reduce(self, op: str | Output = "mean", strategy: str | None = None) -> None:
+        """As `reduce`, and all workers keep the result, the same bits on each."""
+        self._reduce("all_reduce", op, strategy, keep=True)
+
+    # ------------------------------------------------------------ how
+
+    def _leaves(self, value: PyTree) -> list[np.ndarray]:
+        _leaves, structure = jax.tree.flatten(value)
+        check(structure == self.structure, f"variable: got a tree {structure}; expected {self.structure}")
+        return numbers(value)
+
+    def _order(self, verb: str, name: str, **fields: Any) -> dict[str, Any]:
+        return {"name": f"variable.{name}", "number": self.number, **fields}
+
+    def _put(self, name: str, leaves: Any, ranks: Sequence[int] | None) -> None:
+        def prepare() -> Order:
+            values = leaves()
+            header = self._order("put", name, ranks=ranks, says=[name, self.number, ranks])
+            sent = lambda rank: values if ranks is None or rank in ranks else []  # noqa: E731
+            return Order("put", header, sent, sent)
+
+        perform(self.team, f"variable.{name}", prepare)
+
+    def _scattered(self, value: PyTree, batch: Any) -> Order:
+        leaves, structure = jax.tree.flatten(value)
+        check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
+        leaves = [leaf if isinstance(leaf, SharedArray) else check_numbers("scatter", leaf) for leaf in leaves]
+        check(all(leaf.ndim > 0 for leaf in leaves), "scatter: got an array without axes; expected rows")
+        rows = choose(batch, same_length([len(x) for x in leaves], [f"leaf {i}" for i in range(len(leaves))]))
+        check_enough(rows.count, self.team.size)
+        edges = bounds(rows.count, self.team.size)
+        spans = list(itertools.pairwise(edges))
+        header = self._order("put", "scatter", ranks=None, says=["scatter", self.number, rows.count], spans=spans)
+
+        def own(rank: int) -> list[Any]:
+            return [take(leaf, rows.of(*spans[rank])) for leaf in leaves]
+
+        if leaves and all(isinstance(leaf, SharedArray) for leaf in leaves):
+            check_one_host(self.team)
+            header |= {"tickets": [leaf.ticket() for leaf in leaves], "rows": where(rows)}
+            return Order("put", header, own, lambda rank: indices_of(rows, spans[rank]))
+        return Order("put", header, own, own)
+
+    def _fetch(self, name: str, rank: int | None, keep: bool) -> list[Any]:
+        header = self._order("fetch", name, rank=rank, keep=keep)
+        return perform(self.team, f"variable.{name}", lambda: Order("fetch", header))
+
+    def _reduce(self, name: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
+        def prepare() -> Order:
+            row = named(op)
+            for i, x in enumerate(self.team.mine.held(self.number)):
+                check_reducible(row, x.dtype, x.shape, f"variable.{name}: leaf {i}")
+            chosen = self.team.default_strategy if strategy is None else strategy
+            check_strategy(chosen)
+            return Order("reduce", self._order("reduce", name, op=row, keep=keep, strategy=chosen))
+
+        return perform(self.team, f"variable.{name}", prepare)
+
+
+def concatenated(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Workers' rows end to end."""
+    for row in rows[:1]:
+        check_reducible("gather", row.dtype, row.shape, "variable.gather")
+    return combine("gather", rows, ())
+
+
+def where(rows: Rows) -> Any:
+    """What of chosen rows goes into a header: start and step, or that indices travel."""
+    return "indices" if rows.indices is not None else [rows.start, rows.step]
+
+
+def indices_of(rows: Rows, span: tuple[int, int]) -> list[np.ndarray]:
+    """The indices of a worker's part, where there are any."""
+    return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
+
+
+def check_one_host(team: Team, shares: bool = True) -> None:
+    """Refuse shared memory that waiting workers on other hosts cannot see."""
+    hosts = getattr(getattr(team, "comm", None), "hosts", (0,))
+    check(
+        not shares or not team.is_serial or len(set(hosts)) == 1,
+        "a shared array is seen on one host, and this script leads workers on several; let every rank run the script "
+        "(no jaxmpi.fork), or give a plain array",
+    )
+
+
+def check_numbers(what: str, leaf: Any) -> Any:
+    """The leaf as an array, NumPy's or JAX's.
+
+    Raises:
+        UsageError: it holds no numbers.
+    """
+    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    check(not is_key, f"{what}: got a random key; give jax.random.key_data(key), and wrap it in the function")
+    array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
+    check(
+        array.dtype.kind in "biufcV" and getattr(array.dtype, "names", None) is None,
+        f"{what}: got an array of {array.dtype}; expected numbers",
+    )
+    return array
+
+
+def numbers(tree: PyTree) -> list[np.ndarray]:
+    """Leaves as NumPy arrays, in the dtypes that JAX gives them."""
+    arrays = [np.asarray(check_numbers(f"variable: leaf {name!r}", leaf)) for name, leaf in named_leaves(tree)]
+    return [array.astype(canonical(array.dtype), copy=False) for array in arrays]
+
+
+def make(team: Team, tree: PyTree) -> Variable:
+    """A variable with this tree on every worker."""
+    made = Variable(team, jax.tree.structure(tree))
+    made._put("variable", lambda: numbers(tree), None)
+    return made

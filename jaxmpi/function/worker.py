@@ -1,0 +1,36 @@
+"""A forked worker: `python -m jaxmpi.function.worker SOCKET SETTINGS`, started by `jaxmpi.fork` only."""
+
+import json
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxmpi import runtime
+from jaxmpi.function.lines import SocketLine, WorkerDied
+
+
+def main(handle: int, told: dict[str, Any]) -> None:
+    """Set up this process, call the master back, carry out its orders."""
+    import jax
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
+    sys.path[:] = told["path"]
+    jax.config.update("jax_enable_x64", told["x64"])
+    runtime.keep_freed_memory()
+    runtime.pin_cores(told["rank"], told["size"])
+    runtime.use_compilation_cache()
+    from jaxmpi.function import drive
+
+    line = SocketLine(told["rank"], told["size"], {0: Connection(handle)}, {})
+    try:
+        drive.serve(drive.forked_team(line, told["fork"]))
+    except WorkerDied:
+        pass
+    sys.stdout.flush()
+    os._exit(0)  # nothing to wait for: the master has closed, or ended
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,383 @@
+"""A function of arrays over all workers: scatter, compute, reduce. Stooke and Abbeel 2017 (Synkhronos) on JAX."""
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import numpy as np
+
+from jaxmpi.config import check
+from jaxmpi.exchange import check_strategy
+from jaxmpi.function import drive
+from jaxmpi.function.compute import canonical, take
+from jaxmpi.function.memory import SharedArray
+from jaxmpi.function.names import name_of
+from jaxmpi.function.ops import Output, Scatter, check_reducible
+from jaxmpi.function.split import (
+    Rows,
+    bounds,
+    check_enough,
+    choose,
+    of_each_worker,
+    of_indices,
+    same_length,
+)
+from jaxmpi.function.team import Leaf, Order, Program, Team
+from jaxmpi.function.variable import Variable, check_numbers, check_one_host, where
+from jaxmpi.function.verbs import perform
+from jaxmpi.processes import broadcast, named_leaves
+
+PyTree = Any
+Marker = Any  # scatter, scatter(variable), broadcast, or a variable
+
+
+class Function:
+    """What `jaxmpi.function` makes. `__wrapped__` is the user's own function."""
+
+    def __init__(
+        self,
+        function: Callable,
+        inputs: Sequence[Marker] | Marker,
+        outputs: Sequence[Output] | Output,
+        updates: Sequence[Any],
+        strategy: str | None,
+    ) -> None:
+        self.__wrapped__ = function
+        self.name = getattr(function, "__name__", "function")
+        several = isinstance(inputs, (tuple, list))
+        self.inputs: Sequence[Marker] | None = inputs if several else None if takes_argument(inputs) else (inputs,)
+        self.all_inputs = inputs
+        self.single = isinstance(outputs, Output)
+        self.outputs: tuple[Output, ...] = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
+        self.updates = tuple(update_of(update) for update in updates)
+        check_markers(inputs if several else [inputs], self.outputs)
+        self.strategy = strategy
+        if strategy is not None:
+            check_strategy(strategy)
+        self.team: Team | None = None
+        self.number = -1
+        self.forms: list[Any] = []  # structures of arguments so far
+        self.programs: dict[tuple[int, tuple], Program] = {}
+        self.jitted: dict[int, Any] = {}
+        self.sent: list[Any] = []  # broadcast leaves as the workers have them
+
+    def __call__(self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1) -> PyTree:
+        """Compute on all workers and reduce.
+
+        Args:
+            args: one for every `scatter` and `broadcast` among the inputs, arrays or trees of them.
+            batch: which examples of the scattered arguments: the first n, a slice, or indices; default all.
+            batch_local: which rows of the variables in `scatter(variable)`: for all workers, or a list with one choice
+                a worker.
+            slices: in how many pieces each worker computes its share.
+
+        Returns:
+            the outputs that are neither kept in a variable nor updates; of `local` ones a variable.
+
+        Communicates: arguments that this process has and others need, but no broadcast argument that has not changed;
+        48 bytes a worker; then each output as it is reduced.
+
+        Raises:
+            UsageError: arguments, rows or outputs that cannot be. WorkerFailed (a TrainingError): a worker failed; its
+                traceback is in the message, and the next call works.
+        """
+        team = self._bound()
+        made: dict[int, Variable] = {}
+        try:
+            leaves = perform(team, self.name, lambda: self._order(team, args, batch, batch_local, slices, made))
+        except BaseException:
+            self.sent = []
+            raise
+        return self._results(team, leaves, made)
+
+    def _bound(self) -> Team:
+        """The team of this function: the one there is at its first call."""
+        if self.team is None:
+            self.team = drive.team()
+            self.team.check_usable()
+            self.number = self.team.new_number()
+            self.team.functions[self.number] = self
+        return self.team
+
+    # ------------------------------------------------------------ arguments
+
+    def _order(
+        self, team: Team, args: Sequence[PyTree], batch: Any, batch_local: Any, slices: int, made: dict[int, Variable]
+    ) -> Order:
+        is_count = isinstance(slices, (int, np.integer)) and slices >= 1
+        check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
+        bound = Bound(team)
+        structure = bound.add_all(self._markers(args), args)
+        header = bound.header(batch, batch_local, int(slices))
+        for place, output in enumerate(self.outputs):
+            if output.stays:
+                made[place] = Variable(team, None)
+        names = {str(place): variable.number for place, variable in made.items()}
+        header |= {"f": self.number, "form": self._form(structure), "name": self.name, "locals": names}
+        header["strategy"] = self.strategy or team.default_strategy
+        agreed = ("name", "f", "form", "n", "slices", "strategy", "locals")
+        header["says"] = json.dumps({key: header[key] for key in agreed})
+        fresh = self._fresh(bound)
+        header["fresh"] = list(fresh)
+        given = Given(bound.given, bound.rows, bound.local, fresh)
+        return Order("call", header, given, lambda rank: bound.parcels(rank, list(fresh.values())))
+
+    def _fresh(self, bound: "Bound") -> dict[int, Any]:
+        """The broadcast leaves that workers do not have yet, by their number."""
+        fresh = {}
+        for i, leaf in enumerate(bound.broadcast):
+            if i >= len(self.sent) or not unchanged(self.sent[i], leaf):
+                self.sent[i : i + 1] = [kept_copy(leaf)]
+                fresh[i] = self.sent[i]
+        return fresh
+
+    def _markers(self, args: Sequence[PyTree]) -> Sequence[Marker]:
+        """One a place of the user's function."""
+        if self.inputs is None:
+            return [self.all_inputs] * len(args)
+        free = [marker for marker in self.inputs if takes_argument(marker)]
+        check(
+            len(args) == len(free),
+            f"{self.name}: got {len(args)} arguments; expected {len(free)}, one for every scatter and broadcast",
+        )
+        return self.inputs
+
+    def _form(self, structure: Any) -> int:
+        if structure not in self.forms:
+            self.forms.append(structure)
+        return self.forms.index(structure)
+
+    # ------------------------------------------------------------ programs
+
+    def program(self, form: int, shapes: tuple) -> Program:
+        """The function over flat leaves of these shapes and dtypes, compiled by JAX at its first run."""
+        if (form, shapes) not in self.programs:
+            self.programs[form, shapes] = self._traced(form, shapes)
+        return self.programs[form, shapes]
+
+    def _traced(self, form: int, shapes: tuple) -> Program:
+        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: self._parts(form, flat)))
+        parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
+        leaves, says = [], []
+        for place, (part, wanted) in enumerate(zip(parts, [*self.outputs, *self.updates], strict=True)):
+            for index, aval in enumerate(jax.tree.leaves(part)):
+                leaves.append(leaf_of(place, index, wanted, len(self.outputs)))
+                if leaves[-1].place in ("result", "into"):  # of others only pieces combine, where there are several
+                    check_reducible(leaves[-1].op, aval.dtype, aval.shape, f"{self.name}: output {place}")
+                says.append(said(leaves[-1], aval))
+        structures = tuple(jax.tree.structure(part) for part in parts)
+        return Program(lambda *flat: jax.tree.leaves(jitted(*flat)), tuple(leaves), json.dumps(dict(says)), structures)
+
+    def _parts(self, form: int, flat: Sequence[jax.Array]) -> tuple[PyTree, ...]:
+        """The user's function from leaves to one tree an output and an update."""
+        result = self.__wrapped__(*jax.tree.unflatten(self.forms[form], flat))
+        expected = len(self.outputs) + len(self.updates)
+        parts = (result,) if self.single and not self.updates else result
+        check(
+            isinstance(parts, (tuple, list)) and len(parts) == expected,
+            f"{self.name} returned {type(result).__name__}"
+            f"{f' of {len(parts)}' if isinstance(parts, (tuple, list)) else ''}; expected a tuple of {expected}: "
+            f"{len(self.outputs)} outputs, then {len(self.updates)} updates",
+        )
+        for update, part in zip(self.updates, parts[len(self.outputs) :], strict=True):
+            got, wanted = jax.tree.structure(part), update.into.structure
+            check(got == wanted, f"{self.name}: an update is a tree {got}; its variable is {wanted}")
+        return tuple(parts)
+
+    def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
+        """A program for a process that does not have the function: header and body."""
+        program = self.program(form, shapes)
+        header = {"name": self.name, "leaves": program.leaves, "says": program.says, "module": ""}
+        try:
+            exported = jax.export.export(jax.jit(program.run))(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+            return header, bytes(exported.serialize())
+        except (NotImplementedError, ValueError):  # host callbacks stay in the process that made them
+            return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
+
+    # ------------------------------------------------------------ results
+
+    def _results(self, team: Team, leaves: list[Any], made: dict[int, Variable]) -> PyTree:
+        leaves_left, results = iter(leaves), []
+        for place, (output, structure) in enumerate(zip(self.outputs, team.mine.program.structures, strict=False)):
+            if output.stays:
+                made[place].structure = structure
+                results.append(made[place])
+            elif output.into is not None:
+                output.into.structure = structure
+            else:
+                results.append(jax.tree.unflatten(structure, [next(leaves_left) for _ in range(structure.num_leaves)]))
+        return results[0] if self.single and results else None if self.single else tuple(results)
+
+
+class Given(NamedTuple):
+    """What the caller's own workers take directly: leaves by input, chosen rows."""
+
+    leaves: list[Any]
+    rows: Rows | None
+    local: list[Any]
+    fresh: dict[int, Any]
+
+
+def update_of(update: Any) -> Output:
+    """`(variable, op)` or a variable alone, which takes the mean over pieces, as an Output with a target."""
+    variable, op = update if isinstance(update, (tuple, list)) else (update, Output("mean"))
+    check(
+        isinstance(variable, Variable) and isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None,
+        f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, prod, min, max or "
+        "gather",
+    )
+    return Output(op.op, stays=True, into=variable)
+
+
+def takes_argument(marker: Marker) -> bool:
+    """Whether the input comes with the call."""
+    return marker is broadcast or (isinstance(marker, Scatter) and marker.variable is None)
+
+
+def check_markers(inputs: Sequence[Marker], outputs: Sequence[Output]) -> None:
+    """Refuse what is no word for an input or an output."""
+    for marker in inputs:
+        check(
+            marker is broadcast or isinstance(marker, (Scatter, Variable)),
+            f"inputs: got {marker!r}; expected jaxmpi.scatter, jaxmpi.broadcast, a variable or scatter(variable)",
+        )
+    for output in outputs:
+        check(
+            isinstance(output, Output) and output.op != "add",
+            f"outputs: got {output!r}; expected jaxmpi.mean, sum, prod, min, max, gather or local",
+        )
+
+
+def leaf_of(place: int, index: int, wanted: Output, outputs: int) -> Leaf:
+    """Where one array that the program returns goes."""
+    if place >= outputs:
+        return Leaf(wanted.op, "update", wanted.into.number, index)
+    if wanted.into is not None:
+        return Leaf(wanted.op, "into", wanted.into.number, index)
+    return Leaf(wanted.op, "local" if wanted.stays else "result", place, index)
+
+
+def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
+    """What of an output must be the same on all workers."""
+    crosses = leaf.place in ("result", "into")
+    shape = list(aval.shape[1:] if leaf.op == "gather" else aval.shape)
+    return f"{leaf.place} {leaf.target} leaf {leaf.index}", f"{leaf.op} of {aval.dtype}{shape}" if crosses else ""
+
+
+# ---------------------------------------------------------------- the arguments of one call
+
+
+class Bound:
+    """The inputs of one call, leaf by leaf, and how each reaches the workers."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.inputs: list[list[Any]] = []  # how each leaf comes; see `compute`
+        self.given: list[Any] = []  # the leaf itself, where it comes with the call
+        self.lengths: dict[str, int] = {}  # of scattered leaves, by name
+        self.broadcast: list[Any] = []
+        self.rows: Rows | None = None
+        self.local: list[Any] = [None] * team.size
+
+    def add_all(self, markers: Sequence[Marker], args: Sequence[PyTree]) -> Any:
+        """All inputs; the structure of the user's arguments."""
+        left, structures = iter(args), []
+        for place, marker in enumerate(markers):
+            variable = marker.variable if isinstance(marker, Scatter) else marker
+            if takes_argument(marker):
+                structures.append(self._add_argument(f"argument {place}", marker, next(left)))
+            else:
+                check(variable.team is self.team, f"input {place}: the variable belongs to workers that were closed")
+                count = len(self.team.mine.held(variable.number))
+                self.inputs += [
+                    ["rows" if isinstance(marker, Scatter) else "whole", variable.number, i] for i in range(count)
+                ]
+                self.given += [None] * count
+                structures.append(variable.structure)
+        return jax.tree_util.treedef_tuple(structures)
+
+    def _add_argument(self, name: str, marker: Marker, tree: PyTree) -> Any:
+        for path, leaf in named_leaves(tree):
+            where_ = f"{name}{f' leaf {path!r}' if path else ''}"
+            array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
+            if marker is broadcast:
+                self.inputs.append(["kept", len(self.broadcast)])
+                self.broadcast.append(array.array if is_shared(leaf) else array)
+            else:
+                check(array.ndim > 0, f"{where_}: got a number; scatter needs an array with a first axis of examples")
+                self.lengths[where_] = len(array)
+                self.inputs.append(["shared", leaf.ticket()] if is_shared(leaf) else ["sent"])
+                check_one_host(self.team, is_shared(leaf))
+            self.given.append(array)
+        return jax.tree.structure(tree)
+
+    def header(self, batch: Any, batch_local: Any, slices: int) -> dict[str, Any]:
+        """What all workers need to know of the call."""
+        scattered, resident = bool(self.lengths), any(entry[0] == "rows" for entry in self.inputs)
+        check(batch is None or scattered, "batch: got a choice of examples, but no argument is scattered")
+        check(batch_local is None or resident, "batch_local: got a choice of rows, but no input is scatter(variable)")
+        check(slices == 1 or scattered or resident, f"slices: got {slices}, but no input is scattered")
+        if scattered:
+            self.rows = choose(batch, same_length([*self.lengths.values()], [*self.lengths]))
+            check_enough(self.rows.count, self.team.size)
+        if resident:
+            self.local = of_each_worker(batch_local, self.team.size)
+        return {
+            "n": self.rows.count if self.rows else None,
+            "rows": where(self.rows) if self.rows else None,
+            "local": [local_header(choice) for choice in self.local] if resident else [],
+            "slices": slices,
+            "inputs": self.inputs,
+        }
+
+    def parcels(self, rank: int, fresh: list[Any]) -> list[Any]:
+        """The arrays that travel to a worker, in the order in which it takes them."""
+        arrays = []
+        if self.rows is not None:
+            edges = bounds(self.rows.count, self.team.size)
+            begin, end = edges[rank], edges[rank + 1]
+            if self.rows.indices is not None:
+                arrays.append(self.rows.indices[begin:end])
+            for entry, leaf in zip(self.inputs, self.given, strict=True):
+                if entry[0] == "sent":
+                    share = take(leaf, self.rows.of(begin, end))
+                    arrays.append(np.asarray(share).astype(canonical(leaf.dtype), copy=False))
+        if any(entry[0] == "rows" for entry in self.inputs) and local_header(self.local[rank])[0] == "indices":
+            arrays.append(np.asarray(self.local[rank]))
+        return arrays + fresh
+
+
+def local_header(choice: Any) -> list[Any]:
+    """One worker's choice of rows as JSON; indices travel apart."""
+    if isinstance(choice, slice):
+        return ["slice", [None if v is None else int(v) for v in (choice.start, choice.stop, choice.step)]]
+    if choice is None or isinstance(choice, (int, np.integer)):
+        return ["first", None if choice is None else int(choice)]
+    of_indices(choice, np.iinfo(np.int64).max, "batch_local")
+    return ["indices", None]
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether it is a shared array, which is a leaf."""
+    return isinstance(leaf, SharedArray)
+
+
+def unchanged(before: Any, now: Any) -> bool:
+    """Whether a broadcast leaf is what the workers have: the same JAX array, or the same bytes."""
+    if isinstance(now, jax.Array) or isinstance(before, jax.Array):
+        return before is now
+    same_kind = before.shape == now.shape and before.dtype == canonical(now.dtype)
+    return same_kind and np.array_equal(as_words(before), as_words(now.astype(before.dtype, copy=False)))
+
+
+def as_words(array: np.ndarray) -> np.ndarray:
+    """Values as bytes, so that NaN equals NaN and -0 is not 0."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def kept_copy(leaf: Any) -> Any:
+    """What tells later whether the leaf has changed: a JAX array itself, else a copy."""
+    return leaf if isinstance(leaf, jax.Array) else np.array(leaf, dtype=canonical(leaf.dtype), order="C")

@@ -1,0 +1,208 @@
+"""A worker's part of a data set in memory, brought to where the epoch's order wants it by a thread of its own.
+
+Bytes travel by MPI_Ialltoallv over a communicator of the group's own, made when all ranks open their data, and used by
+one thread at a time. The thread sleeps between looks at it: it must not spin on a core that computes.
+"""
+
+import atexit
+import collections
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.config import Data, TrainingError, seconds_from
+from jaxmpi.data import Sampler, Source
+from jaxmpi.data.memory import (
+    Arena,
+    GroupSampler,
+    MemorySource,
+    Move,
+    check_group,
+    holders_by_place,
+    holders_by_slice,
+    shuffled,
+    slices,
+)
+from jaxmpi.processes import MpiProcesses
+from jaxmpi.workers import Workers
+
+THREAD = "jaxmpi shuffle"
+POLL_S = 0.0002  # between looks at what travels
+AHEAD = 2  # segments under way: one is copied together while the one before travels
+TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
+
+
+class Memory:
+    """What keeps the records of one split in memory where they are read.
+
+    Args:
+        source: whose memory is filled.
+        own: i64[k], the records to load for good; None where they are shuffled over a group.
+        group: communicator of mpi4py, this object's alone; None where nothing travels.
+        sampler: the order of the split, of any worker.
+        each: workers of a process.
+        in_background: whether MPI may be called from a thread beside others.
+    """
+
+    def __init__(
+        self,
+        source: MemorySource,
+        own: np.ndarray | None,
+        group: Any,
+        sampler: Sampler,
+        each: int = 1,
+        in_background: bool = True,
+    ) -> None:
+        self.source, self.own, self.group, self.sampler, self.each = source, own, group, sampler, each
+        self.shuffle_s: list[float] = []  # seconds that each shuffle has taken
+        self.sent_bytes: list[int] = []  # by this worker in each, what stayed here included
+        self._is_loaded = False
+        self._epoch, self._last = -1, None  # that is read, and the last that will be
+        self._placed: int | None = None  # the epoch in whose places records lie or will; None: as they were loaded
+        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = None
+        if group is not None and in_background:
+            self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread once what it has begun is done."""
+        if self._thread:
+            self._wanted.put(None)
+            self._thread.join()
+
+    def begin(self, step: int, stop: int | None) -> None:
+        """Have in memory what is read from `step` on, until `stop`; all ranks come here together.
+
+        Communicates: lengths, labels and marks of the records, an allgather over the group, the first time.
+        """
+        if not self._is_loaded:
+            self._load()
+            self._is_loaded = True
+        per_epoch = max(self.sampler.steps_per_epoch, 1)
+        self._epoch, self._last = -1, None if stop is None else (stop - 1) // per_epoch
+        self._want(step // per_epoch)
+
+    def reached(self, epoch: int) -> None:
+        """Say that all batches before this epoch have been made; bring what the next one needs."""
+        if epoch != self._epoch and self.group is not None:
+            self._epoch = epoch
+            self.source.forget()
+            if self._last is None or epoch < self._last:
+                self._want(epoch + 1)
+
+    def _load(self) -> None:
+        if self.own is not None:
+            return self.source.load(self.own)
+        group, source = self.group, self.source
+        begins = slices(len(source), group.size)
+        source.load(np.arange(begins[group.rank], begins[group.rank + 1]))
+        self._wait(group.Ibarrier())  # others read slower
+        for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
+            mine = values[begins[group.rank] : begins[group.rank + 1]].copy()
+            group.Allgatherv(mine, [values, (np.diff(begins).tolist(), begins[:-1])])
+
+    def _want(self, epoch: int) -> None:
+        if self.group is None:
+            return
+        assert isinstance(self.sampler, GroupSampler)
+        placed = self.sampler.moved(epoch)
+        if placed == self._placed:
+            return
+        self.source.promise()
+        if self._thread:
+            self._wanted.put(placed)
+        else:
+            self._bring(placed, self._placed)
+        self._placed = placed
+
+    # ------------------------------------------------------------ the thread's own
+
+    def _run(self) -> None:
+        before = None
+        while (epoch := self._wanted.get()) is not None:
+            self._bring(epoch, before)
+            before = epoch
+
+    def _bring(self, epoch: int, before: int | None) -> None:
+        """Shuffle records from where those of one epoch lie to where those of another do."""
+        assert isinstance(self.sampler, GroupSampler)
+        group, source = self.group, self.source
+        source.forget()
+        begin = time.perf_counter()
+        order, parts = self.sampler.places(epoch), group.size
+        if before is None:
+            holders = holders_by_slice(len(source), parts)
+        else:
+            holders = holders_by_place(self.sampler.places(before), parts, self.each)
+        arena, moves = shuffled(source, order, holders, group.rank, parts, self.each)
+        source.expect(arena.records)
+        self._fill(arena, moves)
+        source.take(arena)
+        self.shuffle_s.append(time.perf_counter() - begin)
+        self.sent_bytes.append(sum(int(move.sent_bytes.sum()) for move in moves))
+
+    def _fill(self, arena: Arena, moves: list[Move]) -> None:
+        under_way: collections.deque[tuple[Any, np.ndarray]] = collections.deque()
+        old, at = self.source.newest(), 0
+        for move in moves:
+            sent, size_bytes = old.gather(move.sent), int(move.received_bytes.sum())
+            received = arena.bytes[at : at + size_bytes]
+            at += size_bytes
+            request = self.group.Ialltoallv(message(sent, move.sent_bytes), message(received, move.received_bytes))
+            under_way.append((request, sent))
+            if len(under_way) == AHEAD:
+                self._wait(under_way.popleft()[0])
+        while under_way:
+            self._wait(under_way.popleft()[0])
+
+    def _wait(self, request: Any) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"the data set in memory has waited {TIMEOUT_S:.0f} s for the other workers of its group; all must "
+                    "read as many epochs (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                )
+            time.sleep(POLL_S)
+
+
+def message(raw: np.ndarray, size_bytes: np.ndarray) -> list:
+    """u8 as MPI takes it, with the bytes of each member; counts and places are below 2^31."""
+    return [raw, (size_bytes, np.cumsum(size_bytes) - size_bytes), "B"]
+
+
+def keep(
+    source: Source,
+    data: Data,
+    seed: int,
+    effective_batch: int,
+    train: bool,
+    workers: Workers,
+    multiple: int = 1,
+) -> tuple[Memory, tuple[Sampler, ...]]:
+    """A source's records in the memory of this job, not yet loaded, and the order in which its workers read them.
+
+    Examples of an evaluation are read in one order for ever: each worker keeps those that it reads.
+
+    Communicates: makes a communicator of each group.
+
+    Raises:
+        UsageError: the workers cannot be split into groups of that size.
+    """
+    n, size, each = len(source), workers.size, len(workers.mine)
+    parts = check_group(data.group_size, size, each)
+    options = {"shuffle": train, "multiple": multiple, "parts": parts, "period": data.shuffle_period}
+    samplers = tuple(GroupSampler(n, effective_batch, rank, size, seed, **options) for rank in workers.mine)
+    control, inside = workers.processes, MemorySource(source, data)
+    if not train:
+        own = np.flatnonzero(np.isin(np.arange(n) % size, workers.mine))
+        return Memory(inside, own, None, samplers[0]), samplers
+    if not isinstance(control, MpiProcesses) or parts <= each:
+        return Memory(inside, np.arange(n), None, samplers[0]), samplers
+    group = control.world.Split(control.rank // (parts // each), control.rank)
+    return Memory(inside, None, group, samplers[0], each, control.may_overlap), samplers

@@ -1,0 +1,134 @@
+"""Checkpoints in the background: a step waits for the copy in memory, a thread writes it."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi import checkpoint
+from jaxmpi.checkpoint import Files, Kept, is_float
+from jaxmpi.config import TrainingError, UsageError
+from jaxmpi.processes import Processes, named_leaves
+from jaxmpi.state import TrainState
+
+
+class Saver:
+    """Writes one checkpoint at a time. All ranks ask for the same ones in the same order."""
+
+    def __init__(
+        self,
+        folder: Path,
+        processes: Processes,
+        *,
+        workers: int,
+        replicated: bool,
+        keep: Kept,
+        same_params: bool = True,
+    ) -> None:
+        """Ranks that may send from two threads get a communicator for it; others write in the foreground.
+
+        Args:
+            folder: RUN/checkpoints.
+            replicated: whether the rule's state is equal on all workers.
+            same_params: whether params are.
+        """
+        self._folder, self._workers, self._keep = folder, workers, keep
+        self._equal = replicated, same_params
+        self._processes = processes.apart() if processes.may_overlap else processes
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, states: Mapping[int, TrainState], extra: dict[str, Any], score: float | None) -> None:
+        """Copy what this process writes, and have it written; what went wrong is raised by a later call.
+
+        Args:
+            states: of this process's workers, in host memory that may change once this returns.
+            extra: JSON values kept beside.
+            score: by which the best are kept: the lowest.
+        """
+        self.wait()
+        step = int(next(iter(states.values())).step)
+        files = jax.tree.map(lambda x: np.array(x, order="C"), checkpoint.files_of(states, *self._equal))
+        write = threading.Thread(target=self._write, args=(files, step, extra, score), name=f"jaxmpi-save-{step}")
+        self._thread = write
+        write.start()
+        if not self._processes.may_overlap:
+            self.wait()
+
+    def _write(self, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
+        try:
+            refuse_not_finite(files, step, self._folder)
+            checkpoint.save(
+                *(self._folder, files, self._processes),
+                step=step,
+                workers=self._workers,
+                extra=extra,
+                keep=self._keep,
+                score=score,
+            )
+        except OSError as error:
+            kept = last_good(self._folder)
+            self._error = TrainingError(f"the checkpoint of step {step} cannot be written: {error}; {kept}")
+        except BaseException as error:
+            self._error = error
+
+    def poll(self) -> None:
+        """Raise what went wrong since the last call.
+
+        Raises:
+            TrainingError: a checkpoint cannot be written, or its state is not finite; those before it stay.
+        """
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """`poll`, once what is being written is on disk."""
+        while self._thread and self._thread.is_alive():
+            self._thread.join(0.5)  # so that signals are heard
+        self._thread = None
+        self.poll()
+
+
+def refuse_not_finite(files: Files, step: int, folder: Path) -> None:
+    """Keep from disk what no run could go on from.
+
+    Raises:
+        TrainingError: the first leaf that is NaN or infinite.
+    """
+    for file, tree in files.items():
+        for path, leaf in named_leaves(tree):
+            if is_float(leaf) and not np.isfinite(leaf).all():
+                raise TrainingError(
+                    f"{path} of {file} is not finite after step {step}: not saved, earlier checkpoints stay; "
+                    f"{last_good(folder)}"
+                )
+
+
+def last_good(folder: Path) -> str:
+    """The newest checkpoint, for errors."""
+    kept = checkpoint.found(folder)
+    return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
+
+
+def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int, same_params: bool = True) -> int:
+    """Bytes of a checkpoint of all workers."""
+    common, own = checkpoint.halves(next(iter(states.values())), replicated, same_params)
+    size = lambda tree: sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
+    return size(common) + workers * size(own)
+
+
+def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
+    """Refuse to start where two checkpoints have no room: the last good one and the next.
+
+    Raises:
+        UsageError: bytes needed and free.
+    """
+    if free_bytes < 2 * needed_bytes:
+        raise UsageError(
+            f"{folder}: {free_bytes / 1e6:.0f} MB are free, two checkpoints take {2 * needed_bytes / 1e6:.0f} MB: "
+            "the last good one stays until the next is whole; make room, or name another --run-dir"
+        )

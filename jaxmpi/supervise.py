@@ -1,0 +1,274 @@
+"""Keep a job going: hand signals on, say who ended it, start it again from the newest good checkpoint."""
+
+import ctypes
+import itertools
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from jaxmpi import checkpoint, rundir, runtime
+from jaxmpi.config import Experiment, UsageError
+
+# What a job ends with that starting it again would not mend: done, misused, to be resumed later, interrupted.
+FINAL = (0, runtime.MISUSED, runtime.PREEMPTED, runtime.INTERRUPTED)
+UNLOCK_S = 30.0  # for the last process of a job that has ended to be gone
+TAIL_LINES = 2000  # of stderr, searched for the culprit
+SHOWN_LINES = 12  # of its last words
+PROBE_S = 20.0  # for a host to answer
+
+
+class Culprit(NamedTuple):
+    """Who ended a job."""
+
+    rank: str
+    host: str  # empty where nobody said
+    words: str  # the last
+
+    def __str__(self) -> str:
+        place = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{place} ended the job: {self.words}"
+
+
+# Ways in which a job says who ended it, the surest first: groups rank, host and words.
+TRACES = [
+    re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
+    re.compile(r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*rank \[(?P<rank>[\d, ]+)\] did not answer in time)"),
+    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)"),
+    re.compile(
+        r"^ *jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
+        r"(?P<words>.*?)(?=^ *jaxmpi: |^-{20,}|\Z)",  # Open MPI prints rules around its notices
+        re.M | re.S,
+    ),
+    re.compile(r"^ *jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?P<words>(?:left early|has ended).*)$", re.M),
+    re.compile(r"Process name: \[.*,(?P<rank>\d+)\]\s+(?P<words>Exit code:\s+\d+)"),
+    re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?P<words>.*)"),
+]
+
+
+def culprit(text: str) -> Culprit | None:
+    """Who ended a job, from its standard error; None where nobody says."""
+    found = next((match for trace in TRACES if (match := trace.search(text))), None)
+    if found is None:
+        return None
+    lines = [line.rstrip() for line in found["words"].strip().splitlines()]
+    words = "\n".join(lines[-SHOWN_LINES:]) if len(lines) > 3 else " ".join(lines)
+    return Culprit(found["rank"].replace(" ", ""), found.groupdict().get("host") or "", words)
+
+
+# ---------------------------------------------------------------- one job
+
+
+class Watch:
+    """Runs jobs one after another, and hands on to them what this process is told."""
+
+    def __init__(self) -> None:
+        """From now on signals go to the job: the first as a request to save and leave, the second to end at once."""
+        self._job: subprocess.Popen | None = None
+        self.asked = 0
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, self._ask)
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 1
+        self._send(signal.SIGUSR1 if self.asked == 1 else signal.SIGTERM)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 2
+        self._send(signal.SIGTERM)  # the terminal has told the job, too, but another process may not have
+
+    def _send(self, number: int) -> None:
+        if self._job is not None and self._job.poll() is None:
+            self._job.send_signal(number)
+
+    def run(self, line: Sequence[str]) -> tuple[int, str]:
+        """(exit code as shells have it, the end of its standard error)."""
+        self._job = job = subprocess.Popen(line, stderr=subprocess.PIPE, preexec_fn=end_with_parent)
+        tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        assert job.stderr is not None
+        relay = threading.Thread(target=pass_on, args=(job.stderr, tail), daemon=True)
+        relay.start()
+        code = job.wait()
+        relay.join(5.0)  # a process that outlives the job may hold the pipe
+        return (code if code >= 0 else 128 - code), b"".join(tail).decode(errors="replace")
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends, however that ends. Linux only."""
+    pr_set_pdeathsig = 1
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def pass_on(pipe, tail: deque[bytes]) -> None:
+    """Standard error as it comes, and its end kept."""
+    for line in iter(pipe.readline, b""):
+        tail.append(line)
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+
+
+# ---------------------------------------------------------------- again
+
+
+class Asked(NamedTuple):
+    """What is to be kept going."""
+
+    workers: int
+    least: int  # workers with which it may still go on; as many as `workers` where none may be lost
+    restarts: int
+    launcher_args: tuple[str, ...]
+    train_args: tuple[str, ...]
+
+
+Line = Callable[[int, Sequence[str], Sequence[str]], list[str]]  # (workers, launcher_args, train_args) -> line
+
+
+def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
+    """Run a job to its end, starting it again where it dies.
+
+    Args:
+        line: the command for a number of workers.
+        probe: whether a host answers.
+
+    Returns: the exit code of the last start.
+    """
+    watch, folder = Watch(), None
+    if asked.restarts:
+        folder = run_dir(asked.train_args)
+        asked = asked._replace(train_args=(*without(asked.train_args, "--run-dir"), "--run-dir", str(folder)))
+    before = None
+    for start in range(asked.restarts + 1):
+        code, text = watch.run(line(asked.workers, asked.launcher_args, asked.train_args))
+        if code in FINAL or watch.asked or folder is None:
+            return tell(code, text)
+        tell(code, text)
+        step = newest_step(folder)
+        if start == asked.restarts:
+            return give_up(code, f"no restart is left of {asked.restarts}")
+        if start and step == before:
+            return give_up(code, f"no progress since the last restart: still at step {step}")
+        before, asked = step, with_those_left(asked, probe)
+        if asked.workers < asked.least:
+            return give_up(code, f"{asked.workers} workers are left, --elastic asks for {asked.least}")
+        wait_for_lock(folder)
+        asked = asked._replace(train_args=resuming(asked.train_args, folder))
+        say(f"restart {start + 1} of {asked.restarts} from step {step}, with {asked.workers} workers")
+    raise AssertionError  # the last start returns
+
+
+def tell(code: int, text: str) -> int:
+    """Say last who ended a job that did not end well; its code."""
+    who = culprit(text) if code not in FINAL else None
+    if who:
+        say(str(who))
+    return code
+
+
+def give_up(code: int, why: str) -> int:
+    """Say why there is no other start; the code."""
+    say(f"not started again: {why}")
+    return code
+
+
+def say(text: str) -> None:
+    """A line beside those of the ranks."""
+    print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
+
+
+def run_dir(train_args: Sequence[str]) -> Path:
+    """The run directory: as asked for, the newest where it is resumed, or a fresh one.
+
+    Raises:
+        UsageError: there is none to resume, or no experiment is named.
+    """
+    name = next((Path(arg).stem for arg in train_args[:1] if not arg.startswith("-")), "")
+    if not name:
+        raise UsageError("name an experiment file: jaxmpi train --restarts 3 -n 8 EXPERIMENT.py")
+    given = value_of(train_args, "--run-dir")
+    if given:
+        return rundir.named(given)
+    resume = "--resume" in train_args
+    return rundir.resumed(Experiment(resume=True), name) if resume else rundir.fresh(name)
+
+
+def resuming(train_args: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """The arguments to go on with; a run that came to no record starts over."""
+    again = ("--resume",) if (folder / "record.jsonl").is_file() else ()
+    return (*without(train_args, "--resume", takes_value=False), *again)
+
+
+def value_of(args: Sequence[str], flag: str) -> str:
+    """The last value of a flag, `--a b` or `--a=b`; empty where it is not given."""
+    args = [hyphened(arg) for arg in args]
+    pairs = [arg.partition("=")[2] for arg in args if arg.startswith(flag + "=")]
+    return ([*(b for a, b in itertools.pairwise(args) if a == flag), *pairs] or [""])[-1]
+
+
+def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[str]:
+    """Arguments but a flag and its value."""
+    kept, skip = [], False
+    for arg in args:
+        is_flag = hyphened(arg) == flag
+        if not (skip or is_flag or hyphened(arg).startswith(flag + "=")):
+            kept.append(arg)
+        skip = is_flag and takes_value
+    return kept
+
+
+def hyphened(arg: str) -> str:
+    """`--run-dir` for `--run_dir`, its value untouched."""
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint with a whole manifest; 0 where there is none."""
+    manifest = checkpoint.newest(folder / "checkpoints")
+    return manifest["step"] if manifest else 0
+
+
+def wait_for_lock(folder: Path) -> None:
+    """Wait until no process of the last job holds the run directory; the next start says who does if one stays."""
+    deadline = time.monotonic() + UNLOCK_S
+    while time.monotonic() < deadline:
+        try:
+            with rundir.locked(folder):
+                return
+        except (UsageError, OSError):
+            time.sleep(0.2)
+
+
+def with_those_left(asked: Asked, probe: Callable[[str], bool]) -> Asked:
+    """As many workers as hosts that answer have slots; without a list of hosts, one worker fewer."""
+    if asked.least == asked.workers:
+        return asked
+    slots = hosts_of(asked.launcher_args)
+    if not slots:
+        return asked._replace(workers=max(asked.workers - 1, asked.least))
+    left = {host: count for host, count in slots.items() if probe(host)}
+    if left == slots:
+        return asked
+    say(f"no answer from {', '.join(sorted(set(slots) - set(left)))}")
+    hosts = ",".join(f"{host}:{count}" for host, count in left.items())
+    args = without(without(asked.launcher_args, "--host"), "-H")
+    return asked._replace(workers=min(asked.workers, sum(left.values())), launcher_args=("--host", hosts, *args))
+
+
+def hosts_of(launcher_args: Sequence[str]) -> dict[str, int]:
+    """Host to slots, of mpirun's --host; none where it is not given."""
+    text = value_of(launcher_args, "--host") or value_of(launcher_args, "-H")
+    pairs = [part.partition(":")[::2] for part in text.split(",") if part]
+    slots: dict[str, int] = {}
+    for host, count in pairs:
+        slots[host] = slots.get(host, 0) + (int(count) if count.isdigit() else 1)
+    return slots

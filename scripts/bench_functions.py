@@ -1,0 +1,343 @@
+"""What data-parallel functions cost beyond their parts, and how ResNet-50 scales over them.
+
+    python scripts/bench_functions.py calls     # a call beside the bare function and the exchange; bytes it moves
+    python scripts/bench_functions.py shuffle   # rows by index beside one worker's own np.take
+    python scripts/bench_functions.py resnet    # Figs. 2 and 3 and Table 1 of Stooke and Abbeel 2017, in shape
+
+Two workers, a core each; options: [--rounds 200] [--size 32] [--batch 8] [--steps 4] [--workers 1 2]. All ranks
+of mpirun run the script; for `calls` there is also one that leads forked processes.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+Result = dict[str, Any]
+
+
+# ---------------------------------------------------------------- what is timed
+
+
+def times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every call, one after another in every round."""
+    import jax
+
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + rounds // 10 + 3):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            if i >= rounds // 10 + 3:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def network(share: int) -> tuple[Callable, tuple, Any]:
+    """Loss and gradients of a small network, examples for all workers, params: 9 leaves, 30,000 floats."""
+    import jax
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": rng.standard_normal((64, 48)).astype(np.float32) / 8 for i in range(9)}
+    x, y = rng.standard_normal((share, 64)).astype(np.float32), rng.standard_normal(share).astype(np.float32)
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((sum((jnp.tanh(x @ w) for w in params.values()), jnp.zeros(())).mean(1) - y) ** 2)
+
+    return lambda x, y, params: jax.value_and_grad(loss)(params, x, y), (x, y), jax.tree.map(jnp.asarray, params)
+
+
+def calls(options: argparse.Namespace) -> Result:
+    """In a rank or a leading script: medians in ms."""
+    import jax
+
+    import jaxmpi as jm
+    from jaxmpi.function.drive import team
+
+    if options.led:
+        jm.fork(2, kind="processes")
+    f, (x, y), params = network(256)
+    wrapped = jm.function(f, (jm.scatter, jm.scatter, jm.broadcast), (jm.mean, jm.mean))
+    bare, half = jax.jit(f), (x[:128], y[:128])
+    parts: dict[str, Callable] = {"call": lambda: wrapped(x, y, params), "bare": lambda: bare(*half, params)}
+    if not options.led:
+        grads = bare(*half, params)
+        parts["exchange"] = lambda: jm.exchange(grads, "shm")
+    seconds = times(parts, options.rounds)
+    result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}
+    if options.led:
+        result |= bytes_moved(team().line, wrapped, x, y, params)  # type: ignore[attr-defined]
+    return result
+
+
+def bytes_moved(line: Any, f: Callable, x: np.ndarray, y: np.ndarray, params: Any) -> Result:
+    """Bytes to the other worker of a call with new params, and of one with the same."""
+    import jax
+
+    sent: list[int] = []
+    send = line._send
+    line._send = lambda rank, data: (sent.append(len(data)), send(rank, data))[1]
+    new = jax.tree.map(lambda leaf: leaf + 0, params)
+    f(x, y, new)
+    bytes_new = sum(sent)
+    sent.clear()
+    f(x, y, new)
+    return {"bytes_new": bytes_new, "bytes_same": sum(sent), "bytes_share": (x.nbytes + y.nbytes) // 2}
+
+
+def shuffle(options: argparse.Namespace) -> Result:
+    """In a rank: rows by index, and the same number in one piece, beside np.take of the share."""
+    import jax.numpy as jnp
+
+    import jaxmpi as jm
+    from jaxmpi.processes import processes
+
+    size, rank, rows = processes().size, processes().rank, 20_000
+    data = jm.shared(lambda: np.random.default_rng(0).standard_normal((60_000, 512), np.float32))
+    order = np.random.default_rng(1).permutation(len(data))[:rows]
+    mine = order[rank * rows // size : (rank + 1) * rows // size]
+    f = jm.function(lambda x: jnp.sum(x[:, 0]), jm.scatter, jm.sum)
+    f(data, batch=rows)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = times(
+        {
+            "shuffled": lambda: f(data, batch=order),
+            "in_one_piece": lambda: f(data, batch=rows),
+            "take": lambda: np.take(data.array, mine, axis=0),
+        },
+        max(options.rounds // 10, 5),
+    )
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}
+    extra = np.array(seconds["shuffled"]) - np.array(seconds["in_one_piece"])
+    ratio = extra / np.array(seconds["take"])
+    return result | {
+        "to_take": float(np.median(ratio)),
+        "memory_grown_mb": grown / 1024,
+        "data_mb": data.nbytes / 2**20,
+        "share_mb": mine.size * 512 * 4 / 2**20,
+    }
+
+
+# ---------------------------------------------------------------- ResNet-50
+
+
+def resnet(options: argparse.Namespace) -> Result:
+    """In a rank: seconds by part of `steps` steps with `batch` examples over all workers."""
+    import jax
+    import optax
+
+    import jaxmpi as jm
+    from jaxmpi.buckets import fuse, split
+    from jaxmpi.function import compute
+    from jaxmpi.function.drive import team
+    from models.resnet import resnet50
+
+    model = resnet50(classes=10, image_size=options.size)
+    batch, steps = options.batch, options.steps
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4 * batch, options.size, options.size, 3)).astype(np.float32)
+    y = rng.integers(0, 10, 4 * batch, dtype=np.int32)
+    params, stats = model.init(jax.random.key(0), jax.numpy.asarray(x[:1]))
+    leaves, structure = jax.tree.flatten(params)
+
+    def loss(params: Any, stats: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        logits, stats = model.apply(params, stats, x, jax.random.key(1), True)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), stats
+
+    def gradient(x: Any, y: Any, params: Any, stats: Any) -> tuple[Any, Any, Any]:
+        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(params, stats, x, y)
+        return value, fuse(jax.tree.leaves(grads)), stats
+
+    def update(flat: Any, params: Any) -> Any:
+        grads = jax.tree.unflatten(structure, split(flat, leaves))
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+
+    if options.bare:
+        return bare_resnet(options, gradient, update, x, y, params, stats)
+    held, running = jm.variable(params), jm.variable(stats)
+    flat = jm.variable(np.zeros(sum(leaf.size for leaf in leaves), np.float32))
+    first = jm.function(gradient, (jm.scatter, jm.scatter, held, running), (jm.mean,), (flat, running))
+    second = jm.function(lambda flat, params: (update(flat, params),), (flat, held), (), (held,))
+    spent: dict[str, float] = defaultdict(float)
+    timed(compute, "take", "shuffle_s", spent)
+    if hasattr(team(), "line"):
+        timed(team().line, "reports", "straggler_s", spent)  # type: ignore[attr-defined]
+
+    def step() -> None:
+        first(x, y, batch=rng.permutation(len(x))[:batch])
+        begin, waited = time.perf_counter(), spent["straggler_s"]
+        flat.all_reduce("mean")
+        jax.block_until_ready(flat.value)
+        spent["all_reduce_s"] += time.perf_counter() - begin - (spent["straggler_s"] - waited)
+        second()
+
+    step()
+    spent.clear()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    total = time.perf_counter() - begin
+    names = ("shuffle_s", "straggler_s", "all_reduce_s")
+    parts = {name: spent[name] for name in names}
+    return {"total_s": total, "function_s": total - sum(parts.values()), **parts, "examples": batch * steps}
+
+
+def timed(owner: Any, name: str, key: str, spent: dict[str, float]) -> None:
+    """Count the seconds in a function of the package."""
+    function = getattr(owner, name)
+
+    def counted(*args: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return function(*args)
+        finally:
+            spent[key] += time.perf_counter() - begin
+
+    setattr(owner, name, counted)
+
+
+def bare_resnet(
+    options: argparse.Namespace, gradient: Any, update: Any, x: Any, y: Any, params: Any, stats: Any
+) -> Result:
+    """The same steps in plain JAX, one worker."""
+    import jax
+
+    first, second = jax.jit(gradient), jax.jit(update)
+    rng, shuffled = np.random.default_rng(0), 0.0
+    begin = time.perf_counter()
+    for i in range(options.steps + 1):
+        if i == 1:
+            begin, shuffled = time.perf_counter(), 0.0
+        at = time.perf_counter()
+        chosen = rng.permutation(len(x))[: options.batch]
+        images, labels = np.take(x, chosen, axis=0), np.take(y, chosen, axis=0)
+        shuffled += time.perf_counter() - at
+        _, flat, stats = first(images, labels, params, stats)
+        params = jax.block_until_ready(second(flat, params))
+    total = time.perf_counter() - begin
+    return {
+        "total_s": total,
+        "function_s": total - shuffled,
+        "shuffle_s": shuffled,
+        "examples": options.batch * options.steps,
+    }
+
+
+# ---------------------------------------------------------------- jobs and tables
+
+JOBS: dict[str, Callable[[argparse.Namespace], Result]] = {"calls": calls, "shuffle": shuffle, "resnet": resnet}
+
+
+def job(name: str, ranks: int, *more: str) -> Result:
+    """A job of its own: rank 0's result."""
+    from jaxmpi import launch
+
+    line = [sys.executable, __file__, name, "--job", *more]
+    if ranks > 1:
+        options = launch.Options(ranks, "mpirun", (), ())
+        line = [*launch.mpirun(options, len(os.sched_getaffinity(0)), os.geteuid() == 0), *line]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT)
+    results = [text for text in done.stdout.splitlines() if text.startswith('{"result"')]
+    if done.returncode or not results:
+        sys.exit(f"{' '.join(line)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return json.loads(results[0])["result"]
+
+
+def run_job(options: argparse.Namespace) -> None:
+    """In a job: one core a worker, as ranks of mpirun have it."""
+    from jaxmpi import runtime
+
+    if runtime.launched() is None and options.name != "calls":
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    runtime.prepare()
+    result = JOBS[options.name](options)
+    if runtime.my_rank() == 0:
+        print(json.dumps({"result": result}), flush=True)
+
+
+def show_calls(options: argparse.Namespace) -> Result:
+    """A call beyond its parts, for ranks and for a script that leads."""
+    rounds = ("--rounds", str(options.rounds))
+    ranks, led = job("calls", 2, *rounds), job("calls", 1, *rounds, "--led")
+    led["exchange_ms"] = ranks["exchange_ms"]
+    for name, row in (("every rank runs the script", ranks), ("a script leads", led)):
+        row["beyond_ms"] = row["call_ms"] - row["bare_ms"] - row["exchange_ms"]
+        parts = f"call {row['call_ms']:.2f} ms, bare {row['bare_ms']:.2f}, exchange {row['exchange_ms']:.2f}"
+        print(f"{name}: {parts}: {row['beyond_ms']:.2f} ms beyond (goal 1)")
+    print(
+        f"bytes to the other worker: {led['bytes_new']} with new params, {led['bytes_same']} with the same, of which "
+        f"{led['bytes_share']} are its examples"
+    )
+    return {"ranks": ranks, "led": led}
+
+
+def show_shuffle(options: argparse.Namespace) -> Result:
+    """Rows by index."""
+    row = job("shuffle", 2, "--rounds", str(options.rounds))
+    print(
+        f"shuffled {row['shuffled_ms']:.1f} ms, in one piece {row['in_one_piece_ms']:.1f}, "
+        f"own take {row['take_ms']:.1f}: shuffling costs {row['to_take']:.2f} of the take (goal 1.10)"
+    )
+    print(f"memory grew by {row['memory_grown_mb']:.0f} MB; share {row['share_mb']:.0f}, data {row['data_mb']:.0f}")
+    return row
+
+
+def show_resnet(options: argparse.Namespace) -> Result:
+    """Weak and strong scaling, and the profile."""
+    fixed = ("--size", str(options.size), "--steps", str(options.steps))
+    base = job("resnet", 1, *fixed, "--batch", str(options.batch), "--bare")
+    rows: Result = {"plain JAX, 1 worker": base}
+    for workers in options.workers:
+        rows[f"weak, {workers}"] = job("resnet", workers, *fixed, "--batch", str(options.batch * workers))
+        if workers > 1:
+            rows[f"strong, {workers}"] = job("resnet", workers, *fixed, "--batch", str(options.batch))
+    cores = len(os.sched_getaffinity(0))
+    print("| | ms an example | speedup | function | shuffle | straggler | all-reduce |\n|---|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        per = {key: 1e3 * value / row["examples"] for key, value in row.items() if key.endswith("_s")}
+        speedup = base["total_s"] / base["examples"] / (row["total_s"] / row["examples"])
+        parts = [f"{per.get(key, 0):.2f}" for key in ("function_s", "shuffle_s", "straggler_s", "all_reduce_s")]
+        beyond = " (beyond the cores)" if name[-1].isdigit() and int(name.split()[-1]) > cores else ""
+        print(f"| {name}{beyond} | {per['total_s']:.1f} | {speedup:.2f} | {' | '.join(parts)} |")
+    return rows
+
+
+SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
+
+
+def main() -> None:
+    """Parse, and run a job or show a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=SHOWS)
+    parser.add_argument("--rounds", type=int, default=200, help="measured rounds")
+    parser.add_argument("--size", type=int, default=32, help="px of ResNet-50's images")
+    parser.add_argument("--batch", type=int, default=8, help="examples a worker, of weak scaling")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps")
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--json", type=Path, help="where results go")
+    for flag in ("--job", "--led", "--bare"):
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        return run_job(options)
+    result = SHOWS[options.name](options)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    return None
+
+
+if __name__ == "__main__":
+    main()

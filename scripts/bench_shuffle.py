@@ -1,0 +1,288 @@
+"""Data in memory: the shuffle beside a bare MPI_Alltoallv of the same bytes, the packed index, what each source gives.
+
+python scripts/bench_shuffle.py shuffle --ranks 2 4                  ranks of this machine
+python scripts/bench_shuffle.py shuffle --hosts 2 4 8 --rate 1gbit   an emulated cluster, see scripts/cluster.py
+python scripts/bench_shuffle.py index --records 1300000              open a packed data set: seconds, MB
+python scripts/bench_shuffle.py sources --images 400                 images/s from folder, arrays, packed, memory
+
+`shuffle` alternates both on the same records, for each size of group that divides the ranks; a time is that of the
+slowest rank. The bare call has its bytes side by side already, and buffers that are used again and again.
+"""
+
+import argparse
+import hashlib
+import io
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.config import Data
+from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, pack
+from jaxmpi.data.memory import MemorySource, holders_by_place, moves
+from jaxmpi.data.packed import INDEX, ROW, Manifest, shard_name, write_manifest
+from jaxmpi.partition import Memory, keep, message
+
+RECORD_BYTES = 110_000  # the mean of ImageNet's
+NOT_PERMITTED = 77  # what scripts/cluster.py says where it cannot emulate
+
+
+# ---------------------------------------------------------------- shuffle
+
+
+class Blobs:
+    """Records of half to three halves of RECORD_BYTES, cut from one block."""
+
+    name, classes = "blobs", 0
+
+    def __init__(self, size_bytes: int) -> None:
+        rng = np.random.default_rng(0)
+        self.block = rng.integers(0, 256, 2 * RECORD_BYTES, np.uint8).tobytes()
+        self.lengths = rng.integers(RECORD_BYTES // 2, RECORD_BYTES * 3 // 2, max(size_bytes // RECORD_BYTES, 1))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """A piece of the block."""
+        begin = index % (RECORD_BYTES // 2)
+        return self.block[begin : begin + int(self.lengths[index])], 0
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return np.frombuffer(self.encoded(index)[0], np.uint8), 0
+
+
+def run_job(options: argparse.Namespace) -> None:
+    """As a rank: both ways in turn, for each group; rank 0 writes seconds."""
+    from jaxmpi.processes import MpiProcesses
+    from jaxmpi.workers import gather_workers
+
+    workers = gather_workers(1)
+    control = workers.processes
+    assert isinstance(control, MpiProcesses)
+    rows = []
+    for group in (d for d in range(1, control.size + 1) if control.size % d == 0):
+        source = Blobs(int(options.mb * 1e6))
+        memory, _ = keep(source, Data(memory="partition", group_size=group), 0, control.size, True, workers)
+        memory.begin(0, None)
+        while memory.group is not None and not memory.shuffle_s:  # from where records were read to the first epoch's
+            time.sleep(0.0002)
+        ours, bare = [], []
+        for epoch in range(options.rounds if group > 1 else 0):
+            ours.append(slowest(control, lambda memory=memory, epoch=epoch: wait_for_shuffle(memory, epoch)))
+            bare.append(slowest(control, bare_alltoallv(memory, epoch)))
+        memory.stop()
+        held = sum(int(memory.source.lengths[r]) for r in memory.source.newest().records)
+        rows.append({"group": group, "ours_s": ours, "bare_s": bare, "held_bytes": held})
+    if control.rank == 0:
+        options.file.write_text(json.dumps(rows))
+
+
+def slowest(control: Any, work: Callable[[], object]) -> float:
+    """Seconds until the last rank is through, all having begun together."""
+    control.barrier()
+    begin = time.perf_counter()
+    work()
+    return max(map(float, control.gather(str(time.perf_counter() - begin))))
+
+
+def wait_for_shuffle(memory: Memory, epoch: int) -> None:
+    """Have the shuffle to the next epoch made."""
+    memory.reached(epoch)
+    while len(memory.shuffle_s) < epoch + 2:
+        time.sleep(0.0002)
+
+
+def bare_alltoallv(memory: Memory, epoch: int) -> Callable[[], None]:
+    """The same bytes from and to the same members, in the same segments; the communicator is silent meanwhile."""
+    group, source, sampler = memory.group, memory.source, memory.sampler
+    before = holders_by_place(sampler.places(epoch), group.size)  # pyright: ignore[reportAttributeAccessIssue]
+    after = sampler.places(epoch + 1)  # pyright: ignore[reportAttributeAccessIssue]
+    planned = list(moves(after, before, source.lengths, group.rank, group.size))
+    sent = np.ones(max(int(m.sent_bytes.sum()) for m in planned), np.uint8)
+    received = np.ones(max(int(m.received_bytes.sum()) for m in planned), np.uint8)
+
+    def work() -> None:
+        for move in planned:
+            group.Alltoallv(message(sent, move.sent_bytes), message(received, move.received_bytes))
+
+    return work
+
+
+def shuffle(options: argparse.Namespace) -> None:
+    """A row for each number of ranks and size of group."""
+    size = f"{options.mb:g} MB in records of {RECORD_BYTES / 1000:g} KB"
+    print(f"{size}; medians of {options.rounds}, {os.cpu_count()} cores")
+    print("\n| ranks | group | MB a worker | shuffle s | bare Alltoallv s | bare / shuffle |")
+    print("|---|---|---|---|---|---|")
+    for ranks in options.hosts or options.ranks:
+        for row in job(options, ranks):
+            ours, bare = (statistics.median(row[k]) if row[k] else 0.0 for k in ("ours_s", "bare_s"))
+            ratio = statistics.median(b / a for a, b in zip(row["ours_s"], row["bare_s"], strict=True)) if ours else 0.0
+            shown = f"{ours:.3f} | {bare:.3f} | {ratio:.2f}" if ours else "indices only | - | -"
+            print(f"| {ranks} | {row['group']} | {row['held_bytes'] / 1e6:.1f} | {shown} |", flush=True)
+
+
+def job(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
+    """What a job of so many ranks has written."""
+    script = [sys.executable, __file__, "shuffle", "--mb", str(options.mb), "--rounds", str(options.rounds)]
+    cluster = [sys.executable, str(Path(__file__).parent / "cluster.py"), "--hosts", str(ranks), "--rate", options.rate]
+    here = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "times.json"
+        line = [*cluster, "--", "mpirun", "-n", str(ranks)] if options.hosts else here
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMPI_MCA_mpi_yield_when_idle": "1"}
+        ended = subprocess.run([*line, *script, "--file", str(file)], env=env)
+        if ended.returncode:
+            raise SystemExit(ended.returncode)
+        return json.loads(file.read_text())
+
+
+# ---------------------------------------------------------------- index
+
+
+OPEN = """
+import sys, time, resource
+import jax, jaxmpi
+jax.numpy.zeros(1).block_until_ready()
+from jaxmpi.config import Data
+from jaxmpi.data import open_source
+before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+source = open_source(Data(source="packed", dir=sys.argv[1]), "train")
+source[0] if len(source) < 10 else source.place(len(source) - 1)
+print(time.perf_counter() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000)
+"""
+
+
+def index(options: argparse.Namespace) -> None:
+    """Seconds and most memory beyond a JAX process to open a data set of empty shards."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "train"
+        place.mkdir()
+        lengths = Blobs(options.records * RECORD_BYTES).lengths.astype(np.uint64)
+        rows = np.zeros(len(lengths), ROW)
+        rows["length"], rows["offset"] = lengths, np.cumsum(lengths) - lengths
+        rows["label"] = np.arange(len(rows)) % 1000
+        (place / INDEX).write_bytes(rows.tobytes())
+        cuts = [*rows["offset"][:: len(rows) // 128], lengths.sum()]
+        shards = tuple(int(b - a) for a, b in itertools.pairwise(cuts))
+        for number, size_bytes in enumerate(shards):
+            with (place / shard_name(number)).open("wb") as file:
+                file.truncate(size_bytes)  # a hole: takes no room
+        digest = hashlib.sha256(rows.tobytes()).hexdigest()
+        write_manifest(place, Manifest(len(rows), 1000, (), shards, digest, {}))
+        ended = subprocess.run([sys.executable, "-c", OPEN, folder], capture_output=True, text=True, check=True)
+    seconds, megabytes = map(float, ended.stdout.split())
+    print(f"{len(rows):,} records in {len(shards)} shards open in {seconds:.2f} s with {megabytes:.0f} MB")
+
+
+# ---------------------------------------------------------------- sources
+
+
+def photographs(images: int) -> list[bytes]:
+    """JPEGs of 500 x 375 px and quality 90, cut from scikit-learn's two photographs."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    rng, photos, blobs = np.random.default_rng(0), load_sample_images()["images"], []
+    for i in range(images):
+        top, left = rng.integers(0, 427 - 375 + 1), rng.integers(0, 640 - 500 + 1)
+        file = io.BytesIO()
+        Image.fromarray(photos[i % 2][top : top + 375, left : left + 500]).save(file, "JPEG", quality=90)
+        blobs.append(file.getvalue())
+    return blobs
+
+
+def sources(options: argparse.Namespace) -> None:
+    """Images/s of batches of 224 px from each source, in turn; files are in the page cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_sources(Path(folder), photographs(options.images))
+        seconds: dict[str, list[float]] = {name: [] for name in made}
+        reading: dict[str, list[float]] = {name: [] for name in made}
+        for _ in range(options.rounds):
+            for name, (source, data) in made.items():
+                seconds[name].append(timed(lambda source=source, data=data: read_batches(source, data)))
+                reading[name].append(timed(lambda source=source: read_bytes(source)))
+    print("\n| source | images/s, batches of 224 px | images/s, compressed only |\n|---|---|---|")
+    for name in made:
+        whole, bare = (options.images / statistics.median(x[name]) for x in (seconds, reading))
+        print(f"| {name} | {whole:.0f} | {bare:.0f} |")
+
+
+def make_sources(folder: Path, blobs: list[bytes]) -> dict[str, tuple[Source, Data]]:
+    """The same photographs as folder, arrays of 256 px, packed (as they are, and at 256 px), and in memory."""
+    place = folder / "files" / "train" / "one"
+    place.mkdir(parents=True)
+    for i, blob in enumerate(blobs):
+        (place / f"{i:06d}.jpg").write_bytes(blob)
+    resize, crop = Data(resize=256, crop=224, mirror=True), Data(crop=224, mirror=True)
+    files = open_source(Data(source="imagefolder", dir=str(folder / "files"), resize=256), "train")
+    full = open_source(Data(source="imagefolder", dir=str(folder / "files")), "train")
+    pack.pack(full, folder / "packed" / "train")
+    pack.pack(full, folder / "small" / "train", pack.Recipe(resize=256))
+    packed, small = (
+        open_source(Data(source="packed", dir=str(folder / name), resize=px), "train")
+        for name, px in (("packed", 256), ("small", 0))
+    )
+    memory = MemorySource(small, crop)
+    memory.load(np.arange(len(small)))
+    arrays = ArraySource(np.stack([files[i][0][:, :341] for i in range(len(files))]), np.zeros(len(files), int))
+    return {
+        "folder": (files, resize),
+        "packed, as it is": (packed, resize),
+        "packed at 256 px": (small, crop),
+        "memory, packed at 256 px": (memory, crop),
+        "arrays of 256 px (batch files)": (arrays, crop),
+    }
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def read_batches(source: Source, data: Data) -> None:
+    """An epoch."""
+    with Loader(source, Sampler(len(source), 32), data, train=True, stop_step=len(source) // 32) as loader:
+        for _ in loader:
+            pass
+
+
+def read_bytes(source: Source) -> None:
+    """Every record once, in the order of an epoch."""
+    read = getattr(source, "encoded", None) or source.__getitem__
+    for i in Sampler(len(source), len(source)).indices(0).indices:
+        read(int(i))
+
+
+def main() -> None:
+    """One of the three; with --file: be a rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["shuffle", "index", "sources"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="of this machine")
+    parser.add_argument("--hosts", type=int, nargs="+", help="emulated ones, a rank each, instead of ranks")
+    parser.add_argument("--rate", default="1gbit", help="of each emulated host's link")
+    parser.add_argument("--mb", type=float, default=200, help="of all records")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--records", type=int, default=1_300_000, help="of the index")
+    parser.add_argument("--images", type=int, default=400, help="of the sources")
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.file:
+        return run_job(options)
+    {"shuffle": shuffle, "index": index, "sources": sources}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+"""What `jaxmpi.function` and its variables give must be what one worker gives: checks for any kind of workers.
+
+Each check runs as it is over devices of one process, on every rank of an SPMD job, and once in a script that leads
+workers. Expected values come from NumPy or from the bare function on all the data.
+"""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi as jm
+from jaxmpi.function.drive import team
+from jaxmpi.function.split import bounds
+from jaxmpi.function.team import WorkerFailed
+from jaxmpi.processes import processes
+
+U = 2.0**-24  # unit roundoff of f32
+
+
+def f32(values) -> np.ndarray:
+    return np.asarray(values, np.float32)
+
+
+def workers() -> int:
+    return team().size
+
+
+def data(n: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal((n, 3)) * 4
+    return values.astype(jnp.dtype(dtype))
+
+
+def fails(call, message: str) -> None:
+    with pytest.raises(jm.UsageError, match=re.escape(message)):
+        call()
+
+
+# ---------------------------------------------------------------- reductions
+
+OPS = ("mean", "sum", "prod", "min", "max")
+NUMPY = {"mean": np.mean, "sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max}
+
+
+def uneven() -> int:
+    return 5 * workers() + 1
+
+
+def check_floats():
+    """Error <= (n + 2 pieces + 4 workers) u op(|x|): a term is rounded once a sum that it is in, and by its weights."""
+    n = uneven()
+    x = data(n)
+    outputs = tuple(getattr(jm, op) for op in OPS)
+    f = jm.function(lambda x: tuple(getattr(jnp, op)(x, 0) for op in OPS), jm.scatter, outputs)
+    for slices in (1, 2, 3, n + 7):
+        for op, got in zip(OPS, f(x, slices=slices), strict=True):
+            wide = x.astype(np.float64)
+            bound = (n + 2 * slices + 4 * workers()) * U * NUMPY["prod" if op == "prod" else op](abs(wide), axis=0)
+            error = abs(np.asarray(got, np.float64) - NUMPY[op](wide, axis=0))
+            assert got.dtype == np.float32
+            assert (error <= (0 if op in ("min", "max") else bound)).all(), (op, slices, error, bound)
+
+
+def check_integers():
+    """In every bit, sums that wrap included."""
+    n = uneven()
+    x = np.random.default_rng(1).integers(-(2**31), 2**31 - 1, (n, 3), dtype=np.int32)
+    ops = OPS[1:]
+    f = jm.function(lambda x: tuple(getattr(jnp, op)(x, 0) for op in ops), jm.scatter, [getattr(jm, o) for o in ops])
+    for slices in (1, 2, 3, n + 7):
+        for op, got in zip(ops, f(x, slices=slices), strict=True):
+            assert got.dtype == np.int32
+            expected = NUMPY[op](x, axis=0, **({"dtype": np.int32} if op in ("sum", "prod") else {}))
+            assert np.asarray(got).tobytes() == expected.tobytes()
+
+
+def check_sixteen_bits():
+    """Partial results are kept in 32 bits: half a unit of the type at the end, the pieces' own halves before."""
+    for dtype, unit in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
+        x = data(uneven(), dtype)
+        f = jm.function(lambda x: (x.astype(jnp.float32).mean(0).astype(x.dtype), x), jm.scatter, (jm.mean, jm.gather))
+        for slices in (1, 3):
+            mean, rows = f(x, slices=slices)
+            exact = x.astype(np.float64).mean(0)
+            assert mean.dtype == x.dtype
+            assert (abs(np.asarray(mean, np.float64) - exact) <= 2.01 * unit * abs(x.astype(np.float64)).mean(0)).all()
+            assert np.asarray(rows).tobytes() == x.tobytes()
+
+
+def check_weights():
+    """The mean is over examples, not over workers: shares of 1 and 2 rows."""
+    n = workers() + 1
+    x = np.arange(n, dtype=np.float32)
+    got = jm.function(lambda x: x.mean(), jm.scatter, jm.mean)(x)
+    assert abs(float(got) - (n - 1) / 2) <= 8 * workers() * U * n
+
+
+def check_trees_and_gather():
+    n = uneven()
+    tree = {"x": data(n), "id": np.arange(n)}
+    f = jm.function(
+        lambda t, p: {"y": t["x"] @ p[0], "twice": jnp.repeat(t["id"], 2)}, (jm.scatter, jm.broadcast), jm.gather
+    )
+    got = f(tree, [np.eye(3, dtype=np.float32)], slices=2)
+    assert (np.asarray(got["y"]) == tree["x"]).all()
+    assert (np.asarray(got["twice"]) == np.repeat(np.arange(n), 2)).all()
+    flags = jm.function(lambda x: (x > 0).any(), jm.scatter, jm.max)(tree["x"])
+    assert bool(flags)
+
+
+def check_batches():
+    n = uneven() + 9
+    x = data(n)
+    f = jm.function(lambda x: x, jm.scatter, jm.gather)
+    order = np.random.default_rng(3).permutation(n)
+    mask = np.flatnonzero(x[:, 0] > -100)
+    for batch in (
+        n - 2,
+        slice(2, None),
+        slice(n, 1, -1),
+        slice(0, n, 2),
+        order,
+        order.tolist()[: workers()],
+        -1 - order,
+        mask,
+    ):
+        chosen = slice(batch) if isinstance(batch, int) else batch
+        for slices in (1, 3):
+            assert (np.asarray(f(x, batch=batch, slices=slices)) == x[chosen]).all(), batch
+            assert (np.asarray(f(jnp.asarray(x), batch=batch, slices=slices)) == x[chosen]).all(), batch
+
+
+def check_odd_arrays():
+    """Non-contiguous, read-only, of no rows' contents, of Python lists."""
+    n = uneven()
+    x = data(n)
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    wide_x = np.asarray(np.repeat(x, 2, 1))[:, ::2]
+    f = jm.function(lambda x, y: (x.sum(), y), (jm.scatter, jm.broadcast), (jm.sum, jm.local))
+    expected = np.asarray(f(x, x)[0])
+    for odd in (read_only, np.asfortranarray(x), wide_x, x[::-1][::-1]):
+        total, kept = f(odd, odd)
+        assert np.asarray(total) == expected
+        assert (kept.get(workers() - 1) == x).all()
+    empty = jm.function(lambda x: x, jm.scatter, jm.gather)(np.zeros((n, 0), np.float32))
+    assert empty.shape == (n, 0)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def check_broadcast_is_seen_when_it_changes():
+    f = jm.function(lambda x, p: p["a"].sum() + p["b"] + 0 * x.sum(), (jm.scatter, jm.broadcast), jm.max)
+    x, p = data(workers()), {"a": np.ones(4, np.float32), "b": jnp.float32(1)}
+    assert float(f(x, p)) == 5
+    p["a"][1] = 3  # in place
+    assert float(f(x, p)) == 7
+    p["b"] = jnp.float32(-1)
+    assert float(f(x, p)) == 5
+    assert float(f(x, {"a": np.zeros(2, np.float32), "b": np.float32(0)})) == 0
+    assert float(f(x, {"a": p["a"].astype(np.float64), "b": 2.0})) == 8
+
+
+def check_updates():
+    """From the original values, accumulated over pieces, applied once, each worker for itself."""
+    n, k = 7 * workers(), workers()
+    x = np.arange(n, dtype=np.int32)
+    seen, total, largest, last = (jm.variable(np.int32(v)) for v in (100, 5, -1, 0))
+
+    def f(x, seen, largest):
+        return x.size, seen + x.size * 0 + x.size, x.sum(), jnp.maximum(largest, x.max()), x
+
+    updates = ((seen, jm.max), (total, jm.add), (largest, jm.max), (last, jm.gather))
+    run = jm.function(f, (jm.scatter, seen, largest), (jm.sum,), updates)
+    edges = bounds(n, k)
+    for slices in (1, 3):
+        seen.broadcast(np.int32(100))
+        total.broadcast(np.int32(5))
+        (count,) = run(x, slices=slices)
+        assert int(count) == n
+        pieces = bounds(n, k * slices)
+        for rank in {0, k - 1}:
+            mine = x[edges[rank] : edges[rank + 1]]
+            longest = max(b - a for a, b in itertools.pairwise(pieces))
+            assert seen.get(rank) == 100 + (7 if slices == 1 else longest)
+            assert total.get(rank) == 5 + mine.sum()
+            assert largest.get(rank) == mine.max()
+            assert (last.get(rank) == mine).all()
+
+
+def check_gradient_step_in_slices():
+    """new = p - lr g of pieces: the mean of new values is the step with the mean gradient."""
+    n = 6 * workers()
+    x, p = data(n), f32([1, 2, 3])
+    step = lambda x, p: (p - 0.5 * jax.grad(lambda p: jnp.mean((x @ p) ** 2))(p),)  # noqa: E731
+    whole, sliced = jm.variable(p), jm.variable(p)
+    jm.function(step, (jm.scatter, whole), (), (whole,))(x)
+    jm.function(step, (jm.scatter, sliced), (), (sliced,))(x, slices=3)
+    size = np.abs(x).max() ** 2 * 9
+    assert (abs(whole.get(workers() - 1) - sliced.get(workers() - 1)) <= 64 * U * size).all()
+
+
+def check_local_and_into():
+    n = 3 * workers()
+    x = np.arange(n, dtype=np.float32)
+    grad = jm.variable(np.float32(0))
+    f = jm.function(lambda x: (x.sum(), x, x.sum()), jm.scatter, (jm.sum, jm.local, jm.sum(grad)))
+    total, rows = f(x)
+    assert float(total) == x.sum()
+    assert [float(grad.get(r)) for r in range(workers())] == [x.sum()] * workers()
+    assert (rows.get(workers() - 1) == x[-3:]).all()
+    assert (rows.gather() == x).all()
+    pieces = jm.function(lambda x: x.sum(), jm.scatter, jm.local(jm.sum))(x, slices=3)
+    assert pieces.get(0) == x[:3].sum()
+    assert float(pieces.reduce("sum")) == x.sum()
+
+
+def check_resident():
+    """Rows that live on the workers: sliced, chosen by worker, weighted by their numbers."""
+    k, n = workers(), 4 * workers() + 1
+    x = np.arange(n, dtype=np.float32)
+    rows = jm.variable(f32([0]))
+    rows.scatter(x)
+    f = jm.function(lambda x: (x.mean(), x), jm.scatter(rows), (jm.mean, jm.gather))
+    for slices in (1, 2, 50):
+        mean, all_rows = f(slices=slices)
+        assert abs(float(mean) - x.mean()) <= (n + 50 + 4 * k) * U * n
+        assert (np.asarray(all_rows) == x).all()
+    edges = bounds(n, k)
+    shares = [x[a:b] for a, b in itertools.pairwise(edges)]
+    for chosen in (slice(1, None), 2, [0, -1], np.array([3, 0])):
+        picked = np.concatenate([share[slice(chosen) if isinstance(chosen, int) else chosen] for share in shares])
+        assert (np.asarray(f(batch_local=chosen, slices=2)[1]) == picked).all()
+    each = [[r % 4, 0][: 1 + r % 2] for r in range(k)]
+    picked = np.concatenate([share[c] for share, c in zip(shares, each, strict=True)])
+    mean, got = f(batch_local=each)
+    assert (np.asarray(got) == picked).all()
+    assert abs(float(mean) - picked.mean()) <= (n + 4 * k) * U * n
+    both = jm.function(lambda x, y: (x - y).max(), (jm.scatter(rows), jm.scatter), jm.max)
+    assert float(both(x, slices=2)) == 0
+
+
+# ---------------------------------------------------------------- variables and shared arrays
+
+
+def check_variable():
+    k = workers()
+    v = jm.variable({"a": f32([1, 2]), "b": np.int32(3)})
+    for rank in range(k):
+        v.set(rank, {"a": f32([rank, 2]), "b": np.int32(rank)})
+    assert v.get(k - 1)["b"] == k - 1
+    mean_a = v.reduce(jm.max)["a"]
+    assert (np.asarray(mean_a) == [k - 1, 2]).all()
+    assert int(v.reduce("sum")["b"]) == k * (k - 1) // 2
+    assert int(v.reduce(jm.prod)["b"]) == 0
+    fails(lambda: v.all_reduce("mean"), "int32[], which mean cannot take")
+    v.all_reduce(jm.sum)
+    assert [int(v.get(r)["b"]) for r in range(k)] == [k * (k - 1) // 2] * k
+    assert (v.get(0)["a"] == [k * (k - 1) / 2, 2 * k]).all()
+    v.set(k - 1, {"a": f32([7, 7, 7]), "b": np.int32(9)})
+    v.broadcast(root=k - 1)
+    assert (v.get(0)["a"] == 7).all()
+    assert v.value["a"].shape == (3,)
+
+
+def check_unequal_lengths():
+    k = workers()
+    v = jm.variable(np.zeros((0, 2), np.float32))
+    n = 3 * k + 1
+    x = data(n)[:, :2]
+    v.scatter(x)
+    assert v.gather().tobytes() == x.tobytes()
+    order = np.random.default_rng(5).permutation(n)[: 2 * k]
+    v.scatter(x, batch=order)
+    assert (v.gather() == x[order]).all()
+    v.set(0, x[:2])
+    v.set(k - 1, np.zeros((0, 2), np.float32))
+    rest = np.concatenate([v.get(r) for r in range(k)])
+    assert (v.gather() == rest).all()
+    v.all_gather()
+    assert all((v.get(r) == rest).all() for r in range(k))
+    if k > 1:
+        v.set(0, x[:1])
+        fails(lambda: v.all_reduce("sum"), "differs between workers")
+        fails(lambda: v.reduce("max"), "differs between workers")
+        v.set(0, np.zeros((3, 5), np.float32))
+        fails(v.gather, "expected the same")
+
+
+def check_shared():
+    n = uneven()
+    x = data(n)
+    memory = jm.shared(x, oversize=1.5)
+    f = jm.function(lambda x: x, jm.scatter, jm.gather)
+    order = np.random.default_rng(7).permutation(n)
+    assert (np.asarray(f(memory)) == x).all()
+    assert (np.asarray(f(memory, batch=order, slices=2)) == x[order]).all()
+    assert (np.asarray(f(memory, batch=slice(None, 1, -1))) == x[:1:-1]).all()
+    memory.resize(4 * n)  # beyond its room
+    assert (memory[:n] == x).all()
+    synchronise()
+    memory[n:] = np.float32(2)
+    synchronise()
+    assert (np.asarray(f(memory))[n:] == 2).all()
+    synchronise()
+    v = jm.variable(f32([0]))
+    v.scatter(memory, batch=order)
+    assert (v.gather() == x[order]).all()
+    both = jm.function(lambda a, b: (a - b).max(), (jm.scatter, jm.scatter), jm.max)
+    memory.resize(n)
+    assert float(both(memory, x)) == 0
+    memory.free()
+    fails(lambda: f(memory), "has been freed")
+
+
+def synchronise() -> None:
+    """Where ranks share memory, what one writes others must not read too early."""
+    if not team().is_serial:
+        processes().barrier()
+
+
+# ---------------------------------------------------------------- optimizers
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "rmsprop": lambda: optax.rmsprop(0.01),
+    "adadelta": lambda: optax.adadelta(1.0),
+    "adam": lambda: optax.adam(0.01),
+    "adamax": lambda: optax.adamax(0.01),
+}
+
+
+def check_optimizers():
+    """Three steps of each as one worker makes them; gradients differ by rounding, of which a step keeps a part."""
+    n = 4 * workers() + 1
+    x, y = data(n), data(n, seed=1)[:, 0]
+    start = {name: {"w": f32([1, -1, 2]), "b": np.float32(0.5)} for name in OPTIMIZERS}
+    tx = optax.multi_transform({name: make() for name, make in OPTIMIZERS.items()}, {name: name for name in OPTIMIZERS})
+
+    def loss(params, x, y):
+        return sum((jnp.mean((x @ p["w"] + p["b"] - y) ** 2) for p in params.values()), jnp.zeros(()))
+
+    @jax.jit
+    def alone(params, state):
+        value, grads = jax.value_and_grad(loss)(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
+        step = jm.optimizer(loss, start, tx)
+        params, state = jax.tree.map(jnp.asarray, start), tx.init(jax.tree.map(jnp.asarray, start))
+        for i in range(3):
+            value, params, state = alone(params, state)
+            got = step(x, y, slices=1 + i % 2)
+            assert abs(float(got) - float(value)) <= 1e-5 * abs(float(value))
+    ours, last = step.params.get(0), step.params.get(workers() - 1)
+    for name in OPTIMIZERS:
+        assert abs(ours[name]["w"] - start[name]["w"]).max() > 1e-3, name
+        for a, b in zip(jax.tree.leaves(params[name]), jax.tree.leaves(ours[name]), strict=True):
+            assert (abs(np.asarray(a) - b) <= 1e-4 * (1 + abs(b))).all(), (name, a, b)
+    assert [a.tobytes() for a in jax.tree.leaves(ours)] == [b.tobytes() for b in jax.tree.leaves(last)]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def check_refusals():
+    k, x = workers(), data(3 * workers())
+    f = jm.function(lambda x, y: (x.mean(), y.mean()), (jm.scatter, jm.scatter), (jm.mean, jm.mean))
+    fails(lambda: f(x, x[1:]), "scattered inputs have different lengths: argument 1")
+    fails(lambda: f(x), "got 1 arguments; expected 2")
+    fails(lambda: f(x[:0], x[:0]), f"got 0 examples for {k} workers")
+    if k > 1:
+        fails(lambda: f(x[: k - 1], x[: k - 1]), f"got {k - 1} examples for {k} workers")
+    one = jm.function(lambda x: x.sum(), jm.scatter, jm.mean)
+    fails(lambda: one(np.arange(3 * k)), "int32[], which mean cannot take exactly: use sum")
+    fails(lambda: one(x > 0), "which mean cannot take")
+    fails(lambda: one(np.array([object()] * 3 * k)), "got an array of object")
+    fails(lambda: one(np.array(["a"] * 3 * k)), "expected numbers")
+    fails(lambda: one(jax.random.split(jax.random.key(0), 3 * k)), "random key")
+    fails(lambda: one(np.float32(3)), "scatter needs an array with a first axis")
+    fails(lambda: one(x, slices=0), "slices: got 0")
+    fails(lambda: one(x, batch=[[0]]), "indices in one axis")
+    fails(lambda: one(x, batch=[0, 3 * k]), f"got index {3 * k}; there are {3 * k} examples")
+    fails(lambda: one(x, batch=x[:, 0] > 0), "np.flatnonzero(mask)")
+    fails(lambda: one(x, batch=3 * k + 1), f"there are {3 * k} examples")
+    fails(lambda: one(x, batch=slice(0, 0)), "got 0 examples")
+    fails(lambda: one(x, batch_local=1), "no input is scatter(variable)")
+    fails(lambda: jm.function(lambda x: x, jm.broadcast, jm.local)(x, slices=2), "no input is scattered")
+    fails(lambda: jm.function(lambda x: x.sum(), jm.scatter, jm.gather)(x), "gather needs a first axis")
+    fails(
+        lambda: jm.function(lambda x: jax.lax.complex(x, x).sum(), jm.scatter, jm.max)(x),
+        "complex64[], which max cannot",
+    )
+    fails(lambda: jm.function(lambda x: x, jm.scatter, jm.local)(x, slices=2), "nothing says how pieces combine")
+    fails(
+        lambda: jm.function(lambda x: (x, x), jm.scatter, (jm.local,))(x), "returned tuple of 2; expected a tuple of 1"
+    )
+    fails(lambda: jm.function(lambda x: x, jm.scatter, jm.add), "outputs: got")
+    fails(lambda: jm.function(lambda x: x, "scatter"), "inputs: got 'scatter'")
+    fails(lambda: jm.function(lambda x: x, strategy="rings"), "rings")
+    if k > 1:
+        fails(lambda: jm.function(lambda x: x, jm.scatter, jm.sum)(data(3 * k + 1)), "differs between workers")
+    assert float(one(x)) == float(jm.function(lambda x: x.sum(), jm.scatter, jm.mean)(x))  # the next call works
+
+
+def may_fail(x):
+    """At the top of a module, so that workers find it by name."""
+
+    def look(value):
+        if value < 0:
+            raise ValueError("a negative example")
+        return value
+
+    return jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), x.min())
+
+
+def check_exception():
+    """In the last worker only: all learn of it, with its traceback; the next call works."""
+    x = np.arange(2 * workers(), dtype=np.float32)
+    f = jm.function(may_fail, jm.scatter, jm.max)
+    assert float(f(x)) == len(x) - 2
+    bad = x.copy()
+    bad[-1] = -1
+    for _ in range(2):
+        with pytest.raises(Exception, match="a negative example") as caught:
+            f(bad)
+        if workers() > 1:
+            text = str(caught.value)
+            assert isinstance(caught.value, WorkerFailed)
+            assert f"worker {workers() - 1} of {workers()} failed" in text, text
+            assert "function_checks.py" in text, text
+    assert float(f(x)) == len(x) - 2
+
+
+CORE = [  # quick ones that leave no kind of message out
+    *(check_weights, check_batches, check_broadcast_is_seen_when_it_changes, check_local_and_into, check_resident),
+    *(check_variable, check_unequal_lengths, check_shared, check_exception),
+]
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -1,0 +1,58 @@
+"""Data-parallel functions where every rank runs the script: run by tests/test_mpirun.py, or by hand with
+`mpirun -n 3 python -m pytest tests/ranks`.
+"""
+
+import numpy as np
+import pytest
+
+import function_checks
+import jaxmpi as jm
+from function_checks import f32
+from jaxmpi.processes import SoloProcesses, processes
+
+if isinstance(processes(), SoloProcesses):
+    pytest.skip("one rank leads nobody", allow_module_level=True)
+RANK, SIZE = processes().rank, processes().size
+
+
+REST = [pytest.param(c, marks=pytest.mark.slow) for c in function_checks.CHECKS if c not in function_checks.CORE]
+
+
+@pytest.mark.parametrize("check", [*function_checks.CORE, *REST])
+def test_every_rank_runs_the_script(check):
+    check()
+
+
+def test_one_rank_cannot_even_begin():
+    """What it did wrong reaches the others, and the next call works."""
+    f = jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
+    x = np.ones(2 * SIZE, np.float32)
+    with pytest.raises(jm.TrainingError, match=r"worker 1 of \d failed:\n.*expected numbers"):
+        f(np.array(["a"] * 2 * SIZE) if RANK == 1 else x)
+    assert float(f(x)) == 2 * SIZE
+
+
+def test_ranks_at_different_calls():
+    f, g = (jm.function(f, jm.scatter, jm.sum) for f in (lambda x: x.sum(), lambda x: x.max()))
+    x = np.ones(2 * SIZE, np.float32)
+    assert float(f(x)) == float(g(x)) * 2
+    with pytest.raises(jm.UsageError, match="differs between workers"):
+        (g if RANK == 1 else f)(x)
+    with pytest.raises(jm.UsageError, match="differs between workers"):
+        f(x[:SIZE] if RANK == 1 else x)
+    assert float(f(x)) == 2 * SIZE
+
+
+def test_fork_after_functions():
+    with pytest.raises(jm.UsageError, match="already"):
+        jm.fork()
+
+
+@pytest.mark.parametrize("strategy", ["asa32", "ring16", "shm"])
+def test_sums_travel_by_any_strategy(strategy):
+    x = np.arange(4 * SIZE, dtype=np.float32)
+    got = jm.function(lambda x: x.sum(), jm.scatter, jm.sum, strategy=strategy)(x)
+    assert abs(float(got) - x.sum()) <= 2.0**-10 * x.sum()
+    v = jm.variable(f32([RANK + 1]))
+    v.all_reduce("mean", strategy=strategy)
+    assert abs(float(v.value[0]) - (SIZE + 1) / 2) <= 2.0**-10 * SIZE

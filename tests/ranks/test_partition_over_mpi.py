@@ -1,0 +1,143 @@
+"""A data set in the memory of real processes: run by tests/test_mpirun.py, or by hand with
+`mpirun -n 4 python -m pytest tests/ranks/test_partition_over_mpi.py`.
+"""
+
+import collections
+import time
+from typing import cast
+
+import numpy as np
+import pytest
+
+from jaxmpi.config import Data
+from jaxmpi.data import ArraySource, Loader, Sampler
+from jaxmpi.data import memory as mem
+from jaxmpi.data.memory import SEGMENT_BYTES
+from jaxmpi.feed import Feed
+from jaxmpi.partition import keep
+from jaxmpi.processes import MpiProcesses, SoloProcesses, processes
+from jaxmpi.workers import gather_workers
+
+if isinstance(processes(), SoloProcesses):
+    pytest.skip("one rank has nobody to shuffle with", allow_module_level=True)
+CONTROL = cast(MpiProcesses, processes())
+WORKERS = gather_workers(1)
+SIZE, RANK = CONTROL.size, CONTROL.rank
+GROUPS = [d for d in range(1, SIZE + 1) if SIZE % d == 0]
+N, LOCAL = 81, 5
+
+
+class Shapes:
+    """Example i is i, i % 7 + 1 px wide, labelled i, compressed as that many bytes; counts what is read."""
+
+    name, classes = "shapes", N
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        self.reads += 1
+        return bytes([index]) * (index % 7 + 1), index
+
+    def __getitem__(self, index: int):
+        raise AssertionError("it has a compressed form")
+
+
+def kept(source, train: bool = True, **data):
+    """A feed whose source is in memory."""
+    options = Data(memory="partition", **data)
+    memory, samplers = keep(source, options, 3, LOCAL * SIZE, train, WORKERS)
+    return Feed(memory.source, samplers, options, train, memory=memory)
+
+
+def from_files(source, train: bool = True, start: int = 0, stop: int | None = None):
+    sampler = Sampler(len(source), LOCAL * SIZE, RANK, SIZE, 3, shuffle=train)
+    with Loader(source, sampler, Data(), train, start, stop) as loader:
+        return [(batch.image, batch.label, batch.weight) for batch in loader]
+
+
+def numbered() -> ArraySource:
+    images = np.arange(N, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 3, 3), np.uint8)
+    return ArraySource(images, np.arange(N))
+
+
+def assert_same(got, expected) -> None:
+    assert len(got) == len(expected)
+    for batch, (image, label, weight) in zip(got, expected, strict=True):
+        assert np.array_equal(batch["image"], image)
+        assert np.array_equal(batch["label"], label)
+        assert np.array_equal(batch["weight"], weight)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("start", [0, 7])
+def test_the_same_batches_as_from_files(group, start):
+    """Five epochs and a bit, from a step in the middle of an epoch too; the last step of an epoch is short."""
+    per_epoch = -(-N // (LOCAL * SIZE))
+    stop = start + 5 * per_epoch + 2
+    feed = kept(numbered(), group_size=group)
+    assert_same(list(feed.batches(start, stop)), from_files(numbered(), start=start, stop=stop))
+    assert feed.memory is not None
+    epochs = (stop - 1) // per_epoch - start // per_epoch + 1
+    assert len(feed.memory.shuffle_s) == (0 if group == 1 else epochs)
+    is_empty = RANK >= (N - 1) % (LOCAL * SIZE) + 1  # this worker's share of an epoch's last step
+    # Read from the source are what fills it, and what is made ahead into the next epoch before the first batch is used.
+    assert feed.memory.source.read_again <= epochs * is_empty + 2 * LOCAL * (start > 0)
+
+
+def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
+    feed = kept(numbered(), train=False)
+    for _ in range(2):
+        assert_same(list(feed.batches()), from_files(numbered(), train=False))
+    assert feed.memory is not None
+    assert feed.memory.source.newest().records.tolist() == list(range(RANK, N, SIZE))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("period", [0, 1, 3])
+@pytest.mark.parametrize("segment_bytes", [7, SEGMENT_BYTES])
+def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
+    monkeypatch.setattr(mem.moves, "__defaults__", (1, segment_bytes))
+    source = Shapes()
+    feed = kept(source, group_size=group, shuffle_period=period)
+    memory, sampler = feed.memory, feed.samplers[0]
+    assert memory is not None
+    per_epoch = sampler.steps_per_epoch
+    memory.begin(0, 7 * per_epoch)
+    for epoch in range(7):
+        memory.reached(epoch)
+        read = np.concatenate([sampler.indices(epoch * per_epoch + step).indices for step in range(per_epoch)])
+        for index in read:
+            blob, label = memory.source.record(int(index))
+            assert (bytes(blob), label) == (bytes([index]) * (index % 7 + 1), index)
+        everybody = CONTROL.gather(" ".join(map(str, read)))
+        assert collections.Counter(" ".join(everybody).split()) == collections.Counter(map(str, range(N)))
+    memory.stop()
+    held = [set(text.split()) for text in CONTROL.gather(" ".join(map(str, memory.source.newest().records)))]
+    for first in range(0, SIZE, group):
+        members = held[first : first + group]
+        assert sorted(r for records in members for r in records) == sorted(map(str, range(N)))
+        assert max(map(len, members)) - min(map(len, members)) <= 1
+    assert memory.source.read_again == 0
+    assert source.reads == len(range(RANK % group * N // group, (RANK % group + 1) * N // group))
+    shuffles = {0: 1, 1: 7, 3: 3}[period] if group > 1 else 0
+    assert len(memory.shuffle_s) == shuffles
+
+
+def test_the_shuffle_goes_on_while_batches_are_used():
+    """The next epoch's records are there before its first batch is asked for."""
+    if SIZE == 1:
+        return
+    feed = kept(Shapes())
+    memory = feed.memory
+    assert memory is not None
+    memory.begin(0, None)
+    memory.reached(0)
+    deadline = time.monotonic() + 20
+    while len(memory.shuffle_s) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(memory.shuffle_s) == 2
+    memory.stop()

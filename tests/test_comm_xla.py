@@ -1,0 +1,231 @@
+"""`--comm xla`: XLA's collectives over a jax.distributed job that MPI sets up, here gloo between CPU processes."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmpi.comm import after
+from jaxmpi.config import COMMS
+from jaxmpi.strategies import parse
+from launching import ROOT, Ended, mpirun, train
+from tolerances import WIRE, U
+
+ON_CPU = {"JAX_PLATFORMS": "cpu"}
+A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
+EXPERIMENT = """
+from jaxmpi.config import Data, Experiment, Optim
+from models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="10st", log_every=1,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny experiment, and the runs of this module."""
+    made = tmp_path_factory.mktemp("xla")
+    (made / "tiny.py").write_text(EXPERIMENT)
+    return made
+
+
+def trained(folder: Path, name: str, *args: str, ranks: int = 4, env: dict[str, str] | None = None) -> Path:
+    """The run directory of a run that went well."""
+    args = (str(folder / "tiny.py"), "--run-dir", str(folder / name), *args)
+    ended = train(ranks, *args, env=ON_CPU | (env or {}))
+    assert ended.code == 0, ended.out
+    return folder / name
+
+
+def binaries(run_dir: Path) -> dict[str, bytes]:
+    """Every file of the last checkpoint but the manifest, which holds times."""
+    return {path.name: path.read_bytes() for path in sorted((run_dir / "checkpoints/step_00000020").glob("*.bin"))}
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in record(run_dir, "train")]
+
+
+def record(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The record's lines of a kind."""
+    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def facts(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "config.json").read_text())
+
+
+def params(run_dir: Path) -> np.ndarray:
+    """f32[n]: of the last checkpoint, one leaf after another."""
+    folder = run_dir / "checkpoints/step_00000020"
+    index = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
+    raw = (folder / "common.bin").read_bytes()
+    leaves = [row for row in index if row["path"].startswith("params")]
+    return np.concatenate([np.frombuffer(raw, np.float32, int(np.prod(row["shape"])), row["offset"]) for row in leaves])
+
+
+@pytest.fixture(scope="module")
+def over_xla(folder: Path) -> Path:
+    """20 steps of 4 processes, one device each, where a proxy for downloads is set."""
+    return trained(folder, "xla", "--comm", "xla", "--exchange.strategy", "ring32", env=A_PROXY)
+
+
+def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, folder):
+    over_mpi = trained(folder, "mpi", "--exchange.strategy", "ring32")
+    assert [row["step"] for row in record(over_xla, "train")] == list(range(1, 21))
+    assert facts(over_xla)["transport"] == "XLA collectives between processes, gloo"
+    assert facts(over_xla)["workers"] == 4
+    assert sorted(binaries(over_xla)) == ["common.bin", *(f"worker_0000{i}.bin" for i in range(4))]
+    assert_close(over_xla, over_mpi, "ring32")
+    [evaluation] = record(over_xla, "eval")
+    assert evaluation["eval_count"] == 360
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["asa16", "ar"])
+def test_other_strategies_leave_what_they_leave_over_mpi(strategy, folder):
+    xla, mpi = (
+        trained(folder, f"{strategy}-{comm}", "--comm", comm, "--exchange.strategy", strategy) for comm in COMMS
+    )
+    assert_close(xla, mpi, strategy)
+
+
+def assert_close(a: Path, b: Path, strategy: str) -> None:
+    """Gradients are compiled apart, and so differ by rounding: sums of 60 x 64 terms in f32, and the wire's twice.
+
+    A gradient's entry is below 4 here, and 20 updates of lr 0.05 at momentum 0.9 add at most ten of each to a param.
+    """
+    r, _ = WIRE[parse(strategy).name.partition(":")[2]]
+    apart = 20 * 0.05 * 10 * 4 * (60 * 64 * U + 2 * 2 * r)
+    np.testing.assert_allclose(params(a), params(b), rtol=0, atol=apart)
+    if not r:
+        np.testing.assert_allclose(losses(a), losses(b), rtol=0, atol=U * 60 * 2.3 * 20)  # as in test_train.py
+
+
+def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
+    """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
+    shutil.copytree(over_xla, folder / "resumed")
+    shutil.rmtree(folder / "resumed/checkpoints/step_00000020")
+    args = ("--comm", "xla", "--exchange.strategy", "ring32", "--resume", "--devices", "2")
+    resumed = trained(folder, "resumed", *args, ranks=2)
+    assert facts(resumed)["workers"] == 4
+    assert binaries(resumed) == binaries(over_xla)
+    assert losses(resumed) == losses(over_xla)
+
+
+@pytest.mark.parametrize("which", [pytest.param("all", marks=pytest.mark.slow), "each once"])
+def test_strategies_and_compressors_in_a_shard_map_of_ones_own(which):
+    ended = mpirun(4, "tests/over_xla.py", which, timeout_s=240, env=ON_CPU)
+    assert ended.code == 0, ended.out
+    assert ended.out.count(" strategies and 2 compressors\n") == 4
+
+
+def test_the_example_in_the_docs(tmp_path):
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.S)
+    (tmp_path / "example.py").write_text(example)
+    ended = mpirun(2, str(tmp_path / "example.py"), timeout_s=60, env=ON_CPU)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("[[0.5 0.5 0.5]]") == 2
+
+
+BITS = {
+    "float32": [0x7FC00001, 0x80000000, 0xFF800000, 1],  # a NaN with a payload, -0, -inf, a subnormal
+    "float16": [0x7E01, 0x8000, 0xFC00, 1],
+    "bfloat16": [0x7FC1, 0x8000, 0xFF80, 1],
+    "int8": [0xFF, 0x80, 0, 1],
+    "int32": [0xFFFFFFFF, 0x80000000, 0, 1],
+}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("other", BITS)
+def test_what_waits_for_a_result_keeps_its_bits_and_does_wait(dtype, other):
+    x, result = (bits.astype(f"u{np.dtype(name).itemsize}").view(name) for name, bits in both(dtype, other))
+    run = jax.jit(after).lower(x, [result, result[:0]]).compile()
+    assert np.asarray(run(x, [result, result[:0]])).tobytes() == x.tobytes()
+    assert re.search(r"popcnt\(", run.as_text() or "")  # XLA has not seen that the result is not needed
+
+
+def both(*names: str) -> list[tuple[str, np.ndarray]]:
+    return [(name, np.array(BITS[name], np.uint32)) for name in names]
+
+
+# ---------------------------------------------------------------- how a job ends
+
+WORK = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxmpi
+from jaxmpi.mesh import global_mesh
+from jaxmpi.processes import processes
+
+rank = processes().rank
+{before}
+mesh, comm = global_mesh()
+along = NamedSharding(mesh, P("workers"))
+mean = jax.jit(jax.shard_map(
+    lambda x: jaxmpi.exchange(x, "ring32", comm=comm), mesh=mesh, in_specs=P("workers"), out_specs=P("workers"),
+    check_vma=False))
+x = jax.make_array_from_process_local_data(along, np.ones((1, 1000), np.float32))
+mean(x).block_until_ready()
+if rank == 1:
+    {fault}
+for i in range(10**6):
+    mean(x).block_until_ready()
+"""
+FAULTS = {
+    "raise": ("raise ValueError('boom')", "ValueError: boom"),
+    "exit_0_early": ("sys.exit(0)", "others had not"),
+    "terminated": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)", ""),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+}
+STARTS = {
+    "absent": ("if rank == 1: time.sleep(100)", "rank [1] did not answer in time"),
+    "device_used": ("jnp.zeros(1)", "must be called before any JAX calls"),
+    "other_mesh": ("if rank == 1: global_mesh('w')", "rank 1: axis: got w, expected workers (rank 0)"),
+}
+
+
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def job(folder: Path, name: str, before: str, fault: str, env: dict[str, str]) -> Ended:
+    (folder / f"{name}.py").write_text(WORK.format(before=before, fault=fault))
+    ended = mpirun(2, str(folder / f"{name}.py"), timeout_s=60, env=ON_CPU | env)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.code != 0
+    return ended
+
+
+@pytest.mark.parametrize("fault", ["raise", "terminated", *slow("exit_0_early", "killed")])
+def test_one_rank_fails_and_the_job_ends(fault, folder):
+    code, message = FAULTS[fault]
+    ended = job(folder, fault, "", code, {"JAXMPI_EXIT_TIMEOUT_S": "2"})
+    assert message in ended.out, ended.out[-3000:]
+
+
+@pytest.mark.parametrize("start", ["absent", "device_used", *slow("other_mesh")])
+def test_a_start_that_cannot_be_is_named(start, folder):
+    code, message = STARTS[start]
+    ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
+    assert message in ended.out, ended.out[-3000:]
+    assert "Traceback" not in ended.out
+
+
+def test_several_devices_a_process_are_refused_over_mpi(folder):
+    ended = train(2, str(folder / "tiny.py"), "--devices", "2", timeout_s=60)
+    assert ended.code != 0
+    assert "or take --comm xla" in ended.out

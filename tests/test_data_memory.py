@@ -1,0 +1,338 @@
+"""Who holds which record when, and what moves: by properties, all members of a group in one process."""
+
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from jaxmpi.config import Data, UsageError
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler
+from jaxmpi.data import memory as mem
+from jaxmpi.data.memory import Arena, GroupSampler, MemorySource
+
+GROUPS = st.tuples(st.integers(1, 60), st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
+
+
+def sampler(n: int, parts: int, groups: int = 1, period: int = 1, rank: int = 0, batch: int = 1) -> GroupSampler:
+    size = parts * groups
+    return GroupSampler(n, batch * size, rank, size, seed=5, parts=parts, period=period)
+
+
+def one_epoch(n: int, parts: int, groups: int, period: int, epoch: int) -> list[np.ndarray]:
+    """What each worker reads in an epoch."""
+    read = []
+    for rank in range(parts * groups):
+        mine = sampler(n, parts, groups, period, rank, batch=2)
+        steps = range(epoch * mine.steps_per_epoch, (epoch + 1) * mine.steps_per_epoch)
+        read.append(np.concatenate([mine.indices(step).indices for step in steps]))
+    return read
+
+
+class TestOrder:
+    @given(GROUPS, st.integers(0, 7))
+    def test_all_groups_together_read_each_record_once(self, group, epoch):
+        read = np.concatenate(one_epoch(*group, epoch=epoch))
+        assert sorted(read.tolist()) == list(range(group[0]))
+
+    @given(GROUPS, st.integers(0, 7))
+    def test_a_worker_reads_what_its_member_holds(self, group, epoch):
+        parts = group[1]
+        whose = sampler(*group)
+        holders = mem.holders_by_place(whose.places(whose.moved(epoch)), parts)
+        for rank, read in enumerate(one_epoch(*group, epoch=epoch)):
+            assert (holders[read] == rank % parts).all()
+
+    @given(GROUPS, st.integers(0, 7))
+    def test_shuffled_every_epoch_the_order_is_that_from_files(self, group, epoch):
+        n, parts, groups, _ = group
+        plain = Sampler(n, n, seed=5)
+        assert sampler(n, parts, groups, period=1).places(epoch).tolist() == plain._order(epoch, 0, n).tolist()
+        assert sampler(n, 1, groups, period=3).places(epoch).tolist() == plain._order(epoch, 0, n).tolist()
+
+    def test_between_shuffles_members_permute_what_they_hold(self):
+        whose = sampler(400, parts=4, period=3)
+        orders = [whose.places(epoch) for epoch in range(6)]
+        assert len({order.tobytes() for order in orders}) == 6
+        for epoch, order in enumerate(orders):
+            begun = orders[epoch // 3 * 3]
+            for member in range(4):
+                assert set(order[member::4]) == set(begun[member::4])
+        assert set(orders[3][::4]) != set(orders[0][::4])
+        never = sampler(400, parts=4, period=0)
+        assert [never.moved(epoch) for epoch in range(9)] == [0] * 9
+
+    @given(GROUPS, st.integers(0, 40))
+    def test_any_number_of_groups_has_the_same_order(self, group, step):
+        """The examples of a step depend on the effective batch and, between shuffles, on the group's size only."""
+        n, parts, groups, period = group
+        whole = GroupSampler(n, 12 * parts, 0, 1, 5, parts=parts, period=period).indices(step)
+        size = parts * (groups if 12 % groups == 0 else 1)
+        shares = [
+            GroupSampler(n, 12 * parts, rank, size, 5, parts=parts, period=period).indices(step) for rank in range(size)
+        ]
+        rejoined = np.empty(whole.count, int)
+        for rank, share in enumerate(shares):
+            rejoined[rank::size] = share.indices
+        assert rejoined.tolist() == whole.indices.tolist()
+
+    def test_an_evaluation_is_in_the_order_of_the_source(self):
+        whose = GroupSampler(7, 4, 1, 2, 5, shuffle=False, parts=2, period=3)
+        assert [whose.indices(step).indices.tolist() for step in range(2)] == [[1, 3], [5]]
+
+    def test_what_makes_a_run_this_run(self):
+        """Only where it changes the order."""
+        names = {(parts, period): sampler(40, parts, period=period).name for parts in (1, 2, 4) for period in (0, 1, 2)}
+        assert [names[parts, period] for parts, period in names if parts == 1 or period == 1] == [""] * 5
+        assert len({names[2, 0], names[4, 0], names[2, 2], names[4, 2]}) == 4
+
+    @pytest.mark.parametrize("period", [1, 3])
+    def test_places_are_uniform(self, period):
+        """Counts of (record, member) over E shuffles; were a shuffle worse than uniform, they would spread more.
+
+        With uniform permutations sum (count - E / S)^2 / (E / S) tends to n / (n - 1) times chi-square with (n - 1)
+        (S - 1) degrees of freedom: every epoch adds independent rows and columns of fixed sums, covariance
+        (1[i=j] - 1/n) n / (n - 1) x (1[a=b] - 1/S) / S. Bounds: one in a million on either side.
+        """
+        n, parts, shuffles = 60, 4, 2000
+        whose = sampler(n, parts, period=period)
+        counts = np.zeros((n, parts))
+        for epoch in range(0, shuffles * period, period):
+            counts[np.arange(n), mem.holders_by_place(whose.places(epoch), parts)] += 1
+        expected = shuffles / parts
+        statistic = ((counts - expected) ** 2 / expected).sum() * (n - 1) / n
+        low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], (n - 1) * (parts - 1))
+        assert low < statistic < high
+        stuck = counts + np.where(np.arange(parts) == 0, 0.1, -0.1 / (parts - 1)) * expected  # 10 % favour one member
+        assert ((stuck - expected) ** 2 / expected).sum() > high
+
+
+# ---------------------------------------------------------------- moves
+
+
+def lengths_of(n: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 50, n)
+
+
+def content(record: int, lengths: np.ndarray) -> np.ndarray:
+    return ((record * 31 + np.arange(lengths[record])) % 251).astype(np.uint8)
+
+
+def held_in_slices(n: int, parts: int, lengths: np.ndarray) -> list[Arena]:
+    begins = mem.slices(n, parts)
+    arenas = []
+    for part in range(parts):
+        arena = Arena(np.arange(begins[part], begins[part + 1]), lengths)
+        for record in range(begins[part], begins[part + 1]):
+            arena[record][:] = content(record, lengths)
+        arenas.append(arena)
+    return arenas
+
+
+def shuffle(
+    arenas: list[Arena], order: np.ndarray, before: np.ndarray, lengths: np.ndarray, each: int, segment: int
+) -> tuple[list[Arena], list[list[mem.Move]]]:
+    """Every member's new arena, and the moves; bytes are carried as MPI_Alltoallv carries them."""
+    parts = len(arenas)
+    planned = [list(mem.moves(order, before, lengths, me, parts, each, segment)) for me in range(parts)]
+    after = [Arena(np.concatenate([m.received for m in own] or [np.empty(0, int)]), lengths) for own in planned]
+    at = [0] * parts
+    for moves in zip(*planned, strict=True):
+        sent = [arena.gather(move.sent) for arena, move in zip(arenas, moves, strict=True)]
+        for to, move in enumerate(moves):
+            got = []
+            for source, own in enumerate(moves):
+                assert own.sent_bytes[to] == move.received_bytes[source]
+                begin = own.sent_bytes[:to].sum()
+                got.append(sent[source][begin : begin + own.sent_bytes[to]])
+            size = move.received_bytes.sum()
+            after[to].bytes[at[to] : at[to] + size] = np.concatenate(got)
+            at[to] += size
+    return after, planned
+
+
+class TestMoves:
+    @given(st.integers(0, 80), st.integers(1, 6), st.integers(1, 3), st.integers(1, 200), st.integers(0, 99))
+    def test_every_record_goes_where_the_order_wants_it(self, n, parts, each, segment, seed):
+        lengths, whose = lengths_of(n, seed), sampler(max(n, 1), parts * each)
+        arenas, before = held_in_slices(n, parts, lengths), mem.holders_by_slice(n, parts)
+        for epoch in range(3):
+            order = whose.places(epoch) if n else np.empty(0, int)
+            arenas, planned = shuffle(arenas, order, before, lengths, each, segment)
+            before = mem.holders_by_place(order, parts, each)
+            for me, arena in enumerate(arenas):
+                mine = [order[member :: parts * each] for member in range(me * each, (me + 1) * each)]
+                assert arena.records.tolist() == sorted(np.concatenate(mine).tolist())
+                assert all((arena[r] == content(r, lengths)).all() for r in arena.records)
+            assert max(len(a.records) for a in arenas) - min(len(a.records) for a in arenas) <= each
+            for move in (move for own in planned for move in own):
+                assert move.sent_bytes.sum() < parts * segment + 50
+
+    @given(st.integers(1, 300), st.integers(1, 9))
+    def test_slices_are_equal_up_to_rounding(self, n, parts):
+        sizes = np.bincount(mem.holders_by_slice(n, parts), minlength=parts)
+        assert sizes.max() - sizes.min() <= 1
+        assert np.diff(mem.slices(n, parts)).tolist() == sizes.tolist()
+
+    @pytest.mark.parametrize("parts", [1, 3, 64])
+    def test_no_count_passes_what_a_c_int_holds(self, parts):
+        """70 records of up to 1 GiB, all big ones at one member: nothing is allocated, only counted."""
+        lengths = np.where(np.arange(70) < 40, mem.MOST_BYTES, 1000)
+        order = np.argsort(np.random.default_rng(0).random(70))
+        total = np.zeros((parts, parts), np.int64)
+        numbers = []
+        for me in range(parts):
+            moves = list(mem.moves(order, mem.holders_by_slice(70, parts), lengths, me, parts))
+            numbers.append(len(moves))
+            for move in moves:
+                assert max(move.sent_bytes.sum(), move.received_bytes.sum()) < 2**31
+                total[me] += move.sent_bytes
+        assert set(numbers) == {numbers[0]}
+        assert total.sum() == lengths.sum()
+
+    def test_a_record_stays_one_piece(self):
+        arena = Arena(np.array([5, 2, 9]), np.arange(10))
+        assert [arena[r].size for r in (5, 2, 9)] == [5, 2, 9]
+        assert [r in arena for r in (1, 2, 5, 9, 10)] == [False, True, True, True, False]
+        assert arena.bytes.size == 16
+
+
+# ---------------------------------------------------------------- the source
+
+
+def numbered(n: int) -> ArraySource:
+    return ArraySource(
+        np.arange(n, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 3, 1), np.uint8), np.arange(n)
+    )
+
+
+class Damaged:
+    """Compressed, or what is taken for it; some examples cannot be read."""
+
+    name, classes = "damaged", 100
+
+    def __init__(self, n: int, bad: tuple[int, ...] = (), label: object = 3) -> None:
+        self.n, self.bad, self.label = n, bad, label
+
+    def __len__(self) -> int:
+        return self.n
+
+    def encoded(self, index: int):
+        if index in self.bad:
+            raise CorruptExample(f"file{index}", index, "cut short")
+        return bytes([index]) * index, self.label
+
+    def __getitem__(self, index: int):
+        raise AssertionError("it has a compressed form")
+
+
+class TestSource:
+    def test_arrays_come_back_as_they_were(self):
+        source = MemorySource(numbered(9), Data())
+        source.load(np.array([7, 1, 4]))
+        assert source.encoded is None
+        for i in (1, 4, 7):
+            assert np.array_equal(source[i][0], numbered(9)[i][0])
+            assert source[i][1] == i
+        assert source.read_again == 0
+        assert source[2][1] == 2  # not here, and nothing comes: from the source
+        assert source.read_again == 1
+
+    def test_compressed_records_are_views(self):
+        source = MemorySource(Damaged(9), Data())
+        source.load(np.arange(9))
+        blob, label = source.record(5)
+        assert (bytes(blob), label) == (b"\5" * 5, 3)
+        assert isinstance(blob, memoryview)
+
+    def test_many_chunks(self, monkeypatch):
+        monkeypatch.setattr(mem, "CHUNK_BYTES", 10)
+        source = MemorySource(Damaged(50), Data())
+        source.load(np.arange(49, -1, -1))
+        assert [bytes(source.record(i)[0]) for i in range(50)] == [bytes([i]) * i for i in range(50)]
+
+    def test_a_corrupt_record_stops_or_is_noted(self):
+        with pytest.raises(CorruptExample, match=r"file4 .* cut short"):
+            MemorySource(Damaged(9, (4,)), Data()).load(np.arange(9))
+        source = MemorySource(Damaged(9, (4,)), Data(on_error="skip"))
+        source.load(np.arange(9))
+        assert source.lengths.tolist() == [0, 1, 2, 3, 0, 5, 6, 7, 8]
+        with pytest.raises(CorruptExample, match="when it was loaded"):
+            source.record(4)
+
+    def test_skipped_records_are_counted_by_the_loader(self):
+        class Bad(ArraySource):
+            def __getitem__(self, index):
+                if index == 2:
+                    raise CorruptExample("x", 2, "cut short")
+                return super().__getitem__(index)
+
+        inner = Bad(numbered(6).images, np.arange(6))
+        source = MemorySource(inner, Data(on_error="skip"))
+        source.load(np.arange(6))
+        with Loader(source, Sampler(6, 3), Data(on_error="skip"), train=True, stop_step=4) as loader:
+            weights = [batch.weight for batch in loader]
+        assert loader.skipped == 2
+        assert sum(float((w == 0).sum()) for w in weights) == 2
+
+    @pytest.mark.parametrize("label", [-1, 100, 2.0, [1]])
+    def test_labels_out_of_range_are_named(self, label):
+        with pytest.raises(UsageError, match=r"damaged\[0\]: got label .*expected a whole number, 0 <= label < 100"):
+            MemorySource(Damaged(3, label=label), Data()).load(np.arange(3))
+
+    def test_a_record_on_its_way_is_waited_for(self):
+        source = MemorySource(Damaged(9), Data())
+        source.load(np.arange(4))
+        source.promise()
+        got = []
+        reader = threading.Thread(target=lambda: got.append(bytes(source.record(7)[0])))
+        reader.start()
+        time.sleep(0.02)
+        assert got == []  # which records come is not known yet
+        assert bytes(source.record(3)[0]) == b"\3\3\3"  # others go on
+        source.lengths[7] = 7
+        arena = Arena(np.array([7]), source.lengths)
+        source.expect(arena.records)
+        assert bytes(source.record(8)[0]) == b"\10" * 8  # neither here nor on its way
+        assert reader.is_alive()
+        arena[7][:] = 7
+        source.take(arena)
+        reader.join(5)
+        assert got == [b"\7" * 7]
+
+    def test_memory_goes_back_with_the_last_view(self):
+        source = MemorySource(Damaged(9), Data())
+        source.load(np.arange(9))
+        pages = weakref.ref(source.newest().bytes.base)
+        view = source.record(3)[0]
+        source.take(Arena(np.array([1]), source.lengths))
+        assert bytes(source.record(3)[0]) == b"\3\3\3"  # while records are shuffled the old ones are there
+        source.forget()
+        gc.collect()
+        assert bytes(view) == b"\3\3\3"
+        assert pages() is not None
+        del view
+        gc.collect()
+        assert pages() is None
+
+
+@pytest.mark.parametrize(("group", "workers", "expected"), [(0, 8, 8), (1, 8, 1), (4, 8, 4)])
+def test_group_sizes(group, workers, expected):
+    assert mem.check_group(group, workers) == expected
+
+
+def test_processes_of_several_workers_are_not_cut():
+    assert [mem.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
+    with pytest.raises(UsageError, match=r"got 6 with 12 workers, 4 a process; expected one of 1, 2, 4, 12"):
+        mem.check_group(6, 12, each=4)
+
+
+@pytest.mark.parametrize("group", [3, 16])
+def test_a_group_that_does_not_divide(group):
+    with pytest.raises(UsageError, match=rf"data.group_size: got {group} with 8 workers; expected one of 1, 2, 4, 8"):
+        mem.check_group(group, 8)

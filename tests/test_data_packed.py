@@ -1,0 +1,534 @@
+"""The packed format: what was packed comes out, damage is named, and strangers' files do no harm."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from jaxmpi.config import Data, UsageError
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source, pack
+from jaxmpi.data.images import encoded
+from jaxmpi.data.pack import Recipe
+from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Packed, shard_name
+from jaxmpi.data.sources import PackedSource
+from launching import ROOT
+
+RNG = np.random.default_rng(0)
+PNG = Recipe(quality=0, shard_bytes=400)
+
+
+def noise(n: int, px: int = 6, channels: int = 3, classes: int = 0) -> ArraySource:
+    images = RNG.integers(0, 256, (n, px, px + 2, channels), np.uint8)
+    return ArraySource(images, np.arange(n) % max(classes, 5), classes)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> tuple[ArraySource, Path]:
+    source = noise(20)
+    pack.pack(source, tmp_path / "train", PNG)
+    return source, tmp_path / "train"
+
+
+def forge(folder: Path, rows: np.ndarray | None = None, **fields) -> None:
+    """Other rows and fields of the manifest, with a checksum that fits."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    if rows is not None:
+        (folder / INDEX).write_bytes(rows.tobytes())
+        manifest |= {"index_sha256": hashlib.sha256(rows.tobytes()).hexdigest(), "records": len(rows)}
+    (folder / MANIFEST).write_text(json.dumps(manifest | fields))
+
+
+def rows_of(folder: Path) -> np.ndarray:
+    return np.fromfile(folder / INDEX, ROW)
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def test_what_was_packed_comes_out(packed):
+    source, folder = packed
+    got = PackedSource(str(folder), channels=3, resize=0)
+    assert (len(got), got.classes, len(got.manifest.shard_bytes)) == (20, 5, 10)
+    for i in range(20):
+        assert np.array_equal(got[i][0], source[i][0])
+        assert got[i][1] == source[i][1]
+    assert got.where(19).startswith(str(folder / "shard-00009.bin at byte "))
+    assert sorted(path.name for path in folder.iterdir()) == [INDEX, MANIFEST, *map(shard_name, range(10))]
+    assert pack.damaged(got, decode=True) == []
+
+
+def test_it_is_a_source_of_the_trainer(packed, monkeypatch):
+    source, folder = packed
+    data = Data(source="packed", dir=str(folder.parent))
+    with Loader(open_source(data, "train"), Sampler(20, 7, shuffle=False), data, train=False) as loader:
+        labels = [label for batch in loader for label in batch.label[batch.weight > 0]]
+    assert labels == list(source.labels)
+    monkeypatch.delenv("JAXMPI_DATA", raising=False)
+    with pytest.raises(UsageError, match=r"packed: set data\.dir or JAXMPI_DATA"):
+        open_source(Data(source="packed"), "train")
+    with pytest.raises(UsageError, match=r"validation: no manifest\.json.* jaxmpi data pack SRC DST"):
+        open_source(data, "validation")
+
+
+def test_the_digest_is_that_of_content_and_not_of_place(packed, tmp_path):
+    source, folder = packed
+    pack.pack(source, tmp_path / "again", Recipe(quality=0, shard_bytes=10**6), threads=1)
+    other = noise(20)
+    pack.pack(other, tmp_path / "other", PNG)
+    digests = [Packed(path).digest() for path in (folder, tmp_path / "again", tmp_path / "other")]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_copy_by_pickle_opens_its_files_anew(packed):
+    got = PackedSource(str(packed[1]), channels=3, resize=0)
+    first = got[3][0]
+    copy = pickle.loads(pickle.dumps(got))
+    del got
+    assert np.array_equal(copy[3][0], first)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_few_records(tmp_path, n):
+    source = noise(n, classes=5)
+    assert pack.pack(source, tmp_path / "few", PNG).records == n
+    assert len(Packed(tmp_path / "few")) == n
+
+
+def jpeg(size: tuple[int, int], mode: str = "RGB") -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(RNG.integers(0, 256, (*size[::-1], 3), np.uint8)).convert(mode).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Class folders with files of several sizes."""
+    for name in ("cat", "dog"):
+        (tmp_path / "src" / "train" / name).mkdir(parents=True)
+        for i, blob in enumerate([jpeg((20, 30)), jpeg((16, 24)), jpeg((40, 17), "L"), jpeg((19, 19), "CMYK")]):
+            (tmp_path / "src" / "train" / name / f"{i}.jpg").write_bytes(blob)
+    return tmp_path / "src"
+
+
+def test_files_keep_their_bytes_unless_another_size_is_asked_for(folder, tmp_path):
+    source: Any = open_source(Data(source="imagefolder", dir=str(folder)), "train")
+    pack.pack(source, tmp_path / "as is")
+    same = Packed(tmp_path / "as is")
+    assert [same.encoded(i) for i in range(8)] == [source.encoded(i) for i in range(8)]
+    assert same.names == ("cat", "dog")
+    pack.pack(source, tmp_path / "small", Recipe(resize=16))
+    small = Packed(tmp_path / "small")
+    images = [Image.open(io.BytesIO(small.encoded(i)[0])) for i in range(8)]
+    assert [image.size for image in images[:4]] == [(16, 24), (16, 24), (38, 16), (16, 16)]
+    assert [image.mode for image in images[:4]] == ["RGB", "RGB", "L", "RGB"]
+    assert small.encoded(1) == source.encoded(1)  # it has that size: its very bytes
+    low = Recipe(resize=16, quality=10)
+    assert pack.pack(source, tmp_path / "low", low).size_bytes < sum(small.manifest.shard_bytes)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_pack_and_check_digits(tmp_path, capsys):
+    pack.main(["pack", "digits", str(tmp_path), "--quality", "0", "--shard-mb", "0.05"])
+    digits = open_source(Data(), "train")
+    got = open_source(Data(source="packed", dir=str(tmp_path), channels=1), "train")
+    assert all(np.array_equal(got[i][0], digits[i][0]) and got[i][1] == digits[i][1] for i in range(0, len(digits), 50))
+    pack.main(["check", str(tmp_path)])
+    assert capsys.readouterr().out.count("all is well") == 2
+    shard = tmp_path / "train" / shard_name(1)
+    raw = bytearray(shard.read_bytes())
+    raw[100] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(SystemExit) as ended:
+        pack.main(["check", str(tmp_path / "train")])
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert f"{shard} at byte " in printed
+    assert "1 of 1437 records are damaged" in printed
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["check", "/nowhere"], "no such folder"),
+        (["check", "."], "make one with: jaxmpi data pack"),
+        (["pak"], "did you mean 'pack'"),
+        (["pack", "digits", "{}", "--quality", "101"], "--quality: got 101"),
+        (["pack", "digits", "{}", "--threads", "0"], "--threads: got 0"),
+        (["pack", "digits", "{}", "--on-error", "ask"], "--on-error: got 'ask'; stop or skip"),
+        (["pack", "{}/none", "{}"], "no folder .*none/train"),
+        (["pack", "{}", "{}", "--source", "folders"], "unknown data source 'folders'; did you mean 'imagefolder'"),
+    ],
+)
+def test_what_cannot_be_asked_for(line, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        pack.main([word.format(tmp_path) for word in line])
+
+
+# ---------------------------------------------------------------- stopped, and gone on with
+
+
+class Breaks(ArraySource):
+    """Stops at an example, as a kill would."""
+
+    at = 10
+
+    def __getitem__(self, index):
+        if index == self.at:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def test_a_packing_that_was_stopped_goes_on(tmp_path):
+    whole = noise(40)
+    stopped = Breaks(whole.images, whole.labels)
+    with pytest.raises(KeyboardInterrupt):
+        pack.pack(stopped, tmp_path / "a", PNG, threads=1)
+    kept = {path.name: path.stat().st_ino for path in (tmp_path / "a").glob("shard-*.bin")}
+    assert len(kept) >= 2
+    with pytest.raises(UsageError, match=r"begun from something else: resize: got 9, expected 0"):
+        pack.pack(whole, tmp_path / "a", Recipe(resize=9, quality=0, shard_bytes=400))
+    steps: list[int] = []
+    pack.pack(whole, tmp_path / "a", PNG, progress=steps.append)
+    assert steps[0] > 1  # those that were done, at once
+    assert sum(steps) == 40
+    assert kept.items() <= {path.name: path.stat().st_ino for path in (tmp_path / "a").glob("shard-*.bin")}.items()
+    pack.pack(whole, tmp_path / "b", PNG)
+    for path in (tmp_path / "b").iterdir():
+        assert (tmp_path / "a" / path.name).read_bytes() == path.read_bytes()
+    assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))
+    assert pack.pack(whole, tmp_path / "a", PNG).records == 40  # done already
+    with pytest.raises(UsageError, match="packed from something else: examples: got 39, expected 40"):
+        pack.pack(noise(39), tmp_path / "a", PNG)
+
+
+def test_two_at_once_are_refused(tmp_path):
+    class Nested(ArraySource):
+        def __getitem__(self, index):
+            with pytest.raises(UsageError, match="another process packs into it"):
+                pack.pack(noise(3), tmp_path, PNG)
+            return super().__getitem__(index)
+
+    source = noise(3)
+    assert pack.pack(Nested(source.images, source.labels), tmp_path, PNG).records == 3
+
+
+DISK_FULL = """
+import os, subprocess, sys
+import numpy as np
+from jaxmpi.config import UsageError
+from jaxmpi.data import ArraySource, pack
+from jaxmpi.data.packed import Packed
+images = np.random.default_rng(0).integers(0, 256, (60, 30, 30, 3), np.uint8)
+source, recipe = ArraySource(images, np.zeros(60, int)), pack.Recipe(quality=0, shard_bytes=20000)
+try:
+    pack.pack(source, sys.argv[1] + "/train", recipe)
+    raise SystemExit("it fits")
+except UsageError as error:
+    print(error)
+print(sorted(name for name in os.listdir(sys.argv[1] + "/train") if name.endswith(".tmp")))
+subprocess.run(["mount", "-o", "remount,size=1m", sys.argv[1]], check=True)
+print(pack.pack(source, sys.argv[1] + "/train", recipe), pack.damaged(Packed(sys.argv[1] + "/train")))
+"""
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path):
+    """On a real file system of 96 KB, in a mount namespace; room is made, and the packing goes on."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    enter = ["unshare", *user, "--mount", "sh", "-c", 'mount -t tmpfs -o size=96k tmpfs "$0" && exec "$@"']
+    if not shutil.which("unshare") or subprocess.run([*enter, str(tmp_path), "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    line = [*enter, str(tmp_path), sys.executable, "-c", DISK_FULL, str(tmp_path)]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    said, left, packing, *_ = ended.stdout.splitlines()
+    assert "No space left on device" in said
+    assert "of 60 examples are safe in whole shards. Make room" in said
+    assert "; 0 of" not in said
+    assert left == "[]"
+    assert packing.startswith("Packing(records=60")
+    assert packing.endswith(" []")
+
+
+# ---------------------------------------------------------------- examples that cannot be packed
+
+
+class Bad(ArraySource):
+    """One example is corrupt."""
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise CorruptExample("file7.jpg", 7, "truncated")
+        return super().__getitem__(index)
+
+
+def test_corrupt_examples_stop_or_are_skipped_and_counted(tmp_path, capsys):
+    source = noise(20)
+    bad = Bad(source.images, source.labels)
+    with pytest.raises(CorruptExample, match=r"file7\.jpg"):
+        pack.pack(bad, tmp_path / "stop", PNG)
+    skip = Recipe(quality=0, shard_bytes=400, on_error="skip")
+    assert pack.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)
+    assert pack.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)  # read from what was done
+    got = PackedSource(str(tmp_path / "skip"), 3, 0)
+    assert np.array_equal(got[7][0], source[8][0])
+    assert got.manifest.made["skipped"] == 1
+    assert "skipped: file7.jpg" in capsys.readouterr().err
+
+
+def test_corrupt_files_are_named(folder, tmp_path):
+    (folder / "train" / "dog" / "1.jpg").write_bytes(jpeg((40, 40))[:500])
+    source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
+    with pytest.raises(CorruptExample, match=r"dog/1\.jpg \(example 5\) is corrupt"):
+        pack.pack(source, tmp_path / "x", Recipe(resize=16))
+    (folder / "train" / "dog" / "1.jpg").write_bytes(b"")
+    with pytest.raises(CorruptExample, match=r"dog/1\.jpg .*the file is empty"):
+        pack.pack(source, tmp_path / "y")
+
+
+@pytest.mark.parametrize("label", [-1, 5, 1.5])
+def test_labels_out_of_range_are_named(tmp_path, label):
+    source = ArraySource(np.zeros((3, 4, 4, 3), np.uint8), [0, label, 1], classes=5)
+    with pytest.raises(UsageError, match=rf"array\[1\]: got label {label}; expected a whole number, 0 <= label < 5"):
+        pack.pack(source, tmp_path / "x", PNG)
+
+
+@pytest.mark.parametrize(
+    "image", [np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 2), np.uint8), np.zeros(4, np.uint8)]
+)
+def test_what_is_no_image_is_refused(tmp_path, image):
+    with pytest.raises(UsageError, match="expected u8"):
+        pack.pack(ArraySource(image[None], [0]), tmp_path / "x", PNG)
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_a_failed_checksum_stops_or_is_skipped_and_counted(packed):
+    _, folder = packed
+    raw = bytearray((folder / shard_name(2)).read_bytes())
+    raw[50] ^= 4
+    (folder / shard_name(2)).write_bytes(raw)
+    for data in (Data(), Data(on_error="skip")):
+        source = PackedSource(str(folder), 3, 0)
+        with Loader(source, Sampler(20, 5, shuffle=False), data, train=False) as loader:
+            if data.on_error == "stop":
+                named = r"shard-00002\.bin at byte 0 \(example 4\) is corrupt: its checksum"
+                with pytest.raises(CorruptExample, match=named):
+                    list(loader)
+            else:
+                assert sum(int((batch.weight == 0).sum()) for batch in loader) == loader.skipped == 1
+
+
+def test_missing_and_short_shards_are_named(packed):
+    _, folder = packed
+    source = Packed(folder)
+    source.encoded(0)
+    shard = folder / shard_name(0)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-30])
+    with pytest.raises(
+        UsageError, match=r"shard-00000\.bin at byte \d+: got \d+ bytes; expected \d+: it became shorter"
+    ):
+        source.encoded(1)  # while the run reads it
+    with pytest.raises(UsageError, match=rf"shard-00000\.bin: got {len(whole) - 30} bytes; expected {len(whole)}"):
+        Packed(folder)
+    shard.unlink()
+    with pytest.raises(UsageError, match=r"shard-00000\.bin: No such file or directory: a shard is missing"):
+        Packed(folder)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, INDEX, shard_name(1)])
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_no_path_leaves_the_folder_and_none_is_special(packed, tmp_path, name, kind):
+    _, folder = packed
+    moved = tmp_path / "elsewhere"
+    (folder / name).rename(moved)
+    {"link": lambda p: p.symlink_to(moved), "folder": Path.mkdir, "pipe": os.mkfifo}[kind](folder / name)
+    with pytest.raises(UsageError, match=rf"{name}: .*expected a"):
+        Packed(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format", "jaxmpi packed 2"),
+        ("records", 21),
+        ("records", -1),
+        ("records", 2**70),
+        ("records", True),
+        ("classes", "5"),
+        ("classes", 3),
+        ("names", [1]),
+        ("shard_bytes", [1]),
+        ("shard_bytes", [-1, 5]),
+        ("shard_bytes", ["../../etc/passwd"]),
+        ("shard_bytes", [2**62] * 4),
+        ("index_sha256", "0" * 64),
+        ("more", 1),
+    ],
+)
+def test_a_manifest_that_is_wrong(packed, field, value):
+    _, folder = packed
+    forge(folder, **{field: value})
+    with pytest.raises(UsageError, match=r"manifest|index\.bin|shard"):
+        Packed(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "[" * 100_000, '{"format": "jaxmpi packed 1"}', "9" * 5000, "\xff"]
+)
+def test_a_manifest_that_is_none(packed, text):
+    _, folder = packed
+    (folder / MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError, match="manifest"):
+        Packed(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "row", "value"),
+    [
+        ("offset", 0, 1),
+        ("offset", 5, 2**64 - 1),
+        ("length", 5, 0),
+        ("length", 5, 2**32 - 1),
+        ("length", 19, 3),
+        ("label", 5, -1),
+        ("label", 5, 5),
+    ],
+)
+def test_an_index_that_is_wrong(packed, field, row, value):
+    _, folder = packed
+    rows = rows_of(folder)
+    rows[field][row] = value
+    forge(folder, rows)
+    with pytest.raises(UsageError, match=r"index\.bin: "):
+        Packed(folder)
+
+
+# ---------------------------------------------------------------- strangers' files
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> tuple[Path, list[tuple[bytes, int]]]:
+    folder = tmp_path_factory.mktemp("pristine")
+    pack.pack(noise(12), folder, Recipe(quality=0, shard_bytes=600))
+    source = Packed(folder)
+    return folder, [source.encoded(i) for i in range(12)]
+
+
+def outcome(folder: Path) -> list[tuple[bytes, int] | None] | None:
+    """What can be read; None for what is refused. Nothing else is raised, and no more memory taken than is there."""
+    on_disk = sum(path.stat().st_size for path in folder.iterdir())
+    tracemalloc.start()
+    try:
+        try:
+            source = Packed(folder)
+        except UsageError:
+            return None
+        got = []
+        for i in range(len(source)):
+            try:
+                got.append(source.encoded(i))
+            except UsageError:
+                got.append(None)
+        return got
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 40 * on_disk + 200_000
+
+
+FILES = st.sampled_from([MANIFEST, INDEX, shard_name(0), shard_name(1)])
+
+
+@given(
+    FILES, st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=4), st.integers(0, 9)
+)
+def test_damaged_bytes_never_pass_for_good_ones(pristine, name, flips, cut):
+    folder, expected = pristine
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(shutil.copytree(folder, Path(place) / "copy"))
+        raw = bytearray((copy / name).read_bytes())
+        for at, bits in flips:
+            raw[at % len(raw)] ^= bits
+        (copy / name).write_bytes(raw[: len(raw) - cut])
+        got = outcome(copy)
+    if got is not None and name != MANIFEST:
+        assert all(a in (None, b) for a, b in zip(got, expected, strict=True))
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 2**64 - 1) | st.integers(0, 3000),
+        st.integers(0, 2**32 - 1) | st.integers(0, 400),
+        st.integers(-(2**31), 2**31 - 1) | st.integers(0, 4),
+        st.integers(0, 2**32 - 1),
+    ),
+    max_size=12,
+)
+
+
+@given(ROWS, st.booleans())
+def test_a_forged_index_reads_nothing_but_the_shards(pristine, rows, is_tight):
+    folder, _ = pristine
+    table = np.array(rows, ROW)
+    if is_tight:  # what most checks let pass
+        table["length"] = np.maximum(table["length"] % 400, 1)
+        lengths = table["length"].astype(np.uint64)
+        table["offset"] = np.cumsum(lengths) - lengths
+        table["label"] %= 5
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(shutil.copytree(folder, Path(place) / "copy"))
+        whole = b"".join((copy / shard_name(i)).read_bytes() for i in range(len(list(copy.glob("shard-*")))))
+        forge(copy, table)
+        got = outcome(copy)
+    for row, record in zip(table, got or [], strict=False):
+        if record is not None:
+            assert record[0] == whole[row["offset"] : row["offset"] + row["length"]]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(["records", "classes", "names", "shard_bytes", "index_sha256", "made", "format"]), JSON)
+def test_a_forged_manifest_is_refused_or_harmless(pristine, field, value):
+    folder, expected = pristine
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(shutil.copytree(folder, Path(place) / "copy"))
+        forge(copy, **{field: value})
+        got = outcome(copy)
+    assert got in (None, expected)
+
+
+def test_an_image_in_a_record_is_decoded_as_any_other(tmp_path):
+    """The reader hands out bytes; what they claim to be is for the decoder, which names the record."""
+    folder = tmp_path / "x"
+    pack.pack(noise(2), folder, PNG)
+    raw = encoded(np.zeros((4, 4, 3), np.uint8), 0)[:40]
+    (folder / shard_name(0)).write_bytes(raw)
+    rows = np.array([(0, len(raw), 0, zlib.crc32(raw))], ROW)
+    forge(folder, rows, shard_bytes=[len(raw)])
+    (folder / shard_name(0)).write_bytes(raw)
+    with pytest.raises(CorruptExample, match=r"shard-00000\.bin at byte 0 \(example 0\)"):
+        PackedSource(str(folder), 3, 0)[0]

@@ -1,0 +1,42 @@
+"""The examples of data-parallel functions: each asserts that it gives what one worker gives."""
+
+import difflib
+import sys
+
+import pytest
+
+from launching import ROOT, mpirun, run
+
+FOLDER = ROOT / "experiments" / "functions"
+NAMES = ("sgd", "lbfgs", "evaluate", "running_statistics")
+CPU = {"JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])])
+def test_all_workers_give_what_one_gives(name):
+    ended = run([sys.executable, str(FOLDER / f"{name}.py")], timeout_s=100, env=CPU)
+    assert ended.code == 0, ended.out[-3000:]
+    assert "what one " in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_under_mpirun_too(name):
+    ended = mpirun(3, str(FOLDER / f"{name}.py"), timeout_s=100, env=CPU)
+    assert ended.code == 0, ended.out[-3000:]
+    assert ended.out.count("3 workers") == 1
+
+
+def test_every_example_is_run():
+    assert {file.stem for file in FOLDER.glob("*.py")} == {*NAMES, "sgd_before"}
+
+
+def test_only_the_lines_that_are_marked_change():
+    """The paper's appendix: before and after."""
+    before, after = ((FOLDER / f"{name}.py").read_text() for name in ("sgd_before", "sgd"))
+    body = [text[text.index("import jax") : text.index("if __name__")].splitlines() for text in (before, after)]
+    changes = [line for line in difflib.ndiff(body[0], body[1]) if line.startswith("+ ") and line[2:].strip()]
+    assert changes
+    assert all(line.endswith("# changed") for line in changes), changes
+    removed = [line for line in difflib.ndiff(body[0], body[1]) if line.startswith("- ") and line[2:].strip()]
+    assert len(removed) <= len(changes)

@@ -1,0 +1,247 @@
+"""A script that leads workers: made by fork, or ranks of mpirun. It runs once; what fails is named; nothing hangs."""
+
+import os
+import sys
+
+import pytest
+
+from launching import ROOT, mpirun, run
+
+ENV = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+HEAD = """
+import os, signal, sys, time
+import numpy as np, jax, jax.numpy as jnp
+import jaxmpi as jm
+"""
+ALL_CHECKS = (
+    HEAD
+    + """
+import function_checks
+if __name__ == "__main__":
+    n = jm.fork({n})
+    print("script of", n, flush=True)
+    for check in function_checks.{which}:
+        check()
+    print("all checks pass", flush=True)
+"""
+)
+
+
+def lead(tmp_path, text: str, n: int, timeout_s: float = 100, ranks: int = 0):
+    """Run a script that forks `n` workers, or under mpirun with `ranks`."""
+    (tmp_path / "script.py").write_text(text.replace("{n}", str(n) if n else ""))
+    if ranks:
+        return mpirun(ranks, str(tmp_path / "script.py"), timeout_s=timeout_s, env=ENV)
+    return run([sys.executable, str(tmp_path / "script.py")], timeout_s=timeout_s, env=ENV)
+
+
+QUICK = [(2, 0, "CORE"), (0, 2, "CORE")]
+WHOLE = [
+    pytest.param(n, r, "CHECKS", marks=pytest.mark.slow) for n, r in [(2, 0), (3, 0), (4, 0), (0, 2), (0, 3), (0, 4)]
+]
+
+
+@pytest.mark.parametrize(("n", "ranks", "which"), [*QUICK, *WHOLE])
+def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
+    ended = lead(tmp_path, ALL_CHECKS.replace("{which}", which), n, ranks=ranks, timeout_s=200)
+    assert ended.code == 0, ended.out[-4000:]
+    assert ended.out.count(f"script of {n or ranks}") == 1
+    assert ended.out.count("all checks pass") == 1
+
+
+FAULTS = (
+    HEAD
+    + """
+from jaxmpi.function.drive import team
+
+def says_pid(x):
+    return jax.pure_callback(lambda v: np.int32(os.getpid()), jax.ShapeDtypeStruct((), jnp.int32), x.max())
+
+def dies(x):
+    def die(v):
+        if v == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return v
+    return jax.pure_callback(die, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+def forks(x):
+    def fork(v):
+        if v == 3:
+            jm.fork(2)
+        return v
+    return jax.pure_callback(fork, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+def tell(call):
+    begin = time.monotonic()
+    try:
+        print("got", call(), flush=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    print("after a while" if time.monotonic() - begin > 20 else "soon", flush=True)
+
+if __name__ == "__main__":
+    x = np.arange(4, dtype=np.float32)
+    jm.fork(2)
+    tell(lambda: jm.fork(2))
+    pids = jm.function(says_pid, jm.scatter, jm.local)(x)
+    assert pids.get(0) == os.getpid() != pids.get(1)
+    f = jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
+    tell(lambda: f(x))
+    tell(lambda: jm.function(forks, jm.scatter, jm.max)(x))
+    hidden = jm.function(lambda x: may_not_travel(x), jm.scatter, jm.max)
+    may_not_travel = lambda x: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+    tell(lambda: hidden(x))
+    tell(lambda: jm.function(lambda x: x.sum(), jm.scatter, jm.sum, strategy="ring16")(x))
+    tell(lambda: f(x))
+    tell(lambda: jm.function(dies, jm.scatter, jm.max)(x))
+    tell(lambda: f(x))
+    jm.close()
+    tell(lambda: f(x))
+    print("workers", jm.fork(2), flush=True)
+    os.kill(team().line.jobs[1].pid, signal.SIGSTOP)
+    os.kill(team().line.jobs[1].pid, signal.SIGKILL)
+    tell(lambda: jm.variable(np.float32(1)).all_reduce())
+    jm.close()
+    jm.fork(2)
+    tell(lambda: jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x))
+"""
+)
+EXPECTED = [
+    "UsageError: fork: there are 2 workers already",
+    "got 6.0",
+    "WorkerFailed: forks: worker 1 of 2 failed:",
+    "fork: this process is a worker already",
+    "UsageError: function '<lambda>' calls back into Python",
+    "take strategy shm",
+    "got 6.0",
+    "WorkerDied: worker 1 of 2 (process ",
+    "has ended: killed by SIGKILL",
+    "UsageError: the workers are no longer in step: worker 1 of 2",
+    "UsageError: the workers have been closed",
+    "workers 2",
+    "WorkerDied: worker 1 of 2",
+    "got 6.0",
+]
+
+
+def test_what_goes_wrong_in_forked_workers_is_named_and_nothing_hangs(tmp_path):
+    ended = lead(tmp_path, FAULTS, 2)
+    assert ended.code == 0, ended.out[-4000:]
+    assert "after a while" not in ended.out
+    place = 0
+    for text in EXPECTED:
+        assert text in ended.out[place:], f"{text!r} not in:\n{ended.out[place:]}"
+        place = ended.out.index(text, place) + len(text)
+    assert not left_over(str(tmp_path))
+
+
+def left_over(path: str) -> list[str]:
+    """Processes that still run a script of this folder, or wait for one."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                line = file.read().decode().replace("\0", " ")
+        except OSError:
+            continue
+        if path in line:
+            found.append(line)
+    return found
+
+
+ENDS = {
+    "no_close": ("pass", "", 0),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", -9),
+    "error": ("raise ValueError('the master failed')", "the master failed", 1),
+    "exit": ("sys.exit(3)", "", 3),
+}
+RARE = ("error", "exit")
+
+
+@pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
+def test_workers_end_with_their_master(end, tmp_path):
+    code, message, status = ENDS[end]
+    script = HEAD + f"jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n{code}\n"
+    ended = lead(tmp_path, script, 2, timeout_s=60)  # its pipe closes when the last of them has ended
+    assert not ended.timed_out
+    assert ended.code == status, ended.out
+    assert message in ended.out
+
+
+@pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.slow), "1"])
+def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
+    script = (
+        HEAD
+        + """
+from jaxmpi.processes import processes
+def dies(x):
+    def die(v):
+        if processes().rank == WHO: os.kill(os.getpid(), signal.SIGKILL)
+        return v
+    return jax.pure_callback(die, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+if __name__ == "__main__":
+    jm.fork()
+    jm.function(dies, jm.scatter, jm.max)(np.ones(4, np.float32))
+else:
+    from jaxmpi.processes import processes
+""".replace("WHO", who)
+    )
+    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert f"rank {who}" in ended.out
+
+
+def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):
+    script = (
+        HEAD
+        + """
+before = time.monotonic()
+for i in range(3):
+    n = jm.fork()
+    f = jm.function(lambda x: x.sum() + i, jm.scatter, jm.sum)
+    v = jm.variable(np.float32(1))
+    v.all_reduce("sum")
+    print("sum", float(f(np.ones(4, np.float32))), v.get(1), flush=True)
+    jm.close()
+    try:
+        f(np.ones(4, np.float32))
+    except jm.UsageError as error:
+        print(error)
+sys.exit(3)
+"""
+    )
+    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code == 3
+    assert [line for line in ended.out.splitlines() if line.startswith("sum")] == [
+        f"sum {4 + 2 * i}.0 2.0" for i in range(3)
+    ]
+    assert ended.out.count("have been closed") == 3
+
+
+def test_every_process_of_the_user_sees_a_named_array(tmp_path):
+    name = f"test-{os.getpid()}"
+    other = f"import jaxmpi as jm; a = jm.shared(name={name!r}); print(a[:].tolist()); a[1] = 7"
+    script = (
+        HEAD
+        + f"""
+import subprocess
+a = jm.shared(np.float32([1, 2, 3]), name={name!r})
+print(subprocess.run([sys.executable, "-c", {other!r}], capture_output=True, text=True, check=True).stdout)
+print(a[:].tolist())
+try: jm.shared(np.float32([1]), name={name!r})
+except jm.UsageError as error: print(error)
+a.free()
+b = jm.shared(np.float32([4]), name={name!r})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    ended = lead(tmp_path, script, 0, timeout_s=60)
+    assert "[1.0, 2.0, 3.0]" in ended.out
+    assert "[1.0, 7.0, 3.0]" in ended.out
+    assert f"the name '{name}' is taken" in ended.out
+    again = HEAD + f"a = jm.shared(np.float32([5]), name={name!r}); print(a[:], a.path)"  # its maker is dead
+    ended = lead(tmp_path, again, 0, timeout_s=60)
+    assert "[5.]" in ended.out
+    assert not os.path.exists(ended.out.split()[-1])

@@ -1,0 +1,286 @@
+"""What ranks decide together: votes, recoveries, fingerprints, budgets; and faults as they are spelled."""
+
+import functools
+import re
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmpi import faults, guard, rundir, saver
+from jaxmpi.config import AgreedError, TrainingError, UsageError
+from jaxmpi.guard import Failure, Recovery, RollBack, Votes
+from jaxmpi.processes import SoloProcesses
+from jaxmpi.state import create
+
+
+class Silent(guard.Notice):
+    """Hears no signals."""
+
+    def __init__(self) -> None:
+        self.given = False
+
+
+class Ranks(SoloProcesses):
+    """The votes of several ranks, gathered in one process: what MPI's largest of integers gives."""
+
+    def __init__(self) -> None:
+        self.ballots = []
+
+    def most(self, values):
+        self.ballots.append(values)
+        return lambda: functools.reduce(np.maximum, self.ballots)
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({}, None),
+        ({2: 0}, Failure(7, 2, "loss")),
+        ({1: 1, 3: 0}, Failure(7, 1, "gradient of params/a")),
+        ({5: 2}, Failure(7, 5, "gradient of params/b")),
+    ],
+)
+def test_all_ranks_come_to_the_lowest_worker_and_its_leaf(bad, expected):
+    ranks = Ranks()
+    votes = [Votes(ranks, Silent(), ["params/a", "params/b"]) for _ in range(6)]
+    for worker, vote in enumerate(votes):
+        assert vote.cast(7, bad.get(worker), worker, True) is None
+    assert [vote.count() for vote in votes] == [expected] * 6
+    assert votes[0].count() is None
+
+
+def test_an_update_that_only_the_sum_made_infinite_has_no_culprit():
+    vote = Votes(SoloProcesses(), Silent(), ["a"])
+    vote.cast(3, None, 0, False)
+    assert str(vote.count()) == "the sum of all gradients of worker 0 is not finite at step 3"
+
+
+def test_a_signal_is_a_vote_of_all():
+    before = signal.getsignal(signal.SIGUSR1)
+    notice = guard.Notice()
+    try:
+        vote = Votes(SoloProcesses(), notice, [])
+        signal.raise_signal(signal.SIGUSR1)
+        vote.cast(1, None, 0, True)
+        assert not vote.leaving  # not before all have voted
+        vote.count()
+        assert vote.leaving
+    finally:
+        notice.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_recoveries():
+    failure = Failure(4, 1, "loss")
+    with pytest.raises(AgreedError, match="the loss of worker 1 is not finite at step 4; mend it"):
+        Recovery("stop", 9).of(failure, "mend it")
+    assert Recovery("skip", 1).of(failure, "").endswith("at step 4: skipped")
+    spent = Recovery("skip", 0)
+    with pytest.raises(AgreedError, match="This is number 1, recover_limit is 0"):
+        spent.of(failure, "")
+    back = Recovery("rollback", 3)
+    for left_out in (set(), {4}):
+        with pytest.raises(RollBack):
+            back.of(failure, "")
+        assert back.left_out == left_out
+    with pytest.raises(RollBack):
+        back.of_difference("params differ")
+    with pytest.raises(AgreedError, match=r"params differ\. This is number 4"):
+        back.of_difference("params differ")
+    with pytest.raises(AgreedError, match="params differ"):
+        Recovery("skip", 3).of_difference("params differ")
+
+
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_)
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 16), st.integers(0, 31), st.integers(0, 2**32 - 1))
+def test_every_flipped_bit_changes_the_fingerprint(dtype, at, bit, seed):
+    values = np.asarray(np.random.default_rng(seed).integers(0, 2, 17), dtype)
+    changed = values.copy()
+    if dtype == jnp.bool_:
+        changed[at] ^= True
+    else:
+        changed.view(np.uint8).reshape(17, -1)[at, bit // 8 % values.itemsize] ^= 1 << bit % 8
+    one, other = (np.asarray(guard.fingerprint(jnp.asarray(x))) for x in (values, changed))
+    assert one != other
+
+
+ROWS = {
+    "equal": ([5, 5, 5], ""),
+    "one": ([5, 6, 5], "after step 9: worker 1 differs from the other 2 in b$"),
+    "two": ([5, 6, 5, 7, 5], r"worker \[1, 3\] differs from the other 3 in b$"),
+    "tie": ([5, 6], r"workers \[0\] and \[1\] apart; which of them are right cannot be told"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_whose_params_differ(case):
+    values, message = ROWS[case]
+    rows = {worker: np.array([3, value], np.uint32) for worker, value in enumerate(values)}
+    text = guard.difference(rows, ["a", "b"], 9)
+    assert re.search(message or "^$", text), text
+
+
+def test_a_flipped_bit_is_found_among_the_workers_of_one_process():
+    tree = {"w": jnp.arange(6.0).reshape(2, 3).repeat(2, 0).reshape(4, 3)}
+    same = {"w": jnp.broadcast_to(jnp.arange(3.0), (4, 3))}
+    for params, is_same in ((tree, False), (same, True)):
+        found = np.asarray(jax.vmap(guard.fingerprints)(params))
+        text = guard.compare_replicas(params, found, (0, 1, 2, 3), SoloProcesses(), 1)
+        assert (text == "") == is_same
+
+
+def test_the_budget_of_skipped_data():
+    guard.check_budget(10, 1000, 1, 0.01)
+    guard.check_budget(20, 1000, 2, 0.01)
+    with pytest.raises(AgreedError, match=r"11 corrupt examples were skipped, data.max_skipped allows 10 by now"):
+        guard.check_budget(11, 1000, 1, 0.01)
+
+
+# ---------------------------------------------------------------- saver
+
+
+def test_two_checkpoints_must_fit(tmp_path):
+    saver.check_disk(tmp_path, 50, 100)
+    with pytest.raises(UsageError, match=r"are free, two checkpoints take 100 MB"):
+        saver.check_disk(tmp_path, 50_000_000, 99_000_000)
+
+
+def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
+    state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
+    one = saver.Saver(tmp_path, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
+    one.save({0: state}, {}, None)
+    one.wait()
+    one.save(
+        {0: state._replace(step=np.int32(1) * np.ones((), np.int32), params={"w": np.array([1, np.nan])})}, {}, None
+    )
+    with pytest.raises(TrainingError, match=r"params/w of common.bin is not finite after step 1: .*step_00000000"):
+        one.wait()
+    one.poll()  # said once
+    (tmp_path / "step_00000002.tmp").write_text("a file where a folder should be")
+    one.save({0: state._replace(step=np.full((), 2, np.int32))}, {}, None)
+    with pytest.raises(TrainingError, match=r"the checkpoint of step 2 cannot be written: .*last good checkpoint: "):
+        one.wait()
+
+
+def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
+    state = create({"w": np.ones(1000, np.float32)}, {}, {}, seed=0, worker=0)
+    one = saver.Saver(tmp_path, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
+    one.save({0: state}, {}, None)
+    state.params["w"][:] = 7  # as a donated buffer is written over
+    one.wait()
+    found = saver.checkpoint.restore(tmp_path, {0: state}, SoloProcesses(), workers=1, replicated=True)
+    assert found is not None
+    assert (found.states[0].params["w"] == 1).all()
+
+
+# ---------------------------------------------------------------- faults as they are spelled
+
+
+def test_every_fault_is_parsed():
+    for kind in faults.KINDS:
+        fault = faults.parse(f"{kind}:rank=1,step=3", 4)
+        assert (fault.rank, fault.step, fault.times) == (1, 3, 1)
+    assert faults.parse("slow:rank=all,seconds=0.5,times=0", 4).rank == -1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kil", "unknown fault 'kil'; did you mean 'kill'"),
+        ("kill:ran=1", "unknown key 'ran'; did you mean 'rank'"),
+        ("kill:rank=4", "rank: got 4; expected all, or 0 to 3"),
+        ("kill:step=-1", "step: got '-1'; expected a whole number"),
+        ("kill:at=night", r"unknown place of a fault \(at\) 'night'"),
+        ("slow:seconds=x", "seconds: got 'x'"),
+        ("bitflip:bit=", "bit: got ''"),
+    ],
+)
+def test_wrong_faults(text, message):
+    with pytest.raises(UsageError, match=message):
+        faults.parse(text, 4)
+
+
+def test_a_fault_happens_as_often_as_asked_in_the_life_of_a_run_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "_ordered", None)
+    state = create({"w": jnp.ones(2)}, {}, {}, seed=0, worker=0)
+    batch = {"weight": np.ones(3, np.float32)}
+    seen = []
+    for _ in range(2):  # two starts
+        faults.order(["nan:step=2,times=2", "nan:rank=1"], 2, [0], tmp_path)
+        for step in range(1, 4):
+            _, got = faults.reach("step", step, (state, batch))
+            seen.append(bool(np.isinf(got["weight"]).any()))
+    assert seen == [False, True, True, False, False, False]
+    assert np.isfinite(batch["weight"]).all()
+
+
+def test_one_bit_flips(tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "_ordered", None)
+    faults.order(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
+    state = create({"a": jnp.ones(2), "b": jnp.ones((2, 2))}, {}, {}, seed=0, worker=0)
+    changed, _ = faults.reach("step", 1, (state, {}))
+    assert changed.params["b"].tolist() == [[-1, 1], [1, 1]]
+    assert changed.params["a"].tolist() == [1, 1]
+
+
+def test_a_disk_without_room_is_refused_by_the_fault_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "_ordered", None)
+    faults.order(["disk_full"], 1, [0], tmp_path)
+    with pytest.raises(OSError, match="No space left on device"):
+        faults.reach("save", 1)
+
+
+# ---------------------------------------------------------------- another number of workers
+
+
+def kept(workers, scaled_for, batch):
+    return rundir.Stored(workers, scaled_for, batch, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "stored", "workers", "expected"),
+    [
+        ({"local_batch": 8}, kept(4, 4, 32), 4, (8, 0)),
+        ({"local_batch": 8}, kept(4, 4, 32), 3, (0, 32)),
+        ({"local_batch": 8}, kept(3, 4, 32), 3, (0, 32)),
+        ({"effective_batch": 32}, kept(3, 4, 32), 3, (0, 32)),
+        ({"effective_batch": 32}, kept(3, 4, 32), 4, (0, 32)),
+        ({}, None, 3, (0, 0)),
+    ],
+)
+def test_the_effective_batch_is_that_of_the_beginning(fields, stored, workers, expected):
+    got = rundir.as_begun(rundir.Experiment(**fields), stored, workers)
+    assert (got.local_batch, got.effective_batch) == expected
+
+
+def test_another_effective_batch_is_refused():
+    with pytest.raises(UsageError, match="with 3 workers instead of 4 keeps the effective batch of 32; got 40"):
+        rundir.as_begun(rundir.Experiment(effective_batch=40), kept(4, 4, 32), 3)
+
+
+@pytest.mark.slow
+def test_a_step_waits_for_the_copy_and_not_for_the_disk(tmp_path):
+    """Twice the time of the copy is allowed, for memory that is busy; the disk takes several times that."""
+    params = {f"layer{i}": np.ones(4_000_000, np.float32) for i in range(20)}  # 320 MB
+    state = create(params, {}, {}, seed=0, worker=0)
+    one = saver.Saver(tmp_path, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(1))
+    copies, pauses, wholes = [], [], []
+    for step in range(4):
+        begin = time.perf_counter()
+        jax.tree.map(lambda x: np.array(x, order="C"), state)
+        copies.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        one.save({0: state._replace(step=np.full((), step, np.int32))}, {}, None)
+        pauses.append(time.perf_counter() - begin)
+        one.wait()
+        wholes.append(time.perf_counter() - begin)
+    print(f"copy {min(copies):.3f} s, pause {min(pauses):.3f} s, until on disk {min(wholes):.3f} s")
+    assert min(pauses) < 2 * min(copies) + 0.01

@@ -1,0 +1,122 @@
+"""Whole runs with the data in the memory of the workers: the same as from files, in every bit."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxmpi.data import pack
+from launching import Ended, train
+
+TINY = """
+from jaxmpi.config import Data, Experiment, Optim
+from models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    effective_batch=60, eval_every="100st", log_every=5,
+)
+"""
+PARTITION = ("--data.memory", "partition")
+
+
+def result(folder: Path, step: int) -> dict[str, bytes]:
+    """What a checkpoint holds, times apart."""
+    place = folder / "checkpoints" / f"step_{step:08d}"
+    return {path.name: path.read_bytes() for path in sorted(place.glob("*.bin"))}
+
+
+def run(folder: Path, until: str, *args: str, ranks: int = 2) -> Ended:
+    experiment = folder.parent / "tiny.py"
+    experiment.write_text(TINY)
+    line = (str(experiment), "--exchange.strategy", "ring16", "--run-dir", str(folder), "--train-for", until)
+    return train(ranks, *line, *args)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> tuple[str, ...]:
+    pack.main(["pack", "digits", str(tmp_path / "packed"), "--quality", "0"])
+    return ("--data.source", "packed", "--data.dir", str(tmp_path / "packed"))
+
+
+def test_a_run_from_memory_is_that_from_files(tmp_path, packed):
+    """An epoch is 24 steps, so that records move twice."""
+    for name, args in (("files", ()), ("memory", PARTITION)):
+        ended = run(tmp_path / name, "50st", *packed, *args)
+        assert ended.code == 0, ended.out
+    files = result(tmp_path / "files", 50)
+    assert sorted(files) == ["common.bin", "worker_00000.bin", "worker_00001.bin"]
+    assert result(tmp_path / "memory", 50) == files
+    assert "evaluation on 360" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["1", "2", "4"])
+def test_resume_in_the_middle_of_an_epoch_is_bit_exact(tmp_path, packed, group):
+    """From memory, then from files, beside a run from files alone."""
+    args = (*packed, "--checkpoint-every", "30st")
+    memory = (*args, *PARTITION, "--data.group-size", group)
+    for folder, until, more in (
+        ("whole", "60st", args),
+        ("parts", "30st", memory),
+        ("parts", "50st", (*memory, "--resume")),
+        ("parts", "60st", (*args, "--resume")),
+    ):
+        ended = run(tmp_path / folder, until, *more, ranks=4)
+        assert ended.code == 0, ended.out
+    assert "resumed at step 50" in ended.out
+    assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
+
+
+@pytest.mark.slow
+def test_where_the_order_depends_on_the_group_another_size_is_refused(tmp_path, packed):
+    args = (*packed, *PARTITION, "--data.shuffle-period", "2", "--checkpoint-every", "30st")
+    for folder, until, more in (("whole", "60st", ()), ("parts", "30st", ()), ("parts", "60st", ("--resume",))):
+        ended = run(tmp_path / folder, until, *args, *more)
+        assert ended.code == 0, ended.out
+    assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
+    ended = run(tmp_path / "parts", "90st", *args, "--resume", "--data.group-size", "1")
+    assert ended.code != 0
+    assert re.search(r"order: got\s*, expected shuffled over 2 workers every 2 epochs", ended.out), ended.out
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ranks", "on_error"),
+    [(1, "stop"), *(pytest.param(2, on_error, marks=SLOW) for on_error in ("stop", "skip"))],
+)
+def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, ranks, on_error):
+    shard = tmp_path / "packed" / "train" / "shard-00000.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[-5] ^= 1
+    shard.write_bytes(raw)
+    ended = run(tmp_path / "run", "48st", *packed, *PARTITION, "--data.on-error", on_error, ranks=ranks)
+    if on_error == "stop":
+        assert ended.code != 0
+        assert re.search(r"shard-00000\.bin at byte \d+ \(example 1436\) is corrupt: its checksum", ended.out), (
+            ended.out
+        )
+    else:
+        assert ended.code == 0, ended.out
+        assert "skipped 2" in ended.out  # once an epoch
+    assert not ended.timed_out
+
+
+def test_a_group_that_does_not_divide_the_workers(tmp_path):
+    ended = run(tmp_path / "run", "5st", *PARTITION, "--data.group-size", "3", ranks=1)
+    assert ended.code != 0
+    assert "data.group_size: got 3 with 1 workers; expected one of 1" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "comm"), [(1, "mpi"), (2, "xla")])
+def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
+    args = (*packed, "--devices", "2", "--comm", comm, "--exchange.strategy", "asa32")
+    for name, more in (("files", ()), ("memory", PARTITION)):
+        ended = run(tmp_path / name, "30st", *args, *more, ranks=ranks)
+        assert ended.code == 0, ended.out
+    assert result(tmp_path / "memory", 30) == result(tmp_path / "files", 30)

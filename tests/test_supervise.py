@@ -1,0 +1,173 @@
+"""Who ended a job, what the next start is given; with jobs that are shell lines."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxmpi import launch, supervise
+from jaxmpi.config import UsageError
+from jaxmpi.supervise import Asked, Culprit, culprit
+from launching import ROOT
+
+RULE = "-" * 74 + "\n"
+KILLED = RULE + "prterun noticed that process rank 2 with PID 24043 on node vm exited on\nsignal 9 (Killed).\n" + RULE
+ENDINGS = {
+    "killed": (KILLED, Culprit("2", "vm", "exited on signal 9 (Killed)")),
+    "raised": (
+        "jaxmpi: rank 1/3 on node07 (step 5):\nTraceback:\n  File x\n  line y\nKeyError: 'x'\n" + RULE + "MPI_ABORT\n",
+        Culprit("1", "node07", "Traceback:\n  File x\n  line y\nKeyError: 'x'"),
+    ),
+    "two raised": (
+        "jaxmpi: rank 3/4 on a (step 5):\nerror: first\njaxmpi: rank 1/4 on a (step 5):\nerror: second\n",
+        Culprit("3", "a", "error: first"),
+    ),
+    "late": (
+        "jaxmpi: rank 0/4 on vm (step 5):\nerror: a barrier: rank [2, 3] did not answer in time; all\n",
+        Culprit("2,3", "", "error: a barrier: rank [2, 3] did not answer in time"),
+    ),
+    "no progress": (
+        "jaxmpi: no progress for 60 s; late: rank 2 on vm, rank 3 on vm\n",
+        Culprit("2", "vm", "no progress for 60 s"),
+    ),
+    "left": (
+        " jaxmpi: rank 1/2 on vm left early (step 3); ending the job\n",
+        Culprit("1", "vm", "left early (step 3); ending the job"),
+    ),
+    "silent exit": (
+        "exited\n   Process name: [prterun-vm-20310@1,1]\n   Exit code:    75\n",
+        Culprit("1", "", "Exit code:    75"),
+    ),
+    "srun": ("srun: error: node01: task 2: Killed\n", Culprit("2", "node01", "Killed")),
+    "nobody": ("a warning\n", None),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_who_ended_a_job(case):
+    text, expected = ENDINGS[case]
+    assert culprit("something before\n" + text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--elastic 4:8 --restarts 3 a.py", (8, 4, 3)),
+        ("-n 6 --elastic 4:8 --restarts 3 a.py", (6, 4, 3)),
+        ("-n 6 --restarts 3 a.py", (6, 0, 3)),
+    ],
+)
+def test_options(text, expected):
+    options = launch.parse(text.split(), {})
+    assert (options.workers, options.least, options.restarts) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--elastic 8:4 --restarts 1 a.py", "expected MIN:MAX workers"),
+        ("--elastic 8 --restarts 1 a.py", "expected MIN:MAX workers"),
+        ("--elastic 4:8 a.py", "give --restarts, too"),
+        ("-n 9 --elastic 4:8 --restarts 1 a.py", "-n: got 9; expected 4 to 8"),
+        ("--restarts many a.py", "--restarts: got 'many'"),
+    ],
+)
+def test_wrong_options(text, message):
+    with pytest.raises(UsageError, match=message):
+        launch.parse(text.split(), {})
+
+
+def test_what_the_next_start_is_given(tmp_path):
+    args = ("a.py", "--run_dir=old", "--resume", "--optim.lr", "1")
+    assert supervise.value_of(args, "--run-dir") == "old"
+    assert supervise.value_of(("--run-dir", "a", "--run-dir", "b"), "--run-dir") == "b"
+    assert supervise.without(args, "--run-dir") == ["a.py", "--resume", "--optim.lr", "1"]
+    assert supervise.resuming(args, tmp_path) == ("a.py", "--run_dir=old", "--optim.lr", "1")
+    (tmp_path / "record.jsonl").touch()
+    assert supervise.resuming(args, tmp_path)[-1] == "--resume"
+
+
+@pytest.mark.parametrize(
+    ("launcher_args", "dead", "workers", "hosts"),
+    [
+        ((), (), 7, None),
+        (("--host", "a:4,b:4"), (), 8, "a:4,b:4"),
+        (("--host", "a:4,b:4"), ("b",), 4, "a:4"),
+        (("-H", "a:3,b:3,a:2"), ("a",), 3, "b:3"),
+        (("--host", "a:4,b:4"), ("a", "b"), 0, ""),
+    ],
+)
+def test_workers_that_are_left(launcher_args, dead, workers, hosts):
+    left = supervise.with_those_left(Asked(8, 2, 1, launcher_args, ()), lambda host: host not in dead)
+    assert left.workers == workers
+    if hosts is not None:
+        assert supervise.hosts_of(left.launcher_args) == supervise.hosts_of(("--host", hosts))
+    assert supervise.with_those_left(Asked(8, 8, 1, launcher_args, ()), lambda host: False).workers == 8
+
+
+SUPERVISED = """
+import sys
+from jaxmpi import supervise
+print("began", flush=True)
+asked = supervise.Asked(4, 4, int(sys.argv[2]), (), ("a.py", "--run-dir", sys.argv[1]))
+sys.exit(supervise.keep_going(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
+"""
+
+
+def supervised(folder, script, restarts=2):
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISED, str(folder), str(restarts), script],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "starts", "said"),
+    [
+        ("exit 0", 0, 1, ""),
+        ("exit 2", 2, 1, ""),
+        ("exit 75", 75, 1, ""),
+        ("exit 5", 5, 2, "not started again: no progress since the last restart: still at step 0"),
+        ("kill -9 $$", 137, 2, "no progress"),
+    ],
+)
+def test_what_is_started_again(tmp_path, script, code, starts, said):
+    job = supervised(tmp_path, f"echo x >> {tmp_path}/starts; echo $0 $@; {script}")
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == code, out
+    assert (tmp_path / "starts").read_text().count("x") == starts
+    assert said in out.splitlines()[-1]
+    assert f"a.py --run-dir {tmp_path}" in out
+
+
+def test_a_signal_goes_on_as_usr1_and_a_second_one_ends_the_job(tmp_path):
+    script = f"trap 'echo asked > {tmp_path}/asked' USR1; touch {tmp_path}/ready; while true; do sleep 0.05; done"
+    job = supervised(tmp_path, script)
+    wait_for(tmp_path / "ready")
+    job.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "asked")
+    assert job.poll() is None
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=30)
+    assert job.returncode == 128 + signal.SIGTERM, out
+
+
+def test_a_job_ends_with_its_supervisor(tmp_path):
+    job = supervised(tmp_path, f"echo $$ > {tmp_path}/pid; touch {tmp_path}/ready; exec sleep 100")
+    wait_for(tmp_path / "ready")
+    job.kill()
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+    job.communicate(timeout=30)
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)
