@@ -135,11 +135,6 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, workers, strategy, order)
     keeps = experiment.recover == "skip"
-    config.check(
-        not (keeps and rules.is_periodic(experiment.rule)),
-        f"recover: got skip with rule {experiment.rule.name}, whose workers step alone and would have to agree on "
-        "every step; use stop or rollback",
-    )
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
         rule = build_rule(experiment, plan, workers, exchange_of(False)._replace(jit=keep_operands))
@@ -409,6 +404,7 @@ def train_until(
     """`train`, until it is noticed that it is to leave."""
     workers = gather_workers(experiment.devices, experiment.comm)
     rundir.agree_on(experiment, workers.processes, digest)
+    rules.check_recover(experiment.rule, experiment.recover)
     for text in experiment.inject:
         faults.parse(text, workers.size)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message

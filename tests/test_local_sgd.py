@@ -203,9 +203,13 @@ def test_what_a_rule_says_of_itself(name, scaling):
     assert (rule.state_is_replicated, rule.params_are_replicated) == (False, False)
     assert rules.scale_lr(name, "rule", 4)[1] == scaling
     rules.check_wire(RuleConfig(name), "asa:8")
+    with pytest.raises(UsageError, match=f"recover: got skip with rule {name}, whose workers step alone.*use stop or"):
+        rules.check_recover(RuleConfig(name), "skip")
+    for rule_name, recover in ((name, "rollback"), (name, "stop"), ("gradients", "skip")):
+        rules.check_recover(RuleConfig(rule_name), recover)
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
-    workers: Any = None  # not looked at
-    assert "exchanges every so many steps only" in train.unfit_for_overlap(experiment, workers)
+    plan: Any = None  # not looked at
+    assert "exchanges every so many steps only" in train.unfit_for_overlap(experiment, plan)
 
 
 # ---------------------------------------------------------------- whole runs

@@ -83,6 +83,19 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
     )
 
 
+def check_recover(config: RuleConfig, recover: str) -> None:
+    """Refuse to leave out steps that are not finite where workers cannot know it of each other.
+
+    Raises:
+        UsageError: `skip` under a rule whose workers step alone.
+    """
+    check(
+        not (recover == "skip" and is_periodic(config)),
+        f"recover: got skip with rule {config.name}, whose workers step alone and would have to agree on every step; "
+        "use stop or rollback",
+    )
+
+
 def is_periodic(config: RuleConfig) -> bool:
     """Whether workers exchange every `rule.local_steps` only."""
     return lookup(RULES, config.name, "rule").is_periodic
