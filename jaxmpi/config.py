@@ -220,15 +220,34 @@ class Schedule:
 class RuleConfig:
     """When workers talk, and about what."""
 
-    name: str = "gradients"  # gradients | subgd | awagd | local_sgd | diloco
+    name: str = "gradients"  # gradients | subgd | awagd | local_sgd | diloco | easgd | easgd_sync | asgd | gosgd
     average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
-    force: bool = False  # let subgd and awagd run an optimizer for which they equal no single worker
+    force: bool = False  # run an optimizer that is not linear in the gradient under a rule that expects one
+    alpha: float = 0.5  # easgd: share of its distance to the center that a worker goes at an exchange, in (0, 1]
+    server_alpha: float = 0.0  # easgd: share of it that the center goes, in (0, 1]; 0 = alpha
+    tau: int = 1  # easgd, asgd: steps between a worker's exchanges
+    p: float = 0.01  # gosgd: probability that a worker sends its params to another after a step, in [0, 1]
+    staleness: int = 0  # easgd, asgd: steps a worker may be ahead of the slowest before it waits; 0 = no bound
+    servers: int = 0  # easgd, asgd: last ranks, which only keep the center; 0 = a thread of rank 0 does
+    momentum: float = 0.0  # easgd: Nesterov momentum delta of EAMSGD, in [0, 1), over optimizer sgd
     local_steps: int = 50  # local_sgd, diloco: H, steps from one exchange to the next
     outer_lr: float = 0.7  # diloco: eta of the outer optimizer
     outer_momentum: float = 0.9  # diloco: Nesterov momentum mu of the outer optimizer, in [0, 1)
     noise_scale: bool = True  # gradients: record variance between workers and noise scale, where there are several
 
     def __post_init__(self) -> None:
+        shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
+        why = "beyond 1 a worker would end on the far side of the center"
+        for name in shares:
+            value = getattr(self, name)
+            is_open = name != "p"
+            check(
+                0 <= value <= 1 and not (is_open and value == 0),
+                f"rule.{name}: got {value}; expected {'(0' if is_open else '[0'}, 1]" + f": {why}" * is_open,
+            )
+        check(0 <= self.momentum < 1, f"rule.momentum: got {self.momentum}; expected [0, 1): at 1 it never forgets")
+        for name, least in (("tau", 1), ("staleness", 0), ("servers", 0)):
+            check(getattr(self, name) >= least, f"rule.{name}: got {getattr(self, name)}; expected >= {least}")
         check(self.local_steps >= 1, f"rule.local_steps: got {self.local_steps}; expected >= 1")
         check(self.outer_lr > 0 and math.isfinite(self.outer_lr), f"rule.outer_lr: got {self.outer_lr}; expected > 0")
         check(

@@ -35,8 +35,7 @@ class Saver:
             replicated: whether the rule's state is equal on all workers.
             same_params: whether params are.
         """
-        self._folder, self._workers, self._keep = folder, workers, keep
-        self._equal = replicated, same_params
+        self._folder, self._workers, self._equal, self._keep = folder, workers, (replicated, same_params), keep
         self._processes = processes.apart() if processes.may_overlap else processes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

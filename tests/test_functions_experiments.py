@@ -12,7 +12,8 @@ NAMES = ("sgd", "lbfgs", "evaluate", "running_statistics")
 CPU = {"JAX_PLATFORMS": "cpu"}
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_all_workers_give_what_one_gives(name):
     ended = run([sys.executable, str(FOLDER / f"{name}.py")], timeout_s=100, env=CPU)
     assert ended.code == 0, ended.out[-3000:]

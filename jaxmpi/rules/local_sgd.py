@@ -1,16 +1,14 @@
 """Local SGD: workers step alone H times, then take the mean of their weights."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from jaxmpi.config import RuleConfig
-from jaxmpi.rules.rule import Exchange, Rule, descend
+from jaxmpi.rules.rule import Exchange, Rule, descend, either
 
 PyTree = Any
 
@@ -64,10 +62,3 @@ def every(
         return gone(state.agreed, exchange.mean(gone(state.agreed, params)))
 
     return Rule(init, update, state_is_replicated=False, params_are_replicated=False, eval_params=mean)
-
-
-def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
-    """`then(*operands)` where it is due, else the operands as they are."""
-    if isinstance(is_due, Tracer):
-        return jax.lax.cond(is_due, then, lambda *same: same, *operands)
-    return then(*operands) if is_due else operands
