@@ -51,8 +51,8 @@ class Lstm(nnx.Module):
             r = (jax.nn.sigmoid(o) * jnp.tanh(c)) @ project
             return (c, r), r
 
-        start = tuple(jnp.zeros((x.shape[0], n), x.dtype) for n in project.shape)
-        _, outputs = lax.scan(step, start, known.swapaxes(0, 1))
+        c, r = (jnp.zeros((x.shape[0], n), x.dtype) for n in project.shape)
+        _, outputs = lax.scan(step, (c, r), known.swapaxes(0, 1))
         return outputs.swapaxes(0, 1)
 
 

@@ -74,7 +74,7 @@ class TextSource:
     def digest(self) -> str:
         """SHA-256 of names and bytes, all of them."""
         digest = hashlib.sha256("\0".join(self.files).encode())
-        digest.update(self.text)
+        digest.update(self.text.data)
         return digest.hexdigest()
 
 
