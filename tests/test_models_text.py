@@ -1,6 +1,7 @@
 """Language models: exact counts, plain references, no look at what comes next, and that the tiny ones learn."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import models.__main__ as report
 from jaxmpi.config import UsageError
 from jaxmpi.model import Model
 from jaxmpi.modelcheck import check_model
+from launching import ROOT
 from models import MODELS
 from models.gpt import attention, gpt
 from models.lstm import lstm
@@ -161,3 +163,10 @@ def test_a_loop_counts_as_often_as_it_turns():
 def traced(model: Model):
     params, state, x = report.shapes(model)
     return jax.jit(lambda p, x: model.apply(p, state, x, KEY, False)[0]).trace(params, x).jaxpr
+
+
+def test_the_pages_model_is_taken_by_the_trainer():
+    [block] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "text.md").read_text(), re.S | re.M)
+    names: dict = {}
+    exec(block, names)
+    check_model(names["bigrams"])
