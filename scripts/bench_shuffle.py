@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxmpi.config import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, pack
-from jaxmpi.data.memory import MemorySource, holders_by_place, moves
+from jaxmpi.data.memory import GroupSampler, MemorySource, holders_by_place, members, moves
 from jaxmpi.data.packed import INDEX, ROW, Manifest, shard_name, write_manifest
 from jaxmpi.partition import Memory, keep, message
 
@@ -105,9 +105,10 @@ def wait_for_shuffle(memory: Memory, epoch: int) -> None:
 def bare_alltoallv(memory: Memory, epoch: int) -> Callable[[], None]:
     """The same bytes from and to the same members, in the same segments; the communicator is silent meanwhile."""
     group, source, sampler = memory.group, memory.source, memory.sampler
-    before = holders_by_place(sampler.places(epoch), group.size)  # pyright: ignore[reportAttributeAccessIssue]
-    after = sampler.places(epoch + 1)  # pyright: ignore[reportAttributeAccessIssue]
-    planned = list(moves(after, before, source.lengths, group.rank, group.size))
+    assert isinstance(sampler, GroupSampler)
+    whose = members(len(source), sampler.effective_batch, group.size)
+    before, order = holders_by_place(sampler.places(epoch), whose), sampler.places(epoch + 1)
+    planned = list(moves(order, before, whose, source.lengths, group.rank, group.size))
     sent = np.ones(max(int(m.sent_bytes.sum()) for m in planned), np.uint8)
     received = np.ones(max(int(m.received_bytes.sum()) for m in planned), np.uint8)
 

@@ -27,8 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi import launch, plots, runtime, train
 from jaxmpi import experiment as experiments
+from jaxmpi import launch, plots, runtime, train
 
 ROOT = Path(__file__).resolve().parent.parent
 Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
@@ -249,11 +249,10 @@ def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]
             points = zip(*curves, strict=True)
             series[title(cell, study)] = [(p[0][0], statistics.mean(loss for _, loss in p)) for p in points]
     drawn: list[plots.Panel] = [plots.Bars(study.question, plots.Quantity("held out", base=None), bars)]
-    return drawn + (
-        [plots.Lines("held-out loss", plots.Quantity("epoch", base=None), plots.Quantity("loss", base=None), series)]
-        if series
-        else []
-    )
+    if series:
+        x, y = plots.Quantity("epoch", base=None), plots.Quantity("loss", base=None)
+        drawn.append(plots.Lines("held-out loss", x, y, series))
+    return drawn
 
 
 def finite(value: float) -> float:
