@@ -111,7 +111,8 @@ class Watchdog:
         if self.rank != 0 and first and not self._is_silent(first):
             return  # rank 0 is there to judge
         idle_s = max((self.now_s - heard.moved_s for heard in self.known.values()), default=0.0)
-        patience = max((heard.beat["patience"] for heard in self.known.values()), default=1.0)
+        answering = [heard for heard in self.known.values() if not self._is_silent(heard)]
+        patience = max((heard.beat["patience"] for heard in answering), default=1.0)
         if idle_s < self.stall_s * patience + self.beat_s:
             if self.told_s is not None:
                 self._say(f"goes on, {self.now_s - self.told_s:.0f} s after that")

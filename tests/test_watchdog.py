@@ -127,6 +127,10 @@ def test_what_compiles_or_writes_may_last_longer():
     assert out.getvalue() == ""
     live(watch, letters, range(55, 70), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
     assert "no progress for 6" in out.getvalue()
+    watch, letters, out = dog()  # but whoever falls silent is given no more time than others
+    live(watch, letters, range(1, 3), lambda now: [beat(r, 5, patience=6.0) for r in (1, 2, 3)])
+    live(watch, letters, range(3, 20), lambda now: [beat(r, 6) for r in (1, 3)])
+    assert "late: rank 2 on node2" in out.getvalue()
 
 
 def test_a_rank_that_has_ended_is_not_missed():
