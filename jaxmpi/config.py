@@ -109,12 +109,12 @@ MEMORY = {
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds | packed
-    dir: str = ""  # root folder of imagefolder, tfds or packed; JAXMPI_DATA where empty
+    source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds | packed
+    dir: str = ""  # root folder of imagefolder, batchfiles, tfds or packed; JAXMPI_DATA where empty
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
-    resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size
+    resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
     crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
     crop_area: tuple[
         float, ...
@@ -128,8 +128,10 @@ class Data:
     synthetic_examples: int = 4096  # size of the synthetic training set
     on_error: str = "stop"  # stop | skip: what a corrupt image does
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
-    threads: int = 2  # decoding threads per worker
+    loader: str = "auto"  # auto | processes | threads | spawn: who makes batches; auto: processes to decode images
+    loaders: int = 2  # of them, per worker
     prefetch: int = 2  # batches made ahead, per worker
+    stall_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
     group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
     shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
@@ -144,8 +146,13 @@ class Data:
                 getattr(self, name) >= 0,
                 f"data.{name}: got {getattr(self, name)} px; expected >= 0",
             )
-        for name in ("channels", "threads", "prefetch", "synthetic_examples"):
+        for name in ("channels", "loaders", "prefetch", "synthetic_examples"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
+        check(
+            self.loader in ("auto", "processes", "threads", "spawn"),
+            f"data.loader: got {self.loader!r}; expected auto, processes, threads or spawn",
+        )
+        check(self.stall_s > 0, f"data.stall_s: got {self.stall_s}; expected seconds > 0")
         for name in ("mean", "std"):
             got = len(getattr(self, name))
             check(
@@ -233,9 +240,30 @@ class Schedule:
 class RuleConfig:
     """When workers talk, and about what."""
 
-    name: str = "gradients"  # gradients | subgd | awagd
+    name: str = "gradients"  # gradients | subgd | awagd | easgd | easgd_sync | asgd | gosgd
     average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
-    force: bool = False  # let subgd and awagd run an optimizer for which they equal no single worker
+    force: bool = False  # run an optimizer that is not linear in the gradient under a rule that expects one
+    alpha: float = 0.5  # easgd: share of its distance to the center that a worker goes at an exchange, in (0, 1]
+    server_alpha: float = 0.0  # easgd: share of it that the center goes, in (0, 1]; 0 = alpha
+    tau: int = 1  # easgd, asgd: steps between a worker's exchanges
+    p: float = 0.01  # gosgd: probability that a worker sends its params to another after a step, in [0, 1]
+    staleness: int = 0  # easgd, asgd: steps a worker may be ahead of the slowest before it waits; 0 = no bound
+    servers: int = 0  # easgd, asgd: last ranks, which only keep the center; 0 = a thread of rank 0 does
+    momentum: float = 0.0  # easgd: Nesterov momentum delta of EAMSGD, in [0, 1), over optimizer sgd
+
+    def __post_init__(self) -> None:
+        shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
+        why = "beyond 1 a worker would end on the far side of the center"
+        for name in shares:
+            value = getattr(self, name)
+            is_open = name != "p"
+            check(
+                0 <= value <= 1 and not (is_open and value == 0),
+                f"rule.{name}: got {value}; expected {'(0' if is_open else '[0'}, 1]" + f": {why}" * is_open,
+            )
+        check(0 <= self.momentum < 1, f"rule.momentum: got {self.momentum}; expected [0, 1): at 1 it never forgets")
+        for name, least in (("tau", 1), ("staleness", 0), ("servers", 0)):
+            check(getattr(self, name) >= least, f"rule.{name}: got {getattr(self, name)}; expected >= {least}")
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,9 @@ class SoloProcesses:
         statement(what, value)
 
     def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def leave(self, code: int = 0) -> None:
         """Nobody to wait for."""
 
     def host_barrier(self) -> None:
@@ -155,12 +159,14 @@ class MpiProcesses:
         self.library = MPI.Get_library_version().split(",")[0].strip()
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
-        self.world, self._max, self._in_place = MPI.COMM_WORLD.Clone(), MPI.MAX, MPI.IN_PLACE
+        self._own: list[Any] = []  # communicators
+        self.world, self._max, self._in_place = self.clone(MPI.COMM_WORLD), MPI.MAX, MPI.IN_PLACE
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
-        self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
-        runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))
+        self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
+        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit))
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        self._own.append(self._local)
         self.local_rank, self.local_size = self._local.rank, self._local.size
         runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
         here = [tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), runtime.my_gpu()]))]
@@ -171,12 +177,38 @@ class MpiProcesses:
     def apart(self) -> "MpiProcesses":
         """The same over a communicator of its own, for another thread; all ranks come here together."""
         other = copy.copy(self)
-        other.world = self.world.Clone()
+        other.world = self.clone()
         return other
+
+    def leave(self, code: int = 0) -> None:
+        """Meet all ranks at the end. Where some may be lost, and MPI's own end could hang, end the process there."""
+        if not survives_losses():
+            return self.barrier()
+        try:
+            wait(self.world.Ibarrier(), LATE_S)
+        except Exception as error:
+            if not is_loss(error):
+                raise
+        sys.stdout.flush()
+        os._exit(code)
+
+    def clone(self, of: Any = None) -> Any:
+        """A communicator of mpi4py for one thread alone; all ranks come here together."""
+        made = (of or self.world).Clone()
+        self._own.append(made)
+        return made
+
+    def _abort(self, code: int) -> NoReturn:
+        """End every rank. Where ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too."""
+        if not survives_losses():
+            abort(code)
+        for comm in self._own:
+            comm.Revoke()
+        os._exit(code)
 
     def post(self) -> Post:
         """Over a communicator of its own; all ranks come here together."""
-        return MpiPost(self.world.Clone())
+        return MpiPost(self.clone())
 
     def clock_offsets(self) -> list[float]:
         """By how many seconds every rank's `time.perf_counter` is ahead of rank 0's; on rank 0, elsewhere zeros."""
@@ -381,6 +413,19 @@ def wait(request: Any, timeout_s: float) -> bool:
         else:
             time.sleep(POLL_S)
     return False
+
+
+def survives_losses() -> bool:
+    """Whether the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether an error says that a peer is gone, and the job goes on; not where the whole job ends."""
+    from mpi4py import MPI
+
+    revoked = getattr(MPI, "ERR_REVOKED", None)
+    return survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() != revoked
 
 
 def abort(code: int) -> NoReturn:

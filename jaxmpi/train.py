@@ -25,6 +25,7 @@ import numpy as np
 import optax
 
 from jaxmpi import (
+    asynchronous,
     checkpoint,
     compressors,
     config,
@@ -52,7 +53,7 @@ from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
 from jaxmpi.plan import choose, is_auto
-from jaxmpi.processes import MpiProcesses, Processes, named_leaves, processes
+from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, named_leaves, processes
 from jaxmpi.programs import loaded_jit
 from jaxmpi.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.rules import Rule
@@ -61,7 +62,7 @@ from jaxmpi.state import TrainState, create
 from jaxmpi.terminal import open_terminal
 from jaxmpi.trace import Profiler, Tracer
 from jaxmpi.watchdog import watching
-from jaxmpi.workers import Workers, gather_workers, put, rows, take, to_device
+from jaxmpi.workers import Workers, alone, gather_apart, gather_workers, put, rows, take, to_device
 
 PyTree = Any
 
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
         except guard.Preempted:
             code = runtime.PREEMPTED
-        control.barrier()
+        control.leave(code)
     if code:
         sys.exit(code)
 
@@ -94,6 +95,7 @@ class Functions(NamedTuple):
     train_step: Callable[[TrainState, steps.Batch], tuple[TrainState, steps.Metrics]]
     eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
+    eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
     fingerprints: Callable[[PyTree], jax.Array]  # of what is equal on all workers
     strategy: str
     form: str  # which jits the step is made of, for the log
@@ -116,6 +118,8 @@ def settle_exchange(
     those that a probe finds; and a line that says why, empty where nothing was left open.
     """
     asked = experiment.exchange
+    if rules.is_asynchronous(experiment.rule):
+        return dataclasses.replace(experiment, exchange=dataclasses.replace(asked, strategy=to_center(asked))), ""
     if not is_auto(asked.strategy):
         return experiment, ""
     stored = rundir.settled_exchange(kept, asked.strategy)
@@ -130,6 +134,22 @@ def settle_exchange(
     verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
     return dataclasses.replace(experiment, exchange=exchange), verdict.why
+
+
+def to_center(asked: config.ExchangeConfig) -> str:
+    """The way of params between workers and a center, in the wire that is asked for.
+
+    Raises:
+        UsageError: a strategy that is none, or keeps something back.
+    """
+    if is_auto(asked.strategy):
+        return f"root:{asked.strategy.partition(':')[2] or '32'}"
+    config.check(
+        not compressors.is_compressor(asked.strategy) and not asked.strategy.startswith("none"),
+        f"exchange.strategy: got {asked.strategy} with an asynchronous rule, which takes its wire only: give a "
+        "strategy with one of the wires 32, 16, bf16, 8",
+    )
+    return f"root:{strategies.parse(asked.strategy).name.partition(':')[2]}"
 
 
 def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> Functions:
@@ -158,21 +178,25 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
         checked = once(steps.or_before) if keeps else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
-        lone = Lone(mute.during(step), True)
-        return Functions(rule, step, once(evaluate), mean_state, once(guard.fingerprints), strategy, form, lone=lone)
+        eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
+        hashed = once(guard.fingerprints)
+        return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     rule = build_rule(experiment, plan, exchange_of(is_beside))
+    eval_params = rule.eval_params or own_params
     checked = steps.or_before if keeps else None
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
     still = rules.Mute(is_on=True).of(exchange_of(False))
-    alone = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, still))
+    quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, still))
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
-        form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(alone), False)
-        return Functions(rule, jitted, once(evaluate), mean_state, once(guard.fingerprints), strategy, form, lone=lone)
+        form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(quiet), False)
+        hashed = once(guard.fingerprints)
+        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    train_step, hashed, lone = over(step, donate=(0,)), over(guard.fingerprints), Lone(over(alone), False)
-    return Functions(rule, train_step, over(evaluate), over(mean_state), hashed, strategy, form, lone=lone)
+    evaluate, mean, params, hashed = map(over, (evaluate, mean_state, eval_params, guard.fingerprints))
+    train_step, lone = over(step, donate=(0,)), Lone(over(quiet), False)
+    return Functions(rule, train_step, evaluate, mean, params, hashed, strategy, form, lone=lone)
 
 
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
@@ -236,6 +260,11 @@ def own_state(tree: PyTree) -> PyTree:
     return tree
 
 
+def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
+    """Params as they are: equal on all workers."""
+    return params
+
+
 def pieces(experiment: Experiment, workers: Workers, plan: "Plan") -> tuple[Callable, Callable]:
     """The local gradients and the evaluation step, not yet compiled."""
     is_synchronised = experiment.batch_statistics == "synchronised"
@@ -253,7 +282,7 @@ def is_split(experiment: Experiment, workers: Workers) -> bool:
     """Whether the step is split: by default where several ranks would compile one program on the same cores."""
     if experiment.form != "auto" or workers.mesh is not None:
         return experiment.form == "split" and workers.mesh is None
-    return workers.size > 1 and jax.default_backend() == "cpu"
+    return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 
 def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -> Rule:
@@ -337,7 +366,9 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0) -> 
     effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
     micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
     feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
-    validation = open_feed(experiment, "validation", effective_batch, workers)
+    # Workers that do not meet cannot share an evaluation.
+    evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
+    validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
     facts = {"train": feed.facts(), "validation": validation.facts()}
     workers.processes.same("the data", facts)
     epoch_steps = feed.samplers[0].steps_per_epoch
@@ -406,7 +437,13 @@ def train_until(
     notice: guard.Notice, experiment: Experiment, name: str, root: Path | None, digest: str
 ) -> dict[str, float]:
     """`train`, until it is noticed that it is to leave."""
-    workers = gather_workers(experiment.devices, experiment.comm)
+    is_apart = rules.is_asynchronous(experiment.rule)
+    gather = partial(gather_apart, experiment.rule.servers) if is_apart else partial(gather_workers, experiment.devices)
+    workers = gather(experiment.comm)
+    ranks = workers.processes.size if is_apart else workers.size
+    rules.check_ranks(experiment.rule, ranks, experiment.optim.name)
+    if is_apart:
+        check_apart(experiment)
     rundir.agree_on(experiment, workers.processes, digest)
     for text in experiment.inject:
         faults.parse(text, workers.size)
@@ -422,10 +459,31 @@ def train_until(
     with (
         watching(workers.processes, experiment.stall_s, experiment.on_stall) as unwatched,
         rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
+        plan.feed.crew,
     ):
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         faults.order(experiment.inject, workers.size, workers.mine, folder)
         return run_in(folder, experiment, workers, plan, functions, root, notice)
+
+
+def check_apart(experiment: Experiment) -> None:
+    """Refuse what needs all workers together.
+
+    Raises:
+        UsageError: with an asynchronous rule, by field.
+    """
+    for name, value, instead in (
+        ("recover", "rollback", "skip or stop"),
+        ("batch_statistics", "synchronised", "averaged or local"),
+        ("form", "split", "auto"),
+    ):
+        got = getattr(experiment, name)
+        config.check(got != value, f"{name}: got {got} with an asynchronous rule, whose workers do not meet; {instead}")
+    memory = experiment.data.memory
+    config.check(
+        memory != "partition",
+        "data.memory: got partition with an asynchronous rule, whose workers do not meet to shuffle; take another",
+    )
 
 
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> rundir.Stored | None:
@@ -460,7 +518,7 @@ def run_in(
         }
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
-    place = f"resumed at step {start}" if saved else "no checkpoint in it: from the start"
+    place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
     recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
     if functions.why:
@@ -476,7 +534,51 @@ def run_in(
         Tracer(step_range(experiment.trace, "trace"), workers.processes, hosts, folder / "trace.json"),
         Profiler(step_range(experiment.profile, "profile"), folder / "profile"),
     )
+    if isinstance(saved, asynchronous.Start):
+        return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start)
+
+
+def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynchronous.Job:
+    """The run of workers that do not wait for each other, as this rank has it."""
+    plan, feed, functions = run.plan, run.plan.feed, run.functions
+    solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
+    leaves = [path for path, _ in named_leaves(start.state.params)]
+    by_itself = run._replace(workers=solo, votes=guard.Votes(solo.processes, notice, leaves))
+
+    def sums(step: int, metrics: steps.Metrics) -> np.ndarray:
+        total = finite_sums(step, metrics, by_itself)
+        mind(by_itself, by_itself.votes.count())  # before anything that is not finite can reach the center
+        return total
+
+    duties = asynchronous.Duties(
+        functions.train_step,
+        sums,
+        feed.batches,
+        lambda: (feed.skipped, feed.wait_s),
+        lambda: notice.given,
+        lambda state, step: evaluate(by_itself, state, step),
+        lambda step: np.asarray(plan.lr(max(step - 1, 0))).item(),
+        lambda: extra_of(run),
+        lambda skipped, epochs: guard.check_budget(skipped, len(feed.source), epochs, run.experiment.data.max_skipped),
+    )
+    course = asynchronous.Course(
+        plan.clock.effective_batch,
+        len(feed.source),
+        plan.clock.steps_per_epoch,
+        plan.clock.total_steps,
+        plan.examples(plan.clock.total_steps),
+        run.experiment.log_every,
+        plan.eval_every,
+        plan.save_every,
+    )
+    keep = checkpoint.Kept(run.experiment.keep_checkpoints, run.experiment.keep_best)
+    home = checkpoint.Apart(run.folder / "checkpoints", run.workers.size, keep)
+    run.recorder.start_window(int(start.tally.examples))
+    wire = functions.strategy.partition(":")[2]
+    return asynchronous.Job(
+        run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home
+    )
 
 
 def open_saver(
@@ -488,11 +590,13 @@ def open_saver(
         UsageError: the disk has no room for two.
     """
     replicated, checkpoints = functions.rule.state_is_replicated, folder / "checkpoints"
+    same_params = functions.rule.params_are_replicated
     if workers.processes.rank == 0 and not functions.strategy.startswith("none"):
-        needed_bytes = savers.total_bytes(states, replicated, workers.size)
+        needed_bytes = savers.total_bytes(states, replicated, workers.size, same_params)
         savers.check_disk(checkpoints, needed_bytes, shutil.disk_usage(folder).free)
     keep = checkpoint.Kept(experiment.keep_checkpoints, experiment.keep_best)
-    return savers.Saver(checkpoints, workers.processes, workers=workers.size, replicated=replicated, keep=keep)
+    equal = {"replicated": replicated, "same_params": same_params}
+    return savers.Saver(checkpoints, workers.processes, workers=workers.size, keep=keep, **equal)
 
 
 def open_recorder(experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str]) -> Recorder:
@@ -666,6 +770,7 @@ def mind(run: Run, failure: guard.Failure | None) -> None:
     """Do what is agreed about a step that failed."""
     if failure is not None:
         runtime.doing(f"step {failure.step}")
+        run.saver.wait()  # so that the last good checkpoint is whole, and the one named
         tail = f"{savers.last_good(run.folder / 'checkpoints')}. Lower the learning rate, warm up or clip"
         run.recorder.say(run.recovery.of(failure, tail))
         run.recorder.write("skipped", step=failure.step, why=str(failure))
@@ -679,10 +784,13 @@ def compare(run: Run, state: TrainState, step: int) -> None:
     """
     if run.functions.strategy.startswith("none"):
         return
-    kept = {"params": state.params} | ({"rule": state.rule_state} if run.functions.rule.state_is_replicated else {})
+    rule = run.functions.rule
+    kept = {"params": state.params} if rule.params_are_replicated else {}
+    kept |= {"rule": state.rule_state} if rule.state_is_replicated else {}
     found = rows(run.functions.fingerprints(kept), run.workers).reshape(len(run.workers.mine), -1)
     text = guard.compare_replicas(kept, found, run.workers.mine, run.workers.processes, step)
     if text:
+        run.saver.wait()
         run.recovery.of_difference(f"{text}; {savers.last_good(run.folder / 'checkpoints')}")
 
 
@@ -722,10 +830,11 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     """Every validation example once, over all workers; model state as `batch_statistics` says."""
     runtime.doing(f"evaluation after step {step}", runtime.LONG)
     model_state = run.functions.mean_state(state.model_state)
+    params = run.functions.eval_params(state.params, state.rule_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
         runtime.doing(f"evaluation after step {step}", runtime.LONG)  # another batch, so it gets on
-        metrics = run.functions.eval_step(state.params, model_state, batch)
+        metrics = run.functions.eval_step(params, model_state, batch)
         sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
@@ -740,9 +849,17 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
 
 def starting_states(
     experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
-) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
-    """State 0, or that of the newest checkpoint where the run is resumed."""
+) -> tuple[dict[int, TrainState], checkpoint.Saved | asynchronous.Start | None]:
+    """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each."""
     states = initial_states(experiment, workers, rule)
+    say = warn if workers.processes.rank == 0 else lambda text: None
+    if rule.asynchronous:
+        state = states[workers.mine[0]]
+        folder = folder / "checkpoints"
+        start = asynchronous.starting(folder, state, workers, rule.asynchronous, experiment.resume, say)
+        now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
+        rundir.refuse_other_run(start.extra.get("experiment", {}), now)
+        return states, start
     if not experiment.resume:
         return states, None
     saved = checkpoint.restore(
@@ -751,11 +868,12 @@ def starting_states(
         workers.processes,
         workers=workers.size,
         replicated=rule.state_is_replicated,
-        say=warn if workers.processes.rank == 0 else lambda text: None,
+        same_params=rule.params_are_replicated,
+        say=say,
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
-        params = next(iter(saved.states.values())).params
+        params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
         workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
         now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
         rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
@@ -776,7 +894,12 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
     if run.functions.strategy.startswith("none"):
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}", runtime.LONG)
-    extra = {
+    run.saver.save(take(state, run.workers), extra_of(run), score)
+
+
+def extra_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state."""
+    return {
         "elapsed_s": run.recorder.elapsed_s(),
         "scaled_for": run.plan.scaled_for,
         "exchange": {
@@ -786,7 +909,6 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
         },
         "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
     }
-    run.saver.save(take(state, run.workers), extra, score)
 
 
 if __name__ == "__main__":

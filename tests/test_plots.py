@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from jaxmpi import plots
@@ -52,8 +53,8 @@ def test_names_tell_lines_apart():
 def test_the_bound_is_where_it_should_be():
     figure = plots.figure([lines(1), bars(3)])
     over_sizes, over_bars = (axes.lines[-1] for axes in figure.axes)
-    assert list(over_sizes.get_ydata()) == [1e-9 * x for x in SIZES]
-    assert list(over_bars.get_xdata()) == [5e-3 / 20] * 2
+    assert np.asarray(over_sizes.get_ydata()).tolist() == [1e-9 * x for x in SIZES]
+    assert np.asarray(over_bars.get_xdata()).tolist() == [5e-3 / 20] * 2
 
 
 def test_an_axis_is_logarithmic_where_values_span_a_decade():

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
+from jax.core import Tracer
 
 PyTree = Any
 
@@ -59,11 +61,40 @@ class Rule(NamedTuple):
 
     `init(params) -> state`; `update(grads, state, params) -> (params, state)`, where grads are this worker's.
     Called outside jit, `update` runs the jitted pieces it is made of one by one.
+
+    A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
+    `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
     """
 
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     state_is_replicated: bool  # whether all workers hold the same state
+    eval_params: Callable[[PyTree, PyTree], PyTree] | None = None
+    params_are_replicated: bool = True  # whether all workers hold the same params after each step
+    asynchronous: "Asynchronous | None" = None
+
+
+class Asynchronous(NamedTuple):
+    """How a worker meets a center, in NumPy on f32[n]: `sent` and `seen` are what travelled, as both ends know it.
+
+    `outward(params, state)` is the tree that travels, `inward(tree, state)` the params for what came of it.
+    """
+
+    send: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (w, base) -> what the worker sends
+    serve: Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # (center, sent, seen): changes the center in place
+    meet: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    # meet: (w, base, sent, seen) -> (w, base), the worker's after the exchange
+    is_gossip: bool = False  # workers meet each other, not a center
+    starts_at_center: bool = False  # where a run is resumed
+    outward: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
+    inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
+
+
+def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
+    """`then(*operands)` where it is due, else the operands as they are; inside jit both are compiled."""
+    if isinstance(is_due, Tracer):
+        return jax.lax.cond(is_due, then, lambda *same: same, *operands)
+    return then(*operands) if is_due else operands
 
 
 def descend(
