@@ -121,6 +121,14 @@ def test_a_clock_that_jumps_or_a_process_that_slept_accuses_nobody():
     assert out.getvalue() == ""
 
 
+def test_who_waits_while_others_work_is_not_stuck_but_who_is_silent_is():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 40), lambda now: [beat(1, 5), beat(2, now), beat(3, now)])
+    assert out.getvalue() == ""
+    live(watch, letters, range(40, 60), lambda now: [beat(2, now), beat(3, now)])
+    assert "late: rank 1 on node1" in out.getvalue()
+
+
 def test_what_compiles_or_writes_may_last_longer():
     watch, letters, out = dog()
     live(watch, letters, range(1, 55), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
