@@ -1,8 +1,8 @@
 """A thread on every rank that sees when the job gets no further, and says who is late.
 
 Each rank tells two others, ranks 0 and 1, what it is at, about once a second, over a communicator of its own. Rank 0
-judges; rank 1 does where rank 0 has fallen silent. A job is stuck when no rank has got on for `stall_s`, or one has been
-silent for as long: one that waits while others work, as where workers do not keep step, is not.
+judges; rank 1 does where rank 0 has fallen silent. A job is stuck when no rank has got on for `stall_s`, or one has
+been silent for as long: one that waits while others work, as where workers do not keep step, is not.
 """
 
 import faulthandler
