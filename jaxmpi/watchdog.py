@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from jaxmpi import runtime, spans
 from jaxmpi.config import ON_STALL, lookup
-from jaxmpi.processes import MpiProcesses, Post, Processes
+from jaxmpi.processes import MpiProcesses, Post, Processes, survives_losses
 
 JUDGES = (0, 1)  # ranks that are told
 BEAT_S = 1.0  # between two words of a rank; of more than RANKS ranks, less often
@@ -212,6 +212,8 @@ def watching(processes: Processes, stall_s: float, on_stall: str) -> Iterator[st
         yield "watchdog off: as asked"
     elif isinstance(processes, MpiProcesses) and not processes.may_overlap:
         yield "watchdog off: MPI gives MPI_THREAD_SERIALIZED, and a thread of its own needs MPI_THREAD_MULTIPLE"
+    elif survives_losses():
+        yield "watchdog off: this job goes on without ranks that die"
     else:
         dog, ended = Watchdog(processes.post(), processes.rank, processes.size, stall_s, on_stall), threading.Event()
         thread = threading.Thread(target=_run, args=(dog, ended), name="jaxmpi watchdog", daemon=True)

@@ -167,6 +167,12 @@ def test_what_a_rank_tells():
     assert (told["rank"], told["phase"], told["open"]) == (3, "step 7", ["waits for batch of step 8"])
 
 
+def test_it_is_off_where_a_job_outlives_its_ranks(monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    with watching(SoloProcesses(), 1.0, "abort") as why:
+        assert why == "watchdog off: this job goes on without ranks that die"
+
+
 def test_it_can_be_off():
     with watching(SoloProcesses(), 0.0, "abort") as why:
         assert why == "watchdog off: as asked"
