@@ -51,7 +51,7 @@ def test_out_and_in(run_dir, tmp_path):
     with pytest.raises(UsageError, match=r"half: got bfloat16\[3\], expected nothing"):
         orbax.load(tmp_path / "out", {"conv": PARAMS["conv"]})
     next((tmp_path / "out").glob("**/_METADATA")).write_text("{")
-    with pytest.raises(UsageError, match="cannot be read|is not of this model"):
+    with pytest.raises(UsageError, match=r"cannot be read|is not of this model"):
         orbax.load(tmp_path / "out", like)
 
 
