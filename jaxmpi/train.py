@@ -388,19 +388,20 @@ def train_until(
     """`train`, until it is noticed that it is to leave."""
     workers = gather_workers(experiment.devices, experiment.comm)
     rundir.agree_on(experiment, workers.processes, digest)
-    for text in experiment.inject:
-        faults.parse(text, workers.size)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
     experiment = rundir.as_begun(experiment, kept, workers.size)
-    plan = make_plan(experiment, workers, kept.scaled_for if kept else workers.size)
+    begun = kept.scaled_for if kept else workers.size
+    plan = make_plan(experiment, workers, begun)
+    for text in experiment.inject:
+        faults.parse(text, max(begun, workers.size))
     asked = experiment.exchange.strategy
     experiment, why = settle_exchange(experiment, plan, workers, kept)
     functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
     rules.check_wire(experiment.rule, functions.strategy)
     with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
-        faults.order(experiment.inject, workers.size, workers.mine, folder)
+        faults.order(experiment.inject, max(begun, workers.size), workers.mine, folder)
         return run_in(folder, experiment, workers, plan, functions, root, notice)
 
 
