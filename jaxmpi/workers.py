@@ -1,6 +1,6 @@
 """The workers of a job: which of them this process runs, and how their states come to its devices and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,6 +72,15 @@ def gather_apart(servers: int, comm: str) -> Workers:
 def alone(workers: Workers) -> Workers:
     """This process's worker as the only one."""
     return Workers(workers.comm, SoloProcesses(), (0,), None)
+
+
+def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
+    """What takes a batch to the memory of this process's device; None on CPUs, which work in the host's, and over a
+    mesh, to which batches have come already.
+    """
+    if jax.default_backend() == "cpu" or workers.mesh is not None:
+        return None
+    return partial(jax.device_put, device=jax.local_devices()[0])
 
 
 def put(states: dict[int, TrainState], workers: Workers) -> TrainState:

@@ -35,9 +35,9 @@ def test_every_example_is_run():
 def test_only_the_lines_that_are_marked_change():
     """The paper's appendix: before and after."""
     before, after = ((FOLDER / f"{name}.py").read_text() for name in ("sgd_before", "sgd"))
-    body = [text[text.index("import jax") : text.index("if __name__")].splitlines() for text in (before, after)]
-    changes = [line for line in difflib.ndiff(body[0], body[1]) if line.startswith("+ ") and line[2:].strip()]
-    assert changes
-    assert all(line.endswith("# changed") for line in changes), changes
-    removed = [line for line in difflib.ndiff(body[0], body[1]) if line.startswith("- ") and line[2:].strip()]
-    assert len(removed) <= len(changes)
+    old, new = (text[text.index("import jax") : text.index("if __name__")].splitlines() for text in (before, after))
+    lines = [line for line in difflib.ndiff(old, new) if line[2:].strip()]
+    added = [line for line in lines if line.startswith("+ ")]
+    assert added
+    assert all(line.endswith("# changed") for line in added), added
+    assert len([line for line in lines if line.startswith("- ")]) <= len(added)

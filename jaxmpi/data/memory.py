@@ -9,7 +9,9 @@ All here is index arithmetic and memory of one process; what sends the bytes is 
 
 import functools
 import io
+import math
 import mmap
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -214,7 +216,17 @@ class Arena:
 
 
 def _memory(size_bytes: int) -> np.ndarray:
-    """u8 from the system itself, in large pages where it has them: NumPy's would stay with the process when freed."""
+    """u8 from the system itself, in large pages where it has them: NumPy's would stay with the process when freed.
+
+    Raises:
+        UsageError: this machine has not so much: the system would give it, and kill the process that uses it.
+    """
+    left = available_bytes()
+    check(
+        size_bytes <= left,
+        f"data.memory: {size_bytes / 1e9:,.1f} GB more are needed and this machine has {left / 1e9:,.1f} GB left; take "
+        "more workers on other hosts, a larger data.group_size, smaller images, or data.memory none",
+    )
     pages = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -229,6 +241,16 @@ def _joined(blobs: list) -> np.ndarray:
         joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
         at += len(blob)
     return joined
+
+
+def available_bytes() -> float:
+    """What the kernel holds for available on this machine, page cache included; infinite where it does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            found = re.search(r"^MemAvailable: +(\d+) kB", file.read(), re.M)
+    except OSError:
+        found = None
+    return 1024 * int(found[1]) if found else math.inf
 
 
 class MemorySource:

@@ -12,6 +12,7 @@ import pytest
 from jaxmpi.config import Data
 from jaxmpi.data import ArraySource, Loader, Sampler
 from jaxmpi.data import memory as mem
+from jaxmpi.data.crew import Crew
 from jaxmpi.data.memory import SEGMENT_BYTES
 from jaxmpi.feed import Feed
 from jaxmpi.partition import keep
@@ -50,7 +51,8 @@ def kept(source, train: bool = True, **data):
     """A feed whose source is in memory."""
     options = Data(memory="partition", **data)
     memory, samplers = keep(source, options, 3, LOCAL * SIZE, train, WORKERS)
-    return Feed(memory.source, samplers, options, train, memory=memory)
+    crew = Crew("threads", options.loaders, options.stall_s)
+    return Feed(memory.source, samplers, options, train, crew, memory=memory)
 
 
 def from_files(source, train: bool = True, start: int = 0, stop: int | None = None):
