@@ -109,8 +109,8 @@ MEMORY = {
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds | packed
-    dir: str = ""  # root folder of imagefolder, batchfiles, tfds or packed; JAXMPI_DATA where empty
+    source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds | packed | text | stdlib
+    dir: str = ""  # root folder of imagefolder, batchfiles, tfds, packed or text; JAXMPI_DATA where empty, but for text
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
@@ -126,6 +126,7 @@ class Data:
     mean_image: str = ""  # .npy file, u8 or f32[height, width, channels] in [0, 255]; instead of `mean`
     channels: int = 3  # of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
+    window: int = 128  # text, stdlib: bytes that an example predicts
     on_error: str = "stop"  # stop | skip: what a corrupt image does
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
     loader: str = "auto"  # auto | processes | threads | spawn: who makes batches; auto: processes to decode images
@@ -146,7 +147,7 @@ class Data:
                 getattr(self, name) >= 0,
                 f"data.{name}: got {getattr(self, name)} px; expected >= 0",
             )
-        for name in ("channels", "loaders", "prefetch", "synthetic_examples"):
+        for name in ("channels", "loaders", "prefetch", "synthetic_examples", "window"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
         check(
             self.loader in ("auto", "processes", "threads", "spawn"),
@@ -240,7 +241,7 @@ class Schedule:
 class RuleConfig:
     """When workers talk, and about what."""
 
-    name: str = "gradients"  # gradients | subgd | awagd | easgd | easgd_sync | asgd | gosgd
+    name: str = "gradients"  # gradients | subgd | awagd | local_sgd | diloco | easgd | easgd_sync | asgd | gosgd
     average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
     force: bool = False  # run an optimizer that is not linear in the gradient under a rule that expects one
     alpha: float = 0.5  # easgd: share of its distance to the center that a worker goes at an exchange, in (0, 1]
@@ -250,6 +251,10 @@ class RuleConfig:
     staleness: int = 0  # easgd, asgd: steps a worker may be ahead of the slowest before it waits; 0 = no bound
     servers: int = 0  # easgd, asgd: last ranks, which only keep the center; 0 = a thread of rank 0 does
     momentum: float = 0.0  # easgd: Nesterov momentum delta of EAMSGD, in [0, 1), over optimizer sgd
+    local_steps: int = 50  # local_sgd, diloco: H, steps from one exchange to the next
+    outer_lr: float = 0.7  # diloco: eta of the outer optimizer
+    outer_momentum: float = 0.9  # diloco: Nesterov momentum mu of the outer optimizer, in [0, 1)
+    noise_scale: bool = True  # gradients: record variance between workers and noise scale, where there are several
 
     def __post_init__(self) -> None:
         shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
@@ -264,6 +269,12 @@ class RuleConfig:
         check(0 <= self.momentum < 1, f"rule.momentum: got {self.momentum}; expected [0, 1): at 1 it never forgets")
         for name, least in (("tau", 1), ("staleness", 0), ("servers", 0)):
             check(getattr(self, name) >= least, f"rule.{name}: got {getattr(self, name)}; expected >= {least}")
+        check(self.local_steps >= 1, f"rule.local_steps: got {self.local_steps}; expected >= 1")
+        check(self.outer_lr > 0 and math.isfinite(self.outer_lr), f"rule.outer_lr: got {self.outer_lr}; expected > 0")
+        check(
+            0 <= self.outer_momentum < 1,
+            f"rule.outer_momentum: got {self.outer_momentum}; expected [0, 1): at 1 it never forgets",
+        )
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> None:
@@ -328,7 +339,7 @@ class Experiment:
 
     model: InPython[Any] = None  # a jaxmpi.Model
     loss: InPython[Callable[..., Any] | None] = (
-        None  # (outputs, labels i32[batch]) -> f32[batch]; default: softmax cross-entropy
+        None  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]; default: softmax cross-entropy
     )
     embedded: InPython["Experiment | None"] = None  # what runs when no data folder is given
     data: Data = field(default_factory=Data)

@@ -45,6 +45,11 @@ class Feed:
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
         }
 
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of text that an example predicts; 0 where examples are no text."""
+        return getattr(self.source, "bytes_each", 0)
+
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[steps.Batch, None, None]:
         """Batches on the devices of this process's workers, with a leading axis of workers where there are several.
 
@@ -115,8 +120,9 @@ def open_feed(
     source = open_source(experiment.data, split)
     model = experiment.model
     is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
+    spare = bool(model.label_shape) and source.classes <= model.classes  # a model may know more tokens than occur
     check(
-        source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes),
+        source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes) or spare,
         f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
         f"build the model with classes={source.classes}",
     )

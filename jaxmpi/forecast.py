@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxmpi import costs, plan, plots
 from jaxmpi import experiment as experiments
@@ -126,8 +125,7 @@ def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
         check(options.bytes >= 4, f"--bytes: got {options.bytes}; expected >= 4")
         return (int(options.bytes) // 4,)
     model = experiments.load(options.experiment).model
-    example = jax.ShapeDtypeStruct((1, *model.input_shape), jnp.float32)
-    params, _ = jax.eval_shape(model.init, jax.random.key(0), example)
+    params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())
     return tuple(leaf.size for leaf in jax.tree.leaves(params))
 
 

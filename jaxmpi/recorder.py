@@ -32,6 +32,7 @@ class Recorder:
         terminal: Terminal | None = None,
         sinks: Sequence[Sink] = (),
         hosts: Sequence[str] = (),
+        bytes_each: int = 0,
     ) -> None:
         """Open RUN/record.jsonl for appending; `run_dir` None is another rank's.
 
@@ -40,7 +41,9 @@ class Recorder:
             terminal: what rank 0's words go to.
             sinks: get every line, too.
             hosts: names, by rank.
+            bytes_each: of text, the bytes that an example predicts; 0 for images.
         """
+        self._unit, self._each = ("bytes", bytes_each) if bytes_each else ("images", 1)
         self._file = (run_dir / "record.jsonl").open("a") if run_dir else None
         self._terminal = (terminal or Plain(sys.stdout)) if run_dir else Silent()
         self._sinks, self._hosts = list(sinks) if run_dir else [], hosts
@@ -81,8 +84,9 @@ class Recorder:
         anatomy: Summary | None = None,
         images: int = 0,
         noted: Sequence[Span] = (),
+        **more: float,
     ) -> None:
-        """A progress line; images/s since the last one.
+        """A progress line; images/s, or of text bytes/s, since the last one.
 
         Args:
             wait_s: seconds that a worker has waited for batches so far, their mean.
@@ -91,15 +95,16 @@ class Recorder:
             anatomy: where the time of the last steps went.
             images: of these steps.
             noted: what this rank did in these steps.
+            more: fields of the record that only some runs have.
         """
         now = time.monotonic()
         since, before = self._window
-        images_per_s = (examples - before) / max(now - since, 1e-9)
+        per_s = (examples - before) * self._each / max(now - since, 1e-9)
         self._window = now, examples
         told: dict[str, Any] = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
-        told |= {"loss": loss, "images_per_s": images_per_s, "lr": lr, "wait_s": wait_s, "skipped": skipped}
-        told |= {"gradient_norm": gradient_norm}
-        shown = Progress(step, total_steps, epoch, loss, images_per_s, lr, told["elapsed_s"], skipped)
+        told |= {"loss": loss, f"{self._unit}_per_s": per_s, "lr": lr, "wait_s": wait_s, "skipped": skipped}
+        told |= {"gradient_norm": gradient_norm, **more}
+        shown = Progress(step, total_steps, epoch, loss, per_s, lr, told["elapsed_s"], skipped, unit=self._unit)
         if anatomy:
             told |= self._of_anatomy(anatomy, now)
             self._buckets.add(noted, anatomy.steps)
@@ -134,7 +139,12 @@ class Recorder:
         return f"rank {rank}" + (f" on {self._hosts[rank]}" if rank < len(self._hosts) else "")
 
     def evaluation(self, *, step: int, epoch: float, examples: int, eval_count: int, **means: float) -> None:
-        """Means over `eval_count` evaluated examples: eval_loss, eval_top1, eval_top5; none where there are none."""
+        """Means over `eval_count` evaluated examples: eval_loss, eval_top1, eval_top5; none where there are none.
+
+        Of text eval_bits_per_byte = eval_loss / ln 2 too.
+        """
+        if self._unit == "bytes" and means:
+            means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2)
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
         if buckets := self._buckets.taken():
@@ -144,6 +154,8 @@ class Recorder:
             top1, top5 = 100 * means["eval_top1"], 100 * means["eval_top5"]
             shown = f"loss {means['eval_loss']:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %"
             self._terminal.evaluated(means["eval_top1"])
+            if "eval_bits_per_byte" in means:
+                shown += f"  {means['eval_bits_per_byte']:.3f} bits per byte"
         self.say(f"step {step}  evaluation on {eval_count}: {shown}  {self.elapsed_s():.1f} s")
 
     def start_window(self, examples: int) -> None:

@@ -35,13 +35,14 @@ class Progress(NamedTuple):
     total_steps: int
     epoch: float
     loss: float
-    images_per_s: float
+    per_s: float  # of `unit`
     lr: float
     elapsed_s: float
     skipped: int = 0
     shares: dict[str, float] = {}  # noqa: RUF012 of a step's time, by part; never changed
     slowest: str = ""  # the rank that the others wait for
     estimated: bool = False
+    unit: str = "images"
 
     @property
     def line(self) -> str:
@@ -50,7 +51,7 @@ class Progress(NamedTuple):
         return "  ".join(
             [
                 f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {self.loss:.4f}",
-                f"{self.images_per_s:.1f} images/s  lr {self.lr:.3g}  {self.elapsed_s:.1f} s",
+                f"{self.per_s:.1f} {self.unit}/s  lr {self.lr:.3g}  {self.elapsed_s:.1f} s",
                 *([f"skipped {self.skipped}"] if self.skipped else []),
                 *([" ".join(parts) + " (estimated)" * self.estimated] if parts else []),
                 *([f"slowest {self.slowest}"] if self.slowest else []),
@@ -152,7 +153,7 @@ class Panel(Silent):
         if self.top1:
             curve = sparkline(self.top1, max(4, width - 17))
             rows.append(fitted(f"top-1 {100 * self.top1[-1]:<7.2f} % {curve}", width))
-        rows.append(fitted(f"{now.images_per_s:.1f} images/s  lr {now.lr:.3g}  {now.elapsed_s:.0f} s", width))
+        rows.append(fitted(f"{now.per_s:.1f} {now.unit}/s  lr {now.lr:.3g}  {now.elapsed_s:.0f} s", width))
         if now.shares:
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
         if now.slowest:

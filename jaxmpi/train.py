@@ -52,6 +52,7 @@ from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
+from jaxmpi.noise import Means, Noise
 from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, named_leaves, processes
 from jaxmpi.programs import loaded_jit
@@ -126,8 +127,7 @@ def settle_exchange(
     if stored:
         exchange = dataclasses.replace(asked, **stored)
         return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
-    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
-    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), example)
+    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
     among = tuple(hostcomm.HOST_SUMS) if is_beside else ()  # what can run beside the backward pass
@@ -173,7 +173,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = rules.Mute()
-        rule = build_rule(experiment, plan, mute.of(exchange_of(False))._replace(jit=keep_operands))
+        rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         checked = once(steps.or_before) if keeps else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
@@ -181,12 +181,12 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
         eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
         hashed = once(guard.fingerprints)
         return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
-    rule = build_rule(experiment, plan, exchange_of(is_beside))
+    rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
     eval_params = rule.eval_params or own_params
     checked = steps.or_before if keeps else None
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
     still = rules.Mute(is_on=True).of(exchange_of(False))
-    quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, still))
+    quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
         form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(quiet), False)
@@ -240,6 +240,8 @@ def unfit_for_overlap(experiment: Experiment, plan: "Plan") -> str:
     """Why this step cannot hide an exchange; empty where it can."""
     if experiment.form == "split":
         return "the step is split (form split)"
+    if rules.is_periodic(experiment.rule):
+        return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
     if compressors.is_compressor(experiment.exchange.strategy):
         return "a compressor exchanges more than once, one after another"
     fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
@@ -285,10 +287,14 @@ def is_split(experiment: Experiment, workers: Workers) -> bool:
     return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 
-def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -> Rule:
-    """The rule over this run's optimizer and exchange."""
+def build_rule(experiment: Experiment, plan: "Plan", workers: Workers, exchange: rules.Exchange) -> Rule:
+    """The rule over this run's optimizer and exchange.
+
+    Noise is measured between several workers with equal shares: with one there is none to see.
+    """
+    asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
     return rules.build(
-        experiment.rule,
+        dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
         optim.optimizer(experiment.optim, plan.lr),
         exchange,
         optimizer=experiment.optim.name,
@@ -298,7 +304,7 @@ def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -
 
 def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict[int, TrainState]:
     """State 0 of this process's workers: params of rank 0 on all ranks, compared by hash."""
-    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
+    example = experiment.model.example()
     key = jax.random.key(experiment.seed)
     if workers.processes.rank == 0:
         made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
@@ -445,13 +451,15 @@ def train_until(
     if is_apart:
         check_apart(experiment)
     rundir.agree_on(experiment, workers.processes, digest)
-    for text in experiment.inject:
-        faults.parse(text, workers.size)
+    rules.check_recover(experiment.rule, experiment.recover)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
     experiment = rundir.as_begun(experiment, kept, workers.size)
-    plan = make_plan(experiment, workers, kept.scaled_for if kept else workers.size)
+    begun = kept.scaled_for if kept else workers.size
+    plan = make_plan(experiment, workers, begun)
+    for text in experiment.inject:
+        faults.parse(text, max(begun, workers.size))
     asked = experiment.exchange.strategy
     experiment, why = settle_exchange(experiment, plan, workers, kept)
     functions = build_functions(experiment, workers, plan)._replace(asked=asked)
@@ -462,7 +470,7 @@ def train_until(
         plan.feed.crew,
     ):
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
-        faults.order(experiment.inject, workers.size, workers.mine, folder)
+        faults.order(experiment.inject, max(begun, workers.size), workers.mine, folder)
         return run_in(folder, experiment, workers, plan, functions, root, notice)
 
 
@@ -510,7 +518,8 @@ def run_in(
         cut_record(folder / "record.jsonl", start)
     hosts = workers.processes.gather(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
-    recorder = open_recorder(experiment, folder, elapsed_s, hosts) if is_first else Recorder(None)
+    bytes_each = plan.feed.bytes_each
+    recorder = open_recorder(experiment, folder, elapsed_s, hosts, bytes_each) if is_first else Recorder(None)
     if is_first:
         facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
             "asked": functions.asked,
@@ -533,6 +542,7 @@ def run_in(
         guard.Recovery(experiment.recover, experiment.recover_limit),
         Tracer(step_range(experiment.trace, "trace"), workers.processes, hosts, folder / "trace.json"),
         Profiler(step_range(experiment.profile, "profile"), folder / "profile"),
+        Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None,
     )
     if isinstance(saved, asynchronous.Start):
         return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
@@ -599,10 +609,12 @@ def open_saver(
     return savers.Saver(checkpoints, workers.processes, workers=workers.size, keep=keep, **equal)
 
 
-def open_recorder(experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str]) -> Recorder:
+def open_recorder(
+    experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str], bytes_each: int
+) -> Recorder:
     """The record, the sinks and the terminal; hosts are names by rank."""
     sinks = [*experiment.sinks, *([TensorBoard(folder / "tensorboard")] if experiment.tensorboard else [])]
-    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts)
+    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts, bytes_each)
 
 
 class Run(NamedTuple):
@@ -619,6 +631,7 @@ class Run(NamedTuple):
     recovery: guard.Recovery
     tracer: Tracer
     profiler: Profiler
+    noise: Noise | None  # where the rule measures it
 
 
 def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str, float]:
@@ -652,7 +665,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     plan, last = run.plan, run.plan.clock.total_steps
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
-    sums, result = np.zeros(3), {}  # loss, examples and squares of gradients since the last progress line
+    sums, result = np.zeros(SUMS), {}  # since the last progress line
     anatomy, lone_due = Anatomy(run.workers.size, to_device(run.workers)), first_lone(run, start)
     with contextlib.closing(plan.feed.batches(start, last)) as batches:
         for k, batch in enumerate(anatomy.batches(batches, start + 1), start + 1):
@@ -680,7 +693,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
                 compare(run, state, k)
             if log_due:
                 seen = log(run, k, sums, anatomy.window())
-                sums = np.zeros(3)
+                sums = np.zeros(SUMS)
                 if k >= lone_due and seen.source in ("unknown", "estimated"):
                     anatomy.lone(lone_s(run, state, batch))
                     lone_due = k + run.experiment.lone_every
@@ -739,15 +752,18 @@ def leave(run: Run, step: int) -> None:
     raise guard.Preempted
 
 
+SUMS = 6  # over workers: loss, examples, |g_i|^2; and where |g|^2 was measured |g_i|^2, |g|^2, steps
+
+
 def finite_sums(step: int, metrics: steps.Metrics | None, run: Run) -> np.ndarray:
-    """[loss, examples, squares of gradients] of this process's workers, of a step that was made; and its vote on it.
+    """f64[SUMS] of this process's workers, of a step that was made; and this process's vote on it.
 
     Raises:
         TrainingError, guard.RollBack: what all ranks agree to do about the step before.
     """
     if metrics is None:
         mind(run, run.votes.cast(step, None, 0, True))
-        return np.zeros(3)
+        return np.zeros(SUMS)
     losses, counts = (rows(value, run.workers).astype(np.float64) for value in (metrics.loss, metrics.count))
     finite = rows(metrics.finite, run.workers).reshape(len(losses), -1)
     applied = metrics.applied is None or bool(rows(metrics.applied, run.workers).all())
@@ -755,8 +771,18 @@ def finite_sums(step: int, metrics: steps.Metrics | None, run: Run) -> np.ndarra
     place, bad = odd[0] if odd else (0, None)
     mind(run, run.votes.cast(step, bad, run.workers.mine[place], applied))
     made = applied and np.isfinite(losses).all()
-    squares = rows(metrics.squares, run.workers).sum(dtype=np.float64)
-    return np.array([losses.sum(), counts.sum(), squares]) if made else np.zeros(3)
+    squares = rows(metrics.squares, run.workers).astype(np.float64)
+    if not made:
+        return np.zeros(SUMS)
+    return np.array([losses.sum(), counts.sum(), squares.sum(), *measured_sums(step, metrics, run, squares)])
+
+
+def measured_sums(step: int, metrics: steps.Metrics, run: Run, squares: np.ndarray) -> list[float]:
+    """|g_i|^2, |g|^2 and 1, over this process's workers; zeros where workers' gradients are not of as many examples."""
+    is_whole = run.plan.examples(step) - run.plan.examples(step - 1) == run.plan.clock.effective_batch
+    if metrics.mean_square is None or not is_whole:
+        return [0.0] * 3
+    return [squares.sum(), rows(metrics.mean_square, run.workers).sum(dtype=np.float64), float(squares.size)]
 
 
 def not_finite(loss: float, finite: np.ndarray) -> int | None:
@@ -787,6 +813,8 @@ def compare(run: Run, state: TrainState, step: int) -> None:
     rule = run.functions.rule
     kept = {"params": state.params} if rule.params_are_replicated else {}
     kept |= {"rule": state.rule_state} if rule.state_is_replicated else {}
+    if not kept:
+        return
     found = rows(run.functions.fingerprints(kept), run.workers).reshape(len(run.workers.mine), -1)
     text = guard.compare_replicas(kept, found, run.workers.mine, run.workers.processes, step)
     if text:
@@ -803,7 +831,7 @@ def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
     feed = run.plan.feed
     mine = np.array([*sums, feed.skipped, feed.wait_s])
     every = run.workers.processes.rows(np.concatenate([mine, flat(window)]))
-    loss, count, squares, skipped, wait_s = every[:, : len(mine)].sum(axis=0).tolist()
+    loss, count, squares, *measured, skipped, wait_s = every[:, : len(mine)].sum(axis=0).tolist()
     seen = summary(every[:, len(mine) :], window.steps)
     run.recorder.train(
         step=step,
@@ -818,6 +846,7 @@ def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
         anatomy=seen,
         images=run.plan.examples(step) - run.plan.examples(step - window.steps),
         noted=window.spans,
+        **noise_of(run, *measured),
     )
     if traced := run.tracer.add(window.spans, step, step == run.plan.clock.total_steps):
         run.recorder.say(traced)
@@ -826,8 +855,13 @@ def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
     return seen
 
 
+def noise_of(run: Run, local: float, mean: float, count: float) -> dict[str, float]:
+    """Fields of the record on the noise of gradients, where it was measured."""
+    return run.noise.fields(Means(local / count, mean / count)) if run.noise and count else {}
+
+
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
-    """Every validation example once, over all workers; model state as `batch_statistics` says."""
+    """Every validation example once, over all workers; model state as `batch_statistics` says, params as the rule."""
     runtime.doing(f"evaluation after step {step}", runtime.LONG)
     model_state = run.functions.mean_state(state.model_state)
     params = run.functions.eval_params(state.params, state.rule_state)

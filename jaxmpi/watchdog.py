@@ -1,7 +1,8 @@
 """A thread on every rank that sees when the job gets no further, and says who is late.
 
 Each rank tells two others, ranks 0 and 1, what it is at, about once a second, over a communicator of its own. Rank 0
-judges; rank 1 does where rank 0 has fallen silent. A rank is stuck when what it is at has not changed for `stall_s`.
+judges; rank 1 does where rank 0 has fallen silent. A job is stuck when no rank has got on for `stall_s`, or one has
+been silent for as long: one that waits while others work, as where workers do not keep step, is not.
 """
 
 import faulthandler
@@ -17,7 +18,7 @@ from typing import Any, TextIO
 
 from jaxmpi import runtime, spans
 from jaxmpi.config import ON_STALL, lookup
-from jaxmpi.processes import MpiProcesses, Post, Processes
+from jaxmpi.processes import MpiProcesses, Post, Processes, survives_losses
 
 JUDGES = (0, 1)  # ranks that are told
 BEAT_S = 1.0  # between two words of a rank; of more than RANKS ranks, less often
@@ -110,15 +111,17 @@ class Watchdog:
         first = self.known.get(0)
         if self.rank != 0 and first and not self._is_silent(first):
             return  # rank 0 is there to judge
-        idle_s = max((self.now_s - heard.moved_s for heard in self.known.values()), default=0.0)
-        patience = max((heard.beat["patience"] for heard in self.known.values()), default=1.0)
-        if idle_s < self.stall_s * patience + self.beat_s:
+        idle_s = self.now_s - max((heard.moved_s for heard in self.known.values()), default=self.now_s)
+        silent_s = self.now_s - min((heard.heard_s for heard in self.known.values()), default=self.now_s)
+        answering = [heard for heard in self.known.values() if not self._is_silent(heard)]
+        patience = max((heard.beat["patience"] for heard in answering), default=1.0)
+        if idle_s < self.stall_s * patience + self.beat_s and silent_s < self.stall_s + self.beat_s:
             if self.told_s is not None:
                 self._say(f"goes on, {self.now_s - self.told_s:.0f} s after that")
                 self.told_s = None
         elif self.told_s is None:
             self.told_s = self.now_s
-            self._tell(idle_s)
+            self._tell(max(idle_s, silent_s))
             if self.on_stall == "abort":
                 runtime.end_job(STALLED)
 
@@ -209,6 +212,8 @@ def watching(processes: Processes, stall_s: float, on_stall: str) -> Iterator[st
         yield "watchdog off: as asked"
     elif isinstance(processes, MpiProcesses) and not processes.may_overlap:
         yield "watchdog off: MPI gives MPI_THREAD_SERIALIZED, and a thread of its own needs MPI_THREAD_MULTIPLE"
+    elif survives_losses():
+        yield "watchdog off: this job goes on without ranks that die"
     else:
         dog, ended = Watchdog(processes.post(), processes.rank, processes.size, stall_s, on_stall), threading.Event()
         thread = threading.Thread(target=_run, args=(dog, ended), name="jaxmpi watchdog", daemon=True)

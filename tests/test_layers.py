@@ -41,6 +41,7 @@ ORDER = [
     "optim",
     "state",
     "step",
+    "noise",
     "workers",
     "partition",
     "feed",

@@ -284,7 +284,9 @@ def test_optimizers_that_equal_no_single_worker_are_refused_unless_forced(name, 
 
 
 def test_an_unknown_rule_lists_what_exists():
-    with pytest.raises(UsageError, match=r"unknown rule 'awgd'; did you mean 'awagd'\? there are: asgd, awagd, "):
+    with pytest.raises(
+        UsageError, match=r"unknown rule 'awgd'; did you mean 'awagd'\? there are: asgd, awagd, diloco, "
+    ):
         build("awgd", Optim())
 
 

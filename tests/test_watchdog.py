@@ -121,12 +121,24 @@ def test_a_clock_that_jumps_or_a_process_that_slept_accuses_nobody():
     assert out.getvalue() == ""
 
 
+def test_who_waits_while_others_work_is_not_stuck_but_who_is_silent_is():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 40), lambda now: [beat(1, 5), beat(2, now), beat(3, now)])
+    assert out.getvalue() == ""
+    live(watch, letters, range(40, 60), lambda now: [beat(2, now), beat(3, now)])
+    assert "late: rank 1 on node1" in out.getvalue()
+
+
 def test_what_compiles_or_writes_may_last_longer():
     watch, letters, out = dog()
     live(watch, letters, range(1, 55), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
     assert out.getvalue() == ""
     live(watch, letters, range(55, 70), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
     assert "no progress for 6" in out.getvalue()
+    watch, letters, out = dog()  # but whoever falls silent is given no more time than others
+    live(watch, letters, range(1, 3), lambda now: [beat(r, 5, patience=6.0) for r in (1, 2, 3)])
+    live(watch, letters, range(3, 20), lambda now: [beat(r, 6) for r in (1, 3)])
+    assert "late: rank 2 on node2" in out.getvalue()
 
 
 def test_a_rank_that_has_ended_is_not_missed():
@@ -153,6 +165,12 @@ def test_what_a_rank_tells():
     with spans.span("data", "batch of step 8"):
         told = mine(3)
     assert (told["rank"], told["phase"], told["open"]) == (3, "step 7", ["waits for batch of step 8"])
+
+
+def test_it_is_off_where_a_job_outlives_its_ranks(monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    with watching(SoloProcesses(), 1.0, "abort") as why:
+        assert why == "watchdog off: this job goes on without ranks that die"
 
 
 def test_it_can_be_off():

@@ -84,7 +84,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"also auto and compressors (default: {' '.join(STRATEGIES)})",
     )
     add("--sizes", nargs="*", metavar="N", help="floats, such as 0 4096 64Mi; without a number Baidu's list")
-    add("--tree", nargs="+", default=[], metavar="MODEL", help="gradients of `jaxmpi models`, or lm300m")
+    add("--tree", nargs="+", default=[], metavar="MODEL", help="gradients of `jaxmpi models`")
     add(
         "--peers",
         nargs="+",
@@ -151,29 +151,16 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
     """Gradient shapes by model; jaxmpi itself knows no model, so `python -m models` says them."""
-    models = [name for name in dict.fromkeys(names) if name != "lm300m"]
-    found = {"lm300m": lm300m()} if "lm300m" in names else {}
+    models = list(dict.fromkeys(names))
     if not models:
-        return found
+        return {}
     line = [sys.executable, "-m", "models", "--tree", *models]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))} | {"JAX_PLATFORMS": "cpu"}
     job = subprocess.run(line, capture_output=True, text=True, env=environ)
     last = job.stderr.strip().splitlines()[-1:] or [f"exit code {job.returncode}"]
-    check(job.returncode == 0, f"--tree: python -m models, in {os.getcwd()}: {last[0]}; lm300m needs no models")
+    check(job.returncode == 0, f"--tree: python -m models, in {os.getcwd()}: {last[0]}")
     try:
         printed = json.loads(job.stdout)
     except json.JSONDecodeError as error:
         raise UsageError(f"{shlex.join(line)}, in {os.getcwd()}: expected JSON of shapes by model and path") from error
-    return found | {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}
-
-
-def lm300m() -> dict[str, Shape]:
-    """Shapes of a language model of 298,588,480 params: f32.
-
-    Two LSTM layers, 8192 cells each projected to 1024 (Jozefowicz et al. 2016, section 5.5), between an embedding and
-    an output layer over 72,000 words: the size that Gibiansky 2017 reports.
-    """
-    words, width, cells = 72_000, 1024, 8192
-    layer = {"input": (width, 4 * cells), "state": (width, 4 * cells), "bias": (4 * cells,), "project": (cells, width)}
-    layers = {f"lstm{i}/{name}": shape for i in (1, 2) for name, shape in layer.items()}
-    return {"embedding": (words, width), **layers, "words/kernel": (width, words), "words/bias": (words,)}
+    return {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}

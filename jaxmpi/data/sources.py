@@ -18,6 +18,7 @@ from jaxmpi.data.batchfiles import BatchFileSource
 from jaxmpi.data.images import MODES, corrupt_if_it_fails, decoded, resized
 from jaxmpi.data.packed import Packed
 from jaxmpi.data.sampler import random_bits
+from jaxmpi.data.text import stdlib, text
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SYNTHETIC_CLASSES = 1000  # as ImageNet, whose models this stands in for
@@ -29,13 +30,15 @@ class Source(Protocol):
     """Examples by index. Read from several threads at once.
 
     `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
-    prepared, and an int in [0, classes). A source may also have
+    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such. A source may
+    also have
 
     - `where(i) -> str`: the name of example i in errors.
     - `digest() -> str`: the same on all ranks where their data are.
     - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
       Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
       ends the run; `CorruptExample` is skipped where `data.on_error` says so.
+    - `bytes_each: int`: of text, the bytes that an example predicts.
     - `in_process: bool`: True where its contents change while it is read, so that loaders must be threads.
 
     Loaders that are processes get a source by pickle, once: it must open its files again there, and its NumPy arrays
@@ -449,5 +452,7 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "imagefolder": imagefolder,
     "batchfiles": batchfiles,
     "tfds": tfds,
+    "text": text,
+    "stdlib": stdlib,
     "packed": packed,
 }

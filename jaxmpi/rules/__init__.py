@@ -8,9 +8,11 @@ import optax
 from jaxmpi.config import RuleConfig, check, lookup
 from jaxmpi.rules.asgd import asgd
 from jaxmpi.rules.awagd import awagd
+from jaxmpi.rules.diloco import diloco
 from jaxmpi.rules.easgd import easgd, easgd_sync
 from jaxmpi.rules.gosgd import gosgd
 from jaxmpi.rules.gradients import gradients
+from jaxmpi.rules.local_sgd import local_sgd
 from jaxmpi.rules.rule import Asynchronous as Asynchronous
 from jaxmpi.rules.rule import Exchange as Exchange
 from jaxmpi.rules.rule import Mute as Mute
@@ -27,15 +29,18 @@ class Row(NamedTuple):
     lr_scaling: str  # the default
     sums_updates: bool  # scaling lr linearly as well would count the workers twice
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
+    is_periodic: bool = False  # exchanges every so many steps, nothing in between
     is_asynchronous: bool = False  # workers do not wait for each other
 
 
 RULES: dict[str, Row] = {
-    "gradients": Row(lambda tx, x, config: gradients(tx, x), "linear", False, True),
+    "gradients": Row(lambda tx, x, config: gradients(tx, x, config.noise_scale), "linear", False, True),
     "subgd": Row(lambda tx, x, config: subgd(tx, x), "none", True, False),
     "awagd": Row(lambda tx, x, config: awagd(tx, x, config.average_momentum), "linear", False, False),
+    "local_sgd": Row(local_sgd, "linear", False, True, is_periodic=True),
+    "diloco": Row(diloco, "none", False, True, is_periodic=True),
     "easgd": Row(easgd, "none", False, False, is_asynchronous=True),
-    "easgd_sync": Row(easgd_sync, "none", False, False),
+    "easgd_sync": Row(easgd_sync, "none", False, False, is_periodic=True),
     "asgd": Row(asgd, "none", True, False, is_asynchronous=True),
     "gosgd": Row(gosgd, "none", False, False, is_asynchronous=True),
 }
@@ -127,6 +132,24 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
         f"rule awagd sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. Use "
         "wire 32 or 16, rule gradients, or --rule.force",
     )
+
+
+def check_recover(config: RuleConfig, recover: str) -> None:
+    """Refuse to leave out steps that are not finite where workers cannot know it of each other.
+
+    Raises:
+        UsageError: `skip` under a rule whose workers step alone.
+    """
+    check(
+        not (recover == "skip" and is_periodic(config)),
+        f"recover: got skip with rule {config.name}, whose workers step alone and would have to agree on every step; "
+        "use stop or rollback",
+    )
+
+
+def is_periodic(config: RuleConfig) -> bool:
+    """Whether workers exchange every so many steps only, and step alone in between."""
+    return lookup(RULES, config.name, "rule").is_periodic
 
 
 def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:

@@ -63,6 +63,7 @@ class Rule(NamedTuple):
     Called outside jit, `update` runs the jitted pieces it is made of one by one.
 
     A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
+    `measured` is an `update` that gives |g|^2 as well, f32[], g the mean gradient: for the noise scale.
     `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
     """
 
@@ -71,6 +72,7 @@ class Rule(NamedTuple):
     state_is_replicated: bool  # whether all workers hold the same state
     eval_params: Callable[[PyTree, PyTree], PyTree] | None = None
     params_are_replicated: bool = True  # whether all workers hold the same params after each step
+    measured: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]] | None = None
     asynchronous: "Asynchronous | None" = None
 
 
