@@ -24,7 +24,7 @@ CONTROL = cast(MpiProcesses, processes())
 WORKERS = gather_workers(1)
 SIZE, RANK = CONTROL.size, CONTROL.rank
 GROUPS = [d for d in range(1, SIZE + 1) if SIZE % d == 0]
-N, LOCAL = 81, 5
+N, LOCAL = 161, 5
 
 
 class Shapes:
