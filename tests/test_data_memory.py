@@ -220,7 +220,7 @@ class TestMoves:
 
     def test_more_than_the_machine_has_is_refused(self):
         assert 2**20 < mem.available_bytes() < 2**50
-        with pytest.raises(UsageError, match=r"1,099,511\.6 GB more are needed and this machine has .*group_size"):
+        with pytest.raises(UsageError, match=r"1,125,899\.9 GB more are needed and this machine has .*group_size"):
             Arena(np.arange(2**20), np.full(2**20, mem.MOST_BYTES))
 
 
