@@ -10,6 +10,7 @@ slowest rank. The bare call has its bytes side by side already, and buffers that
 """
 
 import argparse
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -244,7 +245,8 @@ def make_sources(folder: Path, blobs: list[bytes], latency_s: float) -> dict[str
     place.mkdir(parents=True)
     for i, blob in enumerate(blobs):
         (place / f"{i:06d}.jpg").write_bytes(blob)
-    resize, crop = Data(resize=256, crop=224, mirror=True), Data(crop=224, mirror=True)
+    crop = Data(crop=224, mirror=True, loader="threads")  # for all: a source that waits cannot be sent to a process
+    resize = dataclasses.replace(crop, resize=256)
     files = open_source(Data(source="imagefolder", dir=str(folder / "files"), resize=256), "train")
     full = open_source(Data(source="imagefolder", dir=str(folder / "files")), "train")
     pack.pack(full, folder / "packed" / "train")
