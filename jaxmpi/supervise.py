@@ -43,11 +43,12 @@ TRACES = [
     re.compile(r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*rank \[(?P<rank>[\d, ]+)\] did not answer in time)"),
     re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)"),
     re.compile(
-        r"^ *jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
-        r"(?P<words>.*?)(?=^ *jaxmpi: |^-{20,}|\Z)",  # Open MPI prints rules around its notices
+        r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
+        r"(?P<words>.*?)(?=^jaxmpi: |^-{20,}|\Z)",  # Open MPI prints rules around its notices
         re.M | re.S,
     ),
-    re.compile(r"^ *jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?P<words>(?:left early|has ended).*)$", re.M),
+    re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?P<words>(?:left early|has ended).*)$", re.M),
+    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>calling\s+.abort.)"),
     re.compile(r"Process name: \[.*,(?P<rank>\d+)\]\s+(?P<words>Exit code:\s+\d+)"),
     re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?P<words>.*)"),
 ]
@@ -110,8 +111,8 @@ def end_with_parent() -> None:
 
 
 def pass_on(pipe, tail: deque[bytes]) -> None:
-    """Standard error as it comes, and its end kept."""
-    for line in iter(pipe.readline, b""):
+    """Standard error as it comes, without the NUL that Open MPI ends some of its notices with, and its end kept."""
+    for line in (raw.replace(b"\0", b"") for raw in iter(pipe.readline, b"")):
         tail.append(line)
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()

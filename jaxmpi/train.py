@@ -452,13 +452,14 @@ def train_until(
         check_apart(experiment)
     rundir.agree_on(experiment, workers.processes, digest)
     rules.check_recover(experiment.rule, experiment.recover)
-    for text in experiment.inject:
-        faults.parse(text, workers.size)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
     experiment = rundir.as_begun(experiment, kept, workers.size)
-    plan = make_plan(experiment, workers, kept.scaled_for if kept else workers.size)
+    begun = kept.scaled_for if kept else workers.size
+    plan = make_plan(experiment, workers, begun)
+    for text in experiment.inject:
+        faults.parse(text, max(begun, workers.size))
     asked = experiment.exchange.strategy
     experiment, why = settle_exchange(experiment, plan, workers, kept)
     functions = build_functions(experiment, workers, plan)._replace(asked=asked)
@@ -469,7 +470,7 @@ def train_until(
         plan.feed.crew,
     ):
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
-        faults.order(experiment.inject, workers.size, workers.mine, folder)
+        faults.order(experiment.inject, max(begun, workers.size), workers.mine, folder)
         return run_in(folder, experiment, workers, plan, functions, root, notice)
 
 

@@ -23,7 +23,7 @@ from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
-from launching import ROOT, kill_session, mpirun_line, train
+from launching import ROOT, kill_session, mpirun_line, run, train
 from tolerances import U
 
 DIGITS = "experiments/digits.py"
@@ -332,3 +332,13 @@ def test_learning_rates_follow_the_run_and_moments_stay():
     assert [int(x) for x in jax.tree.leaves(later) if x.ndim == 0] == [7]
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(later), strict=True):
         assert before.ndim == 0 or np.asarray(before).tobytes() == np.asarray(after).tobytes()
+
+
+# ---------------------------------------------------------------- the script of figures
+
+
+@pytest.mark.slow
+def test_the_bench_runs_at_a_small_size():
+    ended = run([sys.executable, "scripts/bench_rules.py", "--rounds", "1", "--only", "idle"], timeout_s=60)
+    assert ended.code == 0, ended.out
+    assert "of a core, goal 5 %" in ended.out

@@ -34,12 +34,16 @@ ENDINGS = {
         Culprit("2", "vm", "no progress for 60 s"),
     ),
     "left": (
-        " jaxmpi: rank 1/2 on vm left early (step 3); ending the job\n",
+        "jaxmpi: rank 1/2 on vm left early (step 3); ending the job\n",
         Culprit("1", "vm", "left early (step 3); ending the job"),
     ),
     "silent exit": (
         "exited\n   Process name: [prterun-vm-20310@1,1]\n   Exit code:    75\n",
         Culprit("1", "", "Exit code:    75"),
+    ),
+    "a link that is gone": (
+        'prterun has exited due to process rank 0 with PID 0 on node node0 calling\n"abort". This may\n',
+        Culprit("0", "node0", 'calling "abort"'),
     ),
     "srun": ("srun: error: node01: task 2: Killed\n", Culprit("2", "node01", "Killed")),
     "nobody": ("a warning\n", None),
@@ -153,6 +157,14 @@ def test_a_signal_goes_on_as_usr1_and_a_second_one_ends_the_job(tmp_path):
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=30)
     assert job.returncode == 128 + signal.SIGTERM, out
+
+
+def test_what_a_job_says_comes_through_without_nul(tmp_path):
+    job = supervised(
+        tmp_path, "printf 'a rule\\n\\000jaxmpi: rank 1/2 on vm (step 3):\\nerror: x\\n' >&2; exit 2", restarts=0
+    )
+    out, _ = job.communicate(timeout=60)
+    assert "a rule\njaxmpi: rank 1/2 on vm (step 3):\nerror: x\n" in out
 
 
 def test_a_job_ends_with_its_supervisor(tmp_path):
