@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jaxmpi.config import UsageError, check
 from jaxmpi.processes import Processes, named_leaves
 from jaxmpi.state import TrainState
 
+T = TypeVar("T")
 PyTree = Any
 FORMAT = 2
 MANIFEST_BYTES = 1 << 28  # more is no manifest of ours: a leaf takes some hundred bytes
@@ -59,16 +60,17 @@ class Kept(NamedTuple):
 # ---------------------------------------------------------------- out
 
 
-def files_of(states: Mapping[int, TrainState], replicated: bool) -> Files:
+def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bool = True) -> Files:
     """The files that this process writes, and what belongs into each.
 
     Args:
         states: this process's workers.
         replicated: whether the rule's state is equal on all workers; then it is written once.
+        same_params: whether params are.
     """
     files = {}
     for worker, state in states.items():
-        common, own = halves(state, replicated)
+        common, own = halves(state, replicated, same_params)
         files |= {"common.bin": common} if worker == 0 else {}
         files[own_file(worker)] = own
     return files
@@ -109,14 +111,57 @@ def save(
     index = {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}
     every = {name: rows for text in processes.gather(json.dumps(index)) for name, rows in json.loads(text).items()}
     if processes.rank == 0:
-        manifest = {"format": FORMAT, "step": step, "workers": workers, "score": score}
-        write_text(aside / "manifest.json", sealed({**manifest, "files": every, "extra": dict(extra)}))
-        sync_folder(aside)
-        put_in_place(aside, final)
-        prune(folder, step, keep)
+        commit(folder, step, {"workers": workers, "score": score, "files": every, "extra": dict(extra)}, keep)
     processes.barrier()
     faults.reach("saved", step, final)
     return final
+
+
+def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Kept) -> None:
+    """Make what lies in step_N.tmp a checkpoint, and drop those beyond `keep`."""
+    final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
+    write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
+    sync_folder(aside)
+    put_in_place(aside, final)
+    prune(folder, step, keep)
+
+
+class Apart(NamedTuple):
+    """Where workers do not meet: each writes its own file when it comes by, and worker 0 makes a checkpoint of them."""
+
+    folder: Path  # RUN/checkpoints
+    workers: int
+    keep: Kept
+
+    def aside(self, step: int) -> Path:
+        """The folder that becomes the checkpoint."""
+        return self.folder / f"step_{step:08d}.tmp"
+
+    def begin(self, step: int) -> None:
+        """Worker 0, before the others hear of it."""
+        for cut_off in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(cut_off)
+        self.aside(step).mkdir(parents=True)
+
+    def write_own(self, step: int, worker: int, tree: PyTree) -> None:
+        """A worker's part, then its index, which says that the part is whole."""
+        name = own_file(worker)
+        index = write_leaves(self.aside(step) / name, tree, step)
+        being_written = self.aside(step) / f"{name}.json.tmp"
+        write_text(being_written, json.dumps(index))
+        being_written.rename(being_written.with_suffix(""))
+
+    def end(self, step: int, common: PyTree, extra: Mapping[str, Any], score: float | None) -> None:
+        """Worker 0, when all that are there have written; those of others are empty."""
+        aside = self.aside(step)
+        files = {"common.bin": write_leaves(aside / "common.bin", common, step)}
+        for name in map(own_file, range(self.workers)):
+            index = aside / f"{name}.json"
+            files[name] = json.loads(index.read_text()) if index.exists() else write_leaves(aside / name, {}, step)
+        for left in aside.glob("worker_*.json*"):
+            left.unlink()
+        facts = {"workers": self.workers, "score": score, "files": files, "extra": dict(extra)}
+        commit(self.folder, step, facts, self.keep)
 
 
 def put_in_place(aside: Path, final: Path) -> None:
@@ -159,10 +204,10 @@ def checksum(manifest: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps({k: v for k, v in manifest.items() if k != "crc32"}).encode())
 
 
-def halves(state: TrainState, replicated: bool) -> tuple[PyTree, PyTree]:
+def halves(state: TrainState, replicated: bool, same_params: bool = True) -> tuple[PyTree, PyTree]:
     """(what is equal on all workers, what is this worker's own), as dicts of the state's fields."""
     fields = state._asdict()
-    equal = ("step", "params", *(("rule_state",) if replicated else ()))
+    equal = ("step", *(("params",) if same_params else ()), *(("rule_state",) if replicated else ()))
     return {k: fields[k] for k in equal}, {k: v for k, v in fields.items() if k not in equal}
 
 
@@ -238,12 +283,32 @@ def restore(
     *,
     workers: int,
     replicated: bool,
+    same_params: bool = True,
     say: Callable[[str], None] = print,
 ) -> Saved | None:
     """The newest checkpoint that is whole on all ranks, for this process's workers; None where there is none.
 
     Args:
         like: states of the same structure, shapes and dtypes, as the run starts with.
+        say: is told of damaged ones that are passed over.
+
+    Communicates, raises: see `first_whole`.
+    """
+
+    def read(path: Path) -> Saved:
+        manifest = read_manifest(path)
+        one = worker_of if manifest["workers"] == workers else mean_worker_of
+        halved = {worker: halves(state, replicated, same_params) for worker, state in like.items()}
+        states = {worker: one(path, manifest, worker, like[worker], *parts) for worker, parts in halved.items()}
+        return Saved(states, manifest["step"], manifest["extra"], manifest["workers"])
+
+    return first_whole(folder, processes, read, say)
+
+
+def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], say: Callable[[str], None]) -> T | None:
+    """What `read` gives of the newest checkpoint that is whole on all ranks; None where there is none.
+
+    Args:
         say: is told of damaged ones that are passed over.
 
     Communicates: two gathers of short texts for each checkpoint that is tried.
@@ -254,7 +319,7 @@ def restore(
     names = json.loads(processes.gather(json.dumps([path.name for path in found(folder)]))[0])
     damage: list[str] = []
     for name in reversed(names):
-        saved, problem = attempt(folder / name, like, workers, replicated)
+        saved, problem = attempt(folder / name, read)
         texts = enumerate(processes.gather(json.dumps(problem)))
         problems = [(rank, *row) for rank, text in texts if (row := json.loads(text))]
         if not problems:
@@ -268,15 +333,10 @@ def restore(
     return None
 
 
-def attempt(
-    path: Path, like: Mapping[int, TrainState], workers: int, replicated: bool
-) -> tuple[Saved | None, tuple[bool, str] | None]:
+def attempt(path: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[bool, str] | None]:
     """A checkpoint, or (whether it is damaged, what is wrong with it)."""
     try:
-        manifest = read_manifest(path)
-        one = worker_of if manifest["workers"] == workers else mean_worker_of
-        states = {worker: one(path, manifest, worker, state, replicated) for worker, state in like.items()}
-        return Saved(states, manifest["step"], manifest["extra"], manifest["workers"]), None
+        return read(path), None
     except OSError as error:
         return None, (True, f"{path}: cannot be read: {error}")
     except UsageError as error:
@@ -356,20 +416,20 @@ def is_row(row: Any) -> bool:
     return typed and row["offset"] >= 0 and all(type(n) is int for n in row["shape"])
 
 
-def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, replicated: bool) -> TrainState:
-    """One worker's state out of common.bin and its own file."""
-    common, own = halves(like, replicated)
+def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree) -> TrainState:
+    """One worker's state out of common.bin and its own file, which hold what `halves` says."""
     fields = read_file(path, manifest, "common.bin", common) | read_file(path, manifest, own_file(worker), own)
     return TrainState(**fields)
 
 
-def mean_worker_of(path: Path, manifest: dict, worker: int, like: TrainState, replicated: bool) -> TrainState:
+def mean_worker_of(
+    path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree
+) -> TrainState:
     """The state of a worker among another number of them: the mean of what all had of their own.
 
     So batch statistics, moments and what error feedback owes keep their means over workers. Leaves that are no floats
     are those of worker 0; the random stream is this worker's.
     """
-    common, own = halves(like, replicated)
     fields = read_file(path, manifest, "common.bin", common)
     count = manifest["workers"]
     first = read_file(path, manifest, own_file(0), own)

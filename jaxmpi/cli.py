@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from jaxmpi import forecast, launch, orbax
+from jaxmpi import doctor, forecast, launch, orbax, report
 from jaxmpi.config import UsageError, lookup
 from jaxmpi.data import pack
 
@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "train": ("train an experiment with N workers; prints the launcher's line", launch.main),
     "bench": ("time exchanges beside other libraries' and the bound", bench),
     "plan": ("predicted step time and best strategy for 2 to 4,096 workers", forecast.main),
+    "report": ("one HTML page, and pictures, of one run or several", report.main),
+    "doctor": ("MPI, cores, network, devices, a test of the exchange, and what to change", doctor.main),
     "data": ("pack any source into few files; check them", pack.main),
     "export": ("params of a checkpoint as an Orbax folder", orbax.main),
     "models": ("table of the models in this folder's models/", models),

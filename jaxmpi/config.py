@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
@@ -50,6 +51,19 @@ def check(holds: bool, message: str) -> None:
     """Raise `UsageError(message)` unless `holds`."""
     if not holds:
         raise UsageError(message)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written later; several ranks may ask at once."""
+    try:
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {str(path)!r}: {error.strerror}; name a file in a folder that exists"
+        ) from error
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
@@ -95,12 +109,12 @@ MEMORY = {
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | tfds | packed
-    dir: str = ""  # root folder of imagefolder, tfds or packed; JAXMPI_DATA where empty
+    source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds | packed | text | stdlib
+    dir: str = ""  # root folder of imagefolder, batchfiles, tfds, packed or text; JAXMPI_DATA where empty, but for text
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
-    resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size
+    resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
     crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
     crop_area: tuple[
         float, ...
@@ -112,10 +126,13 @@ class Data:
     mean_image: str = ""  # .npy file, u8 or f32[height, width, channels] in [0, 255]; instead of `mean`
     channels: int = 3  # of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
+    window: int = 128  # text, stdlib: bytes that an example predicts
     on_error: str = "stop"  # stop | skip: what a corrupt image does
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
-    threads: int = 2  # decoding threads per worker
+    loader: str = "auto"  # auto | processes | threads | spawn: who makes batches; auto: processes to decode images
+    loaders: int = 2  # of them, per worker
     prefetch: int = 2  # batches made ahead, per worker
+    stall_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
     group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
     shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
@@ -130,8 +147,13 @@ class Data:
                 getattr(self, name) >= 0,
                 f"data.{name}: got {getattr(self, name)} px; expected >= 0",
             )
-        for name in ("channels", "threads", "prefetch", "synthetic_examples"):
+        for name in ("channels", "loaders", "prefetch", "synthetic_examples", "window"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
+        check(
+            self.loader in ("auto", "processes", "threads", "spawn"),
+            f"data.loader: got {self.loader!r}; expected auto, processes, threads or spawn",
+        )
+        check(self.stall_s > 0, f"data.stall_s: got {self.stall_s}; expected seconds > 0")
         for name in ("mean", "std"):
             got = len(getattr(self, name))
             check(
@@ -219,9 +241,40 @@ class Schedule:
 class RuleConfig:
     """When workers talk, and about what."""
 
-    name: str = "gradients"  # gradients | subgd | awagd
+    name: str = "gradients"  # gradients | subgd | awagd | local_sgd | diloco | easgd | easgd_sync | asgd | gosgd
     average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
-    force: bool = False  # let subgd and awagd run an optimizer for which they equal no single worker
+    force: bool = False  # run an optimizer that is not linear in the gradient under a rule that expects one
+    alpha: float = 0.5  # easgd: share of its distance to the center that a worker goes at an exchange, in (0, 1]
+    server_alpha: float = 0.0  # easgd: share of it that the center goes, in (0, 1]; 0 = alpha
+    tau: int = 1  # easgd, asgd: steps between a worker's exchanges
+    p: float = 0.01  # gosgd: probability that a worker sends its params to another after a step, in [0, 1]
+    staleness: int = 0  # easgd, asgd: steps a worker may be ahead of the slowest before it waits; 0 = no bound
+    servers: int = 0  # easgd, asgd: last ranks, which only keep the center; 0 = a thread of rank 0 does
+    momentum: float = 0.0  # easgd: Nesterov momentum delta of EAMSGD, in [0, 1), over optimizer sgd
+    local_steps: int = 50  # local_sgd, diloco: H, steps from one exchange to the next
+    outer_lr: float = 0.7  # diloco: eta of the outer optimizer
+    outer_momentum: float = 0.9  # diloco: Nesterov momentum mu of the outer optimizer, in [0, 1)
+    noise_scale: bool = True  # gradients: record variance between workers and noise scale, where there are several
+
+    def __post_init__(self) -> None:
+        shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
+        why = "beyond 1 a worker would end on the far side of the center"
+        for name in shares:
+            value = getattr(self, name)
+            is_open = name != "p"
+            check(
+                0 <= value <= 1 and not (is_open and value == 0),
+                f"rule.{name}: got {value}; expected {'(0' if is_open else '[0'}, 1]" + f": {why}" * is_open,
+            )
+        check(0 <= self.momentum < 1, f"rule.momentum: got {self.momentum}; expected [0, 1): at 1 it never forgets")
+        for name, least in (("tau", 1), ("staleness", 0), ("servers", 0)):
+            check(getattr(self, name) >= least, f"rule.{name}: got {getattr(self, name)}; expected >= {least}")
+        check(self.local_steps >= 1, f"rule.local_steps: got {self.local_steps}; expected >= 1")
+        check(self.outer_lr > 0 and math.isfinite(self.outer_lr), f"rule.outer_lr: got {self.outer_lr}; expected > 0")
+        check(
+            0 <= self.outer_momentum < 1,
+            f"rule.outer_momentum: got {self.outer_momentum}; expected [0, 1): at 1 it never forgets",
+        )
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> None:
@@ -256,6 +309,8 @@ class ExchangeConfig:
         lookup(OVERLAPS, self.overlap, "exchange.overlap")
 
 
+# What a job does that gets no further.
+ON_STALL = {"abort": "ends, with a code other than 0", "warn": "says so and goes on"}
 # What becomes of a step whose gradients or loss are not finite.
 RECOVERIES = {
     "stop": "the run stops",
@@ -284,7 +339,7 @@ class Experiment:
 
     model: InPython[Any] = None  # a jaxmpi.Model
     loss: InPython[Callable[..., Any] | None] = (
-        None  # (outputs, labels i32[batch]) -> f32[batch]; default: softmax cross-entropy
+        None  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]; default: softmax cross-entropy
     )
     embedded: InPython["Experiment | None"] = None  # what runs when no data folder is given
     data: Data = field(default_factory=Data)
@@ -300,7 +355,15 @@ class Experiment:
     checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best: int = 1  # beside them, those of lowest eval_loss, of steps that were evaluated and saved
-    log_every: int = 10  # steps between progress lines; the first step always has one
+    log_every: int = 10  # steps between lines of the record; the first step always has one
+    quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
+    trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
+    profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
+    tensorboard: bool = False  # lines of the record to TensorBoard, too, in the run directory
+    sinks: InPython[tuple[Callable[[dict[str, Any]], None], ...]] = ()  # get every line of the record
+    lone_every: int = 200  # steps between steps without exchange, on a copy, where only they tell its time; 0 = never
+    stall_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
+    on_stall: str = "abort"  # abort | warn: what then happens
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     params: str = ""  # Orbax folder that the run begins with, instead of the model's own params
@@ -330,6 +393,11 @@ class Experiment:
             f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
         )
         lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
+        lookup(ON_STALL, self.on_stall, "on_stall")
+        for name in ("lone_every", "stall_s"):
+            check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
+        for name in ("trace", "profile"):
+            step_range(getattr(self, name), name)
         lookup(RECOVERIES, self.recover, "recover")
         lookup(COMMS, self.comm, "comm")
         check(
@@ -350,6 +418,20 @@ class Experiment:
             "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,
             f"train_for: got {self.train_for}; expected a duration > 0 in ep, st or ex",
         )
+
+
+def step_range(text: str, name: str) -> tuple[int, int]:
+    """First and last step of `10:20`; (0, 0) where nothing is given.
+
+    Raises:
+        UsageError: no two steps in this order.
+    """
+    if not text:
+        return 0, 0
+    first, _, last = text.partition(":")
+    is_one = first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
+    check(is_one, f"{name}: got {text!r}; expected the first and the last step, as 10:20")
+    return int(first), int(last)
 
 
 def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:

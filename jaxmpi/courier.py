@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi import handlers, hostcomm
+from jaxmpi import handlers, hostcomm, spans
 from jaxmpi.comm import MpiComm, world
 from jaxmpi.config import TrainingError, check, seconds_from
 from jaxmpi.hostcomm import HostComm, HostSum, Requests
@@ -44,6 +44,7 @@ class Job:
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed
     waiting: Iterator[Iterator[Requests]]  # segments not yet begun
     under_way: int = 0  # segments
+    start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
 
 
@@ -157,7 +158,8 @@ class Courier:
         job = self.jobs.pop(key)
         self._note("wait", job.label)
         self._is_waited_for = True
-        job.summed.wait()
+        with spans.span("wait", job.label):
+            job.summed.wait()
         self._is_waited_for = False
         self._note("done", job.label)
         return job
@@ -193,6 +195,7 @@ class Courier:
             self._resume(job, segment)
         if job.under_way == 0 and not job.summed.is_set():
             self._note("summed", job.label)
+            spans.note("travel", job.label, job.start_s, time.perf_counter())
             job.summed.set()
 
     def _resume(self, job: Job, segment: Iterator[Requests]) -> None:

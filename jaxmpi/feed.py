@@ -1,18 +1,22 @@
 """Examples of one kind on their way to the devices: who reads which when, and what the wait for them was."""
 
+import collections
 import hashlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmpi import spawned as spawned  # a kind of loaders
 from jaxmpi import step as steps
 from jaxmpi.config import Data, Experiment, check
-from jaxmpi.data import Batch, Loader, Sampler, Source, load_mean_image, open_source
+from jaxmpi.data import Batch, Crew, Loader, Sampler, Source, kind_for, load_mean_image, open_source
 from jaxmpi.partition import Memory, keep
-from jaxmpi.workers import Workers, spread
+from jaxmpi.workers import Workers
 
 
 @dataclass
@@ -23,6 +27,7 @@ class Feed:
     samplers: tuple[Sampler, ...]  # of this process's workers
     data: Data
     train: bool
+    crew: Crew  # the loaders of all feeds of this process
     mesh: Mesh | None = None  # of all workers, where XLA exchanges between them
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
@@ -40,35 +45,74 @@ class Feed:
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
         }
 
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of text that an example predicts; 0 where examples are no text."""
+        return getattr(self.source, "bytes_each", 0)
+
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[steps.Batch, None, None]:
-        """Batches of this process's workers, with a leading axis of workers where there are several."""
+        """Batches on the devices of this process's workers, with a leading axis of workers where there are several.
+
+        The next one is on its way to the device before the step of this one begins, if it has been made by then.
+        """
         if self.memory:
             self.memory.begin(start, stop)
-        loaders = [Loader(self.source, sampler, self.data, self.train, start, stop) for sampler in self.samplers]
+        loaders = [Loader(self.source, s, self.data, self.train, start, stop, self.crew) for s in self.samplers]
         skipped, wait_s = self.skipped, self.wait_s
-        try:
-            for batches in zip(*loaders, strict=True):
+        ahead: collections.deque[tuple[steps.Batch, int]] = collections.deque()  # and skipped examples up to it
+
+        def put_next() -> bool:
+            batches = [batch for batch in (next(loader, None) for loader in loaders) if batch is not None]
+            if batches:
                 if self.memory:
                     self.memory.reached(batches[0].epoch)
-                self.skipped = skipped + sum(loader.skipped for loader in loaders)
+                ahead.append((on_devices(batches, self.mesh), sum(loader.skipped for loader in loaders)))
+            return bool(batches)
+
+        try:
+            while ahead or put_next():
+                batch, of_these = ahead.popleft()
+                if all(loader.ready() for loader in loaders):
+                    put_next()
+                self.skipped = skipped + of_these
                 self.wait_s = wait_s + sum(loader.wait_s for loader in loaders)
-                yield stacked(batches, self.mesh)
+                yield batch
+                del batch  # its memory is to be free before the next one is asked for
         finally:
             for loader in loaders:
                 loader.close()
 
 
-def stacked(batches: Sequence[Batch], mesh: Mesh | None) -> steps.Batch:
-    """What of the workers' batches goes to the devices; over a mesh this process's share of all workers'."""
+def on_devices(batches: Sequence[Batch], mesh: Mesh | None) -> steps.Batch:
+    """What of the workers' batches goes to the devices; over a mesh this process's share of all workers', each part to
+    its own. A device that shares the host's memory takes images where they lie.
+    """
     arrays = [{"image": batch.image, "label": batch.label, "weight": batch.weight} for batch in batches]
-    return arrays[0] if mesh is None else spread(arrays, mesh)
+    if mesh is None:
+        return jax.device_put(arrays[0])
+    along = NamedSharding(mesh, PartitionSpec(steps.AXIS))
+
+    def joined(*parts: np.ndarray) -> jax.Array:
+        mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+        placed = [jax.device_put(part[None], device) for part, device in zip(parts, mine, strict=True)]
+        return jax.make_array_from_single_device_arrays((mesh.size, *parts[0].shape), along, placed)
+
+    return jax.tree.map(joined, *arrays)
 
 
-def open_feed(experiment: Experiment, split: str, effective_batch: int, workers: Workers, micro_batch: int = 0) -> Feed:
+def open_feed(
+    experiment: Experiment,
+    split: str,
+    effective_batch: int,
+    workers: Workers,
+    micro_batch: int = 0,
+    crew: Crew | None = None,
+) -> Feed:
     """The source of a split, checked against the model.
 
     Args:
         micro_batch: which divides each worker's batch, filled up; 0 where there is none.
+        crew: of another feed, which this one shares; None makes one, of `data.loaders` loaders a worker.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's.
@@ -76,17 +120,21 @@ def open_feed(experiment: Experiment, split: str, effective_batch: int, workers:
     source = open_source(experiment.data, split)
     model = experiment.model
     is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
+    spare = bool(model.label_shape) and source.classes <= model.classes  # a model may know more tokens than occur
     check(
-        source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes),
+        source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes) or spare,
         f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
         f"build the model with classes={source.classes}",
     )
-    is_train, seed, multiple = split == "train", experiment.seed, micro_batch or 1
-    if experiment.data.memory == "partition":
-        memory, samplers = keep(source, experiment.data, seed, effective_batch, is_train, workers, multiple)
-        return Feed(memory.source, samplers, experiment.data, is_train, workers.mesh, memory=memory)
-    samplers = tuple(
-        Sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
-        for rank in workers.mine
-    )
-    return Feed(source, samplers, experiment.data, is_train, workers.mesh)
+    is_train, seed, multiple, data = split == "train", experiment.seed, micro_batch or 1, experiment.data
+    memory = None
+    if data.memory == "partition":
+        memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
+        source = memory.source
+    else:
+        samplers = tuple(
+            Sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
+            for rank in workers.mine
+        )
+    crew = crew or Crew(kind_for(data, source), data.loaders * len(workers.mine), data.stall_s)
+    return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jaxmpi import chart, costs, plan
+from jaxmpi import costs, plan, plots
 from jaxmpi import experiment as experiments
 from jaxmpi.comm import MpiComm, world
 from jaxmpi.config import UsageError, check
@@ -61,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--slots", type=int, nargs="+", help="ranks a host (default: 1 and the probe's)")
     made.add_argument("--wires", nargs="+", default=["32"], help="what may travel (default: 32)")
     made.add_argument("--overlap", type=float, help="share of the step after which exchanging starts, as 0.4")
-    made.add_argument("--png", type=Path, help="file for a plot")
+    made.add_argument("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
     return made
 
 
@@ -73,9 +72,9 @@ def main(argv: Sequence[str]) -> None:
         return
     answers = [answer(question, net) for net in layouts(question)]
     print("\n".join(table(question, answers)), flush=True)
-    if options.png:
-        chart.save(panels(question, answers), str(options.png))
-        print(f"plot: {options.png}")
+    if options.plot:
+        plots.save(panels(question, answers), options.plot)
+        print(f"plot: {options.plot}")
 
 
 def ask(options: argparse.Namespace) -> Question | None:
@@ -115,6 +114,8 @@ def check_options(options: argparse.Namespace) -> None:
     check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
     for wire in options.wires:
         costs.wire_format(wire)
+    if options.plot:
+        plots.check_file(options.plot, "--plot")
 
 
 def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
@@ -124,8 +125,7 @@ def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
         check(options.bytes >= 4, f"--bytes: got {options.bytes}; expected >= 4")
         return (int(options.bytes) // 4,)
     model = experiments.load(options.experiment).model
-    example = jax.ShapeDtypeStruct((1, *model.input_shape), jnp.float32)
-    params, _ = jax.eval_shape(model.init, jax.random.key(0), example)
+    params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())
     return tuple(leaf.size for leaf in jax.tree.leaves(params))
 
 
@@ -210,19 +210,35 @@ def describe(net: Net) -> str:
     )
 
 
-def panels(question: Question, answers: Sequence[Answer]) -> list[chart.Panel]:
-    """Seconds of all strategies for the last number of slots; seconds of a step by the best, for all."""
-    lines: dict[str, list[chart.Point]] = {}
-    steps: dict[str, list[chart.Point]] = {}
-    for a in answers:
-        for slots in question.slots:
-            if a.net.slots == min(slots, a.net.workers) and a.step_s > 0:
-                steps.setdefault(f"{slots} a host", []).append((a.net.workers, a.step_s))
-        if a.net.slots == min(question.slots[-1], a.net.workers):
-            for name, seconds in a.others.items():
-                lines.setdefault(name, []).append((a.net.workers, seconds))
-    one = [(2.0, question.step_s), (float(MOST), question.step_s)] if question.step_s else []
+def panels(question: Question, answers: Sequence[Answer]) -> list[plots.Panel]:
+    """Seconds of all strategies for the last number of slots, and efficiency for all."""
+    slots = question.slots[-1]
+    last = with_slots(answers, slots)
+    names = dict.fromkeys(name for a in last for name in a.others)
+    lines = {n: [(float(a.net.workers), a.others[n]) for a in last if a.others.get(n, 0) > 0] for n in names}
+    workers = plots.Quantity("workers", base=2)
     return [
-        chart.Lines(f"one exchange, {question.slots[-1]} workers a host", " workers", "s", lines, []),
-        chart.Lines("a step, best strategy; the bound: one worker", " workers", "s", steps, one),
+        plots.Lines(
+            f"One exchange, {slots} rank{'s' * (slots > 1)} a host",
+            workers,
+            plots.Quantity("time of one exchange", "s"),
+            {name: line for name, line in lines.items() if line},
+        ),
+        plots.Lines(
+            "Step time of one worker over that of all, with the best strategy",
+            workers,
+            plots.Quantity("efficiency", "%", base=None),
+            {
+                f"{n} rank{'s' * (n > 1)} a host": [
+                    (float(a.net.workers), 100 * a.efficiency) for a in with_slots(answers, n)
+                ]
+                for n in question.slots
+            },
+            bound=[(2.0, 100.0), (float(MOST), 100.0)],
+        ),
     ]
+
+
+def with_slots(answers: Sequence[Answer], slots: int) -> list[Answer]:
+    """Those for hosts of so many ranks, or for fewer on one host."""
+    return [a for a in answers if a.net.slots == min(slots, a.net.workers)]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxmpi import handlers
+from jaxmpi import handlers, spans
 from jaxmpi.config import TrainingError, check, seconds_from
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
@@ -128,7 +128,8 @@ class SharedSum:
             vectors, totals = [flat(x) for x in operands], [flat(x) for x in results]
             sizes = tuple(vector.size for vector in vectors)
             check(sizes == tuple(total.size for total in totals), f"operands have sizes {sizes}, results others")
-            with self.lock, np.errstate(all="ignore"):  # NaN and infinity pass through to all ranks
+            # NaN and infinity pass through to all ranks.
+            with spans.span("wait", "sum in shared memory"), self.lock, np.errstate(all="ignore"):
                 self.board.begin(sizes, float(divisor))
                 self._run(vectors, totals, sizes, np.float32(divisor))
         except BaseException:

@@ -1,6 +1,7 @@
 """`jaxmpi train -n N`: what this machine's launcher needs beyond the plain line, printed and run."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from jaxmpi import runtime
+from jaxmpi import experiment as experiments
+from jaxmpi import rules, runtime
 from jaxmpi.config import UsageError, lookup, nearest
 from jaxmpi.supervise import PROBE_S, Asked, keep_going
 
@@ -121,7 +123,21 @@ def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
         *(["--allow-run-as-root"] if is_root else []),
         *(["--oversubscribe"] if options.workers > cores // 2 else []),  # slots are physical cores
         *["--bind-to", "none"],  # the ranks share out the cores themselves
+        *(["--with-ft", "ulfm"] if outlives_ranks(options.train_args, version) else []),
     ]
+
+
+def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
+    """Whether the run goes on without workers that die: by an asynchronous rule, where this Open MPI can."""
+    release = re.search(r"(\d+)\.\d+", version)
+    if not train_args or release is None or int(release[1]) < 5:
+        return False
+    file = Path(train_args[0])
+    text = " ".join([*train_args, file.read_text() if file.is_file() else ""])
+    if not any(name in text for name, row in rules.RULES.items() if row.is_asynchronous):
+        return False  # most runs need not wait for the experiment file here
+    experiment, _ = experiments.parse(list(train_args))
+    return rules.is_asynchronous(experiment.rule)
 
 
 def srun(options: Options, cores: int, is_root: bool) -> list[str]:

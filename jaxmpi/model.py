@@ -19,13 +19,26 @@ class Model(NamedTuple):
     `init(key, image) -> (params, model_state)`, where image is f32[1, height, width, channels];
     `apply(params, model_state, image, key, train) -> (outputs, model_state)`, where outputs are logits
     f32[batch, classes], or in training a tuple of logits whose first entry is the main one.
+
+    Of text, `image` is i32[batch, window], and with `label_shape` (window,) logits are f32[batch, window, classes].
     """
 
     name: str
     init: Callable[[jax.Array, jax.Array], tuple[PyTree, PyTree]]
     apply: Callable[[PyTree, PyTree, jax.Array, jax.Array, bool], tuple[Any, PyTree]]
-    input_shape: tuple[int, ...]  # of one example: (height, width, channels)
+    input_shape: tuple[int, ...]  # of one example: (height, width, channels), or (window,) of tokens
     classes: int
+    input_dtype: Any = jnp.float32  # int32: tokens, which come as they are
+    label_shape: tuple[int, ...] = ()  # of one example: () for one class, (window,) for one a token
+
+    def example(self, batch: int = 1) -> jax.ShapeDtypeStruct:
+        """The shape of a batch of inputs."""
+        return jax.ShapeDtypeStruct((batch, *self.input_shape), self.input_dtype)
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether inputs are whole numbers, which are neither normalised nor cast to a float."""
+        return jnp.issubdtype(self.input_dtype, jnp.integer)
 
 
 def check_pair(result: Any, what: str) -> None:
@@ -126,8 +139,11 @@ _over_workers.defvjp(_over_workers_forward, _over_workers_backward)
 
 def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...]) -> None:
     """Raise `UsageError` unless `shape` is that of a batch of `input_shape`."""
+    is_image = len(input_shape) == 3
+    what = "images of (height, width, channels)" if is_image else "examples of shape"
+    fields = "crop, resize or channels" if is_image else "window"
     check(
         tuple(shape[1:]) == tuple(input_shape),
-        f"{name}: got images of (height, width, channels) {tuple(shape[1:])}; "
-        f"expected {tuple(input_shape)}: change the data's crop, resize or channels, or the model's size",
+        f"{name}: got {what} {tuple(shape[1:])}; "
+        f"expected {tuple(input_shape)}: change the data's {fields}, or the model's size",
     )

@@ -60,7 +60,7 @@ def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
         return made
 
     with noting(f"before training, jaxmpi was trying init of model {model.name} on shapes"):
-        return jax.eval_shape(init, jax.random.key(0), jax.ShapeDtypeStruct((1, *model.input_shape), jnp.float32))
+        return jax.eval_shape(init, jax.random.key(0), model.example())
 
 
 def check_kind(got: str, is_param: bool, dtype: Any) -> None:
@@ -81,7 +81,8 @@ def shapes_of_outputs(model: Model, params: PyTree, model_state: PyTree, train: 
         check_pair(result, f"{model.name}: apply: expected (outputs, model state)")
         return result
 
-    image = jax.ShapeDtypeStruct((EXAMPLES, *model.input_shape), dtype)
+    image = model.example(EXAMPLES)
+    image = image if model.takes_tokens else in_floats(image, dtype)
     with noting(f"before training, jaxmpi was trying model {model.name} in {mode(train)} on shapes"):
         result = jax.eval_shape(apply, in_floats(params, dtype), model_state, image, jax.random.key(0))
     outputs, updated = in_floats(result, jnp.float32)
@@ -97,8 +98,8 @@ def shapes_of_outputs(model: Model, params: PyTree, model_state: PyTree, train: 
 
 
 def check_logits(model: Model, outputs: Any, train: bool) -> None:
-    """Raise `UsageError` unless outputs are logits f32[batch, classes]."""
-    expected = f"float32[{EXAMPLES}, {model.classes}]"
+    """Raise `UsageError` unless outputs are logits f32[batch, classes], or f32[batch, window, classes]."""
+    expected = f"float32{[EXAMPLES, *model.label_shape, model.classes]}"
     got = f"{model.name}: got {shown(outputs)} in {mode(train)}, expected logits {expected}"
     if isinstance(outputs, (tuple, list)):
         way_out = "give the experiment a `loss` that takes the tuple: (outputs, labels i32[batch]) -> f32[batch]"
@@ -108,15 +109,17 @@ def check_logits(model: Model, outputs: Any, train: bool) -> None:
 
 
 def check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool) -> None:
-    """Raise `UsageError` unless the loss is f32[batch]."""
-    labels = jax.ShapeDtypeStruct((EXAMPLES,), jnp.int32)
+    """Raise `UsageError` unless the loss is f32[batch], or has the shape of the labels."""
+    labels = jax.ShapeDtypeStruct((EXAMPLES, *model.label_shape), jnp.int32)
     what = f"the experiment's `loss` on {shown(outputs)}, which {model.name} gives in {mode(train)}"
     with noting(f"before training, jaxmpi was trying {what}"):
         losses = jax.eval_shape(loss, outputs, labels)
-    expected = f"float32[{EXAMPLES}]"
+    each = f"float32[{EXAMPLES}]"
+    one = f"float32{list(labels.shape)}"
     check(
-        shown(losses) == expected,
-        f"{what}: got {shown(losses)}, expected {expected}, one loss an example: the trainer takes the mean",
+        shown(losses) in (each, one),
+        f"{what}: got {shown(losses)}, expected {each}, one loss an example"
+        f"{f', or {one}, one a token' if each != one else ''}: the trainer takes the mean",
     )
 
 

@@ -152,6 +152,13 @@ def optimizer(config: Optim, lr: optax.Schedule) -> optax.GradientTransformation
     )
 
 
+def at_step(state: PyTree, step: int) -> PyTree:
+    """An optimizer's state with learning rates as after `step` steps; moments stay."""
+    is_schedule = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
+    now = lambda part: part._replace(count=jnp.full_like(part.count, step)) if is_schedule(part) else part  # noqa: E731
+    return jax.tree.map(now, state, is_leaf=is_schedule)
+
+
 def is_linear(config: Optim) -> bool:
     """Whether the mean of the workers' updates is the update of the mean gradient."""
     return lookup(OPTIMIZERS, config.name, "optimizer").linear and not config.clip_norm

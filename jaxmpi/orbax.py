@@ -41,16 +41,26 @@ def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
 
 
 def params_of(path: Path) -> dict[str, np.ndarray]:
-    """Params of a checkpoint by path; their sizes are bounded by the file's.
+    """Params of a checkpoint by path, the mean where workers have their own; their sizes are bounded by the file's.
 
     Raises:
         UsageError: it is damaged, or a leaf's type is not known.
     """
-    rows = [row for row in read_manifest(path)["files"].get("common.bin", []) if row["path"].startswith("params")]
-    with checkpoint.open_regular(path / "common.bin") as file:
+    files = read_manifest(path)["files"]
+    named = {name: [row for row in rows if row["path"].startswith("params")] for name, rows in files.items()}
+    first, *others = [leaves_of(path, name, rows) for name, rows in named.items() if rows] or [{}]
+    if not others:
+        return first
+    sums = {name: sum((more[name] for more in others), leaf.astype(np.float64)) for name, leaf in first.items()}
+    return {name: (sums[name] / (1 + len(others))).astype(leaf.dtype) for name, leaf in first.items()}
+
+
+def leaves_of(path: Path, name: str, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Params in one file of a checkpoint, without `params/`."""
+    with checkpoint.open_regular(path / name) as file:
         return {
             row["path"].partition(SEPARATOR)[2]: checkpoint.read_leaf(
-                path / "common.bin", file, row["path"], row, checkpoint.described(path, file, row)
+                path / name, file, row["path"], row, checkpoint.described(path, file, row)
             )
             for row in rows
         }

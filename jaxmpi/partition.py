@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi.config import Data, TrainingError, seconds_from
+from jaxmpi.config import Data, TrainingError, check, seconds_from
 from jaxmpi.data import Sampler, Source
 from jaxmpi.data.memory import (
     Arena,
@@ -23,6 +23,7 @@ from jaxmpi.data.memory import (
     check_group,
     holders_by_place,
     holders_by_slice,
+    members,
     shuffled,
     slices,
 )
@@ -135,11 +136,12 @@ class Memory:
         source.forget()
         begin = time.perf_counter()
         order, parts = self.sampler.places(epoch), group.size
+        whose = members(len(source), self.sampler.effective_batch, parts * self.each) // self.each
         if before is None:
             holders = holders_by_slice(len(source), parts)
         else:
-            holders = holders_by_place(self.sampler.places(before), parts, self.each)
-        arena, moves = shuffled(source, order, holders, group.rank, parts, self.each)
+            holders = holders_by_place(self.sampler.places(before), whose)
+        arena, moves = shuffled(source, order, holders, whose, group.rank, parts)
         source.expect(arena.records)
         self._fill(arena, moves)
         source.take(arena)
@@ -192,15 +194,19 @@ def keep(
     Communicates: makes a communicator of each group.
 
     Raises:
-        UsageError: the workers cannot be split into groups of that size.
+        UsageError: the workers cannot be split into groups of that size, or do not keep step.
     """
     n, size, each = len(source), workers.size, len(workers.mine)
-    parts = check_group(data.group_size, size, each)
+    parts = check_group(data.group_size, size, each) if train else 1
+    check(
+        parts == 1 or not workers.apart,
+        f"data.group_size: got {parts} with an asynchronous rule, whose workers do not wait for each other; expected 1",
+    )
     options = {"shuffle": train, "multiple": multiple, "parts": parts, "period": data.shuffle_period}
     samplers = tuple(GroupSampler(n, effective_batch, rank, size, seed, **options) for rank in workers.mine)
     control, inside = workers.processes, MemorySource(source, data)
     if not train:
-        own = np.flatnonzero(np.isin(np.arange(n) % size, workers.mine))
+        own = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
         return Memory(inside, own, None, samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= each:
         return Memory(inside, np.arange(n), None, samplers[0]), samplers

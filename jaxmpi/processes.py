@@ -5,14 +5,17 @@ Importing mpi4py starts MPI, so it happens inside functions.
 
 import collections
 import copy
+import ctypes
 import functools
 import hashlib
 import itertools
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -28,6 +31,7 @@ POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would 
 YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
+PINGS = 20  # round trips between two clocks
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 
 
@@ -69,6 +73,9 @@ class SoloProcesses:
     def barrier(self) -> None:
         """Nobody to wait for."""
 
+    def leave(self, code: int = 0) -> None:
+        """Nobody to wait for."""
+
     def host_barrier(self) -> None:
         """Nobody to wait for."""
 
@@ -80,6 +87,10 @@ class SoloProcesses:
         """The values themselves."""
         return values
 
+    def rows(self, values: np.ndarray) -> np.ndarray:
+        """The values as the one row."""
+        return np.asarray(values, np.float64)[None]
+
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
         """The tree itself, as NumPy arrays."""
         check(root == 0, f"broadcast: root: got {root}; expected a rank in [0, 1)")
@@ -89,6 +100,53 @@ class SoloProcesses:
     def gather(self, text: str) -> list[str]:
         """The one text."""
         return [text]
+
+    def post(self) -> "Post":
+        """Nobody to write to."""
+        return Post()
+
+    def clock_offsets(self) -> list[float]:
+        """One clock."""
+        return [0.0]
+
+    def pings(self) -> list[tuple[float, float]]:
+        """Nobody to wait for."""
+        return [(0.0, 0.0)]
+
+
+class Post:
+    """Messages between threads of ranks that wait for nobody; of a single process, to nobody."""
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send, unless earlier messages to this rank have not been taken yet."""
+
+    def received(self) -> list[dict[str, Any]]:
+        """What has come since the last look."""
+        return []
+
+
+class MpiPost(Post):
+    """Over a communicator of its own. Messages travel pickled, between ranks of one job only."""
+
+    MOST = 4  # messages under way to a rank: one that is stopped takes none
+
+    def __init__(self, comm: Any) -> None:
+        """Take the communicator."""
+        self.comm = comm
+        self._sent: dict[int, list[Any]] = collections.defaultdict(list)
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """As of `Post`."""
+        self._sent[to] = [request for request in self._sent[to] if not request.Test()]
+        if len(self._sent[to]) < self.MOST:
+            self._sent[to].append(self.comm.isend(message, to))
+
+    def received(self) -> list[dict[str, Any]]:
+        """As of `Post`."""
+        taken = []
+        while (message := self.comm.improbe()) is not None:
+            taken.append(message.recv())
+        return taken
 
 
 class MpiProcesses:
@@ -101,12 +159,14 @@ class MpiProcesses:
         self.library = MPI.Get_library_version().split(",")[0].strip()
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
-        self.world, self._max, self._in_place = MPI.COMM_WORLD.Clone(), MPI.MAX, MPI.IN_PLACE
+        self._own: list[Any] = []  # communicators
+        self.world, self._max, self._in_place = self.clone(MPI.COMM_WORLD), MPI.MAX, MPI.IN_PLACE
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
-        self._exit = self.world.Clone()  # of its own: a rank may be at its end while others still talk
-        runtime.install_hooks(runtime.Job(self.rank, self.size, abort, self._wait_at_exit))
+        self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
+        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit))
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        self._own.append(self._local)
         self.local_rank, self.local_size = self._local.rank, self._local.size
         runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
         here = [tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), runtime.my_gpu()]))]
@@ -117,8 +177,76 @@ class MpiProcesses:
     def apart(self) -> "MpiProcesses":
         """The same over a communicator of its own, for another thread; all ranks come here together."""
         other = copy.copy(self)
-        other.world = self.world.Clone()
+        other.world = self.clone()
         return other
+
+    def leave(self, code: int = 0) -> None:
+        """Meet all ranks at the end. Where some may be lost, and MPI's own end could hang, end the process there."""
+        if not survives_losses():
+            return self.barrier()
+        try:
+            wait(self.world.Ibarrier(), LATE_S)
+        except Exception as error:
+            if not is_loss(error):
+                raise
+        sys.stdout.flush()
+        os._exit(code)
+
+    def clone(self, of: Any = None) -> Any:
+        """A communicator of mpi4py for one thread alone; all ranks come here together."""
+        made = (of or self.world).Clone()
+        self._own.append(made)
+        return made
+
+    def _abort(self, code: int) -> NoReturn:
+        """End every rank. Where ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too."""
+        if not survives_losses():
+            abort(code)
+        for comm in self._own:
+            comm.Revoke()
+        os._exit(code)
+
+    def post(self) -> Post:
+        """Over a communicator of its own; all ranks come here together."""
+        return MpiPost(self.clone())
+
+    def clock_offsets(self) -> list[float]:
+        """By how many seconds every rank's `time.perf_counter` is ahead of rank 0's; on rank 0, elsewhere zeros."""
+        return [offset for _, offset in self.pings()]
+
+    def pings(self) -> list[tuple[float, float]]:
+        """Of every rank the quickest round trip from rank 0, s, and its clock's offset; on rank 0, elsewhere zeros.
+
+        o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, so off by half of that trip at most. All ranks
+        come here together.
+        """
+        self.barrier()
+        found = [(0.0, 0.0)] * self.size
+        for rank in range(1, self.size):
+            if self.rank == 0:
+                found[rank] = self._ping(rank)
+            elif self.rank == rank:
+                self._pong()
+        return found
+
+    def _ping(self, rank: int) -> tuple[float, float]:
+        trips = []
+        for _ in range(PINGS):
+            theirs, begin = np.zeros(1), time.perf_counter()
+            self.world.Send(theirs, rank, tag=3)
+            self.world.Recv(theirs, rank, tag=3)
+            end = time.perf_counter()
+            trips.append((end - begin, float(theirs[0]) - (begin + end) / 2))
+        return min(trips)
+
+    def _pong(self) -> None:
+        for i in range(PINGS):
+            asked = np.zeros(1)
+            if i == 0:  # the turn may be long in coming
+                wait(self.world.Irecv(asked, 0, tag=3), float("inf"))
+            else:
+                self.world.Recv(asked, 0, tag=3)
+            self.world.Send(np.array([time.perf_counter()]), 0, tag=3)
 
     def _let_exchanges_end(self) -> None:
         """Where MPI lets only one thread call it at a time, wait for exchanges in XLA's threads."""
@@ -153,6 +281,14 @@ class MpiProcesses:
         total = np.empty_like(values, np.float64)
         self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
         return total
+
+    def rows(self, values: np.ndarray) -> np.ndarray:
+        """Every rank's f64[n], n the same on all, as f64[size, n] on every rank; raises as `sum`."""
+        self._let_exchanges_end()
+        mine = np.ascontiguousarray(values, np.float64)
+        out = np.empty((self.size, mine.size), np.float64)
+        self._arrive(self.world.Iallgather(mine, out), "what every rank has seen")
+        return out
 
     def _arrive(self, request: Any, what: str) -> None:
         """Wait for a message of all ranks.
@@ -279,12 +415,58 @@ def wait(request: Any, timeout_s: float) -> bool:
     return False
 
 
+def survives_losses() -> bool:
+    """Whether the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether an error says that a peer is gone, and the job goes on; not where the whole job ends."""
+    from mpi4py import MPI
+
+    revoked = getattr(MPI, "ERR_REVOKED", None)
+    return survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() != revoked
+
+
 def abort(code: int) -> NoReturn:
     """End every rank of the job."""
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # not reached where MPI keeps its word
+
+
+def mpi_facts() -> dict[str, str]:
+    """Vendor, version, thread level and CUDA support of the MPI that mpi4py finds; without starting it in a single
+    process; what cannot be known is left out.
+    """
+    import mpi4py
+
+    alone = runtime.launched_workers() == 1
+    if alone:
+        mpi4py.rc.initialize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return {"missing": str(error).splitlines()[0]}
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    levels = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in names}
+    facts = {
+        "library": MPI.Get_library_version().split(",")[0].strip(),
+        "vendor": f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}",
+        "standard": ".".join(map(str, MPI.Get_version())),
+    }
+    return facts if alone else {**facts, "threads": levels[MPI.Query_thread()], "cuda": cuda_support()}
+
+
+def cuda_support() -> str:
+    """What Open MPI says of itself; unknown of others."""
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
+    for path in paths:
+        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return "built with CUDA" if query() else "built without CUDA"
+    return "unknown"
 
 
 def thread_level(mpi: Any) -> int:

@@ -1,26 +1,57 @@
-"""The record: one JSON object a line in RUN/record.jsonl, and a line on the terminal. Rank 0 only."""
+"""The record: one JSON object a line in RUN/record.jsonl, to the sinks, and what the terminal shows. Rank 0 only."""
 
 import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+import numpy as np
+
+from jaxmpi import sinks as plugs
+from jaxmpi.anatomy import Summary
+from jaxmpi.sinks import Sink
+from jaxmpi.spans import Span
+from jaxmpi.terminal import Plain, Progress, Silent, Terminal
+
+FORMAT = 2  # of the record; 1 had no anatomy
+CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
+BEHIND = 1.1  # times the median: a rank that is told of as slow
+MOST_RANKS = 64  # listed in a line one by one; of more, the slowest of as many together
 
 
 class Recorder:
-    """Appends to the record and prints; on other ranks it does neither."""
+    """Appends to the record, feeds the sinks and tells the terminal; on other ranks it does neither."""
 
-    def __init__(self, run_dir: Path | None, elapsed_s: float = 0.0, out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path | None,
+        elapsed_s: float = 0.0,
+        terminal: Terminal | None = None,
+        sinks: Sequence[Sink] = (),
+        hosts: Sequence[str] = (),
+        bytes_each: int = 0,
+    ) -> None:
         """Open RUN/record.jsonl for appending; `run_dir` None is another rank's.
 
         Args:
             elapsed_s: seconds that earlier parts of a resumed run took.
+            terminal: what rank 0's words go to.
+            sinks: get every line, too.
+            hosts: names, by rank.
+            bytes_each: of text, the bytes that an example predicts; 0 for images.
         """
+        self._unit, self._each = ("bytes", bytes_each) if bytes_each else ("images", 1)
         self._file = (run_dir / "record.jsonl").open("a") if run_dir else None
-        self._out = out or sys.stdout
-        self._start = time.monotonic() - elapsed_s
-        self._window = time.monotonic(), 0
+        self._terminal = (terminal or Plain(sys.stdout)) if run_dir else Silent()
+        self._sinks, self._hosts = list(sinks) if run_dir else [], hosts
+        self._begin = time.monotonic()
+        self._start = self._begin - elapsed_s
+        self._window = self._begin, 0
+        self._compute_s = 0.0  # in steps, since this start
+        self._classic, self._buckets = Classic(), Buckets()
 
     def elapsed_s(self) -> float:
         """Seconds of training so far, earlier parts of a resumed run included."""
@@ -28,8 +59,7 @@ class Recorder:
 
     def say(self, text: str) -> None:
         """A line on the terminal."""
-        if self._file:
-            print(text, file=self._out, flush=True)
+        self._terminal.say(text)
 
     def write(self, kind: str, **fields: Any) -> None:
         """A line of the record: `kind`, then `fields`; numbers that JSON has no word for become null."""
@@ -37,6 +67,7 @@ class Recorder:
             row = {"kind": kind, **{name: jsonable(value) for name, value in fields.items()}}
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
+            plugs.send(self._sinks, row)
 
     def train(
         self,
@@ -49,53 +80,162 @@ class Recorder:
         lr: float,
         wait_s: float,
         skipped: int,
+        gradient_norm: float = math.nan,
+        anatomy: Summary | None = None,
+        images: int = 0,
+        noted: Sequence[Span] = (),
+        **more: float,
     ) -> None:
-        """A progress line; images/s since the last one.
+        """A progress line; images/s, or of text bytes/s, since the last one.
 
         Args:
             wait_s: seconds that a worker has waited for batches so far, their mean.
             skipped: corrupt examples so far, of all workers.
+            gradient_norm: of a worker's gradients before the exchange, root of the mean square over workers and steps.
+            anatomy: where the time of the last steps went.
+            images: of these steps.
+            noted: what this rank did in these steps.
+            more: fields of the record that only some runs have.
         """
         now = time.monotonic()
         since, before = self._window
-        images_per_s = (examples - before) / max(now - since, 1e-9)
+        per_s = (examples - before) * self._each / max(now - since, 1e-9)
         self._window = now, examples
-        self.write(
-            "train",
-            step=step,
-            epoch=epoch,
-            examples=examples,
-            elapsed_s=self.elapsed_s(),
-            loss=loss,
-            images_per_s=images_per_s,
-            lr=lr,
-            wait_s=wait_s,
-            skipped=skipped,
-        )
-        self.say(
-            f"step {step}/{total_steps}  epoch {epoch:.2f}  loss {loss:.4f}  "
-            f"{images_per_s:.1f} images/s  lr {lr:.3g}  {self.elapsed_s():.1f} s"
-            + (f"  skipped {skipped}" if skipped else "")
-        )
+        told: dict[str, Any] = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
+        told |= {"loss": loss, f"{self._unit}_per_s": per_s, "lr": lr, "wait_s": wait_s, "skipped": skipped}
+        told |= {"gradient_norm": gradient_norm, **more}
+        shown = Progress(step, total_steps, epoch, loss, per_s, lr, told["elapsed_s"], skipped, unit=self._unit)
+        if anatomy:
+            told |= self._of_anatomy(anatomy, now)
+            self._buckets.add(noted, anatomy.steps)
+            shown = shown._replace(**self._shown(anatomy))
+        self.write("train", **told)
+        self._terminal.progress(shown)
+        if anatomy and (line := self._classic.add(anatomy, images, examples)):
+            self.write("window", step=step, **line)
+            self.say(classic_line(line))
+
+    def _of_anatomy(self, anatomy: Summary, now: float) -> dict[str, Any]:
+        """Its fields of a line of the record."""
+        self._compute_s += anatomy.means["compute"] * anatomy.steps
+        return {
+            "step_s": anatomy.step_s,
+            "goodput": self._compute_s / max(now - self._begin, 1e-9),
+            "exchange_time": anatomy.source,
+            "anatomy": {part: [*map(jsonable, row)] for part, row in anatomy.table.items()},
+            "own_s": [*map(jsonable, blocks(anatomy.own_s))],
+        }
+
+    def _shown(self, anatomy: Summary) -> dict[str, Any]:
+        """What of it the terminal shows."""
+        total = anatomy.step_s or 1.0
+        shares = {part: value / total for part, value in anatomy.means.items() if part != "hidden"}
+        is_behind = max(anatomy.own_s) > BEHIND * float(np.median(anatomy.own_s))
+        slowest = self.name(anatomy.slowest) if is_behind else ""
+        return {"shares": shares, "slowest": slowest, "estimated": anatomy.source == "estimated"}
+
+    def name(self, rank: int) -> str:
+        """`rank 3 on node07`."""
+        return f"rank {rank}" + (f" on {self._hosts[rank]}" if rank < len(self._hosts) else "")
 
     def evaluation(self, *, step: int, epoch: float, examples: int, eval_count: int, **means: float) -> None:
-        """Means over `eval_count` evaluated examples: eval_loss, eval_top1, eval_top5; none where there are none."""
+        """Means over `eval_count` evaluated examples: eval_loss, eval_top1, eval_top5; none where there are none.
+
+        Of text eval_bits_per_byte = eval_loss / ln 2 too.
+        """
+        if self._unit == "bytes" and means:
+            means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2)
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
+        if buckets := self._buckets.taken():
+            self.write("exchange", step=step, buckets=buckets)
         shown = "no examples"
         if means:
             top1, top5 = 100 * means["eval_top1"], 100 * means["eval_top5"]
             shown = f"loss {means['eval_loss']:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %"
+            self._terminal.evaluated(means["eval_top1"])
+            if "eval_bits_per_byte" in means:
+                shown += f"  {means['eval_bits_per_byte']:.3f} bits per byte"
         self.say(f"step {step}  evaluation on {eval_count}: {shown}  {self.elapsed_s():.1f} s")
 
     def start_window(self, examples: int) -> None:
         """Begin a new window of images/s: what lay between was not training."""
         self._window = time.monotonic(), examples
 
-    def close(self) -> None:
-        """Close the record."""
+    def go_back(self, step: int) -> None:
+        """Drop lines after `step`: what they tell of is done again."""
         if self._file:
             self._file.close()
+            cut_record(Path(self._file.name), step)
+            self._file = Path(self._file.name).open("a")
+
+    def close(self) -> None:
+        """Close the record, the sinks and the panel."""
+        self._terminal.close()
+        plugs.close(self._sinks)
+        if self._file:
+            self._file.close()
+
+
+class Buckets:
+    """How long each bucket of this rank is under way in a step, and is waited for."""
+
+    def __init__(self) -> None:
+        """Nothing seen yet."""
+        self.seconds: dict[str, np.ndarray] = {}
+        self.steps = 0
+
+    def add(self, noted: Sequence[Span], steps: int) -> None:
+        """The spans of so many steps."""
+        self.steps += steps
+        for span in noted:
+            if span.track in ("travel", "wait"):
+                both = self.seconds.setdefault(span.name, np.zeros(2))
+                both[int(span.track == "wait")] += span.end_s - span.begin_s
+
+    def taken(self) -> list[list[Any]]:
+        """[label, seconds under way, seconds waited for] a step of each since the last call."""
+        rows = [[name, *map(jsonable, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())]
+        self.seconds, self.steps = {}, 0
+        return rows
+
+
+class Classic:
+    """The time of 5,120 images, whatever the batch: what was measured since the last line, scaled."""
+
+    def __init__(self) -> None:
+        """Nothing measured yet."""
+        self.seconds, self.images = np.zeros(4), 0
+
+    def add(self, anatomy: Summary, images: int, examples: int) -> dict[str, Any] | None:
+        """Fields of a line where another 5,120 images are through, else None.
+
+        Args:
+            images: of the window that the anatomy is of.
+            examples: so far.
+        """
+        part = anatomy.means
+        train = part["compute"] + part["transfer"] + part["other"]
+        self.seconds += np.array([train, part["sync"], part["exchange"], part["data"]]) * anatomy.steps
+        self.images += images
+        if images <= 0 or examples // CLASSIC == (examples - images) // CLASSIC:
+            return None
+        each = self.seconds * (CLASSIC / self.images)
+        self.seconds, self.images = np.zeros(4), 0
+        names = ("train_s", "sync_s", "comm_s", "wait_s")
+        return {"images": CLASSIC, "time_s": float(each.sum()), **dict(zip(names, each.tolist(), strict=True))}
+
+
+def classic_line(fields: dict[str, Any]) -> str:
+    """As Theano-MPI printed it: what the step computed, waited for others, exchanged, and waited for data."""
+    parts = " ".join(f"{name} {fields[f'{name}_s']:.2f}" for name in ("train", "sync", "comm", "wait"))
+    return f"time per {fields['images']} images: {fields['time_s']:.2f} ({parts})"
+
+
+def blocks(values: Sequence[float]) -> list[float]:
+    """At most MOST_RANKS values: the greatest of neighbours."""
+    per = -(-len(values) // MOST_RANKS)
+    return [max(values[i : i + per]) for i in range(0, len(values), per)]
 
 
 def cut_record(path: Path, step: int) -> None:

@@ -286,7 +286,6 @@ class Job:
     abort: Callable[[int], NoReturn]  # ends all ranks
     wait_for_all: Callable[[float], bool]  # False where time ran out
     working: bool = False  # True while a rank that leaves must take the others with it
-    doing: str = "start"  # phase and step, for messages
 
 
 _job: Job | None = None
@@ -331,17 +330,39 @@ def launched_workers() -> int:
     return here.size if here else 1
 
 
-def doing(phase: str) -> None:
-    """Note what this rank is at, for the message if it fails."""
-    if _job is not None:
-        _job.doing = phase
+class At(NamedTuple):
+    """What this process is at, and since when."""
+
+    phase: str
+    since_s: float  # of time.monotonic
+    count: int  # of phases so far: it is stuck where this stays
+    patience: float = 1.0  # how many times longer than others the phase may last
+
+
+LONG = 6.0  # patience with what compiles or writes
+_at = At("start", time.monotonic(), 0, LONG)
+
+
+def doing(phase: str, patience: float = 1.0) -> None:
+    """Note what this process is at, for the message if it fails, and that it gets on.
+
+    Args:
+        patience: how many times longer than a step it may last before it counts as stuck.
+    """
+    global _at
+    _at = At(phase, time.monotonic(), _at.count + 1, patience)
+
+
+def at() -> At:
+    """What this process is at."""
+    return _at
 
 
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback."""
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
         time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
-    phase = f" ({_job.doing})" if _job else ""
+    phase = f" ({_at.phase})" if _job else ""
     if isinstance(error, (UsageError, TrainingError)):
         text = f"error: {error}\n"
     elif isinstance(error, KeyboardInterrupt):
@@ -372,7 +393,7 @@ def leave() -> None:
     if _job is None or _job.size == 1:
         return
     if _job.working:
-        print(f"jaxmpi: {who()} left early ({_job.doing}); ending the job", file=sys.stderr)
+        print(f"jaxmpi: {who()} left early ({_at.phase}); ending the job", file=sys.stderr)
         end_job(1)
     if not _job.wait_for_all(EXIT_TIMEOUT_S):
         print(

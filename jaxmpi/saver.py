@@ -18,14 +18,24 @@ from jaxmpi.state import TrainState
 class Saver:
     """Writes one checkpoint at a time. All ranks ask for the same ones in the same order."""
 
-    def __init__(self, folder: Path, processes: Processes, *, workers: int, replicated: bool, keep: Kept) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        processes: Processes,
+        *,
+        workers: int,
+        replicated: bool,
+        keep: Kept,
+        same_params: bool = True,
+    ) -> None:
         """Ranks that may send from two threads get a communicator for it; others write in the foreground.
 
         Args:
             folder: RUN/checkpoints.
             replicated: whether the rule's state is equal on all workers.
+            same_params: whether params are.
         """
-        self._folder, self._workers, self._replicated, self._keep = folder, workers, replicated, keep
+        self._folder, self._workers, self._equal, self._keep = folder, workers, (replicated, same_params), keep
         self._processes = processes.apart() if processes.may_overlap else processes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -40,7 +50,7 @@ class Saver:
         """
         self.wait()
         step = int(next(iter(states.values())).step)
-        files = jax.tree.map(lambda x: np.array(x, order="C"), checkpoint.files_of(states, self._replicated))
+        files = jax.tree.map(lambda x: np.array(x, order="C"), checkpoint.files_of(states, *self._equal))
         write = threading.Thread(target=self._write, args=(files, step, extra, score), name=f"jaxmpi-save-{step}")
         self._thread = write
         write.start()
@@ -103,9 +113,9 @@ def last_good(folder: Path) -> str:
     return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
 
 
-def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int) -> int:
+def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int, same_params: bool = True) -> int:
     """Bytes of a checkpoint of all workers."""
-    common, own = checkpoint.halves(next(iter(states.values())), replicated)
+    common, own = checkpoint.halves(next(iter(states.values())), replicated, same_params)
     size = lambda tree: sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
     return size(common) + workers * size(own)
 

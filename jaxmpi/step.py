@@ -18,8 +18,8 @@ from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState
 
 PyTree = Any
-Batch = dict[str, Any]  # image [batch, ...], label i32[batch], weight f32[batch]
-Loss = Callable[[Any, jax.Array], jax.Array]  # (outputs, labels i32[batch]) -> f32[batch]
+Batch = dict[str, Any]  # image [batch, ...], label i32[batch, ...], weight f32[batch]
+Loss = Callable[[Any, jax.Array], jax.Array]  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]
 
 AXIS = "workers"  # of the mesh when one process drives several devices
 
@@ -31,6 +31,8 @@ class Metrics(NamedTuple):
     count: jax.Array  # f32[], examples
     finite: Any = None  # bool[leaves of params]: whether this worker's gradients are
     applied: Any = None  # bool[], the same on all workers: whether the update was finite, and so was made
+    squares: Any = None  # f32[]: |g_i|^2 of this worker's gradients
+    mean_square: Any = None  # f32[]: |g|^2 of their mean over workers, where the rule measures it
 
 
 class EvalMetrics(NamedTuple):
@@ -43,11 +45,11 @@ class EvalMetrics(NamedTuple):
 
 
 def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
-    """Softmax cross-entropy f32[batch] of logits f32[batch, classes] and labels i32[batch]."""
+    """Softmax cross-entropy of logits f32[..., classes] and labels i32[...]: f32[...], in nats."""
     check(
         labels.shape == outputs.shape[:-1],
-        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected one class number an example: of "
-        "one-hot labels np.argmax, or give the experiment a `loss` of its own",
+        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected one class number an example, or "
+        "one a token: of one-hot labels np.argmax, or give the experiment a `loss` of its own",
     )
     return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
 
@@ -76,11 +78,20 @@ class Forward(NamedTuple):
             real: bool[batch], false where an example only fills the batch up: batch statistics leave it out.
         """
         check_image(self.model.name, image.shape, self.model.input_shape)
-        image = normalise(image, self.data).astype(self.compute_dtype)
+        image = self.prepared(image)
         cast = partial(cast_floats, dtype=self.compute_dtype)
         with synchronised(self, train) as mean, statistics_over(mean, real):
             outputs, new_state = self.model.apply(cast(params), model_state, image, key, train)
         return cast_floats(outputs, jnp.float32), cast_floats(new_state, jnp.float32)
+
+    def prepared(self, image: jax.Array) -> jax.Array:
+        """What the model takes: images normalised and cast, tokens as they are."""
+        if not self.model.takes_tokens:
+            return normalise(image, self.data).astype(self.compute_dtype)
+        name, dtype = self.model.name, self.model.input_dtype
+        is_whole = jnp.issubdtype(image.dtype, jnp.integer)
+        check(is_whole, f"{name}: got examples of {image.dtype}; expected tokens, whole numbers, as source text gives")
+        return image.astype(dtype)
 
 
 @contextlib.contextmanager
@@ -147,7 +158,7 @@ def local_gradients(
     def loss_of(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple]:
         real = batch["weight"] > 0  # the others only fill the batch up
         outputs, model_state = forward.outputs(params, model_state, batch["image"], key, True, real)
-        losses = forward.loss(outputs, batch["label"])
+        losses = an_example(forward.loss(outputs, batch["label"]))
         metrics = Metrics(jnp.where(real, losses, 0).sum(), real.sum(dtype=jnp.float32))
         return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
 
@@ -169,7 +180,7 @@ def local_gradients(
         size = batch["label"].shape[0]
         if not micro_batch or micro_batch == size:
             grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
-            return grads, model_state, metrics._replace(finite=finite_leaves(grads))
+            return grads, model_state, seen(grads, metrics)
         slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
 
         def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
@@ -184,9 +195,15 @@ def local_gradients(
         (grads, model_state, metrics), _ = jax.lax.scan(
             accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
         )
-        return grads, model_state, metrics._replace(finite=finite_leaves(grads))
+        return grads, model_state, seen(grads, metrics)
 
     return gradients
+
+
+def seen(grads: PyTree, metrics: Metrics) -> Metrics:
+    """The metrics with what is to be known of the gradients: which leaves are finite, and ||grad L_i||^2."""
+    squares = [jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(grads)]
+    return metrics._replace(finite=finite_leaves(grads), squares=sum(squares, jnp.zeros(())))
 
 
 def finite_leaves(tree: PyTree) -> jax.Array:
@@ -206,7 +223,11 @@ def train_step(
         guard: `or_before` or a jit of it, where an update that is not finite is not made; None where all are.
     """
     grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
-    params, rule_state = rule.update(grads, state.rule_state, state.params)
+    if rule.measured:
+        params, rule_state, mean_square = rule.measured(grads, state.rule_state, state.params)
+        metrics = metrics._replace(mean_square=mean_square)
+    else:
+        params, rule_state = rule.update(grads, state.rule_state, state.params)
     after = TrainState(state.step + 1, params, model_state, rule_state, state.key)
     if guard is None:
         return after, metrics
@@ -234,15 +255,22 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
     logits, _ = forward.outputs(params, model_state, batch["image"], unused, False)
     real = batch["weight"] > 0
     place = ranking(logits, batch["label"])
-    total = lambda values: jnp.where(real, jnp.asarray(values, jnp.float32), 0).sum()  # noqa: E731
-    return EvalMetrics(total(forward.loss(logits, batch["label"])), total(place < 1), total(place < 5), total(1.0))
+    total = lambda values: jnp.where(real, an_example(values), 0).sum()  # noqa: E731
+    loss = forward.loss(logits, batch["label"])
+    return EvalMetrics(total(loss), total(place < 1), total(place < 5), real.sum(dtype=jnp.float32))
+
+
+def an_example(values: jax.Array) -> jax.Array:
+    """f32[batch]: the mean over an example's tokens, where it has any."""
+    return values.astype(jnp.float32).reshape(values.shape[0], -1).mean(-1)
 
 
 def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """i32[batch]: how many classes are ahead of the true one; ties go by class number, NaN of it is last."""
-    true = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    """i32[...]: how many classes are ahead of the true one; ties go by class number, NaN of it is last."""
+    true = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     ahead = ~(logits <= true)
-    tied_before = (logits == true) & (jnp.arange(logits.shape[-1])[None] < labels[:, None])
+    numbers = jnp.arange(logits.shape[-1]).reshape((1,) * labels.ndim + (-1,))
+    tied_before = (logits == true) & (numbers < labels[..., None])
     return (ahead | tied_before).sum(-1, dtype=jnp.int32)
 
 

@@ -11,7 +11,9 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ import numpy as np
 import optax
 
 from jaxmpi import (
+    asynchronous,
     checkpoint,
     compressors,
     config,
@@ -35,25 +38,32 @@ from jaxmpi import (
     rules,
     rundir,
     runtime,
+    spans,
     strategies,
 )
 from jaxmpi import experiment as experiments
 from jaxmpi import saver as savers
 from jaxmpi import step as steps
+from jaxmpi.anatomy import Anatomy, Summary, Window, flat, summary
 from jaxmpi.buckets import Order
 from jaxmpi.comm import Comm
-from jaxmpi.config import Experiment
+from jaxmpi.config import Experiment, step_range
 from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
 from jaxmpi.feed import Feed, open_feed
 from jaxmpi.modelcheck import check_model
+from jaxmpi.noise import Means, Noise
 from jaxmpi.plan import choose, is_auto
-from jaxmpi.processes import MpiProcesses, Processes, named_leaves, processes
+from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, named_leaves, processes
 from jaxmpi.programs import loaded_jit
-from jaxmpi.recorder import Recorder, cut_record
+from jaxmpi.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.rules import Rule
+from jaxmpi.sinks import TensorBoard
 from jaxmpi.state import TrainState, create
-from jaxmpi.workers import Workers, gather_workers, put, rows, take
+from jaxmpi.terminal import open_terminal
+from jaxmpi.trace import Profiler, Tracer
+from jaxmpi.watchdog import watching
+from jaxmpi.workers import Workers, alone, gather_apart, gather_workers, put, rows, take, to_device
 
 PyTree = Any
 
@@ -71,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
         except guard.Preempted:
             code = runtime.PREEMPTED
-        control.barrier()
+        control.leave(code)
     if code:
         sys.exit(code)
 
@@ -86,11 +96,20 @@ class Functions(NamedTuple):
     train_step: Callable[[TrainState, steps.Batch], tuple[TrainState, steps.Metrics]]
     eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
+    eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
     fingerprints: Callable[[PyTree], jax.Array]  # of what is equal on all workers
     strategy: str
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
     why: str = ""  # what `auto` came to, for the log
+    lone: "Lone | None" = None  # where nothing else tells the time of an exchange
+
+
+class Lone(NamedTuple):
+    """A step that exchanges nothing; what it gives is thrown away."""
+
+    step: Callable[[TrainState, steps.Batch], Any]  # may donate its state
+    is_compiled: bool  # by the first step of the run
 
 
 def settle_exchange(
@@ -100,20 +119,37 @@ def settle_exchange(
     those that a probe finds; and a line that says why, empty where nothing was left open.
     """
     asked = experiment.exchange
+    if rules.is_asynchronous(experiment.rule):
+        return dataclasses.replace(experiment, exchange=dataclasses.replace(asked, strategy=to_center(asked))), ""
     if not is_auto(asked.strategy):
         return experiment, ""
     stored = rundir.settled_exchange(kept, asked.strategy)
     if stored:
         exchange = dataclasses.replace(asked, **stored)
         return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
-    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
-    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), example)
+    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
     among = tuple(hostcomm.HOST_SUMS) if is_beside else ()  # what can run beside the backward pass
     verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
     return dataclasses.replace(experiment, exchange=exchange), verdict.why
+
+
+def to_center(asked: config.ExchangeConfig) -> str:
+    """The way of params between workers and a center, in the wire that is asked for.
+
+    Raises:
+        UsageError: a strategy that is none, or keeps something back.
+    """
+    if is_auto(asked.strategy):
+        return f"root:{asked.strategy.partition(':')[2] or '32'}"
+    config.check(
+        not compressors.is_compressor(asked.strategy) and not asked.strategy.startswith("none"),
+        f"exchange.strategy: got {asked.strategy} with an asynchronous rule, which takes its wire only: give a "
+        "strategy with one of the wires 32, 16, bf16, 8",
+    )
+    return f"root:{strategies.parse(asked.strategy).name.partition(':')[2]}"
 
 
 def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> Functions:
@@ -136,23 +172,31 @@ def build_functions(experiment: Experiment, workers: Workers, plan: "Plan") -> F
     keeps = experiment.recover == "skip"
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
-        rule = build_rule(experiment, plan, exchange_of(False)._replace(jit=keep_operands))
+        mute = rules.Mute()
+        rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         checked = once(steps.or_before) if keeps else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
-        return Functions(rule, step, once(evaluate), mean_state, once(guard.fingerprints), strategy, form)
-    rule = build_rule(experiment, plan, exchange_of(is_beside))
+        eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
+        hashed = once(guard.fingerprints)
+        return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
+    rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
+    eval_params = rule.eval_params or own_params
     checked = steps.or_before if keeps else None
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
+    still = rules.Mute(is_on=True).of(exchange_of(False))
+    quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
-        form = f"fused form: one jit; {why}"
-        return Functions(rule, jitted, once(evaluate), mean_state, once(guard.fingerprints), strategy, form)
+        form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(quiet), False)
+        hashed = once(guard.fingerprints)
+        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    hashed = over(guard.fingerprints)
-    return Functions(rule, over(step, donate=(0,)), over(evaluate), over(mean_state), hashed, strategy, form)
+    evaluate, mean, params, hashed = map(over, (evaluate, mean_state, eval_params, guard.fingerprints))
+    train_step, lone = over(step, donate=(0,)), Lone(over(quiet), False)
+    return Functions(rule, train_step, evaluate, mean, params, hashed, strategy, form, lone=lone)
 
 
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
@@ -196,6 +240,8 @@ def unfit_for_overlap(experiment: Experiment, plan: "Plan") -> str:
     """Why this step cannot hide an exchange; empty where it can."""
     if experiment.form == "split":
         return "the step is split (form split)"
+    if rules.is_periodic(experiment.rule):
+        return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
     if compressors.is_compressor(experiment.exchange.strategy):
         return "a compressor exchanges more than once, one after another"
     fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
@@ -216,6 +262,11 @@ def own_state(tree: PyTree) -> PyTree:
     return tree
 
 
+def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
+    """Params as they are: equal on all workers."""
+    return params
+
+
 def pieces(experiment: Experiment, workers: Workers, plan: "Plan") -> tuple[Callable, Callable]:
     """The local gradients and the evaluation step, not yet compiled."""
     is_synchronised = experiment.batch_statistics == "synchronised"
@@ -233,13 +284,17 @@ def is_split(experiment: Experiment, workers: Workers) -> bool:
     """Whether the step is split: by default where several ranks would compile one program on the same cores."""
     if experiment.form != "auto" or workers.mesh is not None:
         return experiment.form == "split" and workers.mesh is None
-    return workers.size > 1 and jax.default_backend() == "cpu"
+    return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 
-def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -> Rule:
-    """The rule over this run's optimizer and exchange."""
+def build_rule(experiment: Experiment, plan: "Plan", workers: Workers, exchange: rules.Exchange) -> Rule:
+    """The rule over this run's optimizer and exchange.
+
+    Noise is measured between several workers with equal shares: with one there is none to see.
+    """
+    asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
     return rules.build(
-        experiment.rule,
+        dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
         optim.optimizer(experiment.optim, plan.lr),
         exchange,
         optimizer=experiment.optim.name,
@@ -249,7 +304,7 @@ def build_rule(experiment: Experiment, plan: "Plan", exchange: rules.Exchange) -
 
 def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict[int, TrainState]:
     """State 0 of this process's workers: params of rank 0 on all ranks, compared by hash."""
-    example = jax.ShapeDtypeStruct((1, *experiment.model.input_shape), jnp.float32)
+    example = experiment.model.example()
     key = jax.random.key(experiment.seed)
     if workers.processes.rank == 0:
         made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
@@ -317,7 +372,9 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0) -> 
     effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
     micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
     feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
-    validation = open_feed(experiment, "validation", effective_batch, workers)
+    # Workers that do not meet cannot share an evaluation.
+    evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
+    validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
     facts = {"train": feed.facts(), "validation": validation.facts()}
     workers.processes.same("the data", facts)
     epoch_steps = feed.samplers[0].steps_per_epoch
@@ -374,7 +431,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
             checkpoint cannot be written.
         guard.Preempted: a signal asked to leave, and the run has been saved.
     """
-    runtime.doing("start")
+    runtime.doing("start", runtime.LONG)
     notice = guard.Notice()
     try:
         return train_until(notice, experiment, name, root, digest)
@@ -386,8 +443,15 @@ def train_until(
     notice: guard.Notice, experiment: Experiment, name: str, root: Path | None, digest: str
 ) -> dict[str, float]:
     """`train`, until it is noticed that it is to leave."""
-    workers = gather_workers(experiment.devices, experiment.comm)
+    is_apart = rules.is_asynchronous(experiment.rule)
+    gather = partial(gather_apart, experiment.rule.servers) if is_apart else partial(gather_workers, experiment.devices)
+    workers = gather(experiment.comm)
+    ranks = workers.processes.size if is_apart else workers.size
+    rules.check_ranks(experiment.rule, ranks, experiment.optim.name)
+    if is_apart:
+        check_apart(experiment)
     rundir.agree_on(experiment, workers.processes, digest)
+    rules.check_recover(experiment.rule, experiment.recover)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
@@ -398,11 +462,36 @@ def train_until(
         faults.parse(text, max(begun, workers.size))
     asked = experiment.exchange.strategy
     experiment, why = settle_exchange(experiment, plan, workers, kept)
-    functions = build_functions(experiment, workers, plan)._replace(asked=asked, why=why)
+    functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     rules.check_wire(experiment.rule, functions.strategy)
-    with rundir.agreed_run_dir(experiment, name, workers.processes) as folder:
+    with (
+        watching(workers.processes, experiment.stall_s, experiment.on_stall) as unwatched,
+        rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
+        plan.feed.crew,
+    ):
+        functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         faults.order(experiment.inject, max(begun, workers.size), workers.mine, folder)
         return run_in(folder, experiment, workers, plan, functions, root, notice)
+
+
+def check_apart(experiment: Experiment) -> None:
+    """Refuse what needs all workers together.
+
+    Raises:
+        UsageError: with an asynchronous rule, by field.
+    """
+    for name, value, instead in (
+        ("recover", "rollback", "skip or stop"),
+        ("batch_statistics", "synchronised", "averaged or local"),
+        ("form", "split", "auto"),
+    ):
+        got = getattr(experiment, name)
+        config.check(got != value, f"{name}: got {got} with an asynchronous rule, whose workers do not meet; {instead}")
+    memory = experiment.data.memory
+    config.check(
+        memory != "partition",
+        "data.memory: got partition with an asynchronous rule, whose workers do not meet to shuffle; take another",
+    )
 
 
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> rundir.Stored | None:
@@ -427,14 +516,18 @@ def run_in(
     start = saved.step if saved else 0
     if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start)
-    recorder = Recorder(folder if is_first else None, saved.extra.get("elapsed_s", 0.0) if saved else 0.0)
+    hosts = workers.processes.gather(socket.gethostname())
+    elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+    bytes_each = plan.feed.bytes_each
+    recorder = open_recorder(experiment, folder, elapsed_s, hosts, bytes_each) if is_first else Recorder(None)
     if is_first:
         facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
-            "asked": functions.asked
+            "asked": functions.asked,
+            "format": FORMAT,
         }
         (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
         recorder.write("run", **facts)
-    place = f"resumed at step {start}" if saved else "no checkpoint in it: from the start"
+    place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
     recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
     if functions.why:
@@ -447,8 +540,55 @@ def run_in(
         open_saver(experiment, workers, functions, folder, states),
         guard.Votes(workers.processes, notice, leaves),
         guard.Recovery(experiment.recover, experiment.recover_limit),
+        Tracer(step_range(experiment.trace, "trace"), workers.processes, hosts, folder / "trace.json"),
+        Profiler(step_range(experiment.profile, "profile"), folder / "profile"),
+        Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None,
     )
+    if isinstance(saved, asynchronous.Start):
+        return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start)
+
+
+def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynchronous.Job:
+    """The run of workers that do not wait for each other, as this rank has it."""
+    plan, feed, functions = run.plan, run.plan.feed, run.functions
+    solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
+    leaves = [path for path, _ in named_leaves(start.state.params)]
+    by_itself = run._replace(workers=solo, votes=guard.Votes(solo.processes, notice, leaves))
+
+    def sums(step: int, metrics: steps.Metrics) -> np.ndarray:
+        total = finite_sums(step, metrics, by_itself)
+        mind(by_itself, by_itself.votes.count())  # before anything that is not finite can reach the center
+        return total
+
+    duties = asynchronous.Duties(
+        functions.train_step,
+        sums,
+        feed.batches,
+        lambda: (feed.skipped, feed.wait_s),
+        lambda: notice.given,
+        lambda state, step: evaluate(by_itself, state, step),
+        lambda step: np.asarray(plan.lr(max(step - 1, 0))).item(),
+        lambda: extra_of(run),
+        lambda skipped, epochs: guard.check_budget(skipped, len(feed.source), epochs, run.experiment.data.max_skipped),
+    )
+    course = asynchronous.Course(
+        plan.clock.effective_batch,
+        len(feed.source),
+        plan.clock.steps_per_epoch,
+        plan.clock.total_steps,
+        plan.examples(plan.clock.total_steps),
+        run.experiment.log_every,
+        plan.eval_every,
+        plan.save_every,
+    )
+    keep = checkpoint.Kept(run.experiment.keep_checkpoints, run.experiment.keep_best)
+    home = checkpoint.Apart(run.folder / "checkpoints", run.workers.size, keep)
+    run.recorder.start_window(int(start.tally.examples))
+    wire = functions.strategy.partition(":")[2]
+    return asynchronous.Job(
+        run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home
+    )
 
 
 def open_saver(
@@ -460,11 +600,21 @@ def open_saver(
         UsageError: the disk has no room for two.
     """
     replicated, checkpoints = functions.rule.state_is_replicated, folder / "checkpoints"
+    same_params = functions.rule.params_are_replicated
     if workers.processes.rank == 0 and not functions.strategy.startswith("none"):
-        needed_bytes = savers.total_bytes(states, replicated, workers.size)
+        needed_bytes = savers.total_bytes(states, replicated, workers.size, same_params)
         savers.check_disk(checkpoints, needed_bytes, shutil.disk_usage(folder).free)
     keep = checkpoint.Kept(experiment.keep_checkpoints, experiment.keep_best)
-    return savers.Saver(checkpoints, workers.processes, workers=workers.size, replicated=replicated, keep=keep)
+    equal = {"replicated": replicated, "same_params": same_params}
+    return savers.Saver(checkpoints, workers.processes, workers=workers.size, keep=keep, **equal)
+
+
+def open_recorder(
+    experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str], bytes_each: int
+) -> Recorder:
+    """The record, the sinks and the terminal; hosts are names by rank."""
+    sinks = [*experiment.sinks, *([TensorBoard(folder / "tensorboard")] if experiment.tensorboard else [])]
+    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts, bytes_each)
 
 
 class Run(NamedTuple):
@@ -479,6 +629,9 @@ class Run(NamedTuple):
     saver: savers.Saver
     votes: guard.Votes
     recovery: guard.Recovery
+    tracer: Tracer
+    profiler: Profiler
+    noise: Noise | None  # where the rule measures it
 
 
 def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str, float]:
@@ -488,26 +641,23 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str,
             try:
                 return loop(run, put(states, run.workers), start)
             except guard.RollBack as back:
-                states, start, run = rolled_back(run, back)
+                states, start = rolled_back(run, back)
     finally:
+        run.profiler.close()
         run.recorder.close()
 
 
-def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], int, Run]:
-    """The newest checkpoint's states and step, and the run with its record cut there."""
+def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], int]:
+    """The newest checkpoint's states and step; the record is cut there."""
     run.votes.count()  # on a step that counts no more
     run.saver.wait()
     experiment = dataclasses.replace(run.experiment, resume=True)
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
-    start, elapsed_s = saved.step if saved else 0, run.recorder.elapsed_s()
-    run.recorder.close()
-    is_first = run.workers.processes.rank == 0
-    if is_first:
-        cut_record(run.folder / "record.jsonl", start)
-    recorder = Recorder(run.folder if is_first else None, elapsed_s)
-    recorder.write("rollback", step=start, failed=back.step, why=str(back))
-    recorder.say(f"{back}: back to step {start}")
-    return states, start, run._replace(recorder=recorder)
+    start = saved.step if saved else 0
+    run.recorder.go_back(start)
+    run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
+    run.recorder.say(f"{back}: back to step {start}")
+    return states, start
 
 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
@@ -515,14 +665,18 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     plan, last = run.plan, run.plan.clock.total_steps
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
-    sums, result = np.zeros(2), {}  # loss and examples since the last progress line
+    sums, result = np.zeros(SUMS), {}  # since the last progress line
+    anatomy, lone_due = Anatomy(run.workers.size, to_device(run.workers)), first_lone(run, start)
     with contextlib.closing(plan.feed.batches(start, last)) as batches:
-        for k, batch in enumerate(batches, start + 1):
-            runtime.doing(f"step {k}")
+        for k, batch in enumerate(anatomy.batches(batches, start + 1), start + 1):
+            runtime.doing(f"step {k}", runtime.LONG if k == start + 1 else 1.0)
             run.saver.poll()
             leaving = run.votes.leaving
             state, batch = faults.reach("step", k, (state, batch))
+            run.profiler.before(k)
             state, metrics = update(run, k, state, batch)
+            run.profiler.after(k, state)
+            anatomy.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=k == start + 1)
             pending.append((k, metrics))
             log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
             eval_due = k % plan.eval_every == 0 or k == last
@@ -533,12 +687,19 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
                 sums += finite_sums(*pending.pop(0), run)
             if log_due or eval_due or compare_due:
                 jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
+                anatomy.pause()
                 mind(run, run.votes.count())
             if compare_due:
                 compare(run, state, k)
             if log_due:
-                log(run, k, sums)
-                sums = np.zeros(2)
+                seen = log(run, k, sums, anatomy.window())
+                sums = np.zeros(SUMS)
+                if k >= lone_due and seen.source in ("unknown", "estimated"):
+                    anatomy.lone(lone_s(run, state, batch))
+                    lone_due = k + run.experiment.lone_every
+                    anatomy.restart()
+                if k == start + 1:
+                    anatomy.restart()  # ranks are through with compiling at different times
             if eval_due:
                 result = evaluate(run, state, k)
             if save_due:
@@ -547,8 +708,30 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
                 leave(run, k)
             if eval_due or save_due:
                 run.recorder.start_window(plan.examples(k))
+                anatomy.restart()
     run.saver.wait()
     return result
+
+
+def first_lone(run: Run, start: int) -> float:
+    """The step after which the first one without exchange is due; infinite where none is."""
+    lone, every = run.functions.lone, run.experiment.lone_every
+    if lone is None or not every or run.functions.strategy.startswith("none"):
+        return float("inf")
+    return start + (min(every, run.experiment.log_every + 1) if lone.is_compiled else every)
+
+
+def lone_s(run: Run, state: TrainState, batch: steps.Batch) -> float:
+    """Seconds of a step without exchange, on a copy of the state."""
+    lone, seconds = run.functions.lone, 0.0
+    assert lone is not None
+    for _ in range(1 if lone.is_compiled else 2):
+        with spans.span("other", "step without exchange"):
+            scratch = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+            begin = time.perf_counter()
+            jax.block_until_ready(lone.step(scratch, batch))
+            seconds = time.perf_counter() - begin
+    return seconds
 
 
 def update(run: Run, step: int, state: TrainState, batch: steps.Batch) -> tuple[TrainState, steps.Metrics | None]:
@@ -569,15 +752,18 @@ def leave(run: Run, step: int) -> None:
     raise guard.Preempted
 
 
+SUMS = 6  # over workers: loss, examples, |g_i|^2; and where |g|^2 was measured |g_i|^2, |g|^2, steps
+
+
 def finite_sums(step: int, metrics: steps.Metrics | None, run: Run) -> np.ndarray:
-    """[loss, examples] of this process's workers, of a step that was made; and this process's vote on it.
+    """f64[SUMS] of this process's workers, of a step that was made; and this process's vote on it.
 
     Raises:
         TrainingError, guard.RollBack: what all ranks agree to do about the step before.
     """
     if metrics is None:
         mind(run, run.votes.cast(step, None, 0, True))
-        return np.zeros(2)
+        return np.zeros(SUMS)
     losses, counts = (rows(value, run.workers).astype(np.float64) for value in (metrics.loss, metrics.count))
     finite = rows(metrics.finite, run.workers).reshape(len(losses), -1)
     applied = metrics.applied is None or bool(rows(metrics.applied, run.workers).all())
@@ -585,7 +771,18 @@ def finite_sums(step: int, metrics: steps.Metrics | None, run: Run) -> np.ndarra
     place, bad = odd[0] if odd else (0, None)
     mind(run, run.votes.cast(step, bad, run.workers.mine[place], applied))
     made = applied and np.isfinite(losses).all()
-    return np.array([losses.sum(), counts.sum()]) if made else np.zeros(2)
+    squares = rows(metrics.squares, run.workers).astype(np.float64)
+    if not made:
+        return np.zeros(SUMS)
+    return np.array([losses.sum(), counts.sum(), squares.sum(), *measured_sums(step, metrics, run, squares)])
+
+
+def measured_sums(step: int, metrics: steps.Metrics, run: Run, squares: np.ndarray) -> list[float]:
+    """|g_i|^2, |g|^2 and 1, over this process's workers; zeros where workers' gradients are not of as many examples."""
+    is_whole = run.plan.examples(step) - run.plan.examples(step - 1) == run.plan.clock.effective_batch
+    if metrics.mean_square is None or not is_whole:
+        return [0.0] * 3
+    return [squares.sum(), rows(metrics.mean_square, run.workers).sum(dtype=np.float64), float(squares.size)]
 
 
 def not_finite(loss: float, finite: np.ndarray) -> int | None:
@@ -613,7 +810,11 @@ def compare(run: Run, state: TrainState, step: int) -> None:
     """
     if run.functions.strategy.startswith("none"):
         return
-    kept = {"params": state.params} | ({"rule": state.rule_state} if run.functions.rule.state_is_replicated else {})
+    rule = run.functions.rule
+    kept = {"params": state.params} if rule.params_are_replicated else {}
+    kept |= {"rule": state.rule_state} if rule.state_is_replicated else {}
+    if not kept:
+        return
     found = rows(run.functions.fingerprints(kept), run.workers).reshape(len(run.workers.mine), -1)
     text = guard.compare_replicas(kept, found, run.workers.mine, run.workers.processes, step)
     if text:
@@ -621,14 +822,17 @@ def compare(run: Run, state: TrainState, step: int) -> None:
         run.recovery.of_difference(f"{text}; {savers.last_good(run.folder / 'checkpoints')}")
 
 
-def log(run: Run, step: int, sums: np.ndarray) -> None:
-    """A progress line: the mean loss of all workers' examples since the last one.
+def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
+    """A progress line: the mean loss of all workers' examples since the last one, and where the time went.
 
     Raises:
         TrainingError: more data is skipped than may be.
     """
     feed = run.plan.feed
-    loss, count, skipped, wait_s = run.workers.processes.sum(np.array([*sums, feed.skipped, feed.wait_s]))
+    mine = np.array([*sums, feed.skipped, feed.wait_s])
+    every = run.workers.processes.rows(np.concatenate([mine, flat(window)]))
+    loss, count, squares, *measured, skipped, wait_s = every[:, : len(mine)].sum(axis=0).tolist()
+    seen = summary(every[:, len(mine) :], window.steps)
     run.recorder.train(
         step=step,
         total_steps=run.plan.clock.total_steps,
@@ -638,18 +842,33 @@ def log(run: Run, step: int, sums: np.ndarray) -> None:
         lr=np.asarray(run.plan.lr(step - 1)).item(),
         wait_s=float(wait_s) / run.workers.size,
         skipped=int(skipped),
+        gradient_norm=(squares / run.workers.size / max(window.steps, 1)) ** 0.5,
+        anatomy=seen,
+        images=run.plan.examples(step) - run.plan.examples(step - window.steps),
+        noted=window.spans,
+        **noise_of(run, *measured),
     )
+    if traced := run.tracer.add(window.spans, step, step == run.plan.clock.total_steps):
+        run.recorder.say(traced)
     epochs_begun = -(-step // run.plan.clock.steps_per_epoch)
     guard.check_budget(int(skipped), len(feed.source), epochs_begun, run.experiment.data.max_skipped)
+    return seen
+
+
+def noise_of(run: Run, local: float, mean: float, count: float) -> dict[str, float]:
+    """Fields of the record on the noise of gradients, where it was measured."""
+    return run.noise.fields(Means(local / count, mean / count)) if run.noise and count else {}
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
-    """Every validation example once, over all workers; model state as `batch_statistics` says."""
-    runtime.doing(f"evaluation after step {step}")
+    """Every validation example once, over all workers; model state as `batch_statistics` says, params as the rule."""
+    runtime.doing(f"evaluation after step {step}", runtime.LONG)
     model_state = run.functions.mean_state(state.model_state)
+    params = run.functions.eval_params(state.params, state.rule_state)
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
-        metrics = run.functions.eval_step(state.params, model_state, batch)
+        runtime.doing(f"evaluation after step {step}", runtime.LONG)  # another batch, so it gets on
+        metrics = run.functions.eval_step(params, model_state, batch)
         sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
@@ -664,9 +883,17 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
 
 def starting_states(
     experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
-) -> tuple[dict[int, TrainState], checkpoint.Saved | None]:
-    """State 0, or that of the newest checkpoint where the run is resumed."""
+) -> tuple[dict[int, TrainState], checkpoint.Saved | asynchronous.Start | None]:
+    """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each."""
     states = initial_states(experiment, workers, rule)
+    say = warn if workers.processes.rank == 0 else lambda text: None
+    if rule.asynchronous:
+        state = states[workers.mine[0]]
+        folder = folder / "checkpoints"
+        start = asynchronous.starting(folder, state, workers, rule.asynchronous, experiment.resume, say)
+        now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
+        rundir.refuse_other_run(start.extra.get("experiment", {}), now)
+        return states, start
     if not experiment.resume:
         return states, None
     saved = checkpoint.restore(
@@ -675,11 +902,12 @@ def starting_states(
         workers.processes,
         workers=workers.size,
         replicated=rule.state_is_replicated,
-        say=warn if workers.processes.rank == 0 else lambda text: None,
+        same_params=rule.params_are_replicated,
+        say=say,
     )
     workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
-        params = next(iter(saved.states.values())).params
+        params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
         workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
         now = rundir.identity(experiment, plan.clock.effective_batch, plan.data)
         rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
@@ -699,8 +927,13 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
     """
     if run.functions.strategy.startswith("none"):
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
-    runtime.doing(f"checkpoint of step {step}")
-    extra = {
+    runtime.doing(f"checkpoint of step {step}", runtime.LONG)
+    run.saver.save(take(state, run.workers), extra_of(run), score)
+
+
+def extra_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state."""
+    return {
         "elapsed_s": run.recorder.elapsed_s(),
         "scaled_for": run.plan.scaled_for,
         "exchange": {
@@ -710,7 +943,6 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
         },
         "experiment": rundir.identity(run.experiment, run.plan.clock.effective_batch, run.plan.data),
     }
-    run.saver.save(take(state, run.workers), extra, score)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The workers of a job: which of them this process runs, and how their states come to its devices and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.comm import Comm, is_cuda_aware, world
+from jaxmpi.comm import Comm, SoloComm, is_cuda_aware, world
 from jaxmpi.config import check
 from jaxmpi.mesh import global_mesh
-from jaxmpi.processes import Processes, processes
+from jaxmpi.processes import Processes, SoloProcesses, processes
 from jaxmpi.state import TrainState
 from jaxmpi.step import AXIS, stack
 
@@ -25,11 +25,12 @@ class Workers(NamedTuple):
     processes: Processes
     mine: tuple[int, ...]
     mesh: jax.sharding.Mesh | None  # of all workers' devices, where XLA exchanges between them
+    apart: int = 0  # all workers, where each runs programs of its own (asynchronous rules) and `comm` is one's
 
     @property
     def size(self) -> int:
         """All workers."""
-        return self.comm.size
+        return self.apart or self.comm.size
 
 
 def gather_workers(devices: int, comm: str = "mpi") -> Workers:
@@ -54,6 +55,32 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
     )
     mesh, over_axis = global_mesh(AXIS, devices)
     return Workers(over_axis, control, tuple(range(control.rank * devices, (control.rank + 1) * devices)), mesh)
+
+
+def gather_apart(servers: int, comm: str) -> Workers:
+    """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work.
+
+    Raises:
+        UsageError: `comm` is xla, whose exchanges are between all workers at once.
+    """
+    control = processes()
+    check(comm == "mpi", f"comm: got {comm} with an asynchronous rule, whose workers do not meet; take --comm mpi")
+    workers = control.size - servers
+    return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, apart=workers)
+
+
+def alone(workers: Workers) -> Workers:
+    """This process's worker as the only one."""
+    return Workers(workers.comm, SoloProcesses(), (0,), None)
+
+
+def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
+    """What takes a batch to the memory of this process's device; None on CPUs, which work in the host's, and over a
+    mesh, to which batches have come already.
+    """
+    if jax.default_backend() == "cpu" or workers.mesh is not None:
+        return None
+    return partial(jax.device_put, device=jax.local_devices()[0])
 
 
 def put(states: dict[int, TrainState], workers: Workers) -> TrainState:

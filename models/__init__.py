@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jaxmpi.model import Model
-from models import alexnet, cnn, googlenet, googlenetbn, resnet, vgg
+from models import alexnet, cnn, googlenet, googlenetbn, gpt, lstm, resnet, vgg
 
 MODELS: dict[str, Callable[..., Model]] = {
     "alexnet": alexnet.alexnet,
@@ -26,4 +26,10 @@ MODELS: dict[str, Callable[..., Model]] = {
     "resnet152_tiny": resnet.resnet152_tiny,
     "digits_cnn": cnn.digits_cnn,
     "digits_cnn_tiny": cnn.digits_cnn_tiny,
+    "lstm": lstm.lstm,
+    "lstm_tiny": lstm.lstm_tiny,
+    "gpt": gpt.gpt,
+    "gpt_tiny": gpt.gpt_tiny,
+    "lm300m": lstm.lm300m,
+    "lm300m_tiny": lstm.lm300m_tiny,
 }

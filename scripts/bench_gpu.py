@@ -44,6 +44,7 @@ from jaxmpi.step import Batch
 from jaxmpi.workers import put
 from models import MODELS
 
+TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 NO_GPU = 77  # what test suites take for "skipped"
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = ("float32", "bfloat16")
@@ -52,7 +53,7 @@ SETTLE = 2  # rounds not counted: in the first, programs are compiled
 BATCHES = 4  # in host memory, taken in turn
 SIZES = {  # of a measurement: dry or not
     False: {
-        "models": [name for name in MODELS if not name.endswith("_tiny") and not name.startswith("digits")],
+        "models": [name for name in TWINNED if not name.endswith("_tiny")],
         "batch": 128,
         "rounds": 20,
         "steps": 10,
@@ -413,8 +414,7 @@ def machine(dry: bool) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     """Options; sizes by default for a GPU, or tiny."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choices = [name for name in MODELS if not name.startswith("digits")]
-    parser.add_argument("--models", nargs="+", choices=choices, help="default: the zoo; of each its full size")
+    parser.add_argument("--models", nargs="+", choices=TWINNED, help="default: the zoo; of each its full size")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch", type=int, help="examples of a step, 128 by default; fewer need less memory")
     parser.add_argument("--rounds", type=int, help="turns of every part, 20 by default")

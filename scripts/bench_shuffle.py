@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxmpi.config import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, pack
-from jaxmpi.data.memory import MemorySource, holders_by_place, moves
+from jaxmpi.data.memory import GroupSampler, MemorySource, holders_by_place, members, moves
 from jaxmpi.data.packed import INDEX, ROW, Manifest, shard_name, write_manifest
 from jaxmpi.partition import Memory, keep, message
 
@@ -105,9 +105,10 @@ def wait_for_shuffle(memory: Memory, epoch: int) -> None:
 def bare_alltoallv(memory: Memory, epoch: int) -> Callable[[], None]:
     """The same bytes from and to the same members, in the same segments; the communicator is silent meanwhile."""
     group, source, sampler = memory.group, memory.source, memory.sampler
-    before = holders_by_place(sampler.places(epoch), group.size)  # pyright: ignore[reportAttributeAccessIssue]
-    after = sampler.places(epoch + 1)  # pyright: ignore[reportAttributeAccessIssue]
-    planned = list(moves(after, before, source.lengths, group.rank, group.size))
+    assert isinstance(sampler, GroupSampler)
+    whose = members(len(source), sampler.effective_batch, group.size)
+    before, order = holders_by_place(sampler.places(epoch), whose), sampler.places(epoch + 1)
+    planned = list(moves(order, before, whose, source.lengths, group.rank, group.size))
     sent = np.ones(max(int(m.sent_bytes.sum()) for m in planned), np.uint8)
     received = np.ones(max(int(m.received_bytes.sum()) for m in planned), np.uint8)
 
@@ -205,7 +206,7 @@ def photographs(images: int) -> list[bytes]:
 def sources(options: argparse.Namespace) -> None:
     """Images/s of batches of 224 px from each source, in turn; files are in the page cache."""
     with tempfile.TemporaryDirectory() as folder:
-        made = make_sources(Path(folder), photographs(options.images))
+        made = make_sources(Path(folder), photographs(options.images), options.latency_ms / 1000)
         seconds: dict[str, list[float]] = {name: [] for name in made}
         reading: dict[str, list[float]] = {name: [] for name in made}
         for _ in range(options.rounds):
@@ -218,8 +219,27 @@ def sources(options: argparse.Namespace) -> None:
         print(f"| {name} | {whole:.0f} | {bare:.0f} |")
 
 
-def make_sources(folder: Path, blobs: list[bytes]) -> dict[str, tuple[Source, Data]]:
-    """The same photographs as folder, arrays of 256 px, packed (as they are, and at 256 px), and in memory."""
+class Far:
+    """A source whose every read waits first: it stands in for files on a busy file system."""
+
+    def __init__(self, inner: Any, latency_s: float) -> None:
+        self.inner, self.latency_s, self.name, self.classes = inner, latency_s, inner.name, inner.classes
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """The inner source's, later."""
+        time.sleep(self.latency_s)
+        return self.inner.encoded(index)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        time.sleep(self.latency_s)
+        return self.inner[index]
+
+
+def make_sources(folder: Path, blobs: list[bytes], latency_s: float) -> dict[str, tuple[Source, Data]]:
+    """The same photographs as folder, as arrays, packed (as they are, and at 256 px), in memory, and far away."""
     place = folder / "files" / "train" / "one"
     place.mkdir(parents=True)
     for i, blob in enumerate(blobs):
@@ -241,6 +261,8 @@ def make_sources(folder: Path, blobs: list[bytes]) -> dict[str, tuple[Source, Da
         "packed, as it is": (packed, resize),
         "packed at 256 px": (small, crop),
         "memory, packed at 256 px": (memory, crop),
+        "folder, reads take longer": (Far(files, latency_s), resize),
+        "packed at 256 px, reads take longer": (Far(small, latency_s), crop),
         "arrays of 256 px (batch files)": (arrays, crop),
     }
 
@@ -276,6 +298,7 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=200, help="of all records")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--records", type=int, default=1_300_000, help="of the index")
+    parser.add_argument("--latency-ms", type=float, default=10, help="of a read that takes longer")
     parser.add_argument("--images", type=int, default=400, help="of the sources")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import launch, runtime, train
 from jaxmpi.comm import SoloComm
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, TrainingError
+from jaxmpi.model import Model
 from jaxmpi.processes import SoloProcesses, processes
 from jaxmpi.state import create
 from jaxmpi.workers import Workers, gather_workers, put
@@ -43,17 +43,17 @@ ALONE = Workers(SoloComm(), SoloProcesses(), (0,), None)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
-def recipe(name: str, **fields: Any) -> Experiment:
-    """A model with its loss, SGD with momentum, and data: made-up images for 1000 classes, digits for 10."""
-    model = MODELS[name]()
+def images(model: Model) -> Data:
+    """Images of a model's size."""
     size, _, channels = model.input_shape
-    data = Data(
-        source="synthetic" if model.classes == 1000 else "digits",
-        resize=size,
-        channels=channels,
-        mean=MEAN[:channels],
-        std=STD[:channels],
-    )
+    source = "synthetic" if model.classes == 1000 else "digits"
+    return Data(source, resize=size, channels=channels, mean=MEAN[:channels], std=STD[:channels])
+
+
+def recipe(name: str, **fields: Any) -> Experiment:
+    """A model with its loss, SGD with momentum, and data: made-up images for 1000 classes, digits for 10, or text."""
+    model = MODELS[name]()
+    data = Data("stdlib", window=model.input_shape[0]) if model.takes_tokens else images(model)
     loss = googlenet_loss if name.startswith("googlenet") else None
     optim, exchange = Optim("momentum", lr_scaling="none"), ExchangeConfig("asa32")
     return Experiment(model=model, loss=loss, data=data, optim=optim, exchange=exchange, **fields)
@@ -124,8 +124,7 @@ def step_memory(config: Experiment) -> StepMemory:
     """What XLA plans for the step of one worker on this backend; compiles, but allocates nothing."""
     plan = train.make_plan(config, ALONE)
     functions = train.build_functions(config, ALONE, plan)
-    image = jax.ShapeDtypeStruct((1, *config.model.input_shape), jnp.float32)
-    params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), image)
+    params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), config.model.example())
     rule_state = jax.eval_shape(functions.rule.init, params)
     state = create(params, model_state, rule_state, seed=0, worker=0)
     step: Any = functions.train_step

@@ -340,7 +340,7 @@ OPTIMIZERS = {
 
 def check_optimizers():
     """Three steps of each as one worker makes them; gradients differ by rounding, of which a step keeps a part."""
-    n = 4 * workers() + 1
+    n = 4 * workers()
     x, y = data(n), data(n, seed=1)[:, 0]
     start = {name: {"w": f32([1, -1, 2]), "b": np.float32(0.5)} for name in OPTIMIZERS}
     tx = optax.multi_transform({name: make() for name, make in OPTIMIZERS.items()}, {name: name for name in OPTIMIZERS})
@@ -357,9 +357,9 @@ def check_optimizers():
     with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
         step = jm.optimizer(loss, start, tx)
         params, state = jax.tree.map(jnp.asarray, start), tx.init(jax.tree.map(jnp.asarray, start))
-        for i in range(3):
+        for _ in range(3):
             value, params, state = alone(params, state)
-            got = step(x, y, slices=1 + i % 2)
+            got = step(x, y, slices=2)
             assert abs(float(got) - float(value)) <= 1e-5 * abs(float(value))
     ours, last = step.params.get(0), step.params.get(workers() - 1)
     for name in OPTIMIZERS:

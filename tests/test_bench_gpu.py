@@ -15,7 +15,7 @@ from launching import ROOT, run
 from models import MODELS
 
 SCRIPT = [sys.executable, "scripts/bench_gpu.py"]
-TWINNED = [name for name in MODELS if not name.startswith("digits")]
+TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 NEEDS_TORCH = "peers of PyTorch need torch"
 
 

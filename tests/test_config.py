@@ -62,7 +62,7 @@ OUT_OF_RANGE = [
     (Data, {"resize": -1}, "data.resize: got -1 px"),
     (Data, {"crop": -5}, "data.crop: got -5 px"),
     (Data, {"channels": 0}, "data.channels: got 0; expected >= 1"),
-    (Data, {"threads": 0}, "data.threads: got 0"),
+    (Data, {"loaders": 0}, "data.loaders: got 0"),
     (Data, {"prefetch": 0}, "data.prefetch: got 0"),
     (Data, {"synthetic_examples": 0}, "data.synthetic_examples: got 0"),
     (Data, {"mean": (0.5, 0.5)}, "data.mean: got 2 numbers; expected 3"),

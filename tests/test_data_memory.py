@@ -44,7 +44,8 @@ class TestOrder:
     def test_a_worker_reads_what_its_member_holds(self, group, epoch):
         parts = group[1]
         whose = sampler(*group)
-        holders = mem.holders_by_place(whose.places(whose.moved(epoch)), parts)
+        places = mem.members(group[0], 2 * parts * group[2], parts)
+        holders = mem.holders_by_place(whose.places(whose.moved(epoch)), places)
         for rank, read in enumerate(one_epoch(*group, epoch=epoch)):
             assert (holders[read] == rank % parts).all()
 
@@ -54,6 +55,21 @@ class TestOrder:
         plain = Sampler(n, n, seed=5)
         assert sampler(n, parts, groups, period=1).places(epoch).tolist() == plain._order(epoch, 0, n).tolist()
         assert sampler(n, 1, groups, period=3).places(epoch).tolist() == plain._order(epoch, 0, n).tolist()
+
+    @given(st.integers(1, 90), st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
+    def test_a_batch_that_does_not_divide(self, n, batch, parts, groups, period):
+        """A run that goes on with another number of workers keeps its batch: shares are uneven."""
+        size, epoch = parts * groups, 4
+        samplers = [GroupSampler(n, batch, rank, size, 5, parts=parts, period=period) for rank in range(size)]
+        whose = samplers[0]
+        holders = mem.holders_by_place(whose.places(whose.moved(epoch)), mem.members(n, batch, parts))
+        read = []
+        for rank, mine in enumerate(samplers):
+            for step in range(epoch * mine.steps_per_epoch, (epoch + 1) * mine.steps_per_epoch):
+                share = mine.indices(step).indices
+                assert (holders[share] == rank % parts).all()
+                read.extend(share)
+        assert sorted(read) == list(range(n))
 
     def test_between_shuffles_members_permute_what_they_hold(self):
         whose = sampler(400, parts=4, period=3)
@@ -103,7 +119,7 @@ class TestOrder:
         whose = sampler(n, parts, period=period)
         counts = np.zeros((n, parts))
         for epoch in range(0, shuffles * period, period):
-            counts[np.arange(n), mem.holders_by_place(whose.places(epoch), parts)] += 1
+            counts[np.arange(n), mem.holders_by_place(whose.places(epoch), np.arange(n) % parts)] += 1
         expected = shuffles / parts
         statistic = ((counts - expected) ** 2 / expected).sum() * (n - 1) / n
         low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], (n - 1) * (parts - 1))
@@ -135,12 +151,12 @@ def held_in_slices(n: int, parts: int, lengths: np.ndarray) -> list[Arena]:
 
 
 def shuffle(
-    arenas: list[Arena], order: np.ndarray, before: np.ndarray, lengths: np.ndarray, each: int, segment: int
+    arenas: list[Arena], order: np.ndarray, before: np.ndarray, after: np.ndarray, lengths: np.ndarray, segment: int
 ) -> tuple[list[Arena], list[list[mem.Move]]]:
     """Every member's new arena, and the moves; bytes are carried as MPI_Alltoallv carries them."""
     parts = len(arenas)
-    planned = [list(mem.moves(order, before, lengths, me, parts, each, segment)) for me in range(parts)]
-    after = [Arena(np.concatenate([m.received for m in own] or [np.empty(0, int)]), lengths) for own in planned]
+    planned = [list(mem.moves(order, before, after, lengths, me, parts, segment)) for me in range(parts)]
+    new = [Arena(np.concatenate([m.received for m in own] or [np.empty(0, int)]), lengths) for own in planned]
     at = [0] * parts
     for moves in zip(*planned, strict=True):
         sent = [arena.gather(move.sent) for arena, move in zip(arenas, moves, strict=True)]
@@ -151,9 +167,9 @@ def shuffle(
                 begin = own.sent_bytes[:to].sum()
                 got.append(sent[source][begin : begin + own.sent_bytes[to]])
             size = move.received_bytes.sum()
-            after[to].bytes[at[to] : at[to] + size] = np.concatenate(got)
+            new[to].bytes[at[to] : at[to] + size] = np.concatenate(got)
             at[to] += size
-    return after, planned
+    return new, planned
 
 
 class TestMoves:
@@ -161,10 +177,11 @@ class TestMoves:
     def test_every_record_goes_where_the_order_wants_it(self, n, parts, each, segment, seed):
         lengths, whose = lengths_of(n, seed), sampler(max(n, 1), parts * each)
         arenas, before = held_in_slices(n, parts, lengths), mem.holders_by_slice(n, parts)
+        whose_place = mem.members(n, 6 * parts * each, parts * each) // each
         for epoch in range(3):
             order = whose.places(epoch) if n else np.empty(0, int)
-            arenas, planned = shuffle(arenas, order, before, lengths, each, segment)
-            before = mem.holders_by_place(order, parts, each)
+            arenas, planned = shuffle(arenas, order, before, whose_place, lengths, segment)
+            before = mem.holders_by_place(order, whose_place)
             for me, arena in enumerate(arenas):
                 mine = [order[member :: parts * each] for member in range(me * each, (me + 1) * each)]
                 assert arena.records.tolist() == sorted(np.concatenate(mine).tolist())
@@ -187,7 +204,7 @@ class TestMoves:
         total = np.zeros((parts, parts), np.int64)
         numbers = []
         for me in range(parts):
-            moves = list(mem.moves(order, mem.holders_by_slice(70, parts), lengths, me, parts))
+            moves = list(mem.moves(order, mem.holders_by_slice(70, parts), np.arange(70) % parts, lengths, me, parts))
             numbers.append(len(moves))
             for move in moves:
                 assert max(move.sent_bytes.sum(), move.received_bytes.sum()) < 2**31
@@ -200,6 +217,11 @@ class TestMoves:
         assert [arena[r].size for r in (5, 2, 9)] == [5, 2, 9]
         assert [r in arena for r in (1, 2, 5, 9, 10)] == [False, True, True, True, False]
         assert arena.bytes.size == 16
+
+    def test_more_than_the_machine_has_is_refused(self):
+        assert 2**20 < mem.available_bytes() < 2**50
+        with pytest.raises(UsageError, match=r"1,099,511\.6 GB more are needed and this machine has .*group_size"):
+            Arena(np.arange(2**20), np.full(2**20, mem.MOST_BYTES))
 
 
 # ---------------------------------------------------------------- the source

@@ -1,11 +1,12 @@
 import io
 import os
+import pickle
 import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,8 +14,18 @@ from PIL import Image
 
 import jaxmpi.config
 from jaxmpi.config import Data, UsageError
-from jaxmpi.data import SOURCES, ArraySource, CorruptExample, Source, open_source
-from jaxmpi.data.images import decoded, resized
+from jaxmpi.data import (
+    SOURCES,
+    ArraySource,
+    CorruptExample,
+    Source,
+    load_mean_image,
+    open_source,
+    write_batch_files,
+)
+from jaxmpi.data.augment import Augment
+from jaxmpi.data.images import _without_rows_below as without_rows_below
+from jaxmpi.data.images import decoded, opened, resized, stretched, window
 
 RNG = np.random.default_rng(0)
 GREY = (np.arange(24 * 32).reshape(24, 32) // 3).astype(np.uint8)
@@ -28,7 +39,8 @@ def blob(image: Image.Image, form: str, **kwargs) -> bytes:
 
 
 def test_every_source_is_in_the_table():
-    assert set(SOURCES) == {"digits", "synthetic", "array", "imagefolder", "tfds", "packed"}
+    images = {"digits", "synthetic", "array", "imagefolder", "batchfiles", "tfds", "packed"}
+    assert set(SOURCES) == images | {"text", "stdlib"}
     with pytest.raises(UsageError, match="did you mean 'digits'"):
         open_source(Data(source="digit"), "train")
 
@@ -189,6 +201,75 @@ class TestDecoded:
         assert np.abs(image.astype(int) - full).mean() < 12  # decoded at a small scale, then resized
 
 
+def photograph(**kwargs) -> bytes:
+    """A JPEG of 90 x 120 px that is smooth, with three colours that differ."""
+    rows, columns = np.mgrid[0:90, 0:120]
+    pixels = np.stack([rows * 2, columns * 2, 128 + 100 * np.sin(rows / 9) * np.cos(columns / 7)], axis=-1)
+    return blob(Image.fromarray(pixels.astype(np.uint8)), "JPEG", quality=90, **kwargs)
+
+
+class TestWindow:
+    """A window is decoded no larger, and no further down, than it needs."""
+
+    @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+    @pytest.mark.parametrize("extra", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
+    def test_rows_that_are_not_decoded_change_no_others(self, subsampling, extra):
+        picture = opened(photograph(subsampling=subsampling, **extra), channels=3)
+        whole = picture.pixels(90, 120)
+        for bottom in (1, 8, 40, 70, 90):
+            cut = without_rows_below(picture, bottom)
+            fewer = 0 if "progressive" in extra else 90 - min(-(-bottom // 16) * 16, 90)
+            assert bottom <= cut.height <= 90 - fewer
+            assert np.array_equal(cut.pixels(cut.height, 120)[:bottom], whole[:bottom])
+        assert np.array_equal(window(picture, 10, 20, 40, 50, 32), stretched(whole[10:50, 20:70], 32))
+
+    def test_a_large_window_is_decoded_small(self):
+        picture = opened(photograph(), channels=3)
+        assert picture.pixels(20, 30).shape == (23, 30, 3)
+        got = window(picture, 8, 12, 72, 96, 16).astype(int)
+        assert np.abs(got - stretched(picture.pixels(90, 120)[8:80, 12:108], 16)).mean() < 3
+
+    @pytest.mark.parametrize("kind", ODD)
+    def test_odd_images(self, kind):
+        make, expected = ODD[kind]
+        data = Data(crop=12, crop_area=(0.5, 1.0))
+        got = Augment(data, True, 0)(np.ascontiguousarray(decoded(make(), 3, 0)), 0, 5, "odd")
+        from_blob = Augment(data, True, 0).encoded(make(), 0, 5, "odd")
+        assert from_blob.shape == (12, 12, 3)
+        assert np.abs(from_blob.astype(int) - got).mean() < 4
+        assert abs(from_blob.mean() - expected.mean()) < 40
+
+    @pytest.mark.parametrize("damage", ["empty", "text", "truncated", "header", "end cut off"])
+    @pytest.mark.parametrize("area", [(), (0.1, 0.3)])
+    def test_damage_is_seen_wherever_the_window_is(self, damage, area):
+        """With half of the file missing, no window of any size is given out."""
+        whole = photograph()
+        broken = {
+            "empty": b"",
+            "text": b"<html>404</html>",
+            "truncated": whole[: len(whole) // 2],
+            "header": whole[:100],
+            "end cut off": whole[:-40],
+        }[damage]
+        for index in range(4):
+            with pytest.raises(CorruptExample, match=r"odd\.jpg \(example \d\) is corrupt"):
+                Augment(Data(crop=12, crop_area=area), True, 0).encoded(broken, 0, index, "odd.jpg")
+
+    def test_bytes_after_the_end_are_no_damage(self):
+        whole = photograph()
+        augment = Augment(Data(crop=12, crop_area=(0.1, 0.3)), True, 0)
+        assert np.array_equal(augment.encoded(whole + b"xx", 0, 1, "x"), augment.encoded(whole, 0, 1, "x"))
+
+    @pytest.mark.parametrize("train", [True, False])
+    def test_encoded_and_decoded_images_give_the_same_crops(self, train):
+        whole = photograph()
+        for data in (Data(crop=40, mirror=True), Data(resize=60, crop=40), Data(crop=60, crop_area=(0.5, 1.0))):
+            augment = Augment(data, train, 0)
+            pixels = decoded(whole, 3, data.resize if not (train and data.crop_area) else 0)
+            for index in range(3):
+                assert np.array_equal(augment.encoded(whole, 0, index, "x"), augment(pixels, 0, index, "x"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for split, classes in (("train", "cat dog emu"), ("validation", "cat emu")):
@@ -245,6 +326,13 @@ class TestImageFolder:
     def test_channels(self, folder):
         with pytest.raises(UsageError, match=r"data\.channels: got 2; imagefolder makes 1, 3, 4"):
             open_source(folder_data(folder, channels=2), "train")
+
+    def test_a_name_does_not_say_what_a_file_is(self, folder):
+        (folder / "train" / "cat" / "0.jpg").write_bytes(blob(Image.fromarray(COLOUR), "PNG"))
+        (folder / "train" / "cat" / "1.PNG").write_bytes(blob(Image.fromarray(COLOUR), "JPEG", quality=95))
+        (folder / "train" / "cat" / "2.jpeg").write_bytes(blob(Image.fromarray(COLOUR), "GIF"))
+        source = open_source(folder_data(folder), "train")
+        assert all(np.abs(source[i][0].astype(int) - COLOUR).mean() < 12 for i in range(3))
 
     @pytest.mark.parametrize("damage", ["empty", "text", "truncated jpeg", "truncated png"])
     def test_corrupt_file_is_named(self, folder, damage):
@@ -340,6 +428,15 @@ class TestTfds:
         assert len(corrupt) == 1
         assert corrupt[0][1], corrupt
 
+    def test_reopens_in_another_process(self, prepared):
+        """As a loader process gets it."""
+        source: Any = open_source(tfds_data(prepared, resize=16), "train")
+        again = pickle.loads(pickle.dumps(source))
+        assert (len(again), again.classes, again.name) == (12, 3, "tiny_colours")
+        for i in range(12):
+            assert again.encoded(i) == source.encoded(i)
+            assert np.array_equal(again[i][0], source[i][0])
+
     def test_unknown_split(self, prepared):
         with pytest.raises(UsageError, match=r"Unknown split 'dev'.*'train'"):
             open_source(tfds_data(prepared, train_split="dev"), "train")
@@ -349,3 +446,118 @@ class TestTfds:
             open_source(tfds_data(prepared, "mnist"), "train")
         with pytest.raises(UsageError, match=r"set data\.name"):
             open_source(tfds_data(prepared, ""), "train")
+
+
+# ---------------------------------------------------------------- batch files
+
+
+@pytest.fixture
+def batch_files(tmp_path: Path) -> Path:
+    """Ten images of 5 x 6 px, image i all i, labelled i % 4, in files of 4; three for validation."""
+    for split, n in (("train", 10), ("validation", 3)):
+        images = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None, None], (n, 5, 6, 3))
+        write_batch_files(ArraySource(images, np.arange(n) % 4), tmp_path, split, rows=4)
+    return tmp_path
+
+
+def batch_data(folder: Path, **kwargs) -> Data:
+    return Data(source="batchfiles", dir=str(folder), **kwargs)
+
+
+def opened_batch_files(folder: Path) -> Any:
+    return open_source(batch_data(folder), "train")
+
+
+class TestBatchFiles:
+    def test_files_and_labels(self, batch_files):
+        assert sorted(path.name for path in (batch_files / "train").iterdir()) == [
+            "00000.npy",
+            "00001.npy",
+            "00002.npy",
+        ]
+        assert np.load(batch_files / "train" / "00002.npy").shape == (2, 5, 6, 3)
+        source: Any = open_source(batch_data(batch_files), "train")
+        assert (len(source), source.classes) == (10, 4)
+        for i in range(10):
+            image, label = source[i]
+            assert (image.shape, int(image.min()), int(image.max()), int(label)) == ((5, 6, 3), i, i, i % 4)
+        assert source.where(9) == f"{batch_files}/train/00002.npy[1]"
+
+    def test_validation_has_the_classes_of_training(self, batch_files):
+        source = open_source(batch_data(batch_files), "validation")
+        assert (len(source), source.classes) == (3, 4)
+
+    def test_mean_image(self, batch_files):
+        mean = load_mean_image(batch_data(batch_files, mean_image=str(batch_files / "train_mean.npy")))
+        assert mean is not None
+        assert np.array_equal(mean, np.full((5, 6, 3), 4.5, np.float32))
+
+    def test_the_digest_tells_other_data_apart(self, batch_files):
+        digests = {opened_batch_files(batch_files).digest() for _ in range(2)}
+        np.save(batch_files / "train_labels.npy", np.arange(10) % 3)
+        digests.add(opened_batch_files(batch_files).digest())
+        assert len(digests) == 2
+
+    BAD: ClassVar = {
+        "objects": (lambda: np.array([{}], object), "expected u8"),
+        "floats": (lambda: np.zeros((2, 5, 6, 3), np.float32), "got float32"),
+        "three axes": (lambda: np.zeros((5, 6, 3), np.uint8), r"got uint8\[5, 6, 3\]"),
+        "Fortran order": (lambda: np.asfortranarray(np.zeros((2, 5, 6, 3), np.uint8)), "in Fortran order"),
+        "other size": (lambda: np.zeros((2, 5, 7, 3), np.uint8), r"another shape than \(5, 6, 3\)"),
+    }
+
+    @pytest.mark.parametrize("bad", BAD)
+    def test_files_that_are_none(self, batch_files, bad):
+        make, message = self.BAD[bad]
+        np.save(batch_files / "train" / "00001.npy", make(), allow_pickle=True)
+        with pytest.raises(UsageError, match=rf"00001\.npy: .*{message}"):
+            open_source(batch_data(batch_files), "train")
+
+    def test_damaged_files(self, batch_files):
+        path = batch_files / "train" / "00000.npy"
+        whole = path.read_bytes()
+        for damaged, message in ((whole[:-7], "7 bytes are missing"), (b"", "expected a .npy file"), (whole[:30], "")):
+            path.write_bytes(damaged)
+            with pytest.raises(UsageError, match=rf"00000\.npy: .*{message}"):
+                open_source(batch_data(batch_files), "train")
+
+    def test_a_file_that_shrinks_under_the_run(self, batch_files):
+        source: Any = open_source(batch_data(batch_files), "train")
+        path = batch_files / "train" / "00001.npy"
+        path.write_bytes(path.read_bytes()[:-90])
+        with pytest.raises(OSError, match=r"00001\.npy ends 90 bytes before the end of row 3"):
+            source[7]
+
+    @pytest.mark.parametrize(
+        ("labels", "message"),
+        [
+            (np.arange(9), "got 9 labels for 10 images"),
+            (np.arange(10) - 1, "got label -1 at 0"),
+            (np.zeros(10), "got float64"),
+            (np.zeros((10, 2), int), r"got int64\[10, 2\]"),
+            (np.array([{}], object), "expected a .npy file of labels"),
+        ],
+    )
+    def test_labels_that_cannot_be(self, batch_files, labels, message):
+        np.save(batch_files / "train_labels.npy", labels, allow_pickle=True)
+        with pytest.raises(UsageError, match=rf"train_labels\.npy: .*{message}"):
+            open_source(batch_data(batch_files), "train")
+
+    def test_missing(self, batch_files, monkeypatch):
+        monkeypatch.delenv("JAXMPI_DATA", raising=False)
+        with pytest.raises(UsageError, match=r"set data\.dir or JAXMPI_DATA"):
+            open_source(Data(source="batchfiles"), "train")
+        with pytest.raises(UsageError, match=r"no folder .*/other; expected DIR"):
+            open_source(batch_data(batch_files, train_split="other"), "train")
+        (batch_files / "empty").mkdir()
+        with pytest.raises(UsageError, match=r"found no \.npy file"):
+            open_source(batch_data(batch_files, train_split="empty"), "train")
+        (batch_files / "train_labels.npy").unlink()
+        with pytest.raises(UsageError, match=r"train_labels\.npy: .*No such file"):
+            open_source(batch_data(batch_files), "train")
+
+    def test_images_that_cannot_be_written(self, tmp_path):
+        images = [np.zeros((4, 4, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)]
+        with pytest.raises(UsageError, match=r"array\[1\]: got uint8\[4, 5, 3\]"):
+            write_batch_files(ArraySource(images, [0, 1]), tmp_path, "train")
+        assert not list((tmp_path / "train").glob("*.npy"))

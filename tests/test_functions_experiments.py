@@ -12,7 +12,8 @@ NAMES = ("sgd", "lbfgs", "evaluate", "running_statistics")
 CPU = {"JAX_PLATFORMS": "cpu"}
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_all_workers_give_what_one_gives(name):
     ended = run([sys.executable, str(FOLDER / f"{name}.py")], timeout_s=100, env=CPU)
     assert ended.code == 0, ended.out[-3000:]
@@ -34,9 +35,9 @@ def test_every_example_is_run():
 def test_only_the_lines_that_are_marked_change():
     """The paper's appendix: before and after."""
     before, after = ((FOLDER / f"{name}.py").read_text() for name in ("sgd_before", "sgd"))
-    body = [text[text.index("import jax") : text.index("if __name__")].splitlines() for text in (before, after)]
-    changes = [line for line in difflib.ndiff(body[0], body[1]) if line.startswith("+ ") and line[2:].strip()]
-    assert changes
-    assert all(line.endswith("# changed") for line in changes), changes
-    removed = [line for line in difflib.ndiff(body[0], body[1]) if line.startswith("- ") and line[2:].strip()]
-    assert len(removed) <= len(changes)
+    old, new = (text[text.index("import jax") : text.index("if __name__")].splitlines() for text in (before, after))
+    lines = [line for line in difflib.ndiff(old, new) if line[2:].strip()]
+    added = [line for line in lines if line.startswith("+ ")]
+    assert added
+    assert all(line.endswith("# changed") for line in added), added
+    assert len([line for line in lines if line.startswith("- ")]) <= len(added)

@@ -55,6 +55,20 @@ def test_out_and_in(run_dir, tmp_path):
         orbax.load(tmp_path / "out", like)
 
 
+def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
+    states = {}
+    for worker in range(2):
+        params = jax.tree.map(lambda x, by=worker: np.asarray(x + np.asarray(2 * by, x.dtype)), PARAMS)
+        states[worker] = create(params, {}, {}, seed=0, worker=worker)
+    checkpoint.save(
+        *(tmp_path / "checkpoints", checkpoint.files_of(states, False, same_params=False), SoloProcesses()),
+        **{"step": 0, "workers": 2, "extra": {}, "keep": checkpoint.Kept(2)},
+    )
+    mean = orbax.params_of(checkpoint.found(tmp_path / "checkpoints")[0])
+    for name, leaf in checkpoint.named_leaves(PARAMS):
+        np.testing.assert_array_equal(mean[name], leaf + np.asarray(1, leaf.dtype))
+
+
 def test_what_cannot_be_exported(run_dir, tmp_path):
     with pytest.raises(UsageError, match="--step: got 4; there are 3, 9"):
         orbax.export(run_dir, tmp_path / "out", 4)

@@ -20,6 +20,7 @@ from jaxmpi.processes import SoloProcesses
 from jaxmpi.train import make_plan, unfit_for_overlap
 from jaxmpi.workers import Workers
 from launching import ROOT, mpirun, run, session_of, train
+from models.cnn import digits_cnn
 
 # ---------------------------------------------------------------- whether
 
@@ -289,7 +290,7 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
     args = ("--exchange.strategy", "tree", "--exchange.overlap", "on", "--run-dir", str(tmp_path / "run"))
     ended = train(2, str(tmp_path / "tiny.py"), *args)
-    assert ended.code == 1
+    assert ended.code == 2
     expected = "exchange.overlap: got on, but strategy tree:32 is not among ring, asa, hier-ring"
     assert expected in ended.out, ended.out[-3000:]
 
@@ -307,7 +308,7 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
 )
 def test_steps_that_cannot_hide_an_exchange(fields, reason):
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
-    experiment = Experiment(effective_batch=16, data=Data("digits", channels=1), **fields)
+    experiment = Experiment(digits_cnn(), effective_batch=16, data=Data("digits", channels=1), **fields)
     assert unfit_for_overlap(experiment, make_plan(experiment, workers)) == reason
 
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 
 from jaxmpi import cli, costs, forecast, plan, rundir, runtime
 from jaxmpi.checkpoint import sealed
@@ -340,7 +339,7 @@ def run(*argv: str) -> None:
 
 
 def test_a_table_and_a_plot_from_given_prices(tmp_path, capsys):
-    run(*GIVEN, "--slots", "1", "8", "--png", str(tmp_path / "plan.png"))
+    run(*GIVEN, "--slots", "1", "8", "--plot", str(tmp_path / "plan.svg"))
     lines = capsys.readouterr().out.splitlines()
     rows = {tuple(line.split()[1:4]): line.split()[4:] for line in lines if line.split()[0].isdigit()}
     assert [key[0] for key in rows][:12] == [str(1 << k) for k in range(1, 13)]
@@ -350,9 +349,26 @@ def test_a_table_and_a_plot_from_given_prices(tmp_path, capsys):
     # Both send half of the bytes twice: 2 (2 - 1) / 2 x 24 MB x 40 ns, and two messages.
     assert (strategy, exchange_s, exposed_s) == ("asa:32", "0.9602", "0.9602")
     assert (float(step_s), float(efficiency)) == (2.96, 67.6)
-    with Image.open(tmp_path / "plan.png") as image:
-        assert image.format == "PNG"
-        assert len(image.convert("RGB").getcolors(1 << 24) or []) > 5
+    drawn = (tmp_path / "plan.svg").read_text()
+    names = (
+        "asa:32",
+        "ring:32",
+        "hier-ring:32",
+        "1 rank a host",
+        "8 ranks a host",
+        "bound",
+        "workers",
+        "efficiency (%)",
+    )
+    assert [name for name in names if f"<!-- {name} -->" not in drawn] == []
+
+
+def test_prices_of_nothing_are_drawn_too(tmp_path, capsys):
+    """No exchange takes any time, so no line of one has a logarithm."""
+    run(
+        "--alpha-s", "0", "--beta-s-per-byte", "0", "--bytes", "8", "--slots", "1", "--plot", str(tmp_path / "plan.pdf")
+    )
+    assert f"plot: {tmp_path / 'plan.pdf'}" in capsys.readouterr().out
 
 
 def test_what_is_hidden_is_not_exposed(capsys):
@@ -404,6 +420,8 @@ WRONG = [
     ([*GIVEN, "--slots", "0"], r"--slots: got \[0\]"),
     ([*GIVEN, "--wires", "5"], "unknown wire '5'"),
     ([*GIVEN, "--bytes", "3"], "--bytes: got 3.0; expected >= 4"),
+    ([*GIVEN, "--plot", "plan.jpg"], "--plot: got 'plan.jpg'; expected a name that ends in .png, .svg or .pdf"),
+    ([*GIVEN, "--plot", "absent/plan.png"], "cannot write 'absent/plan.png'"),
 ]
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import cli, config, experiment, faults, forecast, launch, optim, orbax
+from jaxmpi import cli, config, experiment, faults, forecast, launch, optim, orbax, report
 from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import COMPRESSORS
 from jaxmpi.data import SOURCES, pack
@@ -61,11 +61,15 @@ SCENARIOS = [
     Scenario(("devices",), ("4 workers", "step 3/3", "top-1"), THREE_STEPS),
     Scenario(("own_loop.py", "own_loop"), ("2 workers: 2.000 -3.000 1.000",)),
     Scenario(("with_optax.py",), ()),
+    Scenario(("doctor",), ("ranks     2 on 1 hosts", "right"), TWO_RANKS),
     Scenario(("plan",), ("given prices", "4096  512 x 8", "plot: plan.png")),
     Scenario(("help",), ("--optim.lr ", "--data.dir ", "--exchange.strategy ")),
     Scenario(
-        ("overrides", "resume"),
-        ("rule awagd, strategy ring:16", "step 90/90", '"eval_top5"', "resumed at step 90", "step 180/180"),
+        ("overrides", "resume", "report"),
+        (
+            *("rule awagd, strategy ring:16", "step 90/90", '"eval_top5"', "resumed at step 90", "step 180/180"),
+            "report: runs/first/report/index.html",
+        ),
         TWO_RANKS,
     ),
     Scenario(("experiments/softmax.py", "softmax"), ("softmax: 1 workers", "top-1 9")),
@@ -198,9 +202,9 @@ def test_every_command_is_named():
 
 
 OTHERS_FLAGS = {
-    "mpirun": {"--host", "--hostfile", "--map-by", "--mca"},
+    "mpirun": {"--host", "--hostfile", "--map-by", "--mca", "--with-ft"},
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
-    "uv": {"--extra", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
+    "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
     "ruff": {"--check"},
     "XLA": {"--xla"},
 }
@@ -212,6 +216,7 @@ def test_every_flag_exists(capsys):
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(pack.pack_parser().format_help()) | flags(pack.check_parser().format_help())
     known |= flags(forecast.parser().format_help()) | flags(orbax.parser().format_help())
+    known |= flags(report.parser().format_help())
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:

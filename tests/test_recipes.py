@@ -9,7 +9,7 @@ import pytest
 
 from jaxmpi import experiment as experiments
 from jaxmpi import optim, rules
-from jaxmpi.config import Experiment
+from jaxmpi.config import Data, Experiment
 from jaxmpi.data import open_source
 from launching import ROOT, train
 from models import MODELS
@@ -17,7 +17,8 @@ from models import MODELS
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 STEPS = 1000  # an epoch
-SLOW = ("googlenet", "googlenetbn", "resnet50")  # to compile
+TOO_BIG = ("lm300m",)  # 2.4 GB a rank and more
+SLOW = ("googlenet", "googlenetbn", "resnet50", "gpt", "lstm")  # to compile, or to evaluate
 
 
 def recipe(name: str) -> Experiment:
@@ -87,13 +88,18 @@ def test_every_experiment_runs_on_embedded_data(file: Path):
     embedded = experiment.embedded or experiment
     source = open_source(embedded.data, "train")
     image, _ = source[0]
-    channels = (embedded.data.channels,)
+    channels = () if embedded.model.takes_tokens else (embedded.data.channels,)
     assert (*image.shape[:2], *channels) == embedded.model.input_shape
-    assert source.classes == embedded.model.classes
+    assert source.classes == embedded.model.classes or file.stem == "lm300m"  # which knows words, of which few occur
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(f, marks=pytest.mark.slow if f.stem in SLOW else (), id=f.stem) for f in FILES]
+    "file",
+    [
+        pytest.param(f, marks=pytest.mark.slow if f.stem in SLOW else (), id=f.stem)
+        for f in FILES
+        if f.stem not in TOO_BIG
+    ],
 )
 def test_two_steps_on_embedded_data(file: Path, tmp_path):
     """The file as its header has it, by two ranks, but for its length."""
@@ -104,7 +110,8 @@ def test_two_steps_on_embedded_data(file: Path, tmp_path):
     steps = [row for row in rows if row["kind"] == "train"]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(math.isfinite(row["loss"]) for row in steps)
-    assert [row["eval_count"] for row in rows if row["kind"] == "eval"] == [360]
+    examples = len(open_source(Data("stdlib"), "validation")) if file.stem in ("gpt", "lstm") else 360
+    assert [row["eval_count"] for row in rows if row["kind"] == "eval"] == [examples]
     if (embedded := experiments.load(file).embedded) is not None:
         assert ended.out.count(f"training {embedded.model.name} on the embedded digits, with a recipe of its own") == 1
 

@@ -6,7 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from jaxmpi.recorder import Recorder, cut_record, jsonable
+from jaxmpi.anatomy import LOCAL, PARTS, Summary, summary
+from jaxmpi.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable
+from jaxmpi.spans import Span
+from jaxmpi.terminal import Plain
 
 TRAIN = {
     "step": 3,
@@ -26,7 +29,7 @@ def rows(folder) -> list[dict]:
 
 def recorder(folder, **kwargs) -> tuple[Recorder, io.StringIO]:
     out = io.StringIO()
-    return Recorder(folder, out=out, **kwargs), out
+    return Recorder(folder, terminal=Plain(out, line_s=0.0), **kwargs), out
 
 
 def test_train_lines(tmp_path):
@@ -34,7 +37,7 @@ def test_train_lines(tmp_path):
     record.train(**TRAIN)
     [row] = rows(tmp_path)  # on disk at once
     names = ["kind", "step", "epoch", "examples", "elapsed_s", "loss", "images_per_s", "lr", "wait_s", "skipped"]
-    assert list(row) == names
+    assert list(row) == [*names, "gradient_norm"]
     assert (row["kind"], row["step"], row["loss"]) == ("train", 3, 1.23457)
     assert "step 3/10  epoch 0.30  loss 1.2346" in out.getvalue()
     record.close()
@@ -111,6 +114,16 @@ def test_jsonable(value, expected):
     assert json.loads(json.dumps(jsonable(value))) == expected
 
 
+def test_a_run_that_goes_back_goes_on_in_the_same_file(tmp_path):
+    record, _ = recorder(tmp_path)
+    for step in (3, 6, 9):
+        record.train(**{**TRAIN, "step": step})
+    record.go_back(6)
+    record.write("rollback", step=6)
+    record.close()
+    assert [row["step"] for row in rows(tmp_path)] == [3, 6, 6]
+
+
 def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
     path = tmp_path / "record.jsonl"
     path.write_text('{"kind": "run"}\n{"kind": "train", "step": 5}\n{"kind": "train", "step": 10}\n{"kind": "tr')
@@ -118,3 +131,114 @@ def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
     assert path.read_text() == '{"kind": "run"}\n{"kind": "train", "step": 5}\n'
     cut_record(tmp_path / "none.jsonl", 5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["record.jsonl"]
+
+
+# ---------------------------------------------------------------- anatomy in the record
+
+
+def seen(ranks: int = 4, steps: int = 10, slow: int = 2) -> Summary:
+    """A window in which one rank computes half as long again, and the others wait for it."""
+    rows = np.zeros((ranks, len(LOCAL) + 1 + steps))
+    compute = np.full(ranks, 1.0 * steps)
+    compute[slow] *= 1.5
+    rows[:, LOCAL.index("compute")] = compute
+    rows[:, len(LOCAL) + 1 :] = (0.25 + (compute.max() - compute) / steps)[:, None]
+    rows[:, LOCAL.index("exposed")] = rows[:, len(LOCAL) + 1 :].sum(axis=1)
+    rows[:, len(LOCAL)] = 3
+    return summary(rows, steps)
+
+
+def test_a_window_names_its_worst_rank(tmp_path):
+    record, out = recorder(tmp_path, hosts=["a", "a", "node07", "b"])
+    noted = [Span("travel", "bucket 1 of 1 (w)", 0.0, 2.0), Span("wait", "bucket 1 of 1 (w)", 1.0, 2.0)]
+    record.train(**TRAIN, gradient_norm=2.5, anatomy=seen(), images=96, noted=noted)
+    record.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=0.5, eval_top5=1.0)
+    record.close()
+    train, _, exchange = rows(tmp_path)
+    assert train["anatomy"].keys() == PARTS.keys()
+    assert train["anatomy"]["compute"] == [1.0, 1.0, 1.5, 2]
+    assert train["anatomy"]["sync"] == [0.0, 0.5, 0.5, 0]
+    assert train["anatomy"]["exchange"] == [0.25, 0.25, 0.25, 0]
+    assert (train["exchange_time"], train["gradient_norm"], train["step_s"]) == ("measured", 2.5, 1.75)
+    assert train["own_s"] == [1.0, 1.0, 1.5, 1.0]
+    assert "slowest rank 2 on node07" in out.getvalue()
+    assert "compute 64 %" in out.getvalue()
+    assert exchange["buckets"] == [["bucket 1 of 1 (w)", 0.2, 0.1]]
+
+
+def test_ranks_that_are_alike_have_no_slowest(tmp_path):
+    record, out = recorder(tmp_path, hosts=["a"] * 4)
+    record.train(**TRAIN, anatomy=seen()._replace(own_s=[1.0, 1.01, 1.05, 1.0]), images=96)
+    assert "slowest" not in out.getvalue()
+    record.close()
+
+
+@pytest.mark.parametrize("batch", [96, 128, 700, 5120, 12_000])
+def test_time_per_5120_images_whatever_the_batch(batch):
+    """1.75 s a step of `batch` images; windows of 10 steps."""
+    classic, lines, examples = Classic(), [], 0
+    for _ in range(40):
+        examples += 10 * batch
+        lines.append(classic.add(seen(), 10 * batch, examples))
+    told = [line for line in lines if line]
+    assert len(told) == min(40, 400 * batch // 5120)
+    for line in told:
+        assert line["time_s"] == pytest.approx(1.75 * 5120 / batch)
+        assert line["sync_s"] == pytest.approx(0.375 * 5120 / batch)  # three of four ranks wait 0.5
+    line = classic_line({"images": 5120, "time_s": 10, "train_s": 7, "sync_s": 1, "comm_s": 2, "wait_s": 0})
+    assert line == "time per 5120 images: 10.00 (train 7.00 sync 1.00 comm 2.00 wait 0.00)"
+
+
+def test_many_ranks_are_listed_in_blocks_of_neighbours():
+    assert blocks([1.0, 2.0]) == [1.0, 2.0]
+    many = blocks([float(i) for i in range(1000)])
+    assert len(many) <= MOST_RANKS
+    assert many[-1] == 999.0
+
+
+def test_a_wall_clock_that_jumps_moves_no_time(tmp_path, monkeypatch):
+    record, _ = recorder(tmp_path)
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() - 86_400)
+    record.train(**TRAIN)
+    monkeypatch.setattr(time, "time", lambda: wall() + 86_400)
+    record.train(**TRAIN)
+    assert all(0 <= row["elapsed_s"] < 60 for row in rows(tmp_path))
+    record.close()
+
+
+# ---------------------------------------------------------------- sinks
+
+
+def test_every_line_goes_to_every_sink_and_one_that_fails_gets_no_more(tmp_path, capsys):
+    lines: list[dict] = []
+
+    def bad(row: dict) -> None:
+        raise OSError("the disk is full")
+
+    record, _ = recorder(tmp_path, sinks=[bad, lines.append])
+    record.write("run", workers=2)
+    record.train(**TRAIN)
+    record.close()
+    assert lines == rows(tmp_path)
+    assert capsys.readouterr().err == ("jaxmpi: sink bad failed and gets no more lines: OSError: the disk is full\n")
+
+
+def test_tensorboard_gets_the_numbers(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto import event_pb2
+
+    from jaxmpi.sinks import TensorBoard
+
+    record, _ = recorder(tmp_path, sinks=[TensorBoard(tmp_path / "tb")])
+    record.train(**TRAIN, anatomy=seen())
+    record.close()
+    [file] = (tmp_path / "tb").iterdir()
+    data, found = file.read_bytes(), {}
+    while data:  # u64 length, its checksum, the event, its checksum
+        size = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue] # made at import
+        found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
+        data = data[16 + size :]
+    assert found["train/loss"] == (3, pytest.approx(1.23457))
+    assert found["train/anatomy/compute"] == (3, 1.0)

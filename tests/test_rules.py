@@ -173,7 +173,7 @@ def test_another_rate_ends_elsewhere(factor):
     assert np.abs(distributed("subgd", config, factor * ETA).params - expected).max() > 10 * error
 
 
-@pytest.mark.parametrize("name", rules.RULES)
+@pytest.mark.parametrize("name", ["gradients", "subgd", "awagd"])
 def test_momentum_differs_between_workers_unless_it_is_averaged(name):
     config = Optim(name="momentum")
     traces = [distributed(name, config, ETA)]
@@ -219,7 +219,7 @@ def test_gradients_with_adam_is_one_worker_with_adam(monkeypatch):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", rules.RULES)
+@pytest.mark.parametrize("name", ["gradients", "subgd", "awagd"])
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
     config = Optim(name=optimizer_name, weight_decay=0.01)
@@ -284,7 +284,9 @@ def test_optimizers_that_equal_no_single_worker_are_refused_unless_forced(name, 
 
 
 def test_an_unknown_rule_lists_what_exists():
-    with pytest.raises(UsageError, match=r"unknown rule 'awgd'; did you mean 'awagd'\? there are: awagd, gradients, "):
+    with pytest.raises(
+        UsageError, match=r"unknown rule 'awgd'; did you mean 'awagd'\? there are: asgd, awagd, diloco, "
+    ):
         build("awgd", Optim())
 
 

@@ -260,6 +260,55 @@ def test_evaluation_counts_real_examples_only():
     np.testing.assert_allclose(float(metrics.loss), exact[[0, 1, 2], [0, 4, 0]].sum(), rtol=32 * U)
 
 
+# ---------------------------------------------------------------- tokens
+
+
+def next_token(params, model_state, tokens, key, train):
+    assert tokens.dtype == jnp.int32
+    return jnp.take(params["logits"], tokens, axis=0), model_state
+
+
+def of_tokens(**kwargs) -> step.Forward:
+    made = forward(next_token, shape=(4,), **kwargs)
+    return made._replace(model=made.model._replace(input_dtype=jnp.int32, label_shape=(4,), classes=6))
+
+
+def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
+    rng = np.random.default_rng(1)
+    table = rng.standard_normal((6, 6)).astype(np.float32)
+    tokens, labels = rng.integers(0, 6, (2, 3, 4)).astype(np.int32)
+    batch = {"image": tokens, "label": labels, "weight": np.array([1, 1, 0], np.float32)}
+    metrics = step.eval_step(of_tokens(), {"logits": table}, {}, batch)
+    wide = table.astype(np.float64)[tokens]
+    exact = np.log(np.exp(wide).sum(-1)) - np.take_along_axis(wide, labels[..., None], -1)[..., 0]
+    np.testing.assert_allclose(float(metrics.loss), exact[:2].mean(1).sum(), rtol=64 * U)
+    assert float(metrics.top1) == (wide.argmax(-1) == labels)[:2].mean(1).sum()  # quarters are exact
+    assert float(metrics.count) == 2
+    run = jax.jit(step.local_gradients(of_tokens(), 1), static_argnums=())
+    grads, _, training = run({"logits": table}, {}, batch, KEY, jnp.int32(0))
+    np.testing.assert_allclose(float(training.loss), float(metrics.loss), rtol=64 * U)
+    chances = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True) - np.eye(6)[labels]
+    expected = sum(np.eye(6)[tokens[i]].T @ chances[i] / 4 for i in range(2))
+    np.testing.assert_allclose(grads["logits"], expected, atol=64 * U)
+
+
+def test_ranking_of_tokens_is_that_of_each():
+    logits = np.random.default_rng(0).integers(0, 3, (2, 5, 7)).astype(np.float32)
+    labels = np.arange(10).reshape(2, 5) % 7
+    each = step.ranking(jnp.asarray(logits.reshape(10, 7)), jnp.asarray(labels.reshape(10)))
+    assert step.ranking(jnp.asarray(logits), jnp.asarray(labels)).reshape(10).tolist() == each.tolist()
+
+
+def test_tokens_are_whole_numbers_of_the_models_length():
+    batch = {"image": np.zeros((1, 4), np.float32), "label": np.zeros((1, 4), np.int32), "weight": np.ones(1)}
+    with pytest.raises(UsageError, match="test: got examples of float32; expected tokens, whole numbers"):
+        step.eval_step(of_tokens(), {"logits": np.eye(6, dtype=np.float32)}, {}, batch)
+    with pytest.raises(
+        UsageError, match=r"test: got examples of shape \(3,\); expected \(4,\): change the data's window"
+    ):
+        step.eval_step(of_tokens(), {}, {}, batch | {"image": np.zeros((1, 3), np.int32)})
+
+
 # ---------------------------------------------------------------- workers on devices
 
 

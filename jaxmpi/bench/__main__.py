@@ -135,7 +135,7 @@ def my_plan(options: argparse.Namespace) -> Plan:
 
 
 def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[str]) -> None:
-    """Table, JSON file and chart."""
+    """Table, JSON file and plot."""
     cases = figures.of_cases(runs, options.rate_mbit)
     table = figures.table(cases)
     console = Console()
@@ -144,7 +144,7 @@ def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[
     for line in figures.bound_lines(cases):
         console.print(line, highlight=False)
     if options.out:
-        Path(options.out).write_text(json.dumps({**facts(command), "cases": cases}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**facts(command), "cases": cases}, indent=1) + "\n")
     if options.plot:
         figures.draw(cases, options.plot)
 

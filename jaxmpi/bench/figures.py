@@ -1,21 +1,23 @@
-"""From seconds to figures: bandwidths, the bound, ratios to peers; as JSON values, a table and a chart.
+"""From seconds to figures: bandwidths, the bound, ratios to peers; as JSON values, a table and a plot.
 
 A case is a vector or a tree of K bytes on each of N ranks. algorithm bandwidth = K / t; bus bandwidth =
 2 (N-1)/N K / t: what a link carries each way when every rank sends no more than it must.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from jaxmpi import chart
+from jaxmpi import plots
 from jaxmpi.bench.contenders import COPY, COPY_BYTES, LINK, LINK_BYTES
 from jaxmpi.bench.peers import PEERS
 
 AS_IT_COMES, TUNED = "as it comes", "tuned"
 FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
+TIME = plots.Quantity("median time of one exchange", "s")
 Json = dict[str, Any]
 
 
@@ -183,7 +185,7 @@ def bound_lines(cases: Sequence[Json]) -> list[str]:
     return lines
 
 
-def draw(cases: Sequence[Json], path: str) -> None:
+def draw(cases: Sequence[Json], path: Path) -> None:
     """Time against bytes for vectors, a panel for every number of ranks; bars for every tree; the bound in each.
 
     Raises:
@@ -191,13 +193,13 @@ def draw(cases: Sequence[Json], path: str) -> None:
     """
     vectors = [case for case in cases if not case["is_tree"] and case["bytes"]]
     groups = sorted({(case["ranks"], case["hosts"]) for case in vectors})
-    panels: list[chart.Panel] = [
+    panels: list[plots.Panel] = [
         lines_panel([case for case in vectors if (case["ranks"], case["hosts"]) == group]) for group in groups
     ]
-    chart.save([*panels, *(bars_panel(case) for case in cases if case["is_tree"])], path)
+    plots.save([*panels, *(bars_panel(case) for case in cases if case["is_tree"])], path)
 
 
-def lines_panel(cases: Sequence[Json]) -> chart.Lines:
+def lines_panel(cases: Sequence[Json]) -> plots.Lines:
     """A line a contender over vectors of growing size."""
     cases = sorted(cases, key=lambda case: case["bytes"])
     series: dict[str, list[tuple[float, float]]] = {}
@@ -206,10 +208,12 @@ def lines_panel(cases: Sequence[Json]) -> chart.Lines:
             series.setdefault(label(row), []).append((case["bytes"], row["median_s"]))
     bound = [(case["bytes"], case["bound_s"]) for case in cases if case["bound_s"]]
     where = describe(cases[0])[-1]
-    return chart.Lines(f"One exchange of a vector of so many bytes a rank, {where}", "B", "s", series, bound)
+    return plots.Lines(
+        f"One exchange of a vector, {where}", plots.Quantity("vector of a rank", "B"), TIME, series, bound
+    )
 
 
-def bars_panel(case: Json) -> chart.Bars:
+def bars_panel(case: Json) -> plots.Bars:
     """A bar a contender for one tree."""
     bars = [(label(row), row["median_s"], *row["quartiles_s"]) for row in case["rows"]]
-    return chart.Bars("One exchange of " + "; ".join(describe(case)), "s", bars, case["bound_s"])
+    return plots.Bars("One exchange of " + "; ".join(describe(case)), TIME, bars, case["bound_s"])

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from jaxmpi import plots
 from jaxmpi.bench import contenders
 from jaxmpi.bench.contenders import Shape
 from jaxmpi.bench.peers import PEERS, importable
-from jaxmpi.config import UsageError, check
+from jaxmpi.config import UsageError, check, check_writable
 from jaxmpi.launch import default_launcher
 
 STRATEGIES = ("asa32", "asa16", "ring32", "ring16")
@@ -83,7 +84,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"also auto and compressors (default: {' '.join(STRATEGIES)})",
     )
     add("--sizes", nargs="*", metavar="N", help="floats, such as 0 4096 64Mi; without a number Baidu's list")
-    add("--tree", nargs="+", default=[], metavar="MODEL", help="gradients of `jaxmpi models`, or lm300m")
+    add("--tree", nargs="+", default=[], metavar="MODEL", help="gradients of `jaxmpi models`")
     add(
         "--peers",
         nargs="+",
@@ -95,8 +96,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--warm-up", type=int, default=8, help="rounds before, until the heap has settled (default: 8)")
     add("--rate-mbit", type=float, help="of each host's link, for the bound (default: as measured)")
     add("--as-it-comes", action="store_true", help="the peers once more with glibc's allocator as it comes, in turn")
-    add("--out", help="JSON file for all figures")
-    add("--plot", help="PNG file for the chart")
+    add("--out", type=Path, help="JSON file for all figures")
+    add("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
     add("--job", nargs=2, help=argparse.SUPPRESS)  # plan and result: how `run_jobs` starts ranks
     options = parser.parse_args(joined(argv))
     for name, least in (("n", 1), ("rounds", 1), ("warm_up", 1)):
@@ -136,8 +137,10 @@ def make_plan(options: argparse.Namespace) -> Plan:
     peers = importable(options.peers)
     check(bool(peers or options.strategies), "nothing to time: neither strategies nor peers")
     check(bool(peers) or not options.as_it_comes, "--as-it-comes times peers, and there are none")
-    for path in (options.out, options.plot):
-        check_writable(path)
+    if options.out:
+        check_writable(options.out)
+    if options.plot:
+        plots.check_file(options.plot, "--plot")
     named = options.sizes or (BAIDU if options.sizes is not None or not options.tree else ())
     cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
     cases += [Case(name, True, list(tree.values())) for name, tree in trees(options.tree).items()]
@@ -146,45 +149,18 @@ def make_plan(options: argparse.Namespace) -> Plan:
     return Plan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit)
 
 
-def check_writable(path: str | None) -> None:
-    """Refuse a file that could not be written after the last round."""
-    if path is None:
-        return
-    file = Path(path)
-    try:
-        is_new = not file.exists()
-        file.open("a").close()
-        if is_new:
-            file.unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write {path!r}: {error.strerror}; name a file in a folder that exists") from error
-
-
 def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
     """Gradient shapes by model; jaxmpi itself knows no model, so `python -m models` says them."""
-    models = [name for name in dict.fromkeys(names) if name != "lm300m"]
-    found = {"lm300m": lm300m()} if "lm300m" in names else {}
+    models = list(dict.fromkeys(names))
     if not models:
-        return found
+        return {}
     line = [sys.executable, "-m", "models", "--tree", *models]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))} | {"JAX_PLATFORMS": "cpu"}
     job = subprocess.run(line, capture_output=True, text=True, env=environ)
     last = job.stderr.strip().splitlines()[-1:] or [f"exit code {job.returncode}"]
-    check(job.returncode == 0, f"--tree: python -m models, in {os.getcwd()}: {last[0]}; lm300m needs no models")
+    check(job.returncode == 0, f"--tree: python -m models, in {os.getcwd()}: {last[0]}")
     try:
         printed = json.loads(job.stdout)
     except json.JSONDecodeError as error:
         raise UsageError(f"{shlex.join(line)}, in {os.getcwd()}: expected JSON of shapes by model and path") from error
-    return found | {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}
-
-
-def lm300m() -> dict[str, Shape]:
-    """Shapes of a language model of 298,588,480 params: f32.
-
-    Two LSTM layers, 8192 cells each projected to 1024 (Jozefowicz et al. 2016, section 5.5), between an embedding and
-    an output layer over 72,000 words: the size that Gibiansky 2017 reports.
-    """
-    words, width, cells = 72_000, 1024, 8192
-    layer = {"input": (width, 4 * cells), "state": (width, 4 * cells), "bias": (4 * cells,), "project": (cells, width)}
-    layers = {f"lstm{i}/{name}": shape for i in (1, 2) for name, shape in layer.items()}
-    return {"embedding": (words, width), **layers, "words/kernel": (width, words), "words/bias": (words,)}
+    return {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}

@@ -2,6 +2,10 @@
 
 from jaxmpi.data.augment import Augment as Augment
 from jaxmpi.data.augment import load_mean_image as load_mean_image
+from jaxmpi.data.batchfiles import BatchFileSource as BatchFileSource
+from jaxmpi.data.batchfiles import write_batch_files as write_batch_files
+from jaxmpi.data.crew import Crew as Crew
+from jaxmpi.data.crew import kind_for as kind_for
 from jaxmpi.data.images import CorruptExample as CorruptExample
 from jaxmpi.data.loader import Batch as Batch
 from jaxmpi.data.loader import Loader as Loader

@@ -5,12 +5,14 @@ or resumed runs. Mean and standard deviation per channel are left to the device,
 travels as u8; a mean image is subtracted here, because it must be cropped as the image is.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxmpi.config import Data, UsageError, check
-from jaxmpi.data.images import resized, stretched, with_channels
+from jaxmpi.data import images
 from jaxmpi.data.sampler import random_bits
 
 TRIES = 10  # windows of random area and aspect before the largest one is taken
@@ -18,7 +20,7 @@ TRIES = 10  # windows of random area and aspect before the largest one is taken
 
 @dataclass(frozen=True)
 class Augment:
-    """The chain of one split: shorter side, mean image, crop, mirror.
+    """The chain of one split: shorter side, mean image, crop, mirror. Crops by area are of the image as it comes.
 
     Args:
         config: `resize`, `crop`, `crop_area`, `crop_aspect`, `mirror`, `channels` are used here.
@@ -42,23 +44,44 @@ class Augment:
         Raises:
             UsageError: the image is smaller than the crop or the mean image; `where` names it.
         """
+        mean = None
         if image.dtype == np.uint8:
-            image = self._sized(with_channels(image, self.config.channels, where))
-            image, mean = self._mean(image, where)
-        else:
-            mean = None
-        if self.train and self.config.crop_area:
+            image = images.with_channels(image, self.config.channels, where)
+        if self._scales_crops:
             return self._scaled_crop(image, epoch, index, where)
+        if image.dtype == np.uint8:
+            image, mean = self._mean(self._sized(image), where)
         row, column, mirrored = self._choices(epoch, index, image, where)
         image = _window(image, row, column, self.config.crop)
         if mean is not None:
             mean = _window(mean, row, column, self.config.crop)
             std = np.asarray(self.config.std or 1, np.float32)
             image = (image.astype(np.float32) - mean) / np.float32(255) / std
-        return image[:, ::-1] if mirrored else image
+        return images.mirrored(image) if mirrored else image
+
+    def encoded(self, blob: Any, epoch: int, index: int, where: str) -> np.ndarray:
+        """The same of a compressed image, decoded no larger than its crop needs.
+
+        Raises:
+            CorruptExample: it cannot be decoded.
+            UsageError: as of the decoded image.
+        """
+        config = self.config
+        with images.corrupt_if_it_fails(blob, where, index):
+            if self._scales_crops:
+                picture = images.opened(blob, config.channels)
+                window, is_mirrored = self._scaled_choices((picture.height, picture.width), epoch, index)
+                crop = images.window(picture, *window, config.crop)
+                return images.mirrored(crop) if is_mirrored else crop
+            image = images.decoded(blob, config.channels, config.resize)
+        return self(image, epoch, index, where)
+
+    @property
+    def _scales_crops(self) -> bool:
+        return self.train and bool(self.config.crop_area)
 
     def _sized(self, image: np.ndarray) -> np.ndarray:
-        return resized(image, self.config.resize) if self.config.resize else image
+        return images.resized(image, self.config.resize) if self.config.resize else image
 
     def _mean(self, image: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray | None]:
         """Image and mean over the same pixels: the centre of the image, as large as the mean."""
@@ -94,17 +117,20 @@ class Augment:
     def _scaled_crop(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
         """A window of random area and aspect, scaled to crop x crop, mirrored half of the time."""
         check(image.ndim == 3, f"{where}: got shape {image.shape}; a crop needs 3 axes")
-        *draws, last = random_bits(4 * TRIES + 1, self.seed, epoch, stream=1, index=index)
-        shares = np.array(draws, np.float64).reshape(TRIES, 4) / 2.0**64  # in [0, 1]
-        top, left, height, width = random_window(
-            image.shape[:2], self.config.crop_area, self.config.crop_aspect, shares
-        )
-        scaled = stretched(image[top : top + height, left : left + width], self.config.crop)
-        return scaled[:, ::-1] if self.config.mirror and last % 2 == 1 else scaled
+        (top, left, height, width), is_mirrored = self._scaled_choices(image.shape[:2], epoch, index)
+        scaled = images.stretched(image[top : top + height, left : left + width], self.config.crop)
+        return images.mirrored(scaled) if is_mirrored else scaled
+
+    def _scaled_choices(self, size: tuple[int, int], epoch: int, index: int) -> tuple[tuple[int, int, int, int], bool]:
+        """The window of an image of `size` = (height, width), and whether to mirror it."""
+        *draws, last = random_bits(4 * TRIES + 1, self.seed, epoch, stream=1, index=index).tolist()
+        shares = ([bits / 2**64 for bits in draws[i : i + 4]] for i in range(0, 4 * TRIES, 4))  # in [0, 1]
+        window = random_window(size, self.config.crop_area, self.config.crop_aspect, shares)
+        return window, bool(self.config.mirror and last % 2 == 1)
 
 
 def random_window(
-    size: tuple[int, int], area: tuple[float, ...], aspect: tuple[float, float], shares: np.ndarray
+    size: tuple[int, int], area: tuple[float, ...], aspect: tuple[float, float], shares: Iterable[Sequence[float]]
 ) -> tuple[int, int, int, int]:
     """Top, left, height and width of a window: area uniform, aspect log-uniform, place uniform (Szegedy et al. 2015).
 
@@ -112,7 +138,7 @@ def random_window(
         size: height and width of the image, px.
         area: smallest and largest share of it.
         aspect: smallest and largest width / height.
-        shares: f64[tries, 4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken;
+        shares: [tries][4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken;
             where none does, the largest in the centre whose aspect is allowed.
     """
     high, wide = size
@@ -149,7 +175,7 @@ def load_mean_image(config: Data) -> np.ndarray | None:
     except (OSError, ValueError) as error:
         raise UsageError(f"data.mean_image {path}: {error}; expected a .npy file") from error
     check(isinstance(mean, np.ndarray), f"data.mean_image {path}: got an archive; expected one array, a .npy file")
-    mean = with_channels(mean, config.channels, f"data.mean_image {path}")
+    mean = images.with_channels(mean, config.channels, f"data.mean_image {path}")
     check(
         min(mean.shape[:2]) >= config.crop,
         f"data.mean_image {path}: got {_size(mean)} px; expected at least data.crop = {config.crop}",

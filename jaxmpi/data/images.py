@@ -1,13 +1,22 @@
-"""Compressed images to pixels: the one file that calls Pillow, which is imported when first used."""
+"""Compressed images to pixels: the one file that calls libjpeg-turbo, Pillow and OpenCV, imported when first used.
 
+JPEG files are decoded by libjpeg-turbo, at 1/2 or less of their size where that is enough. What it refuses (PNG, CMYK,
+damaged files) goes to Pillow, which decides what is an image and what is not.
+"""
+
+import contextlib
+import functools
 import io
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.config import UsageError, check
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's name for so many channels
+SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
+MAX_PIXELS = 1 << 26  # of a JPEG that libjpeg-turbo decodes; Pillow warns of larger images, and refuses the largest
 
 
 class CorruptExample(UsageError):
@@ -19,30 +28,78 @@ class CorruptExample(UsageError):
         )
         self.where, self.index, self.reason = where, index, reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CorruptExample, (self.where, self.index, self.reason)
 
-def decoded(blob: bytes, channels: int, resize: int) -> np.ndarray:
-    """A JPEG, PNG or what else Pillow knows, as u8[height, width, channels].
 
-    Grey, palette, CMYK and 16-bit images are converted, transparency is dropped, an animation
-    gives its first frame, and an EXIF orientation is ignored, as in the usual ImageNet pipelines.
+@contextlib.contextmanager
+def corrupt_if_it_fails(blob: Any, where: str, index: int) -> Iterator[None]:
+    """What decoding `blob` raises, as `CorruptExample`: there is no one error for damaged files."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}" if len(blob) else "the file is empty"
+        raise CorruptExample(where, index, reason) from error
+
+
+class Picture(NamedTuple):
+    """A compressed image whose header has been read."""
+
+    height: int  # px
+    width: int
+    pixels: Callable[[int, int], np.ndarray]  # (height, width) -> all of it, at least so large where it is, u8[h, w, c]
+    jpeg: tuple[Any, int] | None = None  # blob and channels, where libjpeg-turbo decodes it
+
+
+def opened(blob: Any, channels: int) -> Picture:
+    """A JPEG, PNG or what else Pillow knows.
+
+    Grey, palette, CMYK and 16-bit images are converted, transparency is dropped, an animation gives its first frame,
+    and an EXIF orientation is ignored, as in the usual ImageNet pipelines. A file's name does not count.
 
     Args:
         blob: the file's bytes.
         channels: 1, 3 or 4.
-        resize: px, shorter side of the result; 0 keeps the size.
 
     Raises:
-        Exception: whatever Pillow raises on a damaged file; the caller knows the file's name.
+        Exception: whatever Pillow raises on a damaged file, here or from `pixels`.
     """
+    import simplejpeg
+
+    with contextlib.suppress(ValueError):
+        header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(blob)
+        height, width, space = header[:3]
+        if space in ("YCbCr", "Gray", "RGB") and height * width <= MAX_PIXELS:
+            return Picture(height, width, functools.partial(_jpeg, blob, channels), (blob, channels))
+    pixels = _by_pillow(blob, channels)
+    return Picture(pixels.shape[0], pixels.shape[1], lambda height, width: pixels)
+
+
+def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True) -> np.ndarray:
+    import simplejpeg
+
+    try:
+        return simplejpeg.decode_jpeg(
+            blob,
+            SPACES[channels],
+            strict=strict,
+            # Colours lie at half the resolution in most files; repeating them is what the eye cannot tell, and quicker.
+            fastupsample=True,
+            min_height=height,
+            min_width=width,
+            min_factor=2,  # 7/8 to 5/8 are slower than the whole
+        )
+    except ValueError:  # it is strict: Pillow reads files with bytes too many
+        return _by_pillow(blob, channels)
+
+
+def _by_pillow(blob: Any, channels: int) -> np.ndarray:
     from PIL import Image
 
     with Image.open(io.BytesIO(blob)) as image:
-        if resize:  # JPEG only: decode at 1/2, 1/4 or 1/8, never below the size asked for
-            image.draft(None, (resize, resize))
-        plain = _convert(image, MODES[channels])
-        if resize:
-            plain = plain.resize(_shorter_side(plain.size, resize), Image.Resampling.BILINEAR)
-        pixels = np.array(plain)
+        pixels = np.array(_convert(image, MODES[channels]))
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
@@ -56,31 +113,115 @@ def _convert(image: Any, mode: str) -> Any:
     return image.convert(mode)
 
 
+def decoded(blob: Any, channels: int, resize: int) -> np.ndarray:
+    """u8[height, width, channels] of a compressed image; see `opened`.
+
+    Args:
+        resize: px, shorter side of the result; 0 keeps the size.
+    """
+    picture = opened(blob, channels)
+    if not resize:
+        return picture.pixels(picture.height, picture.width)
+    size = _shorter_side(picture.height, picture.width, resize)
+    return _scaled(picture.pixels(*size), size)
+
+
+def window(picture: Picture, top: int, left: int, height: int, width: int, px: int) -> np.ndarray:
+    """u8[px, px, channels]: a window of the picture, in its pixels, scaled; decoded no further than that needs."""
+    picture = _without_rows_below(picture, top + height)
+    enough = -(-picture.height * px // height), -(-picture.width * px // width)
+    image = picture.pixels(*enough)
+    down, across = image.shape[0] / picture.height, image.shape[1] / picture.width
+    top, left = round(top * down), round(left * across)
+    height, width = max(round(height * down), 1), max(round(width * across), 1)
+    return stretched(image[top : top + height, left : left + width], px)
+
+
+def _without_rows_below(picture: Picture, bottom: int) -> Picture:
+    """The picture, where that can be done without a row of blocks that ends below `bottom`.
+
+    JPEG files are coded from top to bottom, so decoding may stop early: the header is made to say that there are fewer
+    rows. What is left over after them is no fault then, so the file must be seen to have an end.
+    """
+    if picture.jpeg is None:
+        return picture
+    blob, channels = picture.jpeg
+    blob = bytes(blob)
+    found = _frame(blob) if blob.endswith(b"\xff\xd9") else None
+    rows = -(-bottom // found.block) * found.block if found else picture.height
+    if found is None or rows >= picture.height:
+        return picture
+    cut = blob[: found.place] + rows.to_bytes(2, "big") + blob[found.place + 2 :]
+    return Picture(rows, picture.width, functools.partial(_jpeg, cut, channels, strict=False))
+
+
+class _Frame(NamedTuple):
+    """What a JPEG file says of its rows."""
+
+    place: int  # of the height, two bytes
+    block: int  # px: rows that are coded together
+
+
+_SKIPPED = frozenset([0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)])  # tables, application's own, comments
+
+
+def _frame(blob: bytes) -> _Frame | None:
+    """Of a file whose components are coded together, in one scan (ITU-T T.81, B.2); None for others."""
+    at, frame, components = 2, None, 0
+    while at + 10 < len(blob) and blob[at] == 0xFF:
+        marker, size = blob[at + 1], int.from_bytes(blob[at + 2 : at + 4], "big")
+        if marker in (0xC0, 0xC1):  # baseline and extended sequential
+            components = blob[at + 9]
+            sampling = blob[at + 11 : at + 11 + 3 * components : 3]
+            frame = _Frame(at + 5, 8 * max((factor & 15 for factor in sampling), default=1))
+        elif marker == 0xDA:  # the scan follows
+            return frame if frame and blob[at + 4] == components else None
+        elif marker not in _SKIPPED:
+            return None
+        at += 2 + size
+    return None
+
+
 def resized(image: np.ndarray, px: int) -> np.ndarray:
-    """u8 or f32[height, width, channels] with its shorter side `px` long, bilinear, aspect kept."""
+    """u8 or f32[height, width, channels] with its shorter side `px` long, aspect kept."""
     height, width, _ = image.shape
-    return image if min(height, width) == px else _scaled(image, _shorter_side((width, height), px))
+    return _scaled(image, _shorter_side(height, width, px) if min(height, width) != px else (height, width))
 
 
 def stretched(image: np.ndarray, px: int) -> np.ndarray:
-    """u8 or f32[height, width, channels] as [px, px, channels], bilinear, aspect not kept."""
-    return image if image.shape[:2] == (px, px) else _scaled(image, (px, px))
+    """u8 or f32[height, width, channels] as [px, px, channels], aspect not kept."""
+    return _scaled(image, (px, px))
 
 
 def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """To `size` = (width, height) px."""
-    from PIL import Image
+    """To `size` = (height, width) px: bilinear, from half the size down the mean over areas."""
+    if image.shape[:2] == size:
+        return image
+    cv2 = _opencv()
+    shrinks = max(have / want for have, want in zip(image.shape, size, strict=False))
+    how = cv2.INTER_AREA if shrinks >= 2 else cv2.INTER_LINEAR
+    scaled = cv2.resize(image, size[::-1], interpolation=how)
+    return scaled if scaled.ndim == 3 else scaled[..., None]
 
-    channels = image.shape[-1]
-    if image.dtype == np.uint8 and channels == 3:
-        return np.array(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
-    planes = [Image.fromarray(np.ascontiguousarray(image[..., c])) for c in range(channels)]
-    return np.stack([np.array(p.resize(size, Image.Resampling.BILINEAR)) for p in planes], axis=-1)
+
+def mirrored(image: np.ndarray) -> np.ndarray:
+    """Left to right; a view where it is not u8[height, width, 3]."""
+    if image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3:
+        return _opencv().flip(image, 1)  # copying a mirrored view goes pixel by pixel
+    return image[:, ::-1]
 
 
-def _shorter_side(size: tuple[int, int], px: int) -> tuple[int, int]:
-    scale = px / min(size)
-    return max(px, round(size[0] * scale)), max(px, round(size[1] * scale))
+@functools.cache
+def _opencv() -> Any:
+    import cv2
+
+    cv2.setNumThreads(1)  # loaders share out the cores
+    return cv2
+
+
+def _shorter_side(height: int, width: int, px: int) -> tuple[int, int]:
+    scale = px / min(height, width)
+    return max(px, round(height * scale)), max(px, round(width * scale))
 
 
 def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:

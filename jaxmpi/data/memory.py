@@ -1,15 +1,18 @@
 """A data set in the memory of a group of workers: who holds which record when, and what moves when it is shuffled.
 
-Each group of S workers holds one full copy, each worker 1/S of it. In every group member m holds the records at places
-m, m + S, m + 2 S, ... of the epoch's order. Worker r reads the places that are r modulo the number of workers, and S
-divides that number, so what a worker reads it holds, and all groups together read each record once.
+Each group of S workers holds one full copy, each worker 1/S of it. In every group member m holds the records at those
+places of the epoch's order that are m modulo S within their step. Worker r reads the places that are r modulo the
+number of workers within their step, and S divides that number: so what a worker reads it holds, and all groups together
+read each record once.
 
 All here is index arithmetic and memory of one process; what sends the bytes is elsewhere.
 """
 
 import functools
 import io
+import math
 import mmap
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,7 +68,7 @@ class GroupSampler(Sampler):
         begun = self._order_of_all(self.moved(epoch))
         if epoch == self.moved(epoch):
             return begun
-        return within_parts(self.examples, self.seed, epoch, self.parts, self.moved(epoch))
+        return within_parts(self.examples, self.effective_batch, self.seed, epoch, self.parts, self.moved(epoch))
 
     def _order_of_all(self, epoch: int) -> np.ndarray:
         return super()._order(epoch, 0, self.examples)
@@ -75,26 +78,27 @@ class GroupSampler(Sampler):
 
 
 @functools.lru_cache(maxsize=2)
-def within_parts(examples: int, seed: int, epoch: int, parts: int, begun: int) -> np.ndarray:
-    """i64[n]: the sampler's order of epoch `begun`, every parts-th place permuted among themselves."""
+def within_parts(examples: int, batch: int, seed: int, epoch: int, parts: int, begun: int) -> np.ndarray:
+    """i64[n]: the sampler's order of epoch `begun`, the places of each member permuted among themselves."""
     order = Sampler(examples, examples, seed=seed)._order(begun, 0, examples).copy()
-    for part in range(parts):
-        own = order[part::parts]
+    whose = members(examples, batch, parts)
+    by_member = np.argsort(whose, kind="stable")
+    for part, own in enumerate(np.split(by_member, np.searchsorted(whose[by_member], np.arange(1, parts)))):
         keys = random_bits(len(own), seed, epoch, stream=3, index=part)
-        order[part::parts] = own[np.argsort(keys, kind="stable")]
+        order[own] = order[own[np.argsort(keys, kind="stable")]]
     order.flags.writeable = False
     return order
 
 
-def members(examples: int, parts: int, each: int = 1) -> np.ndarray:
-    """i32[n]: the part that holds each place of an order, where a part is a process with `each` workers."""
-    return (np.arange(examples) % (parts * each) // each).astype(np.int32)
+def members(examples: int, batch: int, group: int) -> np.ndarray:
+    """i32[n]: the member of each group of `group` workers that holds each place of an order, in steps of `batch`."""
+    return (np.arange(examples) % batch % group).astype(np.int32)
 
 
-def holders_by_place(order: np.ndarray, parts: int, each: int = 1) -> np.ndarray:
-    """i32[n]: the part that holds record i once it is shuffled."""
+def holders_by_place(order: np.ndarray, whose: np.ndarray) -> np.ndarray:
+    """i32[n]: who holds record i once it is shuffled, from who holds each place."""
     holders = np.empty(len(order), np.int32)
-    holders[order] = members(len(order), parts, each)
+    holders[order] = whose
     return holders
 
 
@@ -120,10 +124,10 @@ class Move(NamedTuple):
 def moves(
     order: np.ndarray,
     before: np.ndarray,
+    after: np.ndarray,
     lengths: np.ndarray,
     me: int,
     parts: int,
-    each: int = 1,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> Iterator[Move]:
     """A shuffle in segments, the same number of them for every member (Algorithm 2 of IBM's paper).
@@ -133,17 +137,17 @@ def moves(
     Args:
         order: i64[n], the new epoch's.
         before: i32[n], who holds record i.
+        after: i32[n], who is to hold place i of the order.
         lengths: i64[n], bytes of record i, at most 2^30.
         me: this part.
         parts: of the data set, each in a process of its own.
-        each: workers of a process.
+        segment_bytes: of one part, about.
     """
     assert lengths.max(initial=0) <= MAX_RECORD_BYTES == MOST_BYTES
     ends = np.cumsum(lengths[order])
     limit = min(parts * segment_bytes, MOST_BYTES)
     segment = (ends - lengths[order]) // limit
     count = int(segment[-1]) + 1 if len(order) else 0
-    after = members(len(order), parts, each)
     leaving, coming = np.flatnonzero(before[order] == me), np.flatnonzero(after == me)
     to = _by_segment(leaving, segment, after[leaving], parts)
     source = _by_segment(coming, segment, before[order[coming]], parts)
@@ -214,7 +218,17 @@ class Arena:
 
 
 def _memory(size_bytes: int) -> np.ndarray:
-    """u8 from the system itself, in large pages where it has them: NumPy's would stay with the process when freed."""
+    """u8 from the system itself, in large pages where it has them: NumPy's would stay with the process when freed.
+
+    Raises:
+        UsageError: this machine has not so much: the system would give it, and kill the process that uses it.
+    """
+    left = available_bytes()
+    check(
+        size_bytes <= left,
+        f"data.memory: {size_bytes / 1e9:,.1f} GB more are needed and this machine has {left / 1e9:,.1f} GB left; take "
+        "more workers on other hosts, a larger data.group_size, smaller images, or data.memory none",
+    )
     pages = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -229,6 +243,16 @@ def _joined(blobs: list) -> np.ndarray:
         joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
         at += len(blob)
     return joined
+
+
+def available_bytes() -> float:
+    """What the kernel holds for available on this machine, page cache included; infinite where it does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            found = re.search(r"^MemAvailable: +(\d+) kB", file.read(), re.M)
+    except OSError:
+        found = None
+    return 1024 * int(found[1]) if found else math.inf
 
 
 class MemorySource:
@@ -385,10 +409,10 @@ class MemorySource:
 
 
 def shuffled(
-    source: MemorySource, order: np.ndarray, before: np.ndarray, me: int, parts: int, each: int
+    source: MemorySource, order: np.ndarray, before: np.ndarray, after: np.ndarray, me: int, parts: int
 ) -> tuple[Arena, list[Move]]:
     """The arena that this part will have, still empty, and the moves that fill it from its begin to its end."""
-    planned = list(moves(order, before, source.lengths, me, parts, each))
+    planned = list(moves(order, before, after, source.lengths, me, parts))
     return Arena(np.concatenate([move.received for move in planned]), source.lengths), planned
 
 

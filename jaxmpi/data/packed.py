@@ -155,7 +155,7 @@ def read_index(folder: Path, manifest: Manifest) -> np.ndarray:
         check(size == n * ROW.itemsize, f"{path}: got {size} bytes; expected {n * ROW.itemsize}, {n} records")
         rows = np.fromfile(file, ROW, n)
     check(len(rows) == n, f"{path}: it changed while it was read")
-    digest = hashlib.sha256(rows.tobytes()).hexdigest()
+    digest = hashlib.sha256(rows.view(np.uint8).data).hexdigest()
     check(digest == manifest.index_sha256, f"{path}: damaged: its SHA-256 is not that of {MANIFEST}")
     _check_rows(rows, manifest, path)
     return rows

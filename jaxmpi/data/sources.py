@@ -13,9 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxmpi.config import Data, UsageError, check, lookup
-from jaxmpi.data.images import MODES, CorruptExample, decoded, resized
+from jaxmpi.data import batchfiles as batches
+from jaxmpi.data.batchfiles import BatchFileSource
+from jaxmpi.data.images import MODES, corrupt_if_it_fails, decoded, resized
 from jaxmpi.data.packed import Packed
 from jaxmpi.data.sampler import random_bits
+from jaxmpi.data.text import stdlib, text
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SYNTHETIC_CLASSES = 1000  # as ImageNet, whose models this stands in for
@@ -27,13 +30,15 @@ class Source(Protocol):
     """Examples by index. Read from several threads at once.
 
     `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
-    prepared, and an int in [0, classes). A source may also have
+    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such. A source may
+    also have
 
     - `where(i) -> str`: the name of example i in errors.
     - `digest() -> str`: the same on all ranks where their data are.
     - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
       Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
       ends the run; `CorruptExample` is skipped where `data.on_error` says so.
+    - `bytes_each: int`: of text, the bytes that an example predicts.
     - `in_process: bool`: True where its contents change while it is read, so that loaders must be threads.
 
     Loaders that are processes get a source by pickle, once: it must open its files again there, and its NumPy arrays
@@ -231,7 +236,7 @@ class FolderSource:
         self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(f) for f in files])
         names = [os.fsencode(name) for per_class in files for name in per_class]
         self.ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
-        self.blob = b"".join(names)
+        self.blob = np.frombuffer(b"".join(names), np.uint8)
         check(
             len(names) > 0,
             f"{root}: found no {', '.join(SUFFIXES)} file; expected {_LAYOUT}",
@@ -243,13 +248,13 @@ class FolderSource:
     def digest(self) -> str:
         """SHA-256 of the classes' and files' names and the labels, which stands for the order of the examples."""
         digest = hashlib.sha256("\0".join(self.names).encode())
-        for part in (self.blob, self.ends.tobytes(), self.labels.tobytes()):
+        for part in (self.blob.tobytes(), self.ends.tobytes(), self.labels.tobytes()):
             digest.update(part)
         return digest.hexdigest()
 
     def where(self, index: int) -> str:
         """The path of file `index`."""
-        name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]])
+        name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]].tobytes())
         return os.path.join(self.root, self.names[self.labels[index]], name)
 
     def encoded(self, index: int) -> tuple[bytes, int]:
@@ -282,13 +287,8 @@ def _images(folder: str) -> list[str]:
 
 
 def _decoded(blob: bytes, where: str, index: int, channels: int, resize: int) -> np.ndarray:
-    try:
+    with corrupt_if_it_fails(blob, where, index):
         return decoded(blob, channels, resize)
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow has no one error for damaged files
-        reason = str(error) if blob else "the file is empty"
-        raise CorruptExample(where, index, f"{type(error).__name__}: {reason}") from error
 
 
 def imagefolder(config: Data, split: str) -> Source:
@@ -313,6 +313,15 @@ def _check_channels(config: Data) -> None:
         config.channels in MODES,
         f"data.channels: got {config.channels}; {config.source} makes {', '.join(map(str, MODES))}",
     )
+
+
+def batchfiles(config: Data, split: str) -> Source:
+    """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are those of the training labels."""
+    base = data_dir(config)
+    check(bool(base), f"batchfiles: set data.dir or JAXMPI_DATA to a folder DIR with {batches.LAYOUT}")
+    train = batches.labels_path(base, config.train_split)
+    classes = int(batches.load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
+    return BatchFileSource(base, _split_name(config, split), classes)
 
 
 class PackedSource(Packed):
@@ -364,7 +373,11 @@ class TfdsSource:
         self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize
         self.full_name = builder.info.full_name
         self.encoded = self._encoded if compressed else None
+        self.folder = str(builder.data_path)
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tfds_in_folder, (self.folder, self.split, self.channels, self.resize)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -388,6 +401,12 @@ class TfdsSource:
         if isinstance(image, bytes):
             image = _decoded(image, self.where(index), index, self.channels, self.resize)
         return image, record["label"]
+
+
+def _tfds_in_folder(folder: str, split: str, channels: int, resize: int) -> TfdsSource:
+    from tensorflow_datasets.core import read_only_builder
+
+    return TfdsSource(read_only_builder.builder_from_directory(folder), split, channels, resize)
 
 
 _TFDS_PREPARE = (
@@ -431,6 +450,9 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "synthetic": synthetic,
     "array": array,
     "imagefolder": imagefolder,
+    "batchfiles": batchfiles,
     "tfds": tfds,
+    "text": text,
+    "stdlib": stdlib,
     "packed": packed,
 }

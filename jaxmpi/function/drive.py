@@ -74,7 +74,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     )
     if _team is not None:
         check(
-            not _team.is_serial and not _team.made,
+            not (_team.is_serial or _team.made or _team.functions),
             f"fork: there are {_team.size} workers already, and functions or variables on them; fork first, or "
             "jaxmpi.close() before",
         )
@@ -93,11 +93,12 @@ def chosen(n: int | None, kind: str) -> Team:
             sys.exit(0)
         return made
     devices = count_devices() if kind != "processes" else 1
-    if kind == "devices" or ((n or devices) <= devices and (devices > 1 or n == 1)):
-        have = jax.local_devices()
-        check((n or 1) <= len(have), f"fork: got {n} workers; this process has {len(have)} devices")
-        return DeviceTeam(have[:n])
-    return processes_on_this_host(n or runtime.cores())
+    wanted = n or (devices if devices > 1 or kind == "devices" else runtime.cores())
+    if kind != "devices" and wanted > devices:
+        return processes_on_this_host(wanted)
+    have = jax.local_devices()
+    check(wanted <= len(have), f"fork: got {wanted} workers; this process has {len(have)} devices")
+    return DeviceTeam(have[:wanted])
 
 
 def close() -> None:

@@ -99,23 +99,20 @@ class MpiLine:
         self.comm, self.rank, self.size = self.control.world, control.rank, control.size
 
     def tell(self, rank: int, header: str, arrays: Arrays) -> None:
-        """Header with the arrays' shapes, then their bytes."""
+        """Length of the header, header with the arrays' shapes, then their bytes."""
         arrays = [in_order(array) for array in arrays]
         shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
         first = np.frombuffer(json.dumps([header, shapes]).encode(), np.uint8)
-        parts = [first, *(part for array in arrays for part in cut(as_bytes(array)))]
+        parts = [np.array([first.size], np.int64), first, *(part for array in arrays for part in cut(as_bytes(array)))]
         for request in [self.comm.Isend(part, rank, tag=3) for part in parts]:
             patient(request, float("inf"))
 
     def hear(self) -> tuple[str, list[np.ndarray]]:
         """Poll: often at first, since the next call of a loop comes soon."""
-        from mpi4py import MPI
-
-        status, pause = MPI.Status(), Pause()
-        while not self.comm.Iprobe(0, 3, status):
-            pause()
-        first = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        self.comm.Recv(first, 0, 3)
+        length = np.empty(1, np.int64)
+        patient(self.comm.Irecv(length, 0, 3), float("inf"))
+        first = np.empty(int(length[0]), np.uint8)
+        patient(self.comm.Irecv(first, 0, 3), float("inf"))
         header, shapes = json.loads(first.tobytes())
         arrays = [np.empty(shape, jnp.dtype(dtype)) for dtype, shape in shapes]
         for part in (part for array in arrays for part in cut(as_bytes(array))):

@@ -11,8 +11,9 @@ import math
 import mmap
 import os
 import re
+import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,9 @@ class SharedArray:
             Path(self.path).unlink(missing_ok=True)
             atexit.unregister(self.free)
 
-    def __del__(self) -> None:
-        self.free()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then the modules that `free` needs may be gone
+            self.free()
 
     # ------------------------------------------------------------ for other processes of the job
 

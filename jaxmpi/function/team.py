@@ -130,7 +130,7 @@ class Team:
     default_strategy = "asa32"
 
     def __init__(self) -> None:
-        self.made = 0  # functions and variables so far, which are numbered alike in all processes
+        self.made = 0  # variables so far, which are numbered alike in all processes
         self.functions: dict[int, Library] = {}
         self.dropped: list[int] = []  # variables that nobody asks for any more
         self.gone = ""  # why it can do no more
@@ -172,7 +172,7 @@ class Team:
         return self.stations[0]
 
     def new_number(self) -> int:
-        """For a function or a variable."""
+        """For a variable."""
         self.made += 1
         return self.made
 

@@ -71,7 +71,7 @@ def settle(station: Station, leaves: Sequence[Leaf], results: dict[int, Any], ma
         if leaf.place == "local":
             new[made[str(leaf.target)]].append(value)
         elif leaf.place == "into":
-            new.setdefault(leaf.target, []).append(station.own(results[i]))
+            new.setdefault(leaf.target, []).append(station.put(results[i]))
         elif leaf.place == "update":
             old = station.held(leaf.target)[leaf.index] if leaf.op == "add" else None
             new.setdefault(leaf.target, []).append(value if old is None else added(old, value))
@@ -210,7 +210,7 @@ def reduce(team: Team, order: Order) -> Leaves:
     results = reduce_leaves(team, leaves, mine, [1] * team.size, header["strategy"])
     if header["keep"]:
         for station in team.stations:
-            station.values[header["number"]] = [station.own(results[i]) for i in range(len(leaves))]
+            station.values[header["number"]] = [station.put(results[i]) for i in range(len(leaves))]
     return [results[i] for i in range(len(leaves))] if team.leads else []
 
 

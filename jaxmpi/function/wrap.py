@@ -1,5 +1,6 @@
 """A function of arrays over all workers: scatter, compute, reduce. Stooke and Abbeel 2017 (Synkhronos) on JAX."""
 
+import itertools
 import json
 import pickle
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ PyTree = Any
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
 
 
+_numbers = itertools.count()  # functions in the order in which they are made, the same on all ranks
+
+
 class Function:
     """What `jaxmpi.function` makes. `__wrapped__` is the user's own function."""
 
@@ -58,7 +62,7 @@ class Function:
         if strategy is not None:
             check_strategy(strategy)
         self.team: Team | None = None
-        self.number = -1
+        self.number = next(_numbers)
         self.forms: list[Any] = []  # structures of arguments so far
         self.programs: dict[tuple[int, tuple], Program] = {}
         self.jitted: dict[int, Any] = {}
@@ -85,7 +89,7 @@ class Function:
                 traceback is in the message, and the next call works.
         """
         team = self._bound()
-        made: dict[int, Variable] = {}
+        made = {place: Variable(team, None) for place, output in enumerate(self.outputs) if output.stays}
         try:
             leaves = perform(team, self.name, lambda: self._order(team, args, batch, batch_local, slices, made))
         except BaseException:
@@ -98,7 +102,6 @@ class Function:
         if self.team is None:
             self.team = drive.team()
             self.team.check_usable()
-            self.number = self.team.new_number()
             self.team.functions[self.number] = self
         return self.team
 
@@ -112,9 +115,6 @@ class Function:
         bound = Bound(team)
         structure = bound.add_all(self._markers(args), args)
         header = bound.header(batch, batch_local, int(slices))
-        for place, output in enumerate(self.outputs):
-            if output.stays:
-                made[place] = Variable(team, None)
         names = {str(place): variable.number for place, variable in made.items()}
         header |= {"f": self.number, "form": self._form(structure), "name": self.name, "locals": names}
         header["strategy"] = self.strategy or team.default_strategy

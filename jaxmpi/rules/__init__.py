@@ -6,9 +6,16 @@ from typing import NamedTuple
 import optax
 
 from jaxmpi.config import RuleConfig, check, lookup
+from jaxmpi.rules.asgd import asgd
 from jaxmpi.rules.awagd import awagd
+from jaxmpi.rules.diloco import diloco
+from jaxmpi.rules.easgd import easgd, easgd_sync
+from jaxmpi.rules.gosgd import gosgd
 from jaxmpi.rules.gradients import gradients
+from jaxmpi.rules.local_sgd import local_sgd
+from jaxmpi.rules.rule import Asynchronous as Asynchronous
 from jaxmpi.rules.rule import Exchange as Exchange
+from jaxmpi.rules.rule import Mute as Mute
 from jaxmpi.rules.rule import Rule as Rule
 from jaxmpi.rules.subgd import subgd
 
@@ -22,13 +29,63 @@ class Row(NamedTuple):
     lr_scaling: str  # the default
     sums_updates: bool  # scaling lr linearly as well would count the workers twice
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
+    is_periodic: bool = False  # exchanges every so many steps, nothing in between
+    is_asynchronous: bool = False  # workers do not wait for each other
 
 
 RULES: dict[str, Row] = {
-    "gradients": Row(lambda tx, x, config: gradients(tx, x), "linear", False, True),
+    "gradients": Row(lambda tx, x, config: gradients(tx, x, config.noise_scale), "linear", False, True),
     "subgd": Row(lambda tx, x, config: subgd(tx, x), "none", True, False),
     "awagd": Row(lambda tx, x, config: awagd(tx, x, config.average_momentum), "linear", False, False),
+    "local_sgd": Row(local_sgd, "linear", False, True, is_periodic=True),
+    "diloco": Row(diloco, "none", False, True, is_periodic=True),
+    "easgd": Row(easgd, "none", False, False, is_asynchronous=True),
+    "easgd_sync": Row(easgd_sync, "none", False, False, is_periodic=True),
+    "asgd": Row(asgd, "none", True, False, is_asynchronous=True),
+    "gosgd": Row(gosgd, "none", False, False, is_asynchronous=True),
 }
+
+
+def is_asynchronous(config: RuleConfig) -> bool:
+    """Whether workers run on without waiting for each other."""
+    return lookup(RULES, config.name, "rule").is_asynchronous
+
+
+def role(config: RuleConfig, rank: int, size: int) -> str:
+    """`worker`, or `server` of the center, which the last `rule.servers` ranks are."""
+    return "server" if is_asynchronous(config) and rank >= size - config.servers else "worker"
+
+
+def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
+    """Refuse numbers of ranks and settings with which a rule makes no sense.
+
+    Raises:
+        UsageError: got, expected, way out.
+    """
+    name, workers = config.name, size - config.servers * is_asynchronous(config)
+    check(
+        name in ("easgd", "asgd") or not config.servers,
+        f"rule.servers: got {config.servers} with rule {name}, which has no center; leave it out, or use easgd or asgd",
+    )
+    check(
+        not is_asynchronous(config) or size > 1,
+        f"rule {name} is between workers that do not wait for each other; got one rank: start several "
+        "(mpirun -n 4, jaxmpi train -n 4), or use rule gradients",
+    )
+    check(
+        workers >= 1, f"rule.servers: got {config.servers} of {size} ranks; expected at most {size - 1}, one must train"
+    )
+    check(name != "gosgd" or workers >= 2, f"rule gosgd: got {workers} worker; expected 2 or more")
+    check(
+        name != "easgd_sync" or workers * config.alpha <= 1,
+        f"rule.alpha: got {config.alpha} with {workers} workers in rule easgd_sync; expected at most 1/{workers} = "
+        f"{1 / workers:.4g}, or the center overshoots the workers' mean",
+    )
+    check(
+        not config.momentum or (name == "easgd" and optimizer == "sgd"),
+        f"rule.momentum: got {config.momentum} with rule {name} and optimizer {optimizer}; EAMSGD is rule easgd over "
+        "optim.name sgd, others bring a momentum of their own",
+    )
 
 
 def build(
@@ -54,8 +111,8 @@ def build(
     check(
         row.any_optimizer or linear or config.force,
         f"rule {config.name!r} with {optimizer} equals no single worker on the whole batch: {optimizer} is not linear "
-        "in the gradient. Use rule gradients, an optimizer out of sgd, momentum, nesterov without clipping, "
-        "or --rule.force",
+        "in the gradient, and its state is each worker's own, not averaged. Use rule gradients, an optimizer out of "
+        "sgd, momentum, nesterov without clipping, or --rule.force",
     )
     return row.build(tx, exchange, config)
 
@@ -75,6 +132,24 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
         f"rule awagd sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. Use "
         "wire 32 or 16, rule gradients, or --rule.force",
     )
+
+
+def check_recover(config: RuleConfig, recover: str) -> None:
+    """Refuse to leave out steps that are not finite where workers cannot know it of each other.
+
+    Raises:
+        UsageError: `skip` under a rule whose workers step alone.
+    """
+    check(
+        not (recover == "skip" and is_periodic(config)),
+        f"recover: got skip with rule {config.name}, whose workers step alone and would have to agree on every step; "
+        "use stop or rollback",
+    )
+
+
+def is_periodic(config: RuleConfig) -> bool:
+    """Whether workers exchange every so many steps only, and step alone in between."""
+    return lookup(RULES, config.name, "rule").is_periodic
 
 
 def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxmpi.rules.rule import Exchange, Rule, descend
@@ -10,11 +12,12 @@ from jaxmpi.rules.rule import Exchange, Rule, descend
 PyTree = Any
 
 
-def gradients(tx: optax.GradientTransformation, exchange: Exchange) -> Rule:
+def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool = False) -> Rule:
     """Every worker steps with the mean gradient; any optimizer.
 
     g = (1/k) sum_i g_i ;  w <- w + tx(g)
 
+    Args: noise: measure |g|^2 as well, in the program that steps.
     State: tx's, equal on all workers; with `exchange.gradients` also that one's, of which a part is each worker's.
     Communicates: one mean of the gradients a step. Learning rate: that of one worker on the effective batch.
     """
@@ -25,7 +28,24 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange) -> Rule:
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return step(exchange.mean(grads), state, params)
 
-    return Rule(tx.init, update, state_is_replicated=True)
+    rule = Rule(tx.init, update, state_is_replicated=True)
+    return rule._replace(measured=measured(tx, exchange)) if noise else rule
+
+
+def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
+    """`update` that gives |g|^2 too: (grads, state, params) -> (params, state, f32[])."""
+
+    def step(mean: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+        updates, state = tx.update(mean, state, params)
+        return optax.apply_updates(params, updates), state, square(mean)
+
+    step = exchange.jit(step, donate_argnums=(1, 2))
+    return lambda grads, state, params: step(exchange.mean(grads), state, params)
+
+
+def square(tree: PyTree) -> jax.Array:
+    """The sum of the squares of all entries, f32[]."""
+    return sum((jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(tree)), jnp.zeros(()))
 
 
 def with_state(tx: optax.GradientTransformation, mean: optax.GradientTransformation, step: Callable) -> Rule:

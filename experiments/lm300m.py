@@ -1,0 +1,25 @@
+"""The 300-million-parameter language model of the ring-allreduce article (Gibiansky 2017), for benchmarks and plans.
+
+jaxmpi bench -n 2 --tree lm300m --peers none
+jaxmpi plan --experiment experiments/lm300m.py --step-s 1.0
+mpirun -n 2 python -m jaxmpi.train experiments/lm300m.py --train-for 10st --eval-every 0st --checkpoint-every 0st
+
+Over bytes, of which it knows more kinds than there are: what is exchanged and what a step costs are as over words.
+Plain SGD, so that a rank holds params and gradients, 2.4 GB, and little else. Not trained to an end here.
+"""
+
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig
+from models.lstm import lm300m
+
+WINDOW = 20
+
+experiment = Experiment(
+    model=lm300m(window=WINDOW),
+    data=Data(source="stdlib", window=WINDOW),
+    optim=Optim("sgd", lr=0.1, lr_scaling="none", clip_norm=1.0),
+    rule=RuleConfig("gradients"),
+    exchange=ExchangeConfig("ring32"),
+    local_batch=32,
+    train_for="1ep",
+    log_every=1,
+)

@@ -1,0 +1,25 @@
+"""A language model of two LSTM layers over bytes, on the source of Python's standard library.
+
+mpirun -n 2 python -m jaxmpi.train experiments/lstm.py
+
+Bits per byte on modules that are held out: docs/text.md.
+"""
+
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
+from models.lstm import lstm
+
+WINDOW = 128
+
+experiment = Experiment(
+    model=lstm(window=WINDOW, width=128, cells=256),
+    data=Data(source="stdlib", window=WINDOW),
+    optim=Optim("adam", lr=2e-3, lr_scaling="none", clip_norm=1.0),
+    schedule=Schedule("cosine", warmup="50st"),
+    rule=RuleConfig("gradients"),
+    exchange=ExchangeConfig("asa32"),
+    effective_batch=32,
+    train_for="1000st",
+    eval_every="500st",
+    checkpoint_every="500st",
+    log_every=50,
+)

@@ -1,0 +1,248 @@
+"""Where the time of a step goes, from what the training loop sees anyway: nothing is waited for on its account.
+
+An iteration of the loop waits for a batch, hands it to the device, starts the step and looks at the loss of the step
+before, on which the device may still be at work while the loop waits for the next batch. Only time in which the device
+stands idle is data wait; whether it does is asked, not waited for. Where a step has ended somewhere within a wait, its
+end is reckoned from the last step whose time is known, which is one a window: there the loop waits for the device.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi import spans
+from jaxmpi.spans import Span, clipped, length, minus
+
+PyTree = Any
+Interval = tuple[float, float]
+
+# Parts of a step's time; all but `hidden` add up to it.
+PARTS = {
+    "data": "the device is idle for want of a batch",
+    "transfer": "idle while a batch is handed to it; on CPUs it has nowhere to go",
+    "compute": "forward, backward, update; and the exchange, where nothing tells it apart",
+    "exchange": "waits for an exchange, beyond what the last rank to come to it has waited",
+    "hidden": "an exchange goes on behind the computation",
+    "sync": "waits for ranks that come later to the exchange",
+    "other": "the loop's own: log, and what the first step compiles",
+}
+LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # what a process knows by itself
+LATER = float("inf"), float("inf")  # than the loop has had its next batch
+MOST_ROWS = 128  # of a window that ranks compare; of a longer one, several steps together
+# How the time of an exchange is known.
+SOURCES = ("none", "unknown", "estimated", "measured")
+
+
+@dataclass
+class Row:
+    """An iteration of the loop; seconds of `time.perf_counter`."""
+
+    step: int
+    begin_s: float
+    batch_s: float = 0.0  # the batch is there
+    handed_s: float = 0.0  # it is on the device
+    start_s: float = 0.0  # the step starts, compiled
+    end_s: float = 0.0
+    ended: Interval = (0.0, 0.0)  # when the step before ended: no earlier, no later; the same where it is known
+    gap_s: float = 0.0  # before, between two iterations
+
+
+class Window(NamedTuple):
+    """What a process knows of the steps since the last window."""
+
+    steps: int
+    parts: np.ndarray  # f64[LOCAL], seconds
+    exposed: np.ndarray  # f64[rows]: seconds of waits for exchanges, of each step or of a few together
+    source: int  # into SOURCES
+    spans: list[Span]
+
+
+class Anatomy:
+    """Follows the training loop of this process."""
+
+    def __init__(self, workers: int, to_device: Callable[[PyTree], PyTree] | None = None) -> None:
+        """Of a job of so many workers.
+
+        Args:
+            to_device: takes a batch to a device with memory of its own; None: there is none.
+        """
+        self.has_exchange, self.to_device = workers > 1, to_device
+        self._lone_s: deque[float] = deque(maxlen=3)  # of steps without exchange
+        self._rows: list[Row] = []
+        self._under_way: Any = None  # a result of the last step
+        self._step_s: float | None = None  # of a step, as last known
+        self._last_s: float | None = None  # end of the last iteration of this window or the one before
+        spans.drain()
+
+    def batches(self, batches: Iterable[PyTree], first_step: int) -> Iterator[PyTree]:
+        """The batches, with the time that the loop spends on each."""
+        source, step = iter(batches), first_step
+        while True:
+            row = self._begin(step)
+            is_idle = self._is_idle()
+            with spans.span("data", f"batch of step {step}"):
+                batch = next(source, None)
+            if batch is None:
+                return
+            row.batch_s = row.handed_s = row.start_s = time.perf_counter()
+            row.ended = (row.begin_s, row.begin_s) if is_idle else (row.begin_s, row.batch_s)
+            if not self._is_idle():
+                row.ended = LATER
+            self._rows.append(row)
+            step += 1
+            if self.to_device is not None:
+                with spans.span("transfer", f"batch of step {row.step}"):
+                    batch = self.to_device(batch)
+                row.handed_s = row.start_s = time.perf_counter()
+            yield batch
+
+    def _begin(self, step: int) -> Row:
+        now = time.perf_counter()
+        if self._rows and not self._rows[-1].end_s:
+            self._rows[-1].end_s = now
+        row = Row(step, now, gap_s=now - (self._last_s or now))
+        self._last_s = None
+        return row
+
+    def _is_idle(self) -> bool:
+        return self._under_way is None or self._under_way.is_ready()
+
+    def started(self, result: Any, compiled: bool = False) -> None:
+        """The step has been handed to the device.
+
+        Args:
+            result: an array that is ready when the step is through.
+            compiled: the time until now went into compiling it.
+        """
+        self._under_way = result
+        if compiled:
+            self._rows[-1].start_s = time.perf_counter()
+
+    def pause(self) -> None:
+        """The device has come to the end of the last step, and the loop knows."""
+        self._under_way, self._last_s = None, time.perf_counter()
+        if self._rows:
+            last = self._rows[-1]
+            last.end_s = self._last_s
+            if last.ended[1] <= last.batch_s:
+                self._step_s = last.end_s - last.start_s
+
+    def window(self) -> Window:
+        """End a window, in a pause."""
+        rows, self._rows = self._rows, []
+        lone_s = float(np.median(self._lone_s)) if self._lone_s else None
+        return taken_apart(rows, self._step_s, lone_s, self.has_exchange, spans.drain())
+
+    def lone(self, seconds: float) -> None:
+        """A step without exchange has taken so long."""
+        self._lone_s.append(seconds)
+
+    def restart(self) -> None:
+        """What has been since the pause was no training."""
+        self._last_s = None
+
+
+def taken_apart(
+    rows: Sequence[Row], step_s: float | None, lone_s: float | None, has_exchange: bool, noted: list[Span]
+) -> Window:
+    """Idle, busy and waiting seconds of these iterations.
+
+    Args:
+        step_s: of a step, where known; settles when a step ended that did so while the loop waited.
+        lone_s: of a step without exchange.
+        noted: spans of the data's way, and of buckets.
+    """
+    waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
+    travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
+    source = 0 if not has_exchange else 3 if waits else 1 if lone_s is None else 2
+    parts, exposed, busy_from = np.zeros(len(LOCAL)), np.zeros(len(rows)), 0.0
+    for i, row in enumerate(rows):
+        low, high = row.ended
+        ended_s = low if low == high else min(max(busy_from + (step_s or float("inf")), low), high)
+        busy_from = row.start_s if row.ended == LATER else max(row.start_s, ended_s)
+        idle = (ended_s, row.start_s)
+        data, transfer = (length(clipped([part], *idle)) for part in waits_of(row))
+        idle_s = max(0.0, row.start_s - ended_s)
+        busy_s = row.end_s - row.begin_s - idle_s
+        mine = waits_in(row, waits)
+        exposed[i] = min(length(mine), busy_s) if source == 3 else max(0.0, busy_s - (lone_s or busy_s)) * (source == 2)
+        parts += data, transfer, busy_s - exposed[i], exposed[i], 0, idle_s - data - transfer + row.gap_s
+        noted += compute_spans(row, max(row.begin_s, min(ended_s, row.start_s)), mine)
+    if rows:
+        behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s), waits)
+        parts[LOCAL.index("hidden")] = length(behind)
+    return Window(len(rows), parts, folded(exposed), source, noted)
+
+
+def waits_of(row: Row) -> tuple[Interval, Interval]:
+    """When an iteration waited for its batch, and handed it over."""
+    return (row.begin_s, row.batch_s), (row.batch_s, row.handed_s)
+
+
+def waits_in(row: Row, waits: list[Interval]) -> list[Interval]:
+    """Waits for exchanges within an iteration."""
+    return clipped(waits, row.begin_s, row.end_s)
+
+
+def compute_spans(row: Row, idle_from_s: float, waits: list[Interval]) -> list[Span]:
+    """When the device was at work in an iteration: neither idle nor waiting for a bucket."""
+    busy = [(row.begin_s, idle_from_s), (row.start_s, row.end_s)] if idle_from_s < row.start_s else None
+    pieces = minus(busy or [(row.begin_s, row.end_s)], waits)
+    return [Span("compute", f"step {row.step}", begin, end) for begin, end in pieces]
+
+
+def folded(values: np.ndarray) -> np.ndarray:
+    """Sums of neighbours, so that at most MOST_ROWS are left."""
+    per = -(-len(values) // MOST_ROWS) or 1
+    return np.add.reduceat(values, np.arange(0, len(values), per)) if len(values) else values
+
+
+# ---------------------------------------------------------------- over ranks
+
+
+class Summary(NamedTuple):
+    """A window over all ranks; seconds a step."""
+
+    steps: int
+    source: str  # of SOURCES: how the time of exchanges is known
+    table: dict[str, tuple[float, float, float, int]]  # part: least, median, most, the rank that has the most
+    means: dict[str, float]  # part: mean over ranks
+    own_s: list[float]  # of every rank: what it neither waited for others nor for their messages
+    step_s: float  # mean over ranks
+
+    @property
+    def slowest(self) -> int:
+        """The rank that the others wait for."""
+        return int(np.argmax(self.own_s))
+
+
+def flat(window: Window) -> np.ndarray:
+    """A window as f64[n]; ranks with as many steps have as many numbers."""
+    return np.concatenate([window.parts, [window.source], window.exposed])
+
+
+def summary(rows: np.ndarray, steps: int) -> Summary:
+    """What `flat` gave on every rank, f64[ranks, n], as a whole.
+
+    sync_r = sum_k (e_rk - min_r e_rk), where e_rk is what rank r waits in step k: who comes last waits for nobody.
+    """
+    local: dict[str, np.ndarray] = dict(zip(LOCAL, rows[:, : len(LOCAL)].T, strict=True))
+    exposed = rows[:, len(LOCAL) + 1 :]
+    shared = exposed.min(axis=0)
+    local["sync"] = (exposed - shared).sum(axis=1)
+    local["exchange"] = local.pop("exposed") - local["sync"]
+    each = {part: local[part] / max(steps, 1) for part in PARTS}
+    ordered = {part: np.sort(values) for part, values in each.items()}
+    table = {
+        part: (float(v[0]), float(np.median(v)), float(v[-1]), int(np.argmax(each[part])))
+        for part, v in ordered.items()
+    }
+    means = {part: float(values.mean()) for part, values in each.items()}
+    own = each["data"] + each["transfer"] + each["compute"]
+    step_s = sum(value for part, value in means.items() if part != "hidden")
+    source = SOURCES[int(rows[:, len(LOCAL)].max())]
+    return Summary(steps, source, table, means, own.tolist(), step_s)

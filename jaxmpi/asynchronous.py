@@ -1,0 +1,563 @@
+"""Training by asynchronous rules: workers that do not wait for each other, and ranks that keep the center.
+
+Nothing in here is a collective. A worker meets the center every tau steps, or others by chance, and says what it has
+done in a report to server 0, which counts for all: examples of all workers make steps, epochs and the end of the run.
+Worker 0 evaluates, keeps the record, and makes a checkpoint of what each worker writes when it next comes by.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import checkpoint, faults, guard, optim, runtime
+from jaxmpi.center import END, PUSH, READ, Answer, Layout, Ledger, Report, Server, Talk, Tally
+from jaxmpi.checkpoint import Apart
+from jaxmpi.config import RuleConfig, TrainingError, check
+from jaxmpi.post import Counter, FarLine, Gossiper, Line, NearLine, converse
+from jaxmpi.processes import MpiProcesses, named_leaves
+from jaxmpi.recorder import Recorder
+from jaxmpi.rules import Asynchronous, Rule
+from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.state import TrainState
+from jaxmpi.workers import Workers
+
+PyTree = Any
+LOOK_S = 0.02  # between reports of a worker that has nothing left to do but wait for the others
+
+
+# ---------------------------------------------------------------- params as one vector
+
+
+class Flat(NamedTuple):
+    """How a tree of floating-point leaves lies in f32[n]."""
+
+    structure: Any
+    like: list[jax.ShapeDtypeStruct]
+
+    @classmethod
+    def of(cls, params: PyTree) -> "Flat":
+        """Of params.
+
+        Raises:
+            UsageError: a leaf is no float32, bfloat16 or float16, by path.
+        """
+        for name, leaf in named_leaves(params):
+            is_small = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize <= 4
+            check(is_small, f"params {name}: got {leaf.dtype}; a center holds float32, bfloat16 or float16")
+        leaves, structure = jax.tree.flatten(params)
+        return cls(structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+
+    @property
+    def n(self) -> int:
+        """Floats in all."""
+        return sum(leaf.size for leaf in self.like)
+
+    def vector(self, params: PyTree) -> np.ndarray:
+        """f32[n], a copy."""
+        return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in jax.tree.leaves(params)])
+
+    def tree(self, vector: np.ndarray) -> PyTree:
+        """The params in f32[n], as arrays of NumPy that share its memory where their type is f32."""
+        parts = np.split(vector, np.cumsum([leaf.size for leaf in self.like])[:-1])
+        shaped = [
+            part.reshape(leaf.shape).astype(leaf.dtype, copy=False) for part, leaf in zip(parts, self.like, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, shaped)
+
+
+def on_device(tree: PyTree) -> PyTree:
+    """Copies on this worker's device, bound to it as results of a step are."""
+    return jax.device_put(jax.tree.map(jnp.array, tree), jax.local_devices()[0])
+
+
+# ---------------------------------------------------------------- what a run hands in
+
+
+class Duties(NamedTuple):
+    """What the run does in its own way: steps, batches, evaluation."""
+
+    step: Any  # jitted: (state, batch) -> (state, metrics)
+    sums: Callable[[int, Any], np.ndarray]  # (step, metrics) -> [loss, examples, ...] of this worker, finite
+    batches: Callable[[int], Iterator[Any]]  # of this worker, from a step of its own on
+    waits: Callable[[], tuple[int, float]]  # corrupt examples, and seconds waited for batches, so far
+    is_called_away: Callable[[], bool]  # a signal has asked to leave
+    evaluate: Callable[[TrainState, int], dict[str, float]]  # the state's params, after a step of the run
+    lr: Callable[[int], float]
+    extra: Callable[[], dict[str, Any]]  # what a checkpoint keeps beside
+    check_skipped: Callable[[int, int], None]  # (corrupt examples of all workers, epochs begun)
+
+
+class Course(NamedTuple):
+    """When what is due, in steps: a step is as many examples, of all workers, as one of a synchronous run."""
+
+    effective_batch: int
+    epoch_examples: int
+    epoch_steps: int
+    total_steps: int
+    target: int  # examples of all workers in the whole run
+    log_every: int
+    eval_every: int
+    save_every: int
+
+    def step(self, examples: float) -> int:
+        """The step that all workers together have come to."""
+        epochs, rest = divmod(int(examples), self.epoch_examples)
+        return min(epochs * self.epoch_steps + rest // self.effective_batch, self.total_steps)
+
+
+@dataclass
+class Start:
+    """Where a run begins: state 0, or what a checkpoint holds of it."""
+
+    center: np.ndarray  # f32[n]
+    state: TrainState
+    tally: Tally
+    step: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    weight: float = 0.0  # of this worker in gossip
+
+
+def starting(
+    folder: Path, state: TrainState, workers: Workers, rule: Asynchronous, resume: bool, say: Callable[[str], None]
+) -> Start:
+    """State 0, or the newest checkpoint where a run is resumed, with any number of workers.
+
+    Args:
+        folder: RUN/checkpoints.
+        say: is told of damaged ones that are passed over.
+    """
+    read = partial(start_of, state=state, worker=workers.mine[0], rule=rule)
+    found = checkpoint.first_whole(folder, workers.processes, read, say) if resume else None
+    workers.processes.same("the checkpoint to resume from", {"step": found.step if found else 0})
+    return found or Start(Flat.of(state.params).vector(state.params), state, Tally())
+
+
+def start_of(path: Path, state: TrainState, worker: int, rule: Asynchronous) -> Start:
+    """What a checkpoint holds for a worker; one whose part is not in it begins at the center."""
+    manifest = checkpoint.read_manifest(path)
+    center = checkpoint.read_file(path, manifest, "common.bin", {"center": state.params})["center"]
+    mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
+    name = checkpoint.own_file(worker)
+    if manifest["files"].get(name):
+        own = checkpoint.read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
+        weight = float(own.pop("weight"))
+        mine = TrainState(**own)
+    if rule.starts_at_center:
+        mine = mine._replace(params=center)
+    extra = manifest["extra"]
+    tally = extra.get("tally")
+    is_tally = isinstance(tally, list) and len(tally) == len(Tally._fields) and all(type(x) is float for x in tally)
+    checkpoint.undamaged(is_tally, f"{path}: tally: got {tally!r:.80}; expected {len(Tally._fields)} numbers: damaged")
+    return Start(Flat.of(state.params).vector(center), mine, Tally(*extra["tally"]), manifest["step"], extra, weight)
+
+
+# ---------------------------------------------------------------- ranks and what they keep
+
+
+class Post(NamedTuple):
+    """How this rank reaches the others."""
+
+    layout: Layout
+    lines: Sequence[Line]  # a worker's, to all servers
+    counter: Counter | None  # where this rank keeps a shard
+    gossiper: Gossiper | None
+
+
+def open_post(config: RuleConfig, rule: Asynchronous, workers: Workers, wire: str, start: Start, target: int) -> Post:
+    """Lines, shards and communicators; all ranks come here together."""
+    control = workers.processes
+    assert isinstance(control, MpiProcesses)
+    check(
+        control.may_overlap,
+        "MPI gives MPI_THREAD_SERIALIZED; asynchronous rules exchange from threads of their own and need "
+        "MPI_THREAD_MULTIPLE: use an MPI with full thread support, or rule gradients",
+    )
+    to_center, between_workers = control.clone(), control.clone()
+    rank, servers, n = control.rank, max(config.servers, 1), start.center.size
+    first = workers.size if config.servers else 0  # rank of server 0
+    # What is laid down in the end of gossip is alpha w and alpha, and travels as it is.
+    layout = Layout(n + 1, 1, "32") if rule.is_gossip else Layout(n, servers, wire)
+    counter = None
+    if 0 <= rank - first < servers:
+        ledger = Ledger(workers.size, target, config.staleness, start.tally) if rank == first else None
+        server = open_server(layout, rank - first, rule, start.center, ledger)
+        guests = [worker for worker in range(workers.size) if worker != rank]
+        counter = Counter(to_center, server, guests, layout.message_bytes())
+    if rank >= workers.size:
+        return Post(layout, [], counter, None)
+    lines = [NearLine(counter, rank) if counter else FarLine(to_center, first + s) for s in range(servers)]
+    body_bytes = Layout(n, 1, wire).host_wire().size_bytes(n)
+    gossiper = Gossiper(between_workers, rank, workers.size, body_bytes) if rule.is_gossip else None
+    return Post(layout, lines, counter, gossiper)
+
+
+def open_server(layout: Layout, number: int, rule: Asynchronous, center: np.ndarray, ledger: Ledger | None) -> Server:
+    """A shard of the center; in gossip nothing, to which workers will add."""
+    begin, end = layout.bounds(number)
+    shard = np.zeros(end - begin, np.float32) if rule.is_gossip else center[begin:end].copy()
+    return Server(layout, number, shard, rule.serve, ledger)
+
+
+# ---------------------------------------------------------------- a worker
+
+
+class Worker:
+    """One worker's part in a run, between its steps."""
+
+    def __init__(self, job: "Job", rule: Asynchronous, post: Post) -> None:
+        """Take up what the run starts with."""
+        self.rule, self.post, start, size = rule, post, job.start, job.workers.size
+        self.number, self.workers, self.flat = job.workers.mine[0], size, Flat.of(start.state.params)
+        self.wire = Layout(self.flat.n, 1, job.wire).host_wire()
+        self.base = start.center  # f32[n]: the center as this worker last knew it
+        self.new = Tally()  # since the last report
+        self.clock = self.saved = 0
+        self.is_done = False
+        self._waited = 0, 0.0
+        seed = int(np.asarray(start.state.key)[0]) + start.step
+        self.gossip = Gossip(self.number, size, job.config.p, seed, start.weight)
+
+    def count(self, sums: np.ndarray, steps: int, skipped: int, wait_s: float) -> None:
+        """Steps that were done: [loss, examples], and what feed counts since its start."""
+        loss, examples = map(float, sums[:2])
+        before, self._waited = self._waited, (skipped, wait_s)
+        new = Tally(steps, examples, loss, skipped - before[0], wait_s - before[1])
+        self.new = self.new.plus(new)
+
+    def tell(self, asks: Mapping[str, float]) -> Answer:
+        """A report without an exchange."""
+        return self._answer(self._talk(PUSH, None, self._report(asks)))
+
+    def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, Answer]:
+        """Meet the center, and report: the state after it, and how things stand."""
+        begin = time.perf_counter()
+        w = self.flat.vector(self.rule.outward(state.params, state.rule_state))
+        talk = self._talk(PUSH, self.rule.send(w, self.base), self._report(asks))
+        distance = float(np.linalg.norm(w - talk.seen))
+        w, self.base = self.rule.meet(w, self.base, talk.sent, talk.seen)
+        state = state._replace(params=self._params(w, state))
+        self._met(distance, talk.sent_bytes, time.perf_counter() - begin)
+        return state, self._answer(talk)
+
+    def gossip_step(self, state: TrainState) -> TrainState:
+        """Merge what has arrived, then perhaps push."""
+        gossiper = self.post.gossiper
+        assert gossiper is not None
+        begin, w = time.perf_counter(), None
+        while gossiper.arrived:
+            parcel = gossiper.arrived.popleft()
+            w = self.flat.vector(state.params) if w is None else w
+            sent = self.wire.decode(parcel.body)
+            self._met(float(np.linalg.norm(w - sent)), 0, 0.0)
+            w = self.gossip.merge(w, sent, parcel.share)
+        if w is not None:
+            state = state._replace(params=self._params(w, state))
+        push = None if self.is_done else self.gossip.draw(frozenset(gossiper.gone))
+        if push:
+            body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
+            gossiper.push(push.to, push.share, body)
+            self.new = self.new.plus(Tally(sent_bytes=body.size))
+        if push or w is not None:
+            self.new = self.new.plus(Tally(exchange_s=time.perf_counter() - begin))
+        return state
+
+    def end(self, state: TrainState) -> TrainState:
+        """After the last step. In gossip: take what is under way, then lay alpha w and alpha down at the center."""
+        self.is_done = True
+        if self.post.gossiper is None:
+            return state
+        self.post.gossiper.end()
+        state = self.gossip_step(state)
+        weight = np.float32(self.gossip.weight)
+        self._talk(PUSH, np.append(weight * self.flat.vector(state.params), weight), None)
+        return state
+
+    def center(self) -> PyTree:
+        """The center's params; in gossip the weighted mean of what workers have laid down."""
+        seen = self._talk(READ, np.empty(self.post.layout.n, np.float32), None).seen
+        return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
+
+    def write_if_asked(self, apart: Apart, state: TrainState, answer: Answer) -> None:
+        """This worker's part of a checkpoint that has been begun."""
+        save = int(answer.books.save)
+        if save <= self.saved:
+            return
+        host = jax.tree.map(np.asarray, state)
+        for path, leaf in named_leaves(host):
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
+                raise TrainingError(f"{path} of worker {self.number} is not finite: not saved, earlier ones stay")
+        try:
+            apart.write_own(save - 1, self.number, {**host._asdict(), "weight": np.array(self.gossip.weight)})
+        except OSError as error:
+            raise TrainingError(f"the checkpoint of step {save - 1} cannot be written: {error}") from error
+        self.saved = save
+
+    def close(self) -> None:
+        """Worker 0: all is over."""
+        self.tell({"closing": 1.0})
+        self._talk(END, None, None)
+
+    def _talk(self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> Talk:
+        talk = Talk(self.post.layout, kind, vector, report)
+        converse(talk, self.post.lines)
+        return talk
+
+    def _answer(self, talk: Talk) -> Answer:
+        assert talk.answer is not None
+        check_alive(talk.answer)
+        return talk.answer
+
+    def _report(self, asks: Mapping[str, float]) -> list[float]:
+        said = [*Report(self.clock, self.saved, self.is_done, **asks), *self.new]
+        self.new = Tally()
+        return said
+
+    def _params(self, w: np.ndarray, state: TrainState) -> PyTree:
+        return self.rule.inward(on_device(self.flat.tree(w)), state.rule_state)
+
+    def _met(self, distance: float, sent_bytes: int, seconds: float) -> None:
+        self.new = self.new.plus(Tally(exchanges=1, exchange_s=seconds, sent_bytes=sent_bytes, distance=distance))
+
+
+def check_alive(answer: Answer) -> None:
+    """Raise `TrainingError` where worker 0 is gone."""
+    if answer.books.closing == 2:
+        raise TrainingError("worker 0, which keeps the record, is gone; go on from the last checkpoint with --resume")
+
+
+# ---------------------------------------------------------------- worker 0's duties
+
+
+class Keeper:
+    """The record, evaluations and checkpoints, when the examples of all workers make them due. Worker 0 only."""
+
+    def __init__(
+        self, worker: Worker, course: Course, duties: Duties, recorder: Recorder, apart: Apart, start: Start
+    ) -> None:
+        """Go on from where the run starts."""
+        self.worker, self.course, self.duties, self.recorder, self.apart = worker, course, duties, recorder, apart
+        self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
+        self.logged, self.evaluated, self.begun = -1, start.step, start.step  # steps
+        self.is_writing = False  # a checkpoint, whose parts workers still write
+        self.alive = 0
+        self.result: dict[str, float] = {}
+
+    def asks(self) -> dict[str, float]:
+        """What the next report says to all workers: to write their parts of a checkpoint, to stop."""
+        save = {"save": self.begun + 1.0} if self.is_writing else {}
+        return save | ({"leave": 1.0} if self.duties.is_called_away() else {})
+
+    def look(self, state: TrainState, answer: Answer) -> None:
+        """Do what is due."""
+        step, course = self.course.step(answer.tally.examples), self.course
+        if self.logged < 0 or step // course.log_every > self.logged // course.log_every or answer.books.stop:
+            self.log(step, answer)
+        if self.is_writing and answer.books.save == self.begun + 1 and answer.books.saved >= answer.books.alive:
+            self.commit(state)
+        if answer.books.stop:
+            return
+        if step // course.eval_every > self.evaluated // course.eval_every:
+            self.evaluate(state, step)
+        if step // course.save_every > self.begun // course.save_every and not self.is_writing:
+            self.begin(step, answer)
+
+    def begin(self, step: int, answer: Answer) -> None:
+        """Have all workers write their parts of a checkpoint."""
+        self.apart.begin(step)
+        self.begun, self.at, self.is_writing = step, answer.tally, True
+
+    def evaluate(self, state: TrainState, step: int) -> None:
+        """On the center; in gossip on worker 0's own params until all have laid theirs down."""
+        self.result = self.duties.evaluate(state._replace(params=on_device(self.shared(state))), step)
+        self.evaluated = step
+        self.recorder.start_window(int(self.before.examples))
+
+    def commit(self, state: TrainState) -> None:
+        """Make a checkpoint of the parts."""
+        extra = self.duties.extra() | {"tally": [*map(float, self.at)]}
+        score = self.result.get("eval_loss") if self.evaluated == self.begun else None
+        self.apart.end(self.begun, {"center": self.shared(state)}, extra, score)
+        self.is_writing = False
+
+    def shared(self, state: TrainState) -> PyTree:
+        """The params that stand for all workers'."""
+        is_own = self.worker.rule.is_gossip and not self.worker.is_done
+        return jax.tree.map(np.asarray, state.params) if is_own else self.worker.center()
+
+    def log(self, step: int, answer: Answer) -> None:
+        """Lines of what was done since the last ones."""
+        now, alive = answer.tally, int(answer.books.alive)
+        since = Tally(*(a - b for a, b in zip(now, self.before, strict=True)))
+        if not since.examples:
+            return
+        self.recorder.train(
+            step=step,
+            total_steps=self.course.total_steps,
+            epoch=now.examples / self.course.epoch_examples,
+            examples=int(now.examples),
+            loss=since.loss / since.examples,
+            lr=self.duties.lr(step),
+            wait_s=now.wait_s / max(alive, 1),
+            skipped=int(now.skipped),
+        )
+        self.duties.check_skipped(int(now.skipped), int(now.examples // self.course.epoch_examples) + 1)
+        self.recorder.write(
+            "workers",
+            step=step,
+            alive=alive,
+            exchanges=int(now.exchanges),
+            exchange_s=now.exchange_s,
+            sent_bytes=int(now.sent_bytes),
+            distance=since.distance / max(since.exchanges, 1),
+            staleness=[int(count) for count in answer.staleness],
+        )
+        if alive < self.alive:
+            self.recorder.say(f"{self.alive - alive} of {self.alive} workers gone; the others go on")
+        self.before, self.logged, self.alive = now, step, alive
+
+    def finish(self, state: TrainState, answer: Answer) -> None:
+        """When all others have made their last exchange: the last evaluation and checkpoint, then the word to go."""
+        while self.is_writing or answer.books.done < answer.books.alive:
+            answer = self.again(state)
+        step = self.course.step(answer.tally.examples)
+        if step == self.course.total_steps:
+            self.evaluate(state, step)
+        self.begin(step, answer)
+        while self.is_writing:
+            answer = self.again(state)
+        lost = self.worker.workers - int(answer.books.alive)
+        if answer.books.stop == 2:
+            self.recorder.say(f"asked to leave: saved at step {step}; go on with --resume")
+        if lost:
+            self.recorder.say(f"finished with {self.worker.workers - lost} of {self.worker.workers} workers")
+
+    def again(self, state: TrainState) -> Answer:
+        """Report, write what is asked for, look."""
+        time.sleep(LOOK_S)
+        answer = self.worker.tell(self.asks())
+        self.worker.write_if_asked(self.apart, state, answer)
+        self.look(state, answer)
+        return answer
+
+
+# ---------------------------------------------------------------- the run
+
+
+class Job(NamedTuple):
+    """A run, as this rank sees it."""
+
+    config: RuleConfig
+    rule: Rule
+    workers: Workers
+    wire: str
+    course: Course
+    start: Start
+    duties: Duties
+    recorder: Recorder
+    apart: Apart
+
+
+def run(job: Job) -> dict[str, float]:
+    """This rank's part, to the end; the last evaluation on worker 0.
+
+    Raises:
+        TrainingError: the center or worker 0 is gone, or the loss is not finite.
+    """
+    rule = job.rule.asynchronous
+    assert rule is not None
+    post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
+    is_worker = bool(post.lines)
+    batches = job.duties.batches(int(job.start.state.step)) if is_worker else None
+    step, state, batches = compiled_in_turn(job, batches)
+    if batches is None:
+        assert post.counter is not None
+        post.counter.run()
+        return {}
+    thread = threading.Thread(target=post.counter.run, name="jaxmpi center", daemon=True) if post.counter else None
+    if thread:
+        thread.start()
+    worker = Worker(job, rule, post)
+    keeper = Keeper(worker, job.course, job.duties, job.recorder, job.apart, job.start) if worker.number == 0 else None
+    state, answer = work(job, worker, keeper, step, state, batches)
+    state = worker.end(state)
+    if keeper is None:
+        wait_for_word(job, worker, state)
+        leave_where_asked(answer)
+        return {}
+    keeper.finish(state, answer)
+    worker.close()
+    if thread:
+        thread.join()
+    leave_where_asked(answer)
+    return keeper.result
+
+
+def leave_where_asked(answer: Answer) -> None:
+    """Raise `guard.Preempted` where the run is to be resumed later."""
+    if answer.books.stop == 2:
+        raise guard.Preempted
+
+
+def compiled_in_turn(job: Job, batches: Iterator[Any] | None) -> tuple[Callable, TrainState, Iterator[Any] | None]:
+    """The step, compiled first on one rank of a host, so that others find it in the cache; the state; batches."""
+    control, step, state = job.workers.processes, job.duties.step, on_device(job.start.state)
+    first = next(batches) if batches else None
+    if control.local_rank != 0:
+        control.host_barrier()
+    if batches:
+        step = step.lower(state, first).compile()
+        batches = itertools.chain([first], batches)
+    if control.local_rank == 0:
+        control.host_barrier()
+    return step, state, batches
+
+
+def work(
+    job: Job, worker: Worker, keeper: Keeper | None, step: Callable, state: TrainState, batches: Iterator[Any]
+) -> tuple[TrainState, Answer]:
+    """Steps, until enough examples have been seen by all workers together."""
+    pending, often = [], job.course.log_every
+    if not worker.rule.is_gossip:
+        often = min(often, job.config.tau)
+    for k, batch in enumerate(batches, int(job.start.state.step) + 1):
+        runtime.doing(f"step {k}")
+        state, batch = faults.reach("step", k, (state, batch))
+        state, metrics = step(state, batch)
+        pending.append((k, metrics))
+        worker.clock += 1
+        if worker.rule.is_gossip:
+            state = worker.gossip_step(state)
+        meets = not worker.rule.is_gossip and worker.clock % job.config.tau == 0
+        if not meets and worker.clock % often:
+            continue
+        sums = np.sum([job.duties.sums(*one) for one in pending], axis=0)
+        worker.count(sums, len(pending), *job.duties.waits())
+        pending.clear()
+        asks = keeper.asks() if keeper else {}
+        state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
+        worker.write_if_asked(job.apart, state, answer)
+        if keeper:
+            keeper.look(state, answer)
+        if answer.books.stop:
+            return state, answer
+        now = job.course.step(answer.tally.examples)
+        state = state._replace(rule_state=optim.at_step(state.rule_state, now))
+    raise AssertionError  # training batches do not end
+
+
+def wait_for_word(job: Job, worker: Worker, state: TrainState) -> None:
+    """Until worker 0 says that all is over; write the last part of a checkpoint meanwhile."""
+    answer = worker.tell({})
+    while not answer.books.closing:
+        time.sleep(LOOK_S)
+        worker.write_if_asked(job.apart, state, answer)
+        answer = worker.tell({})

@@ -1,0 +1,345 @@
+"""Messages of asynchronous rules over MPI: between workers and the center, and between workers that gossip.
+
+All sends and receives are non-blocking and polled, each communicator is used by one thread, and every receive names its
+sender. So whoever comes is served, a rank that dies is known by its own messages, and no two can wait for each other.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxmpi import hostcomm
+from jaxmpi.center import WINDOW, Server, Talk
+from jaxmpi.config import TrainingError
+from jaxmpi.courier import TIMEOUT_S
+from jaxmpi.processes import is_loss
+
+HURRY_S, CALM_S, IDLE_S = 0.0003, 0.002, 0.005  # between looks: something has just come; for a while nothing has
+SOON_S, LATER_S = 0.02, 0.5  # how long that while is
+
+
+class Pauses:
+    """Sleeps between looks, longer where nothing has come for a while."""
+
+    def __init__(self) -> None:
+        """Begin in a hurry."""
+        self.moved_s = time.monotonic()
+
+    def after(self, moved: bool) -> None:
+        """Sleep, unless a look has found something."""
+        now = time.monotonic()
+        if moved:
+            self.moved_s = now
+            return
+        quiet_s = now - self.moved_s
+        time.sleep(HURRY_S if quiet_s < SOON_S else CALM_S if quiet_s < LATER_S else IDLE_S)
+
+
+class Outbox:
+    """Messages on their way; their memory is kept until they are out."""
+
+    def __init__(self, mpi: Any) -> None:
+        """Send on one communicator."""
+        self.mpi, self._under_way = mpi, deque[tuple[Any, np.ndarray]]()
+
+    def send(self, message: np.ndarray, to: int) -> None:
+        """Begin to send u8[..]; it must not change any more."""
+        self._under_way.append((self.mpi.Isend(message, to), message))
+
+    def is_empty(self) -> bool:
+        """Look whether all is out."""
+        for _ in range(len(self._under_way)):
+            request, message = self._under_way.popleft()
+            if not is_complete(request):
+                self._under_way.append((request, message))
+        return not self._under_way
+
+
+def is_complete(request: Any) -> bool:
+    """Whether a send is over; one to a rank that is gone is."""
+    try:
+        return request.Test()
+    except Exception as error:
+        if not is_loss(error):
+            raise
+        return True
+
+
+# ---------------------------------------------------------------- at a server
+
+
+class Counter:
+    """Where a server's workers are served: in the main thread of its rank, or in one beside a worker."""
+
+    def __init__(self, mpi: Any, server: Server, workers: Sequence[int], message_bytes: int) -> None:
+        """Open for workers of other ranks.
+
+        Args:
+            workers: their ranks, which are their numbers.
+            message_bytes: of the longest message.
+        """
+        self.mpi, self.server, self.lock = mpi, server, threading.Lock()
+        self._outbox, self._message_bytes = Outbox(mpi), message_bytes
+        self._coming = {worker: deque(self._expect(worker) for _ in range(WINDOW + 1)) for worker in workers}
+        self.lost: list[int] = []
+
+    def run(self) -> None:
+        """Serve until all is over."""
+        hostcomm.take_short_turns()
+        pauses = Pauses()
+        with np.errstate(all="ignore"):  # NaN and infinity pass through; workers look for them
+            while not (self.server.is_over() and self._outbox.is_empty()):
+                pauses.after(self.poll())
+
+    def poll(self) -> bool:
+        """Look once at everything; False where nothing has come."""
+        moved = any([self._look(worker) for worker in list(self._coming)])
+        with self.lock:
+            out = [
+                (w, answers.popleft())
+                for w, answers in self.server.out.items()
+                if w in self._coming
+                for _ in [*answers]
+            ]
+        for worker, answer in out:
+            self._guarded(worker, lambda worker=worker, answer=answer: self._outbox.send(answer, worker))
+        self._outbox.is_empty()
+        return moved or bool(out)
+
+    def _expect(self, worker: int) -> tuple[Any, np.ndarray]:
+        message = np.empty(self._message_bytes, np.uint8)
+        return self.mpi.Irecv(message, worker), message
+
+    def _look(self, worker: int) -> bool:
+        moved = False
+        coming = self._coming[worker]
+        while self._guarded(worker, lambda: coming[0][0].Test()):
+            message = coming.popleft()[1]
+            with self.lock:
+                self.server.take(worker, message)
+            moved = True
+            self._guarded(worker, lambda: coming.append(self._expect(worker)))
+        return moved
+
+    def _guarded(self, worker: int, act: Callable[[], Any]) -> Any:
+        """What an act gives; nothing where it shows that the worker is gone."""
+        if worker not in self._coming:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            del self._coming[worker]
+            self.lost.append(worker)
+            with self.lock:
+                self.server.lose(worker)
+            return None
+
+
+# ---------------------------------------------------------------- at a worker
+
+
+class Line(Protocol):
+    """A worker's way to one server."""
+
+    def send(self, message: np.ndarray, answer_bytes: int) -> None:
+        """Say u8[..]; the answer will be that long."""
+        ...
+
+    def answer(self) -> np.ndarray | None:
+        """The oldest answer that has not been taken, where it is there."""
+        ...
+
+
+class FarLine:
+    """To a server on another rank."""
+
+    def __init__(self, mpi: Any, server_rank: int) -> None:
+        """Use a communicator that no other thread of this rank uses."""
+        self.mpi, self.rank, self._outbox = mpi, server_rank, Outbox(mpi)
+        self._coming: deque[tuple[Any, np.ndarray]] = deque()
+
+    def send(self, message: np.ndarray, answer_bytes: int) -> None:
+        """See Line."""
+        answer = np.empty(answer_bytes, np.uint8)
+        self._coming.append((self.mpi.Irecv(answer, self.rank), answer))
+        self._outbox.send(message, self.rank)
+
+    def answer(self) -> np.ndarray | None:
+        """See Line."""
+        self._outbox.is_empty()
+        if not self._coming[0][0].Test():
+            return None
+        return self._coming.popleft()[1]
+
+
+class NearLine:
+    """To the server that is a thread of this rank."""
+
+    def __init__(self, counter: Counter, worker: int) -> None:
+        """Call it, under its lock."""
+        self._counter, self._worker = counter, worker
+
+    def send(self, message: np.ndarray, answer_bytes: int) -> None:
+        """See Line."""
+        with self._counter.lock:
+            self._counter.server.take(self._worker, message)
+
+    def answer(self) -> np.ndarray | None:
+        """See Line."""
+        with self._counter.lock:
+            answers = self._counter.server.out.get(self._worker)
+            return answers.popleft() if answers else None
+
+
+def converse(talk: Talk, lines: Sequence[Line]) -> None:
+    """Have a talk with all servers, to its end; polled.
+
+    Raises:
+        TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S.
+    """
+    pauses = Pauses()
+    while not talk.is_over():
+        try:
+            with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
+                pauses.after(go_on(talk, lines))
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            raise TrainingError(
+                "a rank that keeps the center is gone; go on from the last checkpoint with --resume"
+            ) from error
+        if time.monotonic() - pauses.moved_s > TIMEOUT_S:
+            raise TrainingError(
+                f"the center has not answered for {TIMEOUT_S:.0f} s; its rank is stuck, or with rule.staleness the "
+                "slowest worker is (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+            )
+
+
+def go_on(talk: Talk, lines: Sequence[Line]) -> bool:
+    """Send what may be sent, take what has come; False where nothing has."""
+    for sending in talk.ready():
+        lines[sending.server].send(sending.message, sending.answer_bytes)
+    moved = False
+    for server in talk.waiting_for():
+        answer = lines[server].answer()
+        if answer is not None:
+            talk.take(server, answer)
+            moved = True
+    return moved
+
+
+# ---------------------------------------------------------------- between workers
+
+PUSHED, ENDED = range(2)
+
+
+class Parcel(NamedTuple):
+    """Params on their way from one worker to another."""
+
+    share: float
+    body: np.ndarray  # u8[..], as the wire has it
+
+
+class Coming(NamedTuple):
+    """A parcel whose parts are expected."""
+
+    parcel: Parcel
+    requests: list[Any]
+
+
+class Gossiper:
+    """A thread that carries parcels, so that they travel while this rank computes."""
+
+    def __init__(self, mpi: Any, worker: int, workers: int, body_bytes: int) -> None:
+        """Start it on a communicator of its own; all workers come here."""
+        self.mpi, self.body_bytes = mpi, body_bytes
+        self.arrived: deque[Parcel] = deque()  # for the main thread to take
+        self.ended: set[int] = set()  # who will send no more
+        self.gone: set[int] = set()
+        self._peers = [peer for peer in range(workers) if peer != worker]
+        self._to_send: deque[tuple[int, Parcel | None]] = deque()
+        self._outbox = Outbox(mpi)
+        self._heads = {peer: self._expect(peer) for peer in self._peers}
+        self._coming: dict[int, Coming] = {}
+        self._thread = threading.Thread(target=self._run, name="jaxmpi gossip", daemon=True)
+        self._thread.start()
+
+    def push(self, to: int, share: float, body: np.ndarray) -> None:
+        """Have params carried to another worker; u8[body_bytes] must not change any more."""
+        self._to_send.append((to, Parcel(share, body)))
+
+    def end(self) -> None:
+        """Push no more, and wait for what the others have pushed; it is in `arrived` then."""
+        self._to_send.extend((peer, None) for peer in self._peers)
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            if time.monotonic() > deadline:
+                late = sorted(set(self._peers) - self.ended - self.gone)
+                raise TrainingError(f"ranks {late} have not ended their gossip for {TIMEOUT_S:.0f} s")
+
+    def _run(self) -> None:
+        hostcomm.take_short_turns()
+        pauses, is_ending = Pauses(), False
+        while not (is_ending and self.ended | self.gone >= set(self._peers) and self._outbox.is_empty()):
+            moved = bool(self._to_send)
+            while self._to_send:
+                is_ending |= self._send(*self._to_send.popleft())
+            moved |= any([self._look(peer) for peer in self._peers if peer not in self.gone | self.ended])
+            self._outbox.is_empty()
+            pauses.after(moved)
+
+    def _send(self, to: int, parcel: Parcel | None) -> bool:
+        """Begin to send; whether it is the end."""
+        share = parcel.share if parcel else 0.0
+        messages = [np.array([PUSHED if parcel else ENDED, share], np.float64).view(np.uint8)]
+        messages += hostcomm.cut(parcel.body) if parcel else []
+        for message in messages if to not in self.gone else []:
+            self._guarded(to, lambda message=message: self._outbox.send(message, to))
+        return parcel is None
+
+    def _expect(self, peer: int) -> tuple[Any, np.ndarray]:
+        head = np.empty(2)
+        return self.mpi.Irecv(head, peer), head
+
+    def _look(self, peer: int) -> bool:
+        """Look at what comes from a peer: the head of a parcel, then its parts."""
+        coming = self._coming.get(peer)
+        if coming is None:
+            return bool(self._guarded(peer, lambda: self._head(peer)))
+        self._guarded(peer, lambda: hostcomm.some_are_complete(coming.requests))
+        if any(coming.requests) or peer in self.gone:
+            return False
+        self.arrived.append(coming.parcel)
+        del self._coming[peer]
+        self._heads[peer] = self._expect(peer)
+        return True
+
+    def _head(self, peer: int) -> bool:
+        request, head = self._heads[peer]
+        if not request.Test():
+            return False
+        if head[0] == ENDED:
+            self.ended.add(peer)
+            return True
+        parcel = Parcel(float(head[1]), np.empty(self.body_bytes, np.uint8))
+        parts = [self.mpi.Irecv(part, peer) for part in hostcomm.cut(parcel.body)]
+        self._coming[peer] = Coming(parcel, parts)
+        return True
+
+    def _guarded(self, peer: int, act: Callable[[], Any]) -> Any:
+        """What an act gives; nothing where it shows that the peer is gone."""
+        try:
+            return act()
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            self.gone.add(peer)
+            self._coming.pop(peer, None)
+            return None

@@ -1,0 +1,30 @@
+"""ASGD (Downpour): workers add what they have learnt to a center, whenever they come."""
+
+import numpy as np
+import optax
+
+from jaxmpi.config import RuleConfig
+from jaxmpi.rules.rule import Asynchronous, Exchange, Rule, descend
+
+
+def asgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
+    """Workers step alone from the center; every tau steps they send it the sum of their updates and take what it is.
+
+    d = sum_t v_t ;  c <- c + d ;  w <- c ;  d <- 0
+
+    What a wire's rounding keeps from the center stays in the worker's next d. `rule.staleness` bounds how many steps a
+    worker may be ahead of the slowest.
+
+    State: tx's, each worker's own. Communicates: K bytes to the center and K back every tau steps, at the same time.
+    Learning rate: k workers' updates are all added, so eta is not scaled. Dean et al. 2012, section 4.1 (Downpour);
+    Ho et al. 2013, section 3 (the bound); Ma et al. 2016.
+    """
+
+    def serve(center: np.ndarray, sent: np.ndarray, seen: np.ndarray) -> None:
+        center += sent
+
+    def meet(w: np.ndarray, base: np.ndarray, sent: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return seen + (w - base), seen + sent
+
+    push = Asynchronous(lambda w, base: w - base, serve, meet, starts_at_center=True)
+    return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=push)

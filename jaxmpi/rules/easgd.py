@@ -1,0 +1,93 @@
+"""EASGD: workers and a center pull at each other, whenever a worker comes; EAMSGD; the synchronous form."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi.config import RuleConfig
+from jaxmpi.rules.rule import Asynchronous, Exchange, Rule, descend, either
+
+PyTree = Any
+
+
+def easgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
+    """Workers step alone; every tau steps one of them and the center move towards each other, both from the old pair.
+
+    w_i <- w_i - alpha (w_i - c) ;  c <- c + alpha_s (w_i - c)
+
+    With momentum delta it is EAMSGD: v <- delta v - eta g(w + delta v) ;  w <- w + v, and w is what travels.
+
+    State: tx's, each worker's own, not exchanged; with momentum also v. `params` are then where gradients are taken,
+    w + delta v. Communicates: K bytes to the center and K back every tau steps, at the same time.
+    With alpha_s = alpha the sum of workers and center is conserved. Zhang et al. 2015, sections 3, 4; Ma et al. 2016.
+    """
+    alpha, server_alpha = np.float32(config.alpha), np.float32(config.server_alpha or config.alpha)
+
+    def serve(center: np.ndarray, sent: np.ndarray, seen: np.ndarray) -> None:
+        center += server_alpha * (sent - seen)
+
+    def meet(w: np.ndarray, base: np.ndarray, sent: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return w - alpha * (sent - seen), base
+
+    spring = Asynchronous(lambda w, base: w, serve, meet)
+    if not config.momentum:
+        return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=spring)
+    return nesterov(tx, exchange, config.momentum, spring)
+
+
+def nesterov(tx: optax.GradientTransformation, exchange: Exchange, delta: float, spring: Asynchronous) -> Rule:
+    """The local half of EAMSGD, on y = w + delta v: v' = delta v + tx(g(y)) ;  y' = (y - delta v) + (1 + delta) v'."""
+
+    def init(params: PyTree) -> PyTree:
+        return tx.init(params), jax.tree.map(jnp.zeros_like, params)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        inner, v = state
+        steps, inner = tx.update(grads, inner, params)
+        faster = jax.tree.map(lambda v, u: delta * v + u, v, steps)
+        params = jax.tree.map(lambda y, old, new: (y - delta * old) + (1 + delta) * new, params, v, faster)
+        return params, (inner, faster)
+
+    outward = jax.jit(lambda params, state: jax.tree.map(lambda y, v: y - delta * v, params, state[1]))
+    inward = jax.jit(lambda tree, state: jax.tree.map(lambda w, v: w + delta * v, tree, state[1]))
+    travelling = spring._replace(outward=outward, inward=inward)
+    return Rule(init, exchange.jit(update, donate_argnums=(1, 2)), False, asynchronous=travelling)
+
+
+def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
+    """All workers meet the center at once, every tau steps, from the old values.
+
+    w_i <- w_i + tx(g_i) - alpha (w_i - c) ;  c <- c + alpha sum_i (w_i - c)
+
+    State: tx's, this worker's; the center and the count of steps, which are the same on all. Evaluated: the center.
+    Communicates: one sum of alpha (w_i - c) every tau steps. Needs k alpha <= 1, or the center overshoots the workers'
+    mean. Zhang et al. 2015, equations 5 and 6.
+    """
+    descent = exchange.jit(tx.update, donate_argnums=(1,))
+    pull = exchange.jit(lambda params, center: jax.tree.map(lambda w, c: config.alpha * (w - c), params, center))
+    add = exchange.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
+    less = exchange.jit(lambda a, b: jax.tree.map(jnp.subtract, a, b))
+
+    def init(params: PyTree) -> PyTree:
+        return np.zeros((), np.int32), jax.tree.map(jnp.array, params), tx.init(params)
+
+    def meet(params: PyTree, center: PyTree) -> tuple[PyTree, PyTree]:
+        pulls = pull(params, center)
+        return less(params, pulls), add(center, exchange.sum(pulls))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        steps, center, inner = state
+        updates, inner = descent(grads, inner, params)
+        params, center = either(steps % config.tau == 0, meet, params, center)
+        return add(params, updates), (steps + 1, center, inner)
+
+    return Rule(
+        init,
+        update,
+        state_is_replicated=False,
+        params_are_replicated=False,
+        eval_params=lambda params, state: state[1],
+    )

@@ -1,0 +1,70 @@
+"""GoSGD: workers send their params to random others, with weights that say how much they stand for."""
+
+from typing import NamedTuple
+
+import numpy as np
+import optax
+
+from jaxmpi.config import RuleConfig
+from jaxmpi.rules.rule import Asynchronous, Exchange, Rule, descend
+
+
+def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
+    """Workers step alone; after a step each of them, with probability p, pushes its params to a random other one.
+
+    sender: alpha_s <- alpha_s / 2, then sends (w_s, alpha_s)
+    receiver: w <- (alpha w + alpha_s w_s) / (alpha + alpha_s) ;  alpha <- alpha + alpha_s
+
+    State: tx's, each worker's own. Communicates: p K bytes a step and worker, expected; nobody waits.
+    The weights alpha, 1/k at first, sum to 1 with those of messages under way. Blot et al. 2016, algorithms 3 and 4.
+    """
+
+    def serve(center: np.ndarray, sent: np.ndarray, seen: np.ndarray) -> None:
+        center += sent
+
+    def meet(w: np.ndarray, base: np.ndarray, sent: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return w, base
+
+    deposit = Asynchronous(lambda w, base: w, serve, meet, is_gossip=True)  # alpha w of all, at the end of a run
+    return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=deposit)
+
+
+class Push(NamedTuple):
+    """What one worker sends another."""
+
+    to: int
+    share: float  # alpha_s
+
+
+class Gossip:
+    """One worker's weight, and whom it pushes to."""
+
+    def __init__(self, worker: int, workers: int, p: float, seed: int, weight: float = 0.0) -> None:
+        """Begin with weight 1/workers, or with what an earlier run left.
+
+        Args:
+            p: probability of a push after a step, in [0, 1].
+            seed: of the draws; workers differ.
+        """
+        self.worker, self.workers, self.p = worker, workers, p
+        self.weight = weight or 1 / workers
+        self._rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, worker], np.uint64)))
+
+    def draw(self, is_gone: frozenset[int] = frozenset()) -> Push | None:
+        """Half of the weight for one of the others that are still there, or nothing this time."""
+        others = [rank for rank in range(self.workers) if rank != self.worker and rank not in is_gone]
+        if not others or self._rng.random() >= self.p:
+            return None
+        self.weight /= 2
+        return Push(others[self._rng.integers(len(others))], self.weight)
+
+    def merge(self, w: np.ndarray, sent: np.ndarray, share: float) -> np.ndarray:
+        """(alpha w + alpha_s w_s) / (alpha + alpha_s), f32[n]; the weight grows by the share."""
+        total = self.weight + share
+        mean = np.float32(self.weight / total) * w + np.float32(share / total) * sent
+        self.weight = total
+        return mean
+
+    def take_back(self, share: float) -> None:
+        """A push did not arrive: its receiver is gone."""
+        self.weight += share

@@ -1,0 +1,64 @@
+"""Local SGD: workers step alone H times, then take the mean of their weights."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi.config import RuleConfig
+from jaxmpi.rules.rule import Exchange, Rule, descend, either
+
+PyTree = Any
+
+
+def local_sgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
+    """Every H steps workers take the mean of their weights; any optimizer.
+
+    w_i <- w_i + tx(g_i), H times ;  w <- w' - (1/k) sum_i (w' - w_i), w' what all had before
+
+    State: tx's, each worker's own, and w'. Evaluated: the mean of the workers' weights.
+    Communicates: one mean of w' - w_i every H steps, of which a coarse wire keeps more than it would of w_i.
+    At H = 1 it is AWAGD. Stich 2019, arXiv:1805.09767, section 1.1.
+    """
+    return every(config.local_steps, tx, exchange, optax.sgd(1.0))
+
+
+class Apart(NamedTuple):
+    """What a worker holds beside its weights."""
+
+    steps: Any  # i32[]: so far
+    agreed: PyTree  # w', the weights that all had when they met last
+    outer: PyTree  # state of the outer optimizer, equal on all workers
+    inner: PyTree  # state of the inner one, this worker's
+
+
+def every(
+    period: int, tx: optax.GradientTransformation, exchange: Exchange, outer: optax.GradientTransformation
+) -> Rule:
+    """Workers step alone by `tx`; every `period` steps `outer` steps from w' with the mean of w' - w_i as its gradient.
+
+    Inside jit both ways are compiled, and all workers take the same one. Outside Python chooses.
+    """
+    step, step_outer = descend(tx, exchange.jit), descend(outer, exchange.jit)
+    gone = exchange.jit(lambda agreed, params: jax.tree.map(jnp.subtract, agreed, params))
+    copy = exchange.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # the next step donates its params
+
+    def init(params: PyTree) -> PyTree:
+        return Apart(np.zeros((), np.int32), jax.tree.map(jnp.array, params), outer.init(params), tx.init(params))
+
+    def meet(params: PyTree, agreed: PyTree, state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        agreed, state = step_outer(exchange.mean(gone(agreed, params)), state, agreed)
+        return copy(agreed), agreed, state
+
+    def update(grads: PyTree, state: Apart, params: PyTree) -> tuple[PyTree, PyTree]:
+        params, inner = step(grads, state.inner, params)
+        steps = state.steps + 1
+        params, agreed, outer = either(steps % period == 0, meet, params, state.agreed, state.outer)
+        return params, Apart(steps, agreed, outer, inner)
+
+    def mean(params: PyTree, state: Apart) -> PyTree:
+        return gone(state.agreed, exchange.mean(gone(state.agreed, params)))
+
+    return Rule(init, update, state_is_replicated=False, params_are_replicated=False, eval_params=mean)

@@ -1,0 +1,71 @@
+"""Where lines of the record go beside the file: any function of a dict; TensorBoard as one."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmpi.config import UsageError
+
+Sink = Callable[[dict[str, Any]], None]  # of a line of the record, on rank 0; a `close()` is called at the end
+
+
+class TensorBoard:
+    """Numbers of the record as scalars by step, `train/loss`; needs tensorboardX or torch's writer."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin a log in this folder.
+
+        Raises:
+            UsageError: no writer is installed.
+        """
+        self.writer = writer()(str(folder))
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        """Every number of a line that has a step; parts of a step as `train/anatomy/compute`, their medians."""
+        if "step" not in row:
+            return
+        for name, value in row.items():
+            if name not in ("kind", "step") and isinstance(value, (int, float)):
+                self.writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+        for part, (_, median, *_) in row.get("anatomy", {}).items():
+            self.writer.add_scalar(f"{row['kind']}/anatomy/{part}", median, row["step"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.writer.close()
+
+
+def writer() -> Callable[[str], Any]:
+    """The class of the first package that has one.
+
+    Raises:
+        UsageError: none has.
+    """
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError("tensorboard: no writer is installed; pip install tensorboardX") from error
+    return SummaryWriter
+
+
+def send(sinks: list[Sink], row: dict[str, Any]) -> None:
+    """Give a line to each; one that fails is told of once and gets no more: a run does not end for a plot."""
+    for sink in list(sinks):
+        try:
+            sink(dict(row))
+        except Exception as error:
+            sinks.remove(sink)
+            name = getattr(sink, "__name__", type(sink).__name__)
+            print(
+                f"jaxmpi: sink {name} failed and gets no more lines: {type(error).__name__}: {error}", file=sys.stderr
+            )
+
+
+def close(sinks: list[Sink]) -> None:
+    """Close those that can be closed."""
+    for sink in sinks:
+        getattr(sink, "close", lambda: None)()

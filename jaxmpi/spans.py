@@ -1,0 +1,98 @@
+"""What this process does when: spans of time, noted by whoever works, read by recorder, trace and watchdog.
+
+Times are seconds of `time.perf_counter`, which a change of the wall clock does not move.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+# What spans are of, and whether the step waits meanwhile.
+TRACKS = {
+    "data": "the loop waits for a batch",
+    "transfer": "a batch is handed to the device",
+    "compute": "the device works on a step",
+    "travel": "a bucket is on its way, from its start to its sum",
+    "wait": "the step waits for a bucket",
+    "other": "evaluation, checkpoint, log",
+}
+MOST = 1 << 15  # kept where nobody reads them
+
+
+class Span(NamedTuple):
+    """Something that took time."""
+
+    track: str  # of TRACKS
+    name: str
+    begin_s: float
+    end_s: float
+
+
+_spans: deque[Span] = deque(maxlen=MOST)
+_open: dict[int, Span] = {}  # by a number of their own; not yet ended
+
+
+def note(track: str, name: str, begin_s: float, end_s: float) -> None:
+    """Keep a span, from any thread."""
+    _spans.append(Span(track, name, begin_s, end_s))
+
+
+@contextmanager
+def span(track: str, name: str) -> Iterator[None]:
+    """Note what happens inside; while it lasts, it is among `under_way`."""
+    begin_s, key = time.perf_counter(), threading.get_ident()
+    before = _open.get(key)
+    _open[key] = Span(track, name, begin_s, begin_s)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _open[key]
+        else:
+            _open[key] = before
+        note(track, name, begin_s, time.perf_counter())
+
+
+def under_way() -> list[Span]:
+    """What each thread is at; ends are not known yet."""
+    return list(_open.values())
+
+
+def drain() -> list[Span]:
+    """All spans since the last call, and forget them."""
+    return [_spans.popleft() for _ in range(len(_spans))]
+
+
+def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals that cover what the given ones cover, in order, without overlap."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def clipped(spans: list[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
+    """The parts of intervals that lie in [begin, end]."""
+    return [(max(b, begin), min(e, end)) for b, e in spans if b < end and e > begin]
+
+
+def length(spans: list[tuple[float, float]]) -> float:
+    """Seconds that intervals cover, what lies in several of them counted once."""
+    return sum(end - begin for begin, end in union(spans))
+
+
+def minus(spans: list[tuple[float, float]], holes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """What intervals cover and holes do not."""
+    left = []
+    for begin, end in union(spans):
+        for hole_begin, hole_end in union(clipped(holes, begin, end)):
+            left.append((begin, hole_begin))
+            begin = hole_end
+        left.append((begin, end))
+    return [(begin, end) for begin, end in left if end > begin]

@@ -1,0 +1,117 @@
+"""Language models of LSTM layers. Hochreiter & Schmidhuber 1997; projected as by Sak et al. 2014, arXiv:1402.1128."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxmpi.adapters import nnx_model
+from jaxmpi.model import Model
+from models.layers import Array, Dense, normal
+
+FORGET_BIAS = 1.0  # Jozefowicz et al. 2015: a cell keeps what it holds until it has learnt otherwise
+
+
+class Widths(NamedTuple):
+    """Of a language model: entries of an embedding and of what a layer hands on, and cells of a layer."""
+
+    width: int
+    cells: int
+
+
+class Lstm(nnx.Module):
+    """i, f, g, o = x W + r U + b ;  c <- s(f) c + s(i) tanh(g) ;  r <- (s(o) tanh(c)) P, s the logistic function.
+
+    Params: input f32[in, 4 cells] (W), state f32[width, 4 cells] (U), bias f32[4 cells], project f32[cells, width] (P).
+    c and r are 0 where a window begins.
+    """
+
+    def __init__(self, inner: int, widths: Widths, rngs: nnx.Rngs):
+        width, cells = widths
+        self.input = nnx.Param(normal(1 / math.sqrt(inner))(rngs.params(), (inner, 4 * cells)))
+        self.state = nnx.Param(normal(1 / math.sqrt(width))(rngs.params(), (width, 4 * cells)))
+        bias = np.zeros(4 * cells, np.float32)
+        bias[cells : 2 * cells] = FORGET_BIAS
+        self.bias = nnx.Param(jnp.asarray(bias))
+        self.project = nnx.Param(normal(1 / math.sqrt(cells))(rngs.params(), (cells, width)))
+
+    def __call__(self, x: Array) -> Array:
+        """f32[batch, window, in] -> f32[batch, window, width]."""
+        state, project = self.state[...], self.project[...]
+        known = x @ self.input[...] + self.bias[...].reshape(1, 1, -1)  # for all places at once
+
+        def step(carry: tuple[Array, Array], known: Array) -> tuple[tuple[Array, Array], Array]:
+            c, r = carry
+            i, f, g, o = jnp.split(known + r @ state, 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            r = (jax.nn.sigmoid(o) * jnp.tanh(c)) @ project
+            return (c, r), r
+
+        c, r = (jnp.zeros((x.shape[0], n), x.dtype) for n in project.shape)
+        _, outputs = lax.scan(step, (c, r), known.swapaxes(0, 1))
+        return outputs.swapaxes(0, 1)
+
+
+class LstmLanguageModel(nnx.Module):
+    """An embedding, LSTM layers one on the other, logits."""
+
+    def __init__(self, words: int, layers: int, widths: Widths, rngs: nnx.Rngs):
+        self.embedding = nnx.Param(normal(1.0)(rngs.params(), (words, widths.width)))
+        self.layers = nnx.List([Lstm(widths.width, widths, rngs) for _ in range(layers)])
+        self.words = Dense((widths.width, words), init=normal(1 / math.sqrt(widths.width)), rngs=rngs)
+
+    def __call__(self, tokens: Array) -> Array:
+        """i32[batch, window] -> logits f32[batch, window, words]."""
+        x = jnp.take(self.embedding[...], tokens, axis=0)
+        for layer in self.layers:
+            x = layer(x)
+        return self.words(x)
+
+
+def lstm(classes: int = 256, window: int = 128, width: int = 256, cells: int = 512, layers: int = 2) -> Model:
+    """A language model over bytes: 2,494,720 params at the defaults.
+
+    Args:
+        classes: tokens that are told apart.
+        window: tokens of an example.
+        width: of the embedding and of what a layer hands on.
+        cells: of a layer.
+        layers: LSTM layers.
+
+    Reference: Jozefowicz et al. 2016, arXiv:1602.02410, LSTM-<cells>-<width>. No peepholes, no dropout; a window starts
+    from state 0, and the softmax is in full.
+    """
+    return _model("lstm", classes, window, layers, Widths(width, cells))
+
+
+def lstm_tiny(classes: int = 256, window: int = 16) -> Model:
+    """`lstm` with an eighth of the width and of the cells."""
+    return _model("lstm_tiny", classes, window, 2, Widths(32, 64))
+
+
+def lm300m(classes: int = 72_000, window: int = 20) -> Model:
+    """The ring-allreduce article's size: 298,588,480 params, two layers of 8192 cells projected to 1024, 72,000 words.
+
+    Gibiansky 2017 gives 300 million params and no more; widths and window are those of Jozefowicz et al. 2016, section
+    5.5 (LSTM-8192-1024, unrolled 20 steps), the words what makes up the size.
+    """
+    return _model("lm300m", classes, window, 2, Widths(1024, 8192))
+
+
+def lm300m_tiny(classes: int = 256, window: int = 20) -> Model:
+    """`lm300m` with a 64th of the width and of the cells, over bytes."""
+    return _model("lm300m_tiny", classes, window, 2, Widths(16, 128))
+
+
+def _model(name: str, classes: int, window: int, layers: int, widths: Widths) -> Model:
+    model = nnx_model(
+        lambda rngs: LstmLanguageModel(classes, layers, widths, rngs),
+        name=name,
+        input_shape=(window,),
+        classes=classes,
+    )
+    return model._replace(input_dtype=jnp.int32, label_shape=(window,))

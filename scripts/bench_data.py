@@ -1,0 +1,425 @@
+"""Images per second and core of jaxmpi's loaders beside others', and what of loading a step waits for.
+
+    python scripts/bench_data.py [--part peers formats steps] [--rounds 3] [--seconds 3] [--images 512] [--cores 0 1]
+
+JPEG files of 500 x 375 px, quality 90, are cut from scikit-learn's two photographs. All contenders read the same files
+and give u8[64, 224, 224, 3] batches of random-resized crops, mirrored half of the time. Each is a job of its own, with
+one loader, pinned with all its processes to one core. Jobs take turns; the median of the rounds counts.
+
+peers    bare: simplejpeg's decode of whole files, nothing else. Others: as their documentation has it, decoding with
+         Pillow or OpenCV as the name says; TFDS decodes by itself, with OpenCV. The last line is the time to normalise
+         such a batch in a step, which no contender does.
+formats  the same photographs as a folder of JPEG files, packed with the shorter side 256 px, and as their centres of
+         256 x 256 px in batch files and in an array in memory.
+steps    a consumer that sleeps for its step, on one core, and loaders on the other: what is waited for, and step /
+         max(load, compute).
+"""
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
+AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
+SHORTER = 256  # px, of the images in batch files and in memory
+
+
+# ---------------------------------------------------------------- data
+
+
+def photographs() -> list[np.ndarray]:
+    """scikit-learn's two, u8[height, width, 3]."""
+    from PIL import Image
+
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).parent / "datasets" / "images"
+    return [np.asarray(Image.open(folder / f"{name}.jpg")) for name in ("china", "flower")]
+
+
+def jpegs(images: int) -> Iterator[tuple[int, bytes]]:
+    """(label, file) of cuts at random places."""
+    from PIL import Image
+
+    rng, of = np.random.default_rng(0), photographs()
+    for i in range(images):
+        whole = of[i % 2]
+        top, left = (rng.integers(0, have - want + 1) for have, want in zip(whole.shape, (HEIGHT, WIDTH), strict=False))
+        file = io.BytesIO()
+        Image.fromarray(whole[top : top + HEIGHT, left : left + WIDTH]).save(file, "JPEG", quality=QUALITY)
+        yield i % 2, file.getvalue()
+
+
+def write(folder: Path, images: int, formats: bool) -> None:
+    """The files of all contenders."""
+    for i, (label, blob) in enumerate(jpegs(images)):
+        path = folder / "train" / ("china", "flower")[label] / f"{i:05}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(blob)
+    if formats:
+        from jaxmpi.config import Data
+        from jaxmpi.data import ArraySource, open_source, write_batch_files
+        from jaxmpi.data.pack import Recipe, pack
+
+        source = open_source(Data(source="imagefolder", dir=str(folder), resize=SHORTER), "train")
+        rows = [source[i] for i in range(len(source))]
+        images_of = np.stack([centre(image) for image, _ in rows])
+        write_batch_files(ArraySource(images_of, [label for _, label in rows]), folder / "batches", "train", BATCH)
+        pack(source, folder / "packed" / "train", Recipe(resize=SHORTER))
+
+
+def centre(image: np.ndarray) -> np.ndarray:
+    """The centre square of SHORTER px."""
+    top, left = ((side - SHORTER) // 2 for side in image.shape[:2])
+    return image[top : top + SHORTER, left : left + SHORTER]
+
+
+def write_tfds(folder: Path) -> None:
+    """The files as a TFDS data set in ArrayRecord."""
+    import tensorflow_datasets as tfds
+
+    class Photographs(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self) -> Any:
+            features = {"image": tfds.features.Image(), "label": tfds.features.ClassLabel(num_classes=2)}
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+        def _split_generators(self, dl_manager: Any) -> Any:
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self) -> Any:
+            for path in files(folder):
+                yield path.name, {"image": path, "label": int(path.parent.name == "flower")}
+
+    Photographs(data_dir=folder / "tfds", file_format="array_record").download_and_prepare()
+
+
+def files(folder: Path) -> list[Path]:
+    """All JPEG files."""
+    return sorted((folder / "train").glob("*/*.jpg"))
+
+
+# ---------------------------------------------------------------- contenders: each an endless iterator of counts
+
+
+def random_window(rng: np.random.Generator, height: int, width: int) -> tuple[int, int, int, int, bool]:
+    """Left, top, right, bottom, and whether to mirror."""
+    while True:
+        area, ratio = rng.uniform(*AREA) * height * width, np.exp(rng.uniform(*np.log(ASPECT)))
+        high, wide = round((area / ratio) ** 0.5), round((area * ratio) ** 0.5)
+        if high <= height and wide <= width:
+            top, left = rng.integers(0, height - high + 1), rng.integers(0, width - wide + 1)
+            return int(left), int(top), int(left + wide), int(top + high), bool(rng.random() < 0.5)
+
+
+def by_pillow(blob: bytes, rng: np.random.Generator) -> np.ndarray:
+    """As torchvision's RandomResizedCrop."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(blob)).convert("RGB")
+    left, top, right, bottom, mirror = random_window(rng, image.height, image.width)
+    image = image.resize((PX, PX), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
+    return np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image)
+
+
+def crop_by_opencv(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Resize a window of decoded pixels."""
+    import cv2
+
+    left, top, right, bottom, mirror = random_window(rng, *image.shape[:2])
+    scaled = cv2.resize(image[top:bottom, left:right], (PX, PX), interpolation=cv2.INTER_LINEAR)
+    return cv2.flip(scaled, 1) if mirror else scaled
+
+
+def by_opencv(blob: bytes, rng: np.random.Generator) -> np.ndarray:
+    """Decode and crop with OpenCV."""
+    import cv2
+
+    cv2.setNumThreads(1)
+    pixels = cv2.imdecode(np.frombuffer(blob, np.uint8), cv2.IMREAD_COLOR)
+    assert pixels is not None
+    return crop_by_opencv(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB), rng)
+
+
+def bare(folder: Path) -> Iterator[int]:
+    """Decoding alone."""
+    import simplejpeg
+
+    while True:
+        for path in files(folder):
+            simplejpeg.decode_jpeg(path.read_bytes())
+            yield 1
+
+
+def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefetch: int = 2) -> Any:
+    """A loader of jaxmpi."""
+    from jaxmpi.config import Data
+    from jaxmpi.data import ArraySource, Loader, Sampler, open_source
+
+    crop: dict[str, Any] = {"crop": PX, "crop_area": AREA, "mirror": True}
+    data = Data(dir=str(folder), name="photographs", loader=kind, loaders=loaders, prefetch=prefetch, **crop)
+    if source == "array":
+        files = open_source(Data("batchfiles", str(folder / "batches")), "train")
+        images, labels = zip(*[files[i] for i in range(len(files))], strict=True)
+        opened: Any = ArraySource(np.stack(images), labels)
+    else:
+        folders = {"batchfiles": "batches", "tfds": "tfds", "packed": "packed"}
+        place = folder / folders.get(source, "")
+        opened = open_source(Data(source, str(place), "photographs"), "train")
+    return Loader(opened, Sampler(len(opened), BATCH), data, train=True)
+
+
+def jaxmpi(source: str, kind: str) -> Callable[[Path], Iterator[int]]:
+    """Batches of jaxmpi's loader."""
+
+    def counts(folder: Path) -> Iterator[int]:
+        for batch in jaxmpi_loader(source, folder, kind):
+            assert batch.image.shape == (BATCH, PX, PX, 3)
+            yield batch.count
+
+    return counts
+
+
+class Files:
+    """For PyTorch: files and a decoder."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        path = self.paths[index]
+        return by_pillow(path.read_bytes(), np.random.default_rng(index)), int(path.parent.name == "flower")
+
+
+def torch_pillow(folder: Path) -> Iterator[int]:
+    """PyTorch's DataLoader with one worker."""
+    from torch.utils.data import DataLoader
+
+    data: Any = Files(files(folder))
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=1, persistent_workers=True)
+    while True:
+        for images, _ in loader:
+            yield len(images)
+
+
+def grain_by(decode: Callable[[bytes, np.random.Generator], np.ndarray]) -> Callable[[Path], Iterator[int]]:
+    """Grain with one reading thread, which is quicker than one process of its own."""
+
+    def counts(folder: Path) -> Iterator[int]:
+        import grain
+
+        def example(path: Path, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+            return decode(path.read_bytes(), rng), int(path.parent.name == "flower")
+
+        data = grain.MapDataset.source(files(folder)).seed(0).shuffle().repeat().random_map(example).batch(BATCH)
+        for images, _ in data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)):
+            yield len(images)
+
+    return counts
+
+
+def tfds_source(folder: Path) -> Iterator[int]:
+    """TFDS's data source, which decodes by itself, and OpenCV for the crop."""
+    import cv2
+    import tensorflow_datasets as tfds
+
+    cv2.setNumThreads(1)
+    builder: Any = tfds.builder_from_directory(str(next((folder / "tfds").glob("*/1.0.0"))))
+    source: Any = builder.as_data_source(split="train")
+    rng = np.random.default_rng(0)
+    while True:
+        order = rng.permutation(len(source))
+        for begin in range(0, len(order) - BATCH + 1, BATCH):
+            rows = [source[int(i)]["image"] for i in order[begin : begin + BATCH]]
+            yield len(np.stack([crop_by_opencv(image, rng) for image in rows]))
+
+
+CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
+    "bare": bare,
+    "jaxmpi, a process": jaxmpi("imagefolder", "processes"),
+    "jaxmpi, a thread": jaxmpi("imagefolder", "threads"),
+    "jaxmpi, TFDS, a process": jaxmpi("tfds", "processes"),
+    "torch, Pillow": torch_pillow,
+    "grain, Pillow": grain_by(by_pillow),
+    "grain, OpenCV": grain_by(by_opencv),
+    "tfds, OpenCV": tfds_source,
+}
+FORMATS: dict[str, Callable[[Path], Iterator[int]]] = {
+    "imagefolder": jaxmpi("imagefolder", "processes"),
+    "packed": jaxmpi("packed", "processes"),
+    "batchfiles": jaxmpi("batchfiles", "threads"),
+    "array in memory": jaxmpi("array", "threads"),
+}
+
+
+def measure(counts: Iterator[int], seconds: float) -> float:
+    """Images a second once what was made ahead is used up."""
+    warm = time.perf_counter() + min(1.0, seconds)
+    next(counts)
+    while time.perf_counter() < warm:
+        next(counts)
+    begin, images = time.perf_counter(), 0
+    while (took := time.perf_counter() - begin) < seconds:
+        images += next(counts)
+    return images / took
+
+
+def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Images/s, median of jobs that take turns."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(options.rounds):
+        for name in names:
+            found[name].append(job("--run", name, folder=folder, options=options))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def job(*arguments: str, folder: Path, options: argparse.Namespace) -> Any:
+    """What a process of its own prints."""
+    cores = map(str, options.cores)
+    line = [sys.executable, __file__, *arguments, "--folder", str(folder), "--seconds", str(options.seconds)]
+    ended = subprocess.run([*line, "--cores", *cores], capture_output=True, text=True, timeout=300)
+    if ended.returncode:
+        sys.exit(f"{arguments}: {ended.stderr[-3000:]}")
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------- steps
+
+
+def steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
+    """For computing that takes so many times what loading takes: wait share, and step / max(load, compute)."""
+    os.sched_setaffinity(0, {options.cores[-1]})
+    loader = jaxmpi_loader("imagefolder", folder, "processes")
+    next(loader)
+    os.sched_setaffinity(0, {options.cores[0]})  # the loader stays where it is
+    load_s = BATCH / measure((len(batch.image) for batch in loader), options.seconds)
+    found = []
+    for ratio in (0.5, 0.9, 1.1, 1.5, 2.0):
+        compute_s, waited_s = ratio * load_s, 0.0
+        number = max(int(2 * options.seconds / max(load_s, compute_s)), 8)
+        for i in range(number + 8):
+            if i == 8:  # what was made ahead is used up
+                begin, waited_s = time.perf_counter(), loader.wait_s
+            batch = next(loader)
+            time.sleep(compute_s)
+            del batch
+        step_s = (time.perf_counter() - begin) / number
+        waited_s = (loader.wait_s - waited_s) / number
+        bound_s = max(load_s, compute_s)
+        found.append({"compute / load": ratio, "wait share": waited_s / step_s, "step / bound": step_s / bound_s})
+    loader.close()
+    return found
+
+
+def normalise_ms() -> float:
+    """Milliseconds to turn a u8 batch into normalised floats, in a jit on the CPU."""
+    import jax
+
+    from jaxmpi.config import Data
+    from jaxmpi.step import normalise
+
+    data = Data(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    batch, function = np.zeros((BATCH, PX, PX, 3), np.uint8), jax.jit(lambda x: normalise(x, data))
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        function(batch).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e3
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def main() -> None:
+    """Run the parts asked for, and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--part", nargs="*", default=["peers", "formats", "steps"], choices=["peers", "formats", "steps"]
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="contenders; all where none is named")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--cores", type=int, nargs="*", default=sorted(os.sched_getaffinity(0))[:2])
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        return run_one(options)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, options.images, "formats" in options.part)
+        for part in options.part:
+            PARTS[part](folder, options)
+
+
+def run_one(options: argparse.Namespace) -> None:
+    """One job."""
+    if options.run == "steps":
+        return print(json.dumps(steps(options.folder, options)))
+    if options.run == "normalise":
+        os.sched_setaffinity(0, {options.cores[0]})
+        return print(json.dumps(normalise_ms()))
+    os.sched_setaffinity(0, {options.cores[0]})
+    counts = (CONTENDERS | FORMATS)[options.run](options.folder)
+    print(json.dumps(measure(counts, options.seconds)), flush=True)
+    os._exit(0)
+
+
+def show_peers(folder: Path, options: argparse.Namespace) -> None:
+    """Images/s and core, beside the bare decode and the best of the others."""
+    names = options.only or list(CONTENDERS)
+    if any("tfds" in name.lower() for name in names):
+        write_tfds(folder)
+    found = rounds(names, folder, options)
+    others = [found[name] for name in names if not name.startswith(("jaxmpi", "bare"))]
+    print(f"{'peers':26} {'images/s':>9} {'of bare':>8} {'of best other':>14}")
+    for name, rate in sorted(found.items(), key=lambda item: -item[1]):
+        print(f"{name:26} {rate:9.0f} {ratio(rate, found.get('bare')):>8} {ratio(rate, max(others, default=None)):>14}")
+    print(f"normalising {BATCH} images in a step: {job('--run', 'normalise', folder=folder, options=options):.1f} ms")
+
+
+def ratio(rate: float, of: float | None) -> str:
+    """A ratio as text."""
+    return f"{rate / of:.2f}" if of else "-"
+
+
+def show_formats(folder: Path, options: argparse.Namespace) -> None:
+    """Images/s and core of every format."""
+    found = rounds(list(FORMATS), folder, options)
+    print(f"{'formats':26} {'images/s':>9} {'of folder':>9}")
+    for name, rate in found.items():
+        print(f"{name:26} {rate:9.0f} {rate / found['imagefolder']:9.2f}")
+
+
+def show_steps(folder: Path, options: argparse.Namespace) -> None:
+    """What is waited for."""
+    runs = [job("--run", "steps", folder=folder, options=options) for _ in range(options.rounds)]
+    print(f"{'compute / load':26} {'wait share':>11} {'step / max(load, compute)':>26}")
+    for rows in zip(*runs, strict=True):
+        waits, bounds = ([row[key] for row in rows] for key in ("wait share", "step / bound"))
+        print(f"{rows[0]['compute / load']:<26} {statistics.median(waits):11.4f} {statistics.median(bounds):26.3f}")
+
+
+PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""Seconds to one loss over slow links: DiLoCo beside a mean of gradients at every step, ours and PyTorch DDP's.
+
+    python scripts/bench_diloco.py [--hosts 8] [--rate 50mbit] [--steps 300] [--seeds 3] [--json FILE] [--tiny]
+
+A GPT of 10.9 million params on the source of Python's standard library, one rank a host; hosts share this machine's
+cores. What a step learns does not depend on the link, so held-out losses are recorded without a cluster, and multiplied
+by the time of a step on the cluster: the median, and for DiLoCo the mean over a whole period after the first. The goal
+is what `ring32` has come to after --steps; the others may take twice as many. All contenders have the same initial
+params, order of examples, AdamW and learning rate. `none` never exchanges: what is left is compute.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi import launch, runtime, train
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
+from jaxmpi.processes import named_leaves
+from jaxmpi.workers import Workers, gather_workers, put
+from models.gpt import EPS, gpt, gpt_tiny
+
+HERE = Path(__file__).resolve().parent
+NOT_PERMITTED = 77  # exit code of scripts/cluster.py where there can be no cluster
+DECAY, LR = 0.1, 1e-3
+HELD_OUT = 4  # batches of an evaluation
+
+
+class Contender(NamedTuple):
+    """Of ours: rule and strategy. Of PyTorch's: the hook."""
+
+    rule: str = "gradients"
+    strategy: str = "ring32"
+    hook: str = ""
+
+
+CONTENDERS = {
+    "ring32": Contender(),
+    "ring16": Contender(strategy="ring16"),
+    "DiLoCo": Contender(rule="diloco"),
+    "DiLoCo, 16 bits": Contender(rule="diloco", strategy="ring16"),
+    "DDP": Contender(hook="allreduce"),
+    "DDP, fp16 hook": Contender(hook="fp16"),
+    "DDP, PowerSGD rank 4": Contender(hook="powersgd"),
+    "none": Contender(strategy="none"),
+}
+
+
+class Sizes(NamedTuple):
+    """Of a measurement."""
+
+    steps: int  # of ring32, to the goal
+    timed: int  # steps on the cluster after the first
+    period: int  # H
+    local_batch: int
+    every: int  # steps from one evaluation to the next
+    tiny: bool
+
+
+def recipe(contender: Contender, sizes: Sizes, seed: int) -> Experiment:
+    """The experiment of one of ours, or the data and rates of PyTorch's."""
+    model = gpt_tiny() if sizes.tiny else gpt()
+    return Experiment(
+        model=model,
+        data=Data("stdlib", window=model.input_shape[0]),
+        optim=Optim("adamw", lr=LR, lr_scaling="none", weight_decay=DECAY, decay_bias=False),
+        schedule=Schedule("constant", warmup=f"{max(sizes.steps // 20, 1)}st"),
+        rule=RuleConfig(contender.rule, local_steps=sizes.period, noise_scale=False),
+        exchange=ExchangeConfig(contender.strategy, overlap="off" if contender.strategy == "none" else "auto"),
+        local_batch=sizes.local_batch,
+        train_for=f"{2 * sizes.steps}st",
+        seed=seed,
+    )
+
+
+# ---------------------------------------------------------------- inside a job
+
+
+class Trainee(NamedTuple):
+    """A contender at work: both take a batch of this rank."""
+
+    step: Callable[[dict[str, Any]], None]  # returns when params are new
+    loss: Callable[[list[dict[str, Any]]], float]  # held out, of this rank's part, the mean over its bytes
+
+
+def ours(config: Experiment, workers: Workers, plan: train.Plan) -> Trainee:
+    """The trainer's own step and evaluation."""
+    functions = train.build_functions(config, workers, plan)
+    state = put(train.initial_states(config, workers, functions.rule), workers)
+
+    def step(batch: dict[str, Any]) -> None:
+        nonlocal state
+        state, _ = functions.train_step(state, batch)
+        jax.block_until_ready(state)
+
+    def loss(batches: list[dict[str, Any]]) -> float:
+        params = functions.eval_params(state.params, state.rule_state)
+        found = [functions.eval_step(params, state.model_state, batch) for batch in batches]
+        return statistics.mean(float(metrics.loss / metrics.count) for metrics in found)
+
+    return Trainee(step, loss)
+
+
+def ddp(config: Experiment, workers: Workers, plan: train.Plan, hook: str) -> Trainee:
+    """The same model, params, AdamW and rates in PyTorch, under DistributedDataParallel over gloo."""
+    import torch  # pyright: ignore[reportMissingImports] # not installed by default
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
+    from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # see above
+
+    control = workers.processes
+    torch.set_num_threads(1)
+    address = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True).stdout.split()
+    mine = np.frombuffer((address or ["127.0.0.1"])[0].ljust(64).encode(), np.uint8)
+    address = control.bcast(mine).tobytes().decode().strip()
+    dist.init_process_group("gloo", f"tcp://{address}:29511", rank=control.rank, world_size=control.size)
+    functions = train.build_functions(config, workers, plan)
+    start = train.initial_states(config, workers, functions.rule)[workers.mine[0]].params
+    net = torch_gpt(start, heads=2 if "tiny" in config.model.name else 6)
+    model = DistributedDataParallel(net)
+    if hook != "allreduce":
+        model.register_comm_hook(*comm_hook(hook))
+    decayed, plain = ([p for p in net.parameters() if (p.ndim > 1) == is_wide] for is_wide in (True, False))
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}]
+    optimizer, done = torch.optim.AdamW(groups, lr=LR), 0
+
+    def loss_of(model: Any, batch: dict[str, Any]) -> Any:
+        tokens, labels = (torch.from_numpy(np.asarray(batch[name])).long() for name in ("image", "label"))
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+    def step(batch: dict[str, Any]) -> None:
+        nonlocal done
+        for group in optimizer.param_groups:
+            group["lr"] = np.asarray(plan.lr(done)).item()
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        done += 1
+
+    def loss(batches: list[dict[str, Any]]) -> float:
+        with torch.no_grad():
+            return statistics.mean(loss_of(net, batch).item() for batch in batches)
+
+    return Trainee(step, loss)
+
+
+def comm_hook(name: str) -> tuple[Any, Any]:
+    """(state, hook) of PyTorch's own communication hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # pyright: ignore[reportMissingImports]
+
+    if name == "fp16":
+        return None, default_hooks.fp16_compress_hook
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), (
+        powerSGD_hook.powerSGD_hook
+    )
+
+
+def torch_gpt(params: Any, heads: int) -> Any:
+    """models/gpt.py in PyTorch, with these params."""
+    import torch  # pyright: ignore[reportMissingImports] # not installed by default
+    from torch.nn import functional as f  # pyright: ignore[reportMissingImports] # not installed by default
+
+    leaves = {name.replace("/", "_"): torch.from_numpy(np.array(leaf)) for name, leaf in named_leaves(params)}
+    blocks = len(params["blocks"])
+
+    class Gpt(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = torch.nn.ParameterDict(leaves)
+
+        def dense(self, name: str, x: Any) -> Any:
+            return x @ self.p[f"{name}_kernel"] + self.p[f"{name}_bias"]
+
+        def norm(self, name: str, x: Any) -> Any:
+            return f.layer_norm(x, x.shape[-1:], self.p[f"{name}_scale"], self.p[f"{name}_bias"], EPS)
+
+        def attention(self, name: str, x: Any) -> Any:
+            parts = self.dense(f"{name}_qkv", x).chunk(3, -1)
+            q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
+            mixed = f.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.dense(f"{name}_out", mixed.transpose(1, 2).flatten(2))
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.p["embedding"][tokens] + self.p["places"]
+            for i in range(blocks):
+                name = f"blocks_{i}"
+                x = x + self.attention(name, self.norm(f"{name}_norm1", x))
+                up = self.dense(f"{name}_up", self.norm(f"{name}_norm2", x))
+                x = x + self.dense(f"{name}_down", f.gelu(up, approximate="tanh"))
+            return self.dense("logits", self.norm("norm", x))
+
+    return Gpt()
+
+
+def run_job(name: str, sizes: Sizes, seed: int, steps: int, evaluates: bool, file: Path) -> None:
+    """Be a rank: train; FILE holds seconds of every step, and held-out losses by step."""
+    workers = gather_workers(1)
+    control, contender = workers.processes, CONTENDERS[name]
+    config = recipe(contender, sizes, seed)
+    seconds: list[float] = []
+    losses: dict[int, float] = {}
+    with runtime.at_work():
+        plan = train.make_plan(config, workers)
+        made = ddp(config, workers, plan, contender.hook) if contender.hook else ours(config, workers, plan)
+        held_out = list(plan.validation.batches(0, HELD_OUT)) if evaluates else []
+        for k, batch in enumerate(plan.feed.batches(0, steps)):
+            if evaluates and k % sizes.every == 0:
+                losses[k] = mean_loss(made, held_out, workers)
+            control.barrier()
+            begin = time.perf_counter()
+            made.step(batch)
+            seconds.append(max(map(float, control.gather(str(time.perf_counter() - begin)))))
+        if evaluates:
+            losses[steps] = mean_loss(made, held_out, workers)
+        control.barrier()
+    if control.rank == 0:
+        file.write_text(json.dumps({"seconds": seconds, "losses": losses}))
+
+
+def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) -> float:
+    """Over the same windows for all contenders, each rank its share."""
+    return float(workers.processes.sum(np.array([made.loss(batches)]))[0]) / workers.size
+
+
+# ---------------------------------------------------------------- outside
+
+
+def job(line: list[str], name: str, sizes: Sizes, seed: int, steps: int, evaluates: bool) -> dict[str, Any]:
+    """Start a job and wait for it; what its rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        what = json.dumps([name, sizes._asdict(), seed, steps, evaluates, str(file)])
+        environ = os.environ | {"PYTHONPATH": str(HERE.parent), "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run([*line, sys.executable, __file__, "--job", what], env=environ)
+        if ended.returncode:
+            raise SystemExit(NOT_PERMITTED if ended.returncode == NOT_PERMITTED else f"the job of {name} failed")
+        result = json.loads(file.read_text())
+    return result | {"losses": {int(step): loss for step, loss in result["losses"].items()}}
+
+
+def step_s(name: str, seconds: list[float], sizes: Sizes) -> float:
+    """Of one step, exchanges that come once a period included: the last whole period's mean."""
+    if CONTENDERS[name].rule != "diloco":
+        return statistics.median(seconds[1:])
+    periods = len(seconds) // sizes.period
+    return statistics.mean(seconds[(periods - 1) * sizes.period : periods * sizes.period])
+
+
+def steps_to(goal: float, losses: dict[int, float]) -> float:
+    """Steps until the loss is at the goal, between two evaluations in a straight line; infinite where it never is."""
+    points = sorted(losses.items())
+    for (before, high), (after, low) in itertools.pairwise(points):
+        if low <= goal:
+            return after if high <= low else before + (after - before) * max(high - goal, 0.0) / (high - low)
+    return math.inf
+
+
+def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
+    """Losses on this host, then seconds of a step on the cluster."""
+    here = launch.mpirun(launch.Options(options.hosts, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    cluster = [sys.executable, str(HERE / "cluster.py"), "--hosts", str(options.hosts), "--rate", options.rate]
+    there = [*cluster, "--", "mpirun", "-n", str(options.hosts)]
+    results: dict[str, Any] = {}
+    for name in options.contenders:
+        at_once = CONTENDERS[name].rule != "diloco"
+        timed = job(there, name, sizes, 0, 1 + (sizes.timed if at_once else 2 * sizes.period), evaluates=False)
+        found = {"step_s": step_s(name, timed["seconds"], sizes), "losses": []}
+        for seed in range(options.seeds if name != "none" else 0):
+            steps = sizes.steps * (1 if name == "ring32" else 2)
+            found["losses"].append(job(here, name, sizes, seed, steps, evaluates=True)["losses"])
+            print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
+        results[name] = found
+    return results
+
+
+def table(results: dict[str, Any], sizes: Sizes) -> str:
+    """As Markdown; ratios are to ring32, seed by seed."""
+    reference = results["ring32"]
+    goals = [losses[sizes.steps] for losses in reference["losses"]]
+    compute = results.get("none", {}).get("step_s", math.nan)
+    lines = [f"goal: ring32's held-out loss after {sizes.steps} steps: {', '.join(f'{x:.4f}' for x in goals)}", ""]
+    lines += [
+        "| contender | s a step | compute | steps to the goal | s to the goal | of ring32's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        if not found["losses"]:
+            continue
+        steps = [steps_to(goal, losses) for goal, losses in zip(goals, found["losses"], strict=True)]
+        seconds = [n * found["step_s"] for n in steps]
+        shares = [s / (sizes.steps * reference["step_s"]) for s in seconds]
+        cells = [
+            f"{found['step_s']:.3f}",
+            f"{100 * compute / found['step_s']:.0f} %",
+            spread(steps, 0),
+            spread(seconds, 0),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} | {spread(shares, 3)} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Median, smallest and largest over the seeds."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def main() -> None:
+    """Without --job: start the jobs and print. With it: be a rank of one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--rate", default="50mbit", help="of each host's link")
+    parser.add_argument("--steps", type=int, default=300, help="of ring32, to the goal")
+    parser.add_argument("--timed", type=int, default=20, help="steps that are timed on the cluster")
+    parser.add_argument("--period", type=int, default=50, help="H of DiLoCo")
+    parser.add_argument("--local-batch", type=int, default=4, help="windows a rank and step")
+    parser.add_argument("--every", type=int, default=10, help="steps from one evaluation to the next")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--tiny", action="store_true", help="a model of 82,240 params, to see that it works")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        name, sizes, seed, steps, evaluates, file = options.job
+        return run_job(name, Sizes(**sizes), seed, steps, evaluates, Path(file))
+    if "ring32" not in options.contenders:
+        parser.error("--contenders: ring32 sets the goal; name it too")
+    sizes = Sizes(*(getattr(options, name) for name in Sizes._fields))
+    results = measure(options, sizes)
+    print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores; {table(results, sizes)}")
+    if options.json:
+        options.json.write_text(json.dumps({"sizes": sizes._asdict(), "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""What meeting the center costs: asynchronous rules on emulated hosts, without a model.
+
+    python scripts/bench_rules.py [--rate 200mbit] [--floats 2000000] [--rounds 5] [--only link servers]
+
+| job | what is timed | goal |
+|---|---|---|
+| link | one worker and one server, a link each: an exchange, beside K / rate for K bytes | <= 1.1 |
+| servers | 4 workers and 4 servers, beside 4 workers and 1: exchanges a second | >= 3 |
+| turns | 7 workers and 1 server, tau 1: seconds in exchanges, served as they come, beside fixed turns | less |
+| slow | 4 workers, one five times slower: steps a second of the others, beside all equal; and by BSP | >= 0.9 |
+| idle | a server with 4 workers that do not come: its share of a core | < 0.05 |
+
+Computing is stood in by sleeping. One rank a host; all but `slow` and `idle` run on hosts of scripts/cluster.py.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+STEP_S = 0.02  # of computing, in `slow`
+SLOW = 5  # times as long, for the slow worker
+IDLE_S = 4.0
+
+
+class Job(NamedTuple):
+    """Ranks to start, and what their figures mean."""
+
+    ranks: int
+    servers: int
+    is_on_cluster: bool = True
+    options: tuple[str, ...] = ()
+
+
+JOBS: dict[str, tuple[Job, ...]] = {
+    "link": (Job(2, 1),),
+    "servers": (Job(5, 1), Job(8, 4)),
+    "turns": (Job(8, 1), Job(8, 1, options=("--turns",))),
+    "slow": (Job(4, 0, False), Job(4, 0, False, ("--slow",)), Job(4, 0, False, ("--slow", "--bsp"))),
+    "idle": (Job(5, 1, False),),
+}
+
+
+# ---------------------------------------------------------------- on a rank
+
+
+class Rank:
+    """This rank as a worker or a server, the server in a thread of its own."""
+
+    def __init__(self, servers: int, floats: int) -> None:
+        """All ranks come here together."""
+        import jaxmpi.post as post
+        from jaxmpi.center import Layout, Ledger, Server
+        from jaxmpi.config import RuleConfig
+        from jaxmpi.processes import MpiProcesses, processes
+        from jaxmpi.rules import Exchange
+        from jaxmpi.rules.easgd import easgd
+
+        control = processes()
+        assert isinstance(control, MpiProcesses)
+        self.control, self.number = control, control.rank
+        self.workers = control.size - servers
+        self.layout = Layout(floats, max(servers, 1), "32")
+        import optax
+
+        alone = Exchange(lambda tree: tree, lambda tree: tree)
+        rule = easgd(optax.sgd(0.1), alone, RuleConfig("easgd")).asynchronous
+        assert rule is not None
+        self.rule, self.cpu_s, self._is_over = rule, 0.0, threading.Event()
+        mpi, first = control.clone(), self.workers if servers else 0
+        self.tokens = control.clone()
+        shard, counter = self.number - first, None
+        if 0 <= shard < max(servers, 1):
+            begin, end = self.layout.bounds(shard)
+            ledger = Ledger(self.workers, 1e18, 0) if shard == 0 else None
+            server = Server(self.layout, shard, np.zeros(end - begin, np.float32), rule.serve, ledger)
+            guests = [worker for worker in range(self.workers) if worker != self.number]
+            counter = post.Counter(mpi, server, guests, self.layout.message_bytes())
+            self._thread = threading.Thread(target=self._serve, args=(counter, post.Pauses()), daemon=True)
+            self._thread.start()
+        else:
+            self._thread = None
+        near = lambda s: post.NearLine(counter, self.number) if counter else post.FarLine(mpi, first + s)  # noqa: E731
+        self.lines = [near(s) for s in range(max(servers, 1))] if self.is_worker else []
+        self.w = np.ones(floats, np.float32)
+        control.barrier()
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it trains."""
+        return self.number < self.workers
+
+    def _serve(self, counter: Any, pauses: Any) -> None:
+        begin = time.thread_time()
+        while not self._is_over.is_set():
+            pauses.after(counter.poll())
+            self.cpu_s = time.thread_time() - begin
+
+    def exchange(self) -> float:
+        """Meet the center once; seconds."""
+        from jaxmpi.center import PUSH, Talk
+        from jaxmpi.post import converse
+
+        begin = time.perf_counter()
+        talk = Talk(self.layout, PUSH, self.w, None)
+        converse(talk, self.lines)
+        self.w, _ = self.rule.meet(self.w, self.w, talk.sent, talk.seen)
+        return time.perf_counter() - begin
+
+    def in_turn(self, rounds: int, compute: Callable[[], None], exchange: Callable[[], float]) -> float:
+        """Seconds in exchanges and in waiting for the turn, where workers come in a fixed order, one at a time."""
+        after, before, spent = (self.number + 1) % self.workers, (self.number - 1) % self.workers, 0.0
+        sends = []
+        for turn in range(rounds):
+            compute()
+            begin = time.perf_counter()
+            if turn or self.number:
+                token = self.tokens.Irecv(np.empty(1, np.uint8), before)
+                while not token.Test():
+                    time.sleep(0.0003)
+            exchange()
+            if turn + 1 < rounds or after:
+                sends.append(self.tokens.Isend(np.ones(1, np.uint8), after))
+            spent += time.perf_counter() - begin
+        while not all(send.Test() for send in sends):
+            time.sleep(0.001)
+        return spent
+
+    def leave(self, figure: float) -> list[float]:
+        """All ranks' figures, when everybody has done."""
+        figures = [float(text) for text in self.control.gather(str(figure))]
+        self._is_over.set()
+        if self._thread:
+            self._thread.join()
+        return figures
+
+
+def on_rank(options: argparse.Namespace) -> list[float]:
+    """This rank's part of a job; every rank's figures."""
+    rank = Rank(options.servers, options.floats)
+    rng = np.random.default_rng(rank.number)
+    job: dict[str, Callable[[], float]] = {
+        "link": lambda: statistics.median(rank.exchange() for _ in range(options.rounds)),
+        "servers": lambda: exchanges_per_s(rank, options.rounds),
+        "turns": lambda: seconds_in_exchanges(rank, options, rng),
+        "slow": lambda: steps_per_s(rank, options),
+        "idle": lambda: time.sleep(IDLE_S) or 0.0,
+    }
+    figure = job[options.job]() if rank.is_worker else 0.0
+    if options.job == "idle" and not rank.is_worker:
+        time.sleep(IDLE_S)
+        figure = rank.cpu_s / IDLE_S
+    return rank.leave(figure)
+
+
+def exchanges_per_s(rank: Rank, rounds: int) -> float:
+    """Of one worker among others that do the same."""
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        rank.exchange()
+    return rounds / (time.perf_counter() - begin)
+
+
+def seconds_in_exchanges(rank: Rank, options: argparse.Namespace, rng: np.random.Generator) -> float:
+    """A step computes as long as all workers' exchanges take the server; some longer, some shorter."""
+    mean_s = rank.workers * rank.exchange() / 2
+    compute = lambda: time.sleep(mean_s * rng.uniform(0.5, 1.5))  # noqa: E731
+    if options.turns:
+        return rank.in_turn(options.rounds, compute, rank.exchange) / options.rounds
+    spent = 0.0
+    for _ in range(options.rounds):
+        compute()
+        spent += rank.exchange()
+    return spent / options.rounds
+
+
+def steps_per_s(rank: Rank, options: argparse.Namespace) -> float:
+    """With an exchange after each; by BSP a sum over all workers instead."""
+    is_slow = options.slow and rank.number == rank.workers - 1
+    begin, steps = time.perf_counter(), 0
+    while time.perf_counter() - begin < 100 * STEP_S if not options.bsp else steps < 100 // SLOW:
+        time.sleep(STEP_S * (SLOW if is_slow else 1))
+        if options.bsp:
+            rank.control.sum(rank.w[:1])
+        else:
+            rank.exchange()
+        steps += 1
+    return steps / (time.perf_counter() - begin)
+
+
+# ---------------------------------------------------------------- outside
+
+
+def run(job: Job, name: str, options: argparse.Namespace) -> list[float]:
+    """Start a job; every rank's figures."""
+    root = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        line = [sys.executable, __file__, "--job", name, "--out", str(out), "--servers", str(job.servers), *job.options]
+        floats = options.floats if job.is_on_cluster else 1000
+        line += ["--floats", str(floats), "--rounds", str(options.rounds)]
+        mpirun = [
+            "mpirun",
+            "--bind-to",
+            "none",
+            "-n",
+            str(job.ranks),
+            *([] if job.is_on_cluster else ["--oversubscribe"]),
+        ]
+        cluster = [
+            sys.executable,
+            str(root / "scripts" / "cluster.py"),
+            "--hosts",
+            str(job.ranks),
+            "--rate",
+            options.rate,
+        ]
+        line = [*(cluster if job.is_on_cluster else []), *(["--"] if job.is_on_cluster else []), *mpirun, *line]
+        env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+        subprocess.run(line, check=True, timeout=300, env=env)
+        return json.loads(out.read_text())
+
+
+def show(name: str, figures: list[list[float]], options: argparse.Namespace) -> str:
+    """A line on a job."""
+    bits = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    rate = float(options.rate[:-4]) * bits[options.rate[-4:]]
+    workers = [[figure for figure in of_job if figure] for of_job in figures]
+    if name == "link":
+        bound_s = 32 * options.floats / rate
+        return f"{workers[0][0]:.3f} s an exchange, K / rate {bound_s:.3f} s: {workers[0][0] / bound_s:.3f}, goal 1.1"
+    if name == "servers":
+        one, four = map(sum, workers)
+        return f"{one:.2f} exchanges a second with 1 server, {four:.2f} with 4: {four / one:.2f}, goal 3"
+    if name == "turns":
+        free, turns = map(statistics.mean, workers)
+        return f"{free:.3f} s a step in exchanges, {turns:.3f} by turns: {1 - free / turns:.0%} less (the paper: 42 %)"
+    if name == "slow":
+        equal, slow, bsp = (statistics.mean(of_job[:3]) for of_job in figures)
+        return f"{slow / equal:.2f} of the others' throughput stays, goal 0.9; by BSP {bsp / equal:.2f}"
+    return f"{figures[0][-1]:.1%} of a core, goal 5 %"
+
+
+def main() -> None:
+    """Run the jobs, or be a rank of one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="200mbit", help="of each host's link (default: 200mbit)")
+    parser.add_argument("--floats", type=int, default=2_000_000, help="of the params (default: 2,000,000)")
+    parser.add_argument("--rounds", type=int, default=5, help="exchanges of each worker (default: 5)")
+    parser.add_argument("--only", nargs="*", choices=list(JOBS), default=list(JOBS), help="which jobs")
+    for hidden in ("--job", "--out"):
+        parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--servers", type=int, default=0, help=argparse.SUPPRESS)
+    for hidden in ("--turns", "--slow", "--bsp"):
+        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        figures = on_rank(options)
+        if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 0:
+            Path(options.out).write_text(json.dumps(figures))
+        return
+    for name in options.only:
+        print(f"{name}: {show(name, [run(job, name, options) for job in JOBS[name]], options)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Hooks of mkdocs.yml: README is the first page, all pages are in the menu, links out of docs/ become plain words.
+
+uv run --group docs mkdocs build
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+# The menu; pages that are not named come after these.
+ORDER = (
+    *(
+        "index",
+        "launching",
+        "gpu",
+        "choosing",
+        "strategies",
+        "exchange",
+        "plan",
+        "rules",
+        "data",
+        "models",
+        "functions",
+    ),
+    *("reliability", "seeing", "performance", "results", "papers", "api", "design"),
+)
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def on_config(config: Any) -> Any:
+    """Every page of docs/ in the menu."""
+    pages = {path.stem for path in Path(config.docs_dir).glob("*.md")} | {"index"}
+    ordered = [name for name in ORDER if name in pages] + sorted(pages - set(ORDER))
+    config.nav = [f"{name}.md" for name in ordered]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """README as the first page, its links as seen from docs/."""
+    text = LINK.sub(lambda m: f"[{m[1]}]({from_docs(m[2])})", (ROOT / "README.md").read_text())
+    files.append(File.generated(config, "index.md", content=text))
+    return files
+
+
+def from_docs(target: str) -> str:
+    """A link of README as a page in docs/ would write it."""
+    return target if "://" in target or target.startswith("#") else posixpath.relpath(target, "docs")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links to README lead to the first page; of those to other files outside docs/ the words stay."""
+
+    def followed(match: re.Match[str]) -> str:
+        words, target = match.groups()
+        if "://" in target or not target.startswith("../"):
+            return match[0]
+        return f"[{words}](index.md{target[len('../README.md') :]})" if target.startswith("../README.md") else words
+
+    return LINK.sub(followed, markdown)

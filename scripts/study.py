@@ -1,0 +1,307 @@
+"""A grid of runs with several seeds each: what a rule, a batch, a wire or a period costs in accuracy, with error bars.
+
+    python scripts/study.py batch wires periods --seeds 5 --out runs/study.jsonl [--png runs/study.png]
+    python scripts/study.py --experiment experiments/digits.py --workers 1 8 --vary local-batch=8,64 optim.lr=0.02,0.1
+
+A study of STUDIES by name, or a grid: all combinations of --workers and of the values of --vary, which takes any flag
+of the trainer. Every run is a line of --out as soon as it is done; what is there already is not run again, so a study
+that was stopped goes on, and one with more seeds only adds them. The first cell is what the others are compared with,
+seed by seed: same seed, same initial params and same order of examples.
+
+Workers are devices of one process. With --launch they are ranks under mpirun, as rules between steps need it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmpi import experiment as experiments
+from jaxmpi import launch, plots, runtime, train
+
+ROOT = Path(__file__).resolve().parent.parent
+Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
+
+
+class Grid(NamedTuple):
+    """All combinations of values, but for what is common to them."""
+
+    vary: Mapping[str, Sequence[str]]
+    common: Mapping[str, str]
+
+    def cells(self) -> list[Cell]:
+        """In the order of the values, the last flag fastest."""
+        names = list(self.vary)
+        every = itertools.product(*self.vary.values())
+        return [{**self.common, **dict(zip(names, values, strict=True))} for values in every]
+
+
+class Study(NamedTuple):
+    """A question, and the grids that answer it; the first cell of the first is the reference."""
+
+    question: str
+    experiment: str
+    grids: Sequence[Grid]
+
+    def cells(self) -> list[Cell]:
+        """Of all grids."""
+        return [cell for grid in self.grids for cell in grid.cells()]
+
+
+DIGITS = "experiments/digits.py"
+EIGHT = {"workers": "8", "local-batch": "8", "train-for": "20ep", "eval-every": "5ep"}
+PERIODS = ("1", "2", "5", "10", "20", "45")
+STUDIES = {
+    "batch": Study(
+        "Does 8 x b cost accuracy against 1 x b? The same epochs; the rate as it is, and times 8.",
+        DIGITS,
+        [
+            Grid({}, EIGHT | {"workers": "1", "local-batch": "8", "optim.lr": "0.02"}),
+            Grid({"optim.lr": ("0.02", "0.05", "0.16")}, EIGHT),
+        ],
+    ),
+    "wires": Study(
+        "What do coarser exchanges cost?",
+        DIGITS,
+        [Grid({"exchange.strategy": ("asa32", "asa16", "asabf16", "asa8", "lowrank4", "topk10")}, EIGHT)],
+    ),
+    "periods": Study(
+        "How far can H grow?",
+        DIGITS,
+        [
+            Grid({}, EIGHT | {"rule.name": "gradients", "optim.lr": "0.05"}),
+            Grid({"rule.local-steps": PERIODS}, EIGHT | {"rule.name": "local_sgd", "optim.lr": "0.05"}),
+            Grid({"rule.local-steps": PERIODS[2:]}, EIGHT | {"rule.name": "diloco", "optim.lr": "0.05"}),
+        ],
+    ),
+    "text": Study(
+        "The same on text, bits per byte.",
+        "experiments/gpt.py",
+        [
+            Grid({"rule.name": ("gradients",)}, TEXT := {"workers": "4", "local-batch": "8", "train-for": "400st"}),
+            Grid({"rule.local-steps": ("10", "50")}, TEXT | {"rule.name": "diloco"}),
+        ],
+    ),
+}
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> None:
+    """Be a process of a cell's job: its seeds one after another; rank 0 appends a line for each."""
+    flags = {name: value for name, value in cell.items() if name != "workers"}
+    line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in flags.items()))]
+    runtime.install_excepthooks()
+    runtime.prepare()
+    with contextlib.redirect_stdout(io.StringIO()):
+        chosen, path = experiments.parse([*line, *([] if launched else ["--devices", cell["workers"]])])
+    runtime.make_cpu_devices(chosen.devices)
+    with runtime.at_work():
+        for seed in seeds:
+            with shared_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
+                train.train(dataclasses.replace(chosen, seed=seed, run_dir=str(folder), resume=False), path.stem)
+                row = {"experiment": experiment, "cell": cell, "seed": seed, **outcome(folder)}
+            if runtime.my_rank() == 0:
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder for a run, the same for all ranks: rank 0's."""
+    control = train.processes()
+    with tempfile.TemporaryDirectory() as mine:
+        yield Path(control.gather(mine)[0])
+        control.barrier()
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Of a run's record: the last evaluation and the way to it."""
+    rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    steps = [row for row in rows if row["kind"] == "train"]
+    curve = [[row["epoch"], row["eval_loss"]] for row in evaluations]
+    kept = {name: value for name, value in evaluations[-1].items() if name.startswith("eval_")}
+    return {**kept, "curve": curve, "loss": steps[-1]["loss"], "elapsed_s": evaluations[-1]["elapsed_s"]}
+
+
+def start_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> None:
+    """Run a cell's job and wait for it.
+
+    Raises:
+        SystemExit: it failed; its message is above.
+    """
+    job = json.dumps({"experiment": experiment, "cell": cell, "seeds": list(seeds), "launched": launched})
+    ranks = launch.mpirun(launch.Options(int(cell["workers"]), "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    line = [*(ranks if launched else ()), sys.executable, __file__, "--out", str(out), "--job", job]
+    if subprocess.run(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode:
+        raise SystemExit(f"study.py: the job of {cell} failed; its message is above")
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """What is there; a line that was not written to its end is not."""
+    rows = []
+    for line in out.read_text().splitlines() if out.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -> None:
+    """Every cell and seed that has no line yet."""
+    for number, cell in enumerate(study.cells(), 1):
+        done = {row["seed"] for row in found(rows_of(out), study, cell)}
+        missing = [seed for seed in seeds if seed not in done]
+        if missing:
+            print(f"{number}/{len(study.cells())} {title(cell, study)}: seeds {missing}", file=sys.stderr, flush=True)
+            start_cell(study.experiment, cell, missing, out, launched)
+
+
+def found(rows: Sequence[dict[str, Any]], study: Study, cell: Cell) -> list[dict[str, Any]]:
+    """The lines of a cell."""
+    return [row for row in rows if row["experiment"] == study.experiment and row["cell"] == cell]
+
+
+# ---------------------------------------------------------------- tables and plots
+
+
+class Summary(NamedTuple):
+    """A cell over its seeds: metric, and its difference from the reference's, seed by seed."""
+
+    title: str
+    seeds: int
+    mean: float
+    error: float  # standard error
+    difference: float
+    difference_error: float
+    elapsed_s: float
+
+    @property
+    def within(self) -> bool:
+        """Whether the difference is at most two of its standard errors."""
+        return abs(self.difference) <= 2 * self.difference_error
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; infinite for one value, of which nothing is known."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
+def metric(row: Mapping[str, Any]) -> float:
+    """What counts: bits per byte of text, or the error of the first guess in percent."""
+    return row.get("eval_bits_per_byte", 100 * (1 - row["eval_top1"]))
+
+
+def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
+    """All cells that have been run, in order."""
+    cells = {title(cell, study): {row["seed"]: row for row in found(rows, study, cell)} for cell in study.cells()}
+    cells = {name: by_seed for name, by_seed in cells.items() if by_seed}
+    reference = next(iter(cells.values()), {})
+    made = []
+    for name, by_seed in cells.items():
+        values = [metric(row) for row in by_seed.values()]
+        apart = [metric(by_seed[seed]) - metric(reference[seed]) for seed in by_seed if seed in reference]
+        elapsed_s = statistics.median(row["elapsed_s"] for row in by_seed.values())
+        difference = statistics.mean(apart) if apart else math.nan
+        mean, error = statistics.mean(values), standard_error(values)
+        made.append(Summary(name, len(values), mean, error, difference, standard_error(apart), elapsed_s))
+    return made
+
+
+def title(cell: Cell, study: Study) -> str:
+    """What tells a cell from the others of its study."""
+    cells = study.cells()
+    names = [name for name in dict.fromkeys(itertools.chain(*cells)) if len({each.get(name) for each in cells}) > 1]
+    return ", ".join(f"{name} {cell[name]}" for name in names if name in cell) or "the only cell"
+
+
+def table(study: Study, made: Sequence[Summary]) -> str:
+    """As Markdown."""
+    what = "bits per byte" if "gpt" in study.experiment or "lstm" in study.experiment else "error of top-1, %"
+    lines = [f"{study.question} `{study.experiment}`", ""]
+    lines += [f"| cell | seeds | {what} | difference | within 2 standard errors |", "|---|---|---|---|---|"]
+    for i, row in enumerate(made):
+        compared = f"{row.difference:+.3f} ± {row.difference_error:.3f} | {'yes' if row.within else 'no'}"
+        shown = "reference | " if i == 0 else compared
+        lines.append(f"| {row.title} | {row.seeds} | {row.mean:.3f} ± {row.error:.3f} | {shown} |")
+    return "\n".join(lines)
+
+
+def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]) -> list[plots.Panel]:
+    """The metric with its standard errors, and the held-out loss by epoch, mean of the seeds."""
+    bars = [(row.title, row.mean, max(row.mean - finite(row.error), 0.0), row.mean + finite(row.error)) for row in made]
+    series = {}
+    for cell in study.cells():
+        curves = [row["curve"] for row in found(rows, study, cell)]
+        if curves and min(map(len, curves)) > 1:
+            points = zip(*curves, strict=True)
+            series[title(cell, study)] = [(p[0][0], statistics.mean(loss for _, loss in p)) for p in points]
+    drawn: list[plots.Panel] = [plots.Bars(study.question, plots.Quantity("held out", base=None), bars)]
+    if series:
+        x, y = plots.Quantity("epoch", base=None), plots.Quantity("loss", base=None)
+        drawn.append(plots.Lines("held-out loss", x, y, series))
+    return drawn
+
+
+def finite(value: float) -> float:
+    """0 where nothing is known."""
+    return value if math.isfinite(value) else 0.0
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", choices=[*STUDIES, []], help="by name")
+    parser.add_argument("--experiment", default=DIGITS, help="of a grid")
+    parser.add_argument("--workers", nargs="+", default=["8"], help="of a grid")
+    parser.add_argument("--vary", nargs="+", default=[], metavar="FLAG=VALUE,...", help="of a grid")
+    parser.add_argument("--seeds", type=int, default=5, help="0, 1, ... of every cell")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.jsonl", help="a line a run")
+    parser.add_argument("--png", type=Path, help="file for the plots")
+    parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
+    parser.add_argument("--show", action="store_true", help="tables of what is there; run nothing")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def asked(options: argparse.Namespace) -> list[Study]:
+    """Named studies, or a grid."""
+    if options.studies:
+        return [STUDIES[name] for name in options.studies]
+    pairs = (text.partition("=")[::2] for text in options.vary)
+    vary = {"workers": options.workers} | {name: values.split(",") for name, values in pairs}
+    return [Study("A grid.", options.experiment, [Grid(vary, {})])]
+
+
+def main() -> None:
+    """Run what is missing, print tables."""
+    options = parse()
+    if options.job:
+        return run_cell(**options.job, out=options.out)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    drawn: list[plots.Panel] = []
+    for study in asked(options):
+        if not options.show:
+            run_missing(study, range(options.seeds), options.out, options.launch)
+        rows = rows_of(options.out)
+        made = summaries(study, rows)
+        print(table(study, made) + "\n", flush=True)
+        drawn += panels(study, rows, made) if made else []
+    if options.png and drawn:
+        plots.save(drawn, options.png)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Messages of asynchronous rules between real processes: run by tests/test_mpirun.py."""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi.center import END, PUSH, READ, Layout, Ledger, Report, Server, Talk, Tally
+from jaxmpi.hostcomm import HOST_WIRES
+from jaxmpi.post import Counter, FarLine, Gossiper, NearLine, converse
+from jaxmpi.processes import MpiProcesses, processes
+from jaxmpi.rules.gosgd import Gossip
+from tolerances import U
+
+COMM = jaxmpi.world()
+SIZE, RANK = COMM.size, int(COMM.rank)
+pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to talk to")
+N, ROUNDS = 300_001, 4  # floats: more messages than may be unanswered at once
+
+
+def control() -> MpiProcesses:
+    made = processes()
+    assert isinstance(made, MpiProcesses)
+    return made
+
+
+def total(x: np.ndarray) -> np.ndarray:
+    return control().sum(np.asarray(x, np.float64))
+
+
+@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_center_and_workers_keep_their_sum(servers, wire):
+    """Each comes as often as it likes; rank 0's server is a thread, or the last rank serves alone."""
+    mpi, workers, where = control().clone(), SIZE - servers, SIZE - 1 if servers else 0
+    layout = Layout(N, 1, wire)
+    counter: Any = None
+    thread = None
+    if where == RANK:
+        server = Server(layout, 0, np.ones(N, np.float32), elastic, Ledger(workers, 1e9, 0))
+        guests = [worker for worker in range(workers) if worker != RANK]
+        counter = Counter(mpi, server, guests, layout.message_bytes())
+        thread = threading.Thread(target=counter.run)
+        thread.start()
+    w = np.random.default_rng(RANK).standard_normal(N).astype(np.float32) * (workers > RANK)
+    before = total(w)
+    seen = np.zeros(N, np.float32)
+    if workers > RANK:
+        line = NearLine(counter, RANK) if counter else FarLine(mpi, where)
+        for _ in range(ROUNDS):
+            talk = Talk(layout, PUSH, w, None)
+            converse(talk, [line])
+            assert talk.sent_bytes >= layout.host_wire().size_bytes(N)
+            w = w - np.float32(0.5) * (talk.sent - talk.seen)
+        if RANK == 0:
+            until(line, layout, lambda books: books.done == workers - 1)
+            talk = Talk(layout, READ, np.empty(N, np.float32), None)
+            converse(talk, [line])
+            seen = talk.seen if wire == "32" else seen
+        until(line, layout, lambda books: books.closing, is_done=1, closing=float(RANK == 0))
+        if RANK == 0:
+            converse(Talk(layout, END, None, None), [line])
+    if thread:
+        thread.join(30)
+        assert not thread.is_alive()
+        if wire != "32":
+            seen = counter.server.center  # as it is, not as it travels
+    held = total(w) + total(seen)
+    # Each of the exchanges rounds w and c twice, numbers below 8.
+    np.testing.assert_allclose(held, before + 1, atol=4 * ROUNDS * workers * U * 8)
+
+
+def elastic(center, sent, seen):
+    center += np.float32(0.5) * (sent - seen)
+
+
+def until(line, layout, holds, **report) -> None:
+    """Report until the books say so; nobody speaks any more after hearing the end."""
+    while True:
+        talk = Talk(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Tally()])
+        converse(talk, [line])
+        assert talk.answer
+        if holds(talk.answer.books):
+            return
+        time.sleep(0.005)
+
+
+def test_all_push_to_each_other_at_once_and_nothing_is_lost():
+    """Messages of 1.2 MB, which MPI sends only when the receiver is ready: blocking sends would wait for ever."""
+    begin = time.monotonic()
+    gossiper = Gossiper(control().clone(), RANK, SIZE, 4 * N)
+    gossip = Gossip(RANK, SIZE, 1.0, seed=3)
+    w = np.full(N, RANK, np.float32)
+
+    def merge() -> None:
+        nonlocal w
+        while gossiper.arrived:
+            parcel = gossiper.arrived.popleft()
+            w = gossip.merge(w, parcel.body.view(np.float32), parcel.share)
+
+    for _ in range(10):
+        push = gossip.draw()
+        assert push  # p is 1
+        gossiper.push(push.to, push.share, w.copy().view(np.uint8))
+        merge()
+    gossiper.end()
+    merge()
+    weight, mean = total(np.array([gossip.weight]))[0], total(gossip.weight * w.astype(np.float64))
+    assert abs(weight - 1) <= 40 * SIZE * 2.0**-52
+    # At most 10 SIZE merges of 4 roundings each, of numbers below SIZE.
+    np.testing.assert_allclose(mean, (SIZE - 1) / 2, atol=10 * SIZE * 4 * U * SIZE)
+    assert time.monotonic() - begin < 60

@@ -1,0 +1,183 @@
+"""Where a step's time goes: made-up loops whose answer is known, and the real loop's clock."""
+
+import time
+
+import numpy as np
+import pytest
+
+from jaxmpi import anatomy, spans
+from jaxmpi.anatomy import LATER, LOCAL, MOST_ROWS, PARTS, SOURCES, Anatomy, Row, folded, summary, taken_apart
+from jaxmpi.spans import Span
+
+
+def parts(rows: list[Row], noted: list[Span] | None = None, **known: float | None) -> dict[str, float]:
+    """Parts of a window by name."""
+    window = taken_apart(rows, known.get("step_s"), known.get("lone_s"), True, noted or [])
+    return dict(zip(LOCAL, window.parts.tolist(), strict=True))
+
+
+def row(begin_s: float, data_s: float, end_s: float, ended: tuple[float, float]) -> Row:
+    """An iteration that waits for its batch, which then needs no transfer."""
+    there = begin_s + data_s
+    return Row(1, begin_s, there, there, there, end_s, ended)
+
+
+def test_a_wait_for_data_counts_only_while_the_device_is_idle():
+    busy = parts([row(10.0, 3.0, 15.0, LATER)])
+    assert (busy["data"], busy["compute"]) == (0.0, 5.0)
+    idle = parts([row(10.0, 3.0, 15.0, (10.0, 10.0))])
+    assert (idle["data"], idle["compute"]) == (3.0, 2.0)
+
+
+def test_where_a_step_ends_within_a_wait_the_last_known_step_settles_it():
+    """The step from 10 to 12 lasts 4 s, as the last known one; the wait for the next batch ends 7 s after its start."""
+    rows = [row(10.0, 0.0, 12.0, (10.0, 10.0)), row(12.0, 7.0, 23.0, (12.0, 19.0))]
+    found = parts(rows, step_s=4.0)
+    assert found["data"] == 5.0  # from 14 to 19
+    assert found["compute"] == 2.0 + 2.0 + 4.0
+    assert parts(rows)["data"] == 0.0  # nothing known: no more than is sure
+
+
+def test_transfer_and_gaps():
+    one = Row(1, 10.0, 11.0, 13.0, 13.0, 20.0, (10.0, 10.0), gap_s=0.5)
+    found = parts([one])
+    assert (found["data"], found["transfer"], found["compute"], found["other"]) == (1.0, 2.0, 7.0, 0.5)
+    compiled = Row(1, 10.0, 11.0, 13.0, 16.0, 20.0, (10.0, 10.0))
+    assert (parts([compiled])["other"], parts([compiled])["compute"]) == (3.0, 4.0)
+
+
+def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden():
+    noted = [
+        Span("travel", "bucket 1 of 2", 11.0, 14.0),
+        Span("travel", "bucket 2 of 2", 12.0, 16.0),
+        Span("wait", "bucket 1 of 2", 13.0, 14.0),
+        Span("wait", "bucket 2 of 2", 14.0, 16.0),
+    ]
+    window = taken_apart([row(10.0, 0.0, 20.0, LATER)], None, 9.0, True, noted)
+    found = dict(zip(LOCAL, window.parts.tolist(), strict=True))
+    assert (found["exposed"], found["hidden"], found["compute"]) == (3.0, 2.0, 7.0)
+    assert SOURCES[window.source] == "measured"  # which goes before an estimate
+    busy = [(s.begin_s, s.end_s) for s in window.spans if s.track == "compute"]
+    assert busy == [(10.0, 13.0), (16.0, 20.0)]
+
+
+def test_without_callbacks_a_step_without_exchange_tells():
+    window = taken_apart([row(10.0, 0.0, 15.0, LATER), row(15.0, 0.0, 21.0, LATER)], None, 4.0, True, [])
+    assert window.exposed.tolist() == [1.0, 2.0]
+    assert SOURCES[window.source] == "estimated"
+    unknown = taken_apart([row(10.0, 0.0, 15.0, LATER)], None, None, True, [])
+    assert (unknown.exposed.tolist(), SOURCES[unknown.source]) == ([0.0], "unknown")
+    alone = taken_apart([row(10.0, 0.0, 15.0, LATER)], None, None, False, [])
+    assert SOURCES[alone.source] == "none"
+
+
+def test_all_parts_but_hidden_add_up():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        rows, now = [], 100.0
+        for step in range(rng.integers(1, 6)):
+            waits = rng.exponential(1.0, 5)
+            at = (now + np.cumsum(waits)).tolist()
+            ended = [(now, now), (now, at[0]), LATER][rng.integers(3)]
+            rows.append(Row(step, now, at[0], at[1], at[2] if step == 0 else at[1], at[4], ended))
+            now = at[4]
+        noted = [Span("wait", "b", b, b + d) for b, d in rng.uniform(100, 110, (4, 2)) - [0, 100]]
+        found = parts(rows, noted, step_s=float(rng.exponential(2)))
+        assert sum(v for k, v in found.items() if k != "hidden") == pytest.approx(now - 100.0)
+        assert all(value >= -1e-9 for value in found.values()), found
+
+
+def test_who_comes_last_to_an_exchange_has_waited_for_nobody():
+    exposed = np.array([[3.0, 1.0], [1.0, 2.0], [2.0, 2.0]])  # rank, step
+    rows = np.zeros((3, len(LOCAL) + 3))
+    rows[:, len(LOCAL) + 1 :] = exposed
+    rows[:, LOCAL.index("exposed")] = exposed.sum(axis=1)
+    rows[:, LOCAL.index("compute")] = [4.0, 5.0, 4.0]
+    seen = summary(rows, 2)
+    assert seen.table["exchange"] == (1.0, 1.0, 1.0, 0)  # (1 + 1) / 2 steps
+    assert seen.table["sync"] == (0.5, 1.0, 1.0, 0)
+    assert seen.table["compute"] == (2.0, 2.0, 2.5, 1)
+    assert seen.slowest == 1
+    assert seen.table.keys() == PARTS.keys()
+    assert seen.step_s == pytest.approx(8.0 / 2)
+
+
+def test_long_windows_are_folded_without_loss():
+    values = np.arange(1000.0)
+    assert len(folded(values)) <= MOST_ROWS
+    assert folded(values).sum() == values.sum()
+    assert folded(np.zeros(0)).size == 0
+
+
+# ---------------------------------------------------------------- the loop's clock
+
+
+class Result:
+    """Stands for a step's result on a device that takes `seconds` a step, one after another."""
+
+    free_s = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        Result.free_s = self.end_s = max(time.perf_counter(), Result.free_s) + seconds
+
+    def is_ready(self) -> bool:
+        return time.perf_counter() >= self.end_s
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.end_s - time.perf_counter()))
+
+
+def slow(count: int, seconds: float):
+    for i in range(count):
+        time.sleep(seconds)
+        yield {"image": i}
+
+
+@pytest.mark.parametrize(("data_s", "step_s"), [(0.002, 0.02), (0.02, 0.002)])
+def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
+    seen, results, begin = Anatomy(1), [], time.perf_counter()
+    for k, _ in enumerate(seen.batches(slow(20, data_s), 1)):
+        results.append(Result(step_s))
+        seen.started(results[-1])
+        if k:
+            results[k - 1].wait()  # one step late, as the trainer
+    results[-1].wait()
+    seen.pause()
+    wall_s = time.perf_counter() - begin
+    window = seen.window()
+    found = dict(zip(LOCAL, window.parts.tolist(), strict=True))
+    assert window.steps == 20
+    assert sum(v for k, v in found.items() if k != "hidden") == pytest.approx(wall_s, rel=0.05)
+    bound = "data" if data_s > step_s else "compute"
+    assert found[bound] > 0.75 * wall_s, found
+
+
+def test_what_is_no_training_is_left_out():
+    seen = Anatomy(1)
+    for _ in seen.batches(slow(1, 0.0), 1):
+        seen.started(Result(0.0))
+    seen.pause()
+    seen.window()
+    time.sleep(0.05)  # an evaluation
+    seen.restart()
+    for _ in seen.batches(slow(1, 0.0), 2):
+        seen.started(Result(0.0))
+    seen.pause()
+    assert seen.window().parts.sum() < 0.04
+    for _ in seen.batches(slow(1, 0.0), 3):
+        time.sleep(0.05)  # the log, between two windows
+    seen.pause()
+    assert seen.window().parts.sum() > 0.04
+
+
+def test_spans():
+    spans.drain()
+    with spans.span("data", "outer"), spans.span("wait", "inner"):
+        assert [s.name for s in spans.under_way()] == ["inner"]
+    assert spans.under_way() == []
+    assert [s.name for s in spans.drain()] == ["inner", "outer"]
+    assert spans.drain() == []
+    assert spans.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
+    assert spans.length([(0, 2), (1, 4), (6, 7)]) == 5
+    assert set(spans.TRACKS) >= {"data", "compute", "travel", "wait"}
+    assert anatomy.LATER[0] == float("inf")

@@ -1,0 +1,344 @@
+"""Whole runs by asynchronous rules: what they count, record, save and survive; and what they refuse."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmpi import launch, rules
+from jaxmpi import train as trainer
+from jaxmpi.checkpoint import found
+from jaxmpi.comm import AxisComm, SoloComm
+from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
+from jaxmpi.exchange import exchange
+from jaxmpi.optim import at_step, is_linear, optimizer
+from launching import ROOT, kill_session, mpirun_line, run, train
+from tolerances import U
+
+DIGITS = "experiments/digits.py"
+EXAMPLES = 1437  # of digits, for training
+COMMON = (DIGITS, "--optim.lr", "0.01", "--effective-batch", "48", "--exchange.strategy", "asa16")
+RULES = {
+    "easgd": ("--rule.name", "easgd", "--rule.alpha", "0.3"),
+    "easgd-servers": ("--rule.name", "easgd", "--rule.alpha", "0.3", "--rule.servers", "1", "--rule.tau", "3"),
+    "asgd": ("--rule.name", "asgd", "--rule.staleness", "2", "--rule.tau", "2"),
+    "gosgd": ("--rule.name", "gosgd", "--rule.p", "0.2"),
+    "eamsgd": ("--rule.name", "easgd", "--rule.alpha", "0.3", "--optim.name", "sgd", "--rule.momentum", "0.9"),
+}
+
+
+def record(run_dir: Path, kind: str) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
+    ranks = 4 if "servers" in name else 3
+    args = (*COMMON, *RULES[name], "--checkpoint-every", "1ep", "--eval-every", "1ep", "--run-dir", str(tmp_path))
+    ended = train(ranks, *args, "--train-for", "3ep")
+    assert ended.code == 0, ended.out
+    last = record(tmp_path, "train")[-1]
+    # All workers see that there are enough when they next report, which is within 10 steps (log_every) of 16 examples.
+    assert 3 * EXAMPLES <= last["examples"] < 3 * EXAMPLES + 3 * 11 * 16
+    assert last["step"] == 90
+    workers = record(tmp_path, "workers")[-1]
+    assert workers["alive"] == 3
+    assert workers["exchanges"] > 3
+    assert workers["distance"] > 0
+    if "gosgd" not in name:
+        assert sum(workers["staleness"]) == workers["exchanges"] - 3
+    [saved] = [path for path in found(tmp_path / "checkpoints") if path.name == "step_00000090"]
+    files = json.loads((saved / "manifest.json").read_text())["files"]
+    assert set(files) == {"common.bin", *(f"worker_{i:05d}.bin" for i in range(3))}
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+    ended = train(ranks, *args, "--train-for", "5ep", "--resume")
+    assert ended.code == 0, ended.out
+    assert "resumed at step 90" in ended.out
+    evals = record(tmp_path, "eval")
+    assert evals[-1]["step"] == 150
+    # Chance is 10 %; five epochs of GoSGD at this rate and p come to 80 %.
+    assert evals[-1]["eval_top1"] > 0.7
+    last = record(tmp_path, "train")[-1]
+    assert 5 * EXAMPLES <= last["examples"] < 5 * EXAMPLES + 3 * 11 * 16
+
+
+# ---------------------------------------------------------------- who dies
+
+
+class Fault(NamedTuple):
+    """Ranks of a job, which of them is killed, and what comes of it."""
+
+    args: tuple[str, ...]
+    ranks: int
+    killed: int
+    code: int
+    message: str
+
+
+FAULTS = {
+    "worker": Fault(RULES["easgd"], 3, 2, 0, "finished with 2 of 3 workers"),
+    "worker-with-servers": Fault(RULES["easgd-servers"], 4, 1, 0, "finished with 2 of 3 workers"),
+    "worker-asgd": Fault((*RULES["asgd"],), 3, 1, 0, "finished with 2 of 3 workers"),
+    "worker-gosgd": Fault(RULES["gosgd"], 3, 2, 0, "finished with 2 of 3 workers"),
+    "server": Fault(RULES["easgd-servers"], 4, 3, 1, "a rank that keeps the center is gone"),
+    "worker-0": Fault(RULES["easgd-servers"], 4, 0, 1, "worker 0, which keeps the record, is gone"),
+    "worker-0-and-center": Fault(RULES["easgd"], 3, 0, 1, "a rank that keeps the center is gone"),
+}
+QUICK_FAULTS = ("worker", "server")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK_FAULTS else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
+def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, tmp_path):
+    fault, run_dir = FAULTS[name], tmp_path / "run"
+    args = [*COMMON, *fault.args, "--train-for", "12ep", "--checkpoint-every", "1ep", "--eval-every", "12ep"]
+    args += ["--run-dir", str(run_dir)]
+    line = launch.mpirun(launch.Options(fault.ranks, "mpirun", (), tuple(args)), 2, os.geteuid() == 0)
+    assert line[-2:] == ["--with-ft", "ulfm"]
+    line = [*line, sys.executable, "-m", "jaxmpi.train", *args]
+    with (tmp_path / "out").open("w") as out:
+        job = subprocess.Popen(line, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 90
+        while not found(run_dir / "checkpoints") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(rank_of(fault.killed, run_dir), signal.SIGKILL)
+        code = job.wait(timeout=60)
+    finally:
+        kill_session(job.pid)
+        job.wait()
+    printed = (tmp_path / "out").read_text()
+    assert code == fault.code, printed
+    assert fault.message in printed, printed
+    steps = [int(path.name[5:]) for path in found(run_dir / "checkpoints")]
+    if fault.code == 0:
+        assert record(run_dir, "workers")[-1]["alive"] == 2
+        assert record(run_dir, "train")[-1]["examples"] >= 12 * EXAMPLES
+        assert steps[-1] == 12 * 30
+    else:
+        ended = train(fault.ranks, *args, "--resume")  # from the last checkpoint, to the end
+        assert ended.code == 0, ended.out
+        assert f"resumed at step {steps[-1]}" in ended.out
+        assert record(run_dir, "eval")[-1]["step"] == 12 * 30
+
+
+def rank_of(rank: int, run_dir: Path) -> int:
+    """The process of a rank that trains into a folder."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                is_job = str(run_dir).encode() in (entry / "cmdline").read_bytes()
+                if is_job and f"OMPI_COMM_WORLD_RANK={rank}\0".encode() in (entry / "environ").read_bytes():
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_an_error_of_one_rank_ends_all_where_ranks_may_die(tmp_path):
+    """MPI_Abort would hang there."""
+    script = (
+        "import numpy as np, jaxmpi, time\ncomm = jaxmpi.world()\ncontrol = comm.processes\n"
+        "if comm.rank == 1: raise ValueError('boom')\ncontrol.barrier()\n"
+    )
+    (tmp_path / "job.py").write_text(script)
+    begin = time.monotonic()
+    line = [*mpirun_line(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "job.py")]
+    job = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert job.returncode == 1, job.stdout + job.stderr
+    assert "rank 1/3" in job.stderr
+    assert "boom" in job.stderr
+    assert time.monotonic() - begin < 30
+
+
+# ---------------------------------------------------------------- what is refused
+
+BAD = {
+    "rule.alpha: got 1.5; expected (0, 1]: beyond 1 a worker": {"alpha": 1.5},
+    "rule.alpha: got 0": {"alpha": 0.0},
+    "rule.server_alpha: got -0.1": {"server_alpha": -0.1},
+    "rule.tau: got 0; expected >= 1": {"tau": 0},
+    "rule.p: got 1.1; expected [0, 1]": {"p": 1.1},
+    "rule.staleness: got -1; expected >= 0": {"staleness": -1},
+    "rule.servers: got -1; expected >= 0": {"servers": -1},
+    "rule.momentum: got 1.0; expected [0, 1)": {"momentum": 1.0},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_numbers_out_of_range_are_named_with_their_range(message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        RuleConfig("easgd", **BAD[message])
+
+
+RANKS = {
+    "got one rank": (RuleConfig("easgd"), 1, "momentum"),
+    "rule.servers: got 3 of 3 ranks; expected at most 2": (RuleConfig("easgd", servers=3), 3, "momentum"),
+    "rule.servers: got 1 with rule gosgd": (RuleConfig("gosgd", servers=1), 3, "momentum"),
+    "rule.servers: got 1 with rule gradients": (RuleConfig(servers=1), 3, "momentum"),
+    "expected at most 1/4 = 0.25": (RuleConfig("easgd_sync"), 4, "momentum"),
+    "EAMSGD is rule easgd over optim.name sgd": (RuleConfig("easgd", momentum=0.9), 4, "momentum"),
+}
+
+
+@pytest.mark.parametrize("message", RANKS)
+def test_ranks_and_rules_that_do_not_fit_are_refused(message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        rules.check_ranks(*RANKS[message])
+
+
+@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd", "easgd_sync"])
+def test_an_optimizer_whose_state_is_not_averaged_is_refused_unless_forced(name):
+    config = Optim("adam")
+    with pytest.raises(UsageError, match="its state is each worker's own, not averaged"):
+        build(RuleConfig(name), config)
+    build(RuleConfig(name, force=True), config)
+
+
+def test_a_single_rank_is_told_to_start_several(tmp_path):
+    ended = train(1, *COMMON, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
+    assert ended.code != 0
+    assert "start several (mpirun -n 4, jaxmpi train -n 4)" in ended.out
+
+
+@pytest.mark.parametrize("strategy", ["none", "lowrank4"])
+def test_strategies_without_a_wire_are_refused(strategy):
+    with pytest.raises(UsageError, match="takes its wire only"):
+        trainer.to_center(ExchangeConfig(strategy))
+
+
+def test_of_a_strategy_the_wire_counts():
+    asked = {
+        "auto": "root:32",
+        "auto:16": "root:16",
+        "ring16": "root:16",
+        "asa:bf16": "root:bf16",
+        "hier-ring": "root:32",
+    }
+    assert {name: trainer.to_center(ExchangeConfig(name)) for name in asked} == asked
+
+
+# ---------------------------------------------------------------- the launcher's line
+
+
+def test_the_launcher_keeps_asynchronous_runs_alive(tmp_path):
+    version = "mpirun (Open MPI) 5.0.11"
+    assert launch.outlives_ranks((DIGITS, "--rule.name", "easgd"), version)
+    assert launch.outlives_ranks((DIGITS, "--rule.name=gosgd"), version)
+    assert not launch.outlives_ranks((DIGITS, "--rule.name", "easgd_sync"), version)
+    assert not launch.outlives_ranks((DIGITS,), version)
+    assert not launch.outlives_ranks((DIGITS, "--rule.name", "easgd"), "mpirun (Open MPI) 4.1.6")
+
+
+# ---------------------------------------------------------------- the local halves, and the synchronous form
+
+
+def build(config: RuleConfig, optim: Optim, workers: int = 1, lr: float = 0.05) -> Any:
+    comm = AxisComm("w", workers) if workers > 1 else SoloComm()
+    talk = rules.Exchange(lambda tree: exchange(tree, comm=comm), lambda tree: exchange(tree, op="sum", comm=comm))
+    tx = optimizer(optim, lambda step: jnp.float32(lr))
+    return rules.build(config, tx, talk, optimizer=optim.name, linear=is_linear(optim))
+
+
+def gradient(w):
+    return jax.tree.map(lambda x: jnp.sin(3 * x) + x, w)
+
+
+PARAMS = {"a": np.linspace(-1, 1, 7, dtype=np.float32), "b": np.array([[0.3, -2]], np.float32)}
+
+
+@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd"])
+@pytest.mark.parametrize("optim", [Optim("sgd"), Optim("momentum"), Optim("nesterov")], ids=lambda o: o.name)
+def test_without_exchanges_a_worker_is_the_plain_optimizer_in_every_bit(name, optim):
+    rule, tx = build(RuleConfig(name), optim), optimizer(optim, lambda step: jnp.float32(0.05))
+    mine, plain = jax.tree.map(jnp.array, PARAMS), jax.tree.map(jnp.array, PARAMS)
+    state, inner = rule.init(mine), tx.init(plain)
+
+    @jax.jit
+    def step(params, inner):
+        updates, inner = tx.update(gradient(params), inner, params)
+        return optax.apply_updates(params, updates), inner
+
+    local = jax.jit(lambda params, state: rule.update(gradient(params), state, params))
+    for _ in range(5):
+        mine, state = local(mine, state)
+        plain, inner = step(plain, inner)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
+    """v <- delta v - eta g(w + delta v) ;  w <- w + v, and the center pulls at w. Zhang et al. 2015, section 4."""
+    delta, eta, alpha = 0.9, 0.05, 0.25
+    rule = build(RuleConfig("easgd", alpha=alpha, momentum=delta), Optim("sgd"), lr=eta)
+    talk = rule.asynchronous
+    assert talk is not None
+    w, v = np.linspace(-1, 1, 7), np.zeros(7)
+    center = np.full(7, 0.5)
+    params, state = {"a": jnp.asarray(w, jnp.float32)}, rule.init({"a": jnp.asarray(w, jnp.float32)})
+    for _ in range(5):
+        v = delta * v - eta * (np.sin(3 * (w + delta * v)) + w + delta * v)
+        w = w + v
+        params, state = rule.update(gradient(params), state, params)
+        w = w - alpha * (w - center)
+        mine = np.asarray(talk.outward(params, state)["a"])
+        new, _ = talk.meet(mine, mine, mine, center.astype(np.float32))
+        params = talk.inward({"a": jnp.asarray(new)}, state)
+    # 5 steps of some 12 roundings of numbers below 2; errors grow by 1 + delta at most a step, to 2^5.
+    np.testing.assert_allclose(talk.outward(params, state)["a"], w, atol=5 * 12 * U * 2 * 2**5)
+
+
+@pytest.mark.parametrize("tau", [1, 3])
+def test_synchronous_easgd_is_the_papers_and_conserves_the_sum(tau):
+    """Zhang et al. 2015, equations 5 and 6 in float64; without gradients the sum of workers and center stays."""
+    k, alpha, eta, steps = 4, 0.2, 0.05, 6
+    rule = build(RuleConfig("easgd_sync", alpha=alpha, tau=tau), Optim("sgd"), workers=k, lr=eta)
+    rng = np.random.default_rng(0)
+    w = rng.uniform(-1, 1, (k, 5))
+    params = {"a": jnp.asarray(w, jnp.float32)}
+    steps_done, _, inner = jax.vmap(lambda p: rule.init(p), axis_name="w")(params)
+    state = steps_done, {"a": jnp.zeros((k, 5))}, inner
+    center = np.zeros(5)
+    step = jax.jit(jax.vmap(lambda p, s: rule.update(gradient(p), s, p), axis_name="w"))
+    for t in range(steps):
+        params, state = step(params, state)
+        g, pull = np.sin(3 * w) + w, alpha * (w - center) * (t % tau == 0)
+        w, center = w - eta * g - pull, center + pull.sum(0)
+    assert rule.eval_params is not None
+    seen = np.asarray(rule.eval_params(params, state)["a"])
+    # Some 10 roundings a step of numbers below 2; a step stretches errors by 1.2 at most.
+    np.testing.assert_allclose(params["a"], w, atol=steps * 10 * U * 2 * 1.2**steps)
+    np.testing.assert_allclose(seen, np.tile(center, (k, 1)), atol=steps * (10 + k) * U * 4 * 1.2**steps)
+    assert len({row.tobytes() for row in seen}) == 1
+
+
+def test_learning_rates_follow_the_run_and_moments_stay():
+    tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * jnp.asarray(step, jnp.float32))
+    params = {"a": jnp.ones(3)}
+    _, state = tx.update({"a": jnp.ones(3)}, tx.init(params), params)
+    later = at_step(state, 7)
+    assert [int(x) for x in jax.tree.leaves(later) if x.ndim == 0] == [7]
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(later), strict=True):
+        assert before.ndim == 0 or np.asarray(before).tobytes() == np.asarray(after).tobytes()
+
+
+# ---------------------------------------------------------------- the script of figures
+
+
+@pytest.mark.slow
+def test_the_bench_runs_at_a_small_size():
+    ended = run([sys.executable, "scripts/bench_rules.py", "--rounds", "1", "--only", "idle"], timeout_s=60)
+    assert ended.code == 0, ended.out
+    assert "of a core, goal 5 %" in ended.out

@@ -1,0 +1,306 @@
+"""The protocol of asynchronous rules under simulated messages: any order of sends and deliveries, workers that die."""
+
+import random
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmpi.center import LONGEST, PUSH, READ, Answer, Layout, Ledger, Report, Server, Talk, Tally
+from jaxmpi.comm import SoloComm
+from jaxmpi.config import RuleConfig
+from jaxmpi.hostcomm import HOST_WIRES, MESSAGE_BYTES
+from jaxmpi.rules import Asynchronous, Exchange
+from jaxmpi.rules.asgd import asgd
+from jaxmpi.rules.easgd import easgd
+from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.wires import BLOCK
+from tolerances import U
+
+N = BLOCK + 3  # two segments, one of them short
+SCHEDULES = 100  # in each of hypothesis's examples
+BUILD = {"easgd": easgd, "asgd": asgd}
+
+
+def asynchronous(name: str, **options) -> Asynchronous:
+    exchange = Exchange(lambda tree: tree, lambda tree: tree, SoloComm().jit)
+    rule = BUILD[name](optax.sgd(0.1), exchange, RuleConfig(name, **options)).asynchronous
+    assert rule is not None
+    return rule
+
+
+class Case(NamedTuple):
+    """A job to simulate."""
+
+    rule: Asynchronous
+    workers: int
+    servers: int
+    rounds: int  # exchanges of each worker
+    bound: int = 0
+    victim: int = -1  # a worker that dies at some time
+    wire: str = "32"
+
+
+class SimulatedWorker:
+    """Learns small integers, so that sums of halves are exact, and meets the center after each."""
+
+    def __init__(self, case: Case, layout: Layout, number: int, start: np.ndarray) -> None:
+        self.case, self.layout, self.number = case, layout, number
+        self.w, self.base = start.copy(), start.copy()
+        self.clock = 0
+        self.talk: Any = None  # a Talk, while there is one
+        self.learnt = np.zeros_like(start)
+
+    def begin(self) -> None:
+        """A period of training, then a talk."""
+        step = np.full(N, self.number + 1, np.float32)
+        self.learnt += step
+        self.w = self.w + step
+        self.clock += 1
+        report = [*Report(self.clock, 0, self.clock == self.case.rounds), *Tally(steps=1, examples=10)]
+        self.talk = Talk(self.layout, PUSH, self.case.rule.send(self.w, self.base), report)
+
+    def finish(self) -> Answer:
+        self.w, self.base = self.case.rule.meet(self.w, self.base, self.talk.sent, self.talk.seen)
+        answer, self.talk = self.talk.answer, None
+        return answer
+
+    def is_over(self) -> bool:
+        return self.clock == self.case.rounds and self.talk is None
+
+
+class World:
+    """Workers, servers, and the messages between them, in queues that keep their order one by one."""
+
+    def __init__(self, case: Case, rng: random.Random) -> None:
+        self.case, self.rng = case, rng
+        layout = Layout(N, case.servers, case.wire)
+        start = np.arange(N, dtype=np.float32) % 8
+        self.workers = {i: SimulatedWorker(case, layout, i, start) for i in range(case.workers)}
+        self.ledger = Ledger(case.workers, 10 * case.workers * case.rounds, case.bound)
+        self.servers = []
+        for s in range(case.servers):
+            begin, end = layout.bounds(s)
+            ledger = self.ledger if s == 0 else None
+            self.servers.append(Server(layout, s, start[begin:end].copy(), case.rule.serve, ledger))
+        self.there = {(i, s): deque() for i in self.workers for s in range(case.servers)}
+        self.back = {pair: deque() for pair in self.there}
+
+    def actions(self) -> list:
+        """What can happen next."""
+        can = []
+        for i, worker in self.workers.items():
+            if worker.talk is None and worker.clock < self.case.rounds:
+                can.append(lambda worker=worker: worker.begin())
+            elif worker.talk and worker.talk.is_over():
+                can.append(lambda worker=worker: self.finish(worker))
+            elif worker.talk and any(self.may_send(worker.talk)):
+                can.append(lambda i=i, worker=worker: self.send(i, worker.talk))
+        can += [lambda pair=pair: self.deliver(*pair) for pair, queue in self.there.items() if queue]
+        can += [lambda pair=pair: self.answer(*pair) for pair, queue in self.back.items() if queue]
+        for s, server in enumerate(self.servers):
+            can += [lambda i=i, s=s: self.post(i, s) for i, answers in server.out.items() if answers]
+        return can
+
+    def may_send(self, talk: Talk) -> list[bool]:
+        return [bool(todo) and len(open_) < 8 for todo, open_ in zip(talk._todo, talk._open, strict=True)]
+
+    def send(self, i: int, talk: Talk) -> None:
+        for sending in talk.ready():
+            self.there[i, sending.server].append(sending.message)
+
+    def deliver(self, i: int, s: int) -> None:
+        self.servers[s].take(i, self.there[i, s].popleft())
+
+    def post(self, i: int, s: int) -> None:
+        self.back[i, s].append(self.servers[s].out[i].popleft())
+
+    def answer(self, i: int, s: int) -> None:
+        self.workers[i].talk.take(s, self.back[i, s].popleft())
+
+    def finish(self, worker: SimulatedWorker) -> None:
+        worker.finish()
+        if self.case.bound:
+            slowest = min((r.clock for r in self.ledger.reports.values() if not r.is_done), default=worker.clock)
+            assert worker.clock <= slowest + self.case.bound or worker.is_over()
+
+    def kill(self, i: int) -> None:
+        del self.workers[i]
+        for s, server in enumerate(self.servers):
+            server.lose(i)
+            del self.there[i, s], self.back[i, s]
+
+    def run(self) -> None:
+        """To the end, in a random order; fails where nobody can do anything any more."""
+        dies = self.rng.randrange(40) if self.case.victim >= 0 else -1
+        for turn in range(100_000):
+            if turn == dies:
+                self.kill(self.case.victim)
+            can = self.actions()
+            if not can:
+                break
+            self.rng.choice(can)()
+        assert all(worker.is_over() for worker in self.workers.values()), "deadlock"
+
+    def center(self) -> np.ndarray:
+        return np.concatenate([server.center for server in self.servers])
+
+
+cases = st.fixed_dictionaries(
+    {
+        "workers": st.integers(1, 4),
+        "servers": st.integers(1, 3),
+        "rounds": st.integers(1, 3),
+        "bound": st.integers(0, 2),
+    }
+)
+
+
+@pytest.mark.parametrize("name", BUILD)
+@settings(max_examples=34)
+@given(options=cases, seed=st.integers(0, 2**32), dies=st.booleans())
+def test_no_schedule_deadlocks_and_sums_are_conserved(name, options, seed, dies):
+    """With gossip's 3 x 34 x 100 schedules. EASGD: workers and center; ASGD: the center has all that was learnt."""
+    case = Case(asynchronous(name), **options, victim=options["workers"] - 1 if dies and options["workers"] > 1 else -1)
+    rng = random.Random(seed)
+    for _ in range(SCHEDULES):
+        world = World(case, rng)
+        begun = world.center() * (case.workers + 1 if name == "easgd" else 1)
+        learnt = [worker.learnt for worker in world.workers.values()]
+        world.run()
+        if case.victim >= 0:
+            continue
+        held = world.center() + (sum(w.w for w in world.workers.values()) if name == "easgd" else 0)
+        np.testing.assert_array_equal(held, begun + sum(learnt))
+        assert world.ledger.tally.examples == 10 * case.workers * case.rounds
+        assert world.ledger.answer().books.stop == 1
+        assert sum(world.ledger.staleness.values()) == case.workers * (case.rounds - 1)
+
+
+@settings(max_examples=34)
+@given(workers=st.sampled_from([2, 3, 4, 8]), p=st.floats(0.1, 1), seed=st.integers(0, 2**32))
+def test_gossip_keeps_weights_and_the_weighted_mean_in_every_schedule(workers, p, seed):
+    rng = random.Random(seed)
+    for schedule in range(SCHEDULES):
+        gossips = [Gossip(i, workers, p, seed + schedule) for i in range(workers)]
+        w = [np.full(3, i, np.float32) for i in range(workers)]
+        queues = {(i, j): deque() for i in range(workers) for j in range(workers) if i != j}
+        left, merges = [6] * workers, 0
+        while any(left) or any(queues.values()):
+            pair = rng.choice(
+                [*(p for p, queue in queues.items() if queue), *((i, i) for i in range(workers) if left[i])]
+            )
+            if pair[0] == pair[1]:
+                i = pair[0]
+                left[i] -= 1
+                push = gossips[i].draw()
+                if push:
+                    queues[i, push.to].append((w[i], push.share))
+            else:
+                sent, share = queues[pair].popleft()
+                w[pair[1]] = gossips[pair[1]].merge(w[pair[1]], sent, share)
+                merges += 1
+            under_way = sum(share for queue in queues.values() for _, share in queue)
+            # Each push and merge rounds one addition of float64s below 1.
+            assert abs(sum(g.weight for g in gossips) + under_way - 1) <= (merges + 2 * workers) * 2.0**-52
+        mean = sum(g.weight * x.astype(np.float64) for g, x in zip(gossips, w, strict=True))
+        # A merge makes float32s of two shares, two products and a sum: 4 roundings of numbers below `workers`.
+        np.testing.assert_allclose(mean, (workers - 1) / 2, atol=4 * merges * U * workers)
+
+
+@pytest.mark.parametrize("wire", HOST_WIRES)
+def test_both_ends_know_what_travelled_whatever_the_wire(wire):
+    """So the sum of worker and center is conserved to rounding of the sum, not of the wire."""
+    case = Case(asynchronous("easgd", alpha=0.3), 1, 2, 1, wire=wire)
+    world = World(case, random.Random(0))
+    rng = np.random.default_rng(0)
+    world.workers[0].w = rng.standard_normal(N).astype(np.float32)
+    before = world.center() + world.workers[0].w
+    world.run()
+    moved = np.abs(world.center() - np.arange(N) % 8).max()
+    assert moved > 0.1
+    after = world.center() + world.workers[0].w - world.workers[0].learnt
+    # Two f32 sums, w and c, and those two of the test: each rounds numbers below 16.
+    np.testing.assert_allclose(after, before, atol=8 * U * 16)
+
+
+@pytest.mark.parametrize("wire", HOST_WIRES)
+def test_what_a_wire_keeps_back_stays_with_an_asgd_worker(wire):
+    """After exchanges without learning the center has it all: the residual travels in the end."""
+    rule = asynchronous("asgd")
+    world = World(Case(rule, 1, 1, 12, wire=wire), random.Random(0))
+    worker, start = world.workers[0], world.center()
+    learnt = np.random.default_rng(1).standard_normal(N).astype(np.float32)
+    worker.w = worker.w + learnt
+    world.run()
+    expected = start + learnt + 12
+    residual = np.abs(worker.w - worker.base).max()
+    np.testing.assert_allclose(world.center(), expected, atol=2 * residual + 12 * 4 * U * 32)
+    assert residual <= {"32": 0, "16": 2.0**-11, "bf16": 2.0**-8, "8": 1 / 253}[wire] * 32
+
+
+@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("n", [1, BLOCK, 10_000, 3_000_000])
+@pytest.mark.parametrize("servers", [1, 3])
+def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):
+    layout = Layout(n, servers, wire)
+    pieces = [piece for server in range(servers) for piece in layout.segments(server)]
+    assert [a for a, _ in pieces] == [0, *(b for _, b in pieces[:-1])]
+    assert pieces[-1][1] == n
+    assert layout.message_bytes() <= MESSAGE_BYTES
+    if n >= 64 * servers * BLOCK:
+        assert len(layout.segments(0)) >= 64 * 0.9  # so an answer trails a link's time by 2 % at most
+
+
+def test_reading_changes_nothing():
+    world = World(Case(asynchronous("easgd"), 1, 2, 1), random.Random(0))
+    talk = Talk(Layout(N, 2, "32"), READ, np.empty(N, np.float32), None)
+    world.workers[0].talk, world.workers[0].clock = talk, 1
+    before = world.center()
+    while not talk.is_over():
+        world.rng.choice(world.actions())()
+    np.testing.assert_array_equal(talk.seen, before)
+    np.testing.assert_array_equal(world.center(), before)
+
+
+def test_a_worker_ahead_waits_and_goes_on_when_the_slowest_dies():
+    ledger = Ledger(3, 1e9, bound=2)
+    new = [*Tally()]
+    for clock in (1, 2):
+        ledger.report(0, Report(clock, 0), new)
+        assert [w for w, _ in ledger.answers()] == [0]
+    ledger.report(0, Report(3, 0), new)
+    ledger.report(1, Report(1, 0), new)
+    assert [w for w, _ in ledger.answers()] == [1]  # worker 2 has done nothing yet
+    ledger.lose(2)
+    assert [w for w, _ in ledger.answers()] == [0]
+
+
+def test_staleness_counts_what_others_did_between():
+    ledger = Ledger(2, 1e9, bound=0)
+    for worker in [0, 1, 1, 0, *[1] * (LONGEST + 5), 0]:
+        ledger.exchange_begins(worker)
+    assert dict(ledger.staleness) == {0: LONGEST + 5 - 1 + 1, 2: 1, 1: 1, LONGEST: 1}
+
+
+def test_the_end_is_over_when_all_that_are_there_have_heard():
+    ledger = Ledger(3, 1e9, bound=0)
+    new = [*Tally()]
+    ledger.report(0, Report(1, 0, 1, closing=1), new)
+    assert [w for w, _ in ledger.answers()] == [0]
+    ledger.report(1, Report(1, 0, 1), new)
+    assert [a.books.closing for _, a in ledger.answers()] == [1]
+    assert not ledger.is_over()
+    ledger.lose(2)
+    assert ledger.is_over()
+
+
+def test_when_worker_0_dies_the_others_hear_it():
+    ledger = Ledger(2, 1e9, bound=0)
+    ledger.lose(0)
+    ledger.report(1, Report(1, 0), [*Tally()])
+    assert [a.books.closing for _, a in ledger.answers()] == [2]

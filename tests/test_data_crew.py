@@ -1,0 +1,488 @@
+"""Loaders that are processes: the same batches as threads, and what becomes of them when something goes wrong."""
+
+import contextlib
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi.config import Data, TrainingError, UsageError
+from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open_source
+from jaxmpi.data.member import HERE
+from jaxmpi.data.segments import Parcel, Segment
+from launching import ROOT, mpirun, train
+from loader_sources import Numbered, TwoArguments, Unpicklable
+
+AREA = {"crop": 24, "crop_area": (0.2, 1.0), "mirror": True}
+IN_PROCESSES = {"loader": "processes", "loaders": 2}
+PROCESSES = Data(**IN_PROCESSES)
+
+
+def write_photographs(folder: Path, n: int) -> None:
+    """JPEG files of noise in two classes."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (folder / "train" / name).mkdir(parents=True)
+        for i in range(n // 2):
+            pixels = np.kron(rng.integers(0, 255, (8, 10, 3)), np.ones((8, 8, 1))).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / "train" / name / f"{i}.jpg", quality=90)
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("photographs")
+    write_photographs(folder, 22)
+    return folder
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    """A folder that a test may damage."""
+    write_photographs(tmp_path, 6)
+    return tmp_path
+
+
+def folder_data(folder: Path, **kwargs) -> Data:
+    return Data(source="imagefolder", dir=str(folder), **(AREA | IN_PROCESSES | kwargs))
+
+
+def loader(source, batch=4, data=PROCESSES, rank=0, size=1, train=True, **kwargs) -> Loader:
+    return Loader(source, Sampler(len(source), batch, rank, size, seed=0, shuffle=train), data, train, **kwargs)
+
+
+def children() -> list[int]:
+    """Loader processes of this one."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        found += [int(pid) for pid in (task / "children").read_text().split()]
+    return [pid for pid in found if "jaxmpi.data.member" in command(pid)]
+
+
+def command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def held() -> list[str]:
+    """Memory of segments that this process has mapped or open."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:jaxmpi" in line]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    yield
+    gc.collect()
+    assert children() == []
+    assert held() == []
+
+
+class TestSameBatches:
+    @pytest.mark.parametrize("loaders", [1, 3])
+    def test_whatever_the_number_and_kind_of_loaders(self, photographs, loaders):
+        source = open_source(folder_data(photographs), "train")
+        in_threads = folder_data(photographs, loader="threads", loaders=2)
+        in_processes = folder_data(photographs, loaders=loaders, prefetch=1)
+        with (
+            loader(source, 5, in_threads, stop_step=7) as one,
+            loader(source, 5, in_processes, stop_step=7) as other,
+        ):
+            for a, b in zip(one, other, strict=True):
+                for x, y in zip(a, b, strict=True):
+                    assert np.array_equal(x, y)
+                assert a.image.shape == (5, 24, 24, 3)
+
+    def test_whatever_the_number_of_workers_and_the_step_of_the_start(self, photographs):
+        data = folder_data(photographs, loaders=1)
+        source = open_source(data, "train")
+        with Crew("processes", 1, 60) as crew:
+            with loader(source, 6, data, stop_step=6, crew=crew) as one:
+                whole = [batch.image.copy() for batch in one]
+            for rank in range(2):
+                with loader(source, 6, data, rank, 2, start_step=2, stop_step=6, crew=crew) as half:
+                    for a, b in zip(whole[2:], half, strict=True):
+                        share = a[rank::2]
+                        assert np.array_equal(share[: b.count // 2], b.image[: b.count // 2])
+
+    def test_processes_where_images_are_decoded_threads_where_not(self, photographs):
+        data = Data(source="imagefolder", dir=str(photographs), loaders=1, crop=24)
+        with loader(open_source(data, "train"), data=data) as batches:
+            next(batches)
+            assert len(children()) == 1
+        with loader(ArraySource(np.zeros((4, 2, 2), np.uint8), range(4)), data=Data()) as batches:
+            next(batches)
+            assert children() == []
+
+    def test_a_loader_process_has_not_imported_jax(self, photographs):
+        data = folder_data(photographs, loaders=1)
+        with loader(open_source(data, "train"), data=data) as batches:
+            next(batches)
+            (pid,) = children()
+            mapped = Path(f"/proc/{pid}/maps").read_text()
+            assert "simplejpeg" in mapped
+            assert "jaxlib" not in mapped
+            assert "libmpi" not in mapped
+
+    def test_training_and_evaluation_share_loaders(self, photographs):
+        data = folder_data(photographs)
+        source = open_source(data, "train")
+        with Crew("processes", 2, 60) as crew, loader(source, 4, data, crew=crew) as training:
+            first = next(training).image.copy()
+            for _ in range(2):
+                with loader(source, 4, data, train=False, crew=crew) as evaluation:
+                    assert sum(int(batch.weight.sum()) for batch in evaluation) == 22
+            assert len(children()) == 2
+            assert next(training).step == 1
+        with loader(source, 4, data) as again:
+            assert np.array_equal(next(again).image, first)
+
+
+class TestMemory:
+    def test_batches_on_a_device_stay_as_they_are(self, photographs):
+        """A device on the host takes images where they lie; their slot must not be filled again meanwhile."""
+        data = folder_data(photographs, prefetch=1)
+        source = open_source(data, "train")
+        add = jax.jit(lambda x: x + np.uint8(1))
+        with loader(source, 4, data, stop_step=8) as batches:
+            on_device, expected = [], []
+            for batch in batches:
+                expected.append(batch.image.copy())
+                on_device.append(jax.device_put(batch.image))
+                sums = add(on_device[-1])
+                del batch
+                assert np.array_equal(sums, expected[-1] + np.uint8(1))
+        for kept, image in zip(on_device, expected, strict=True):
+            assert np.array_equal(kept, image)
+
+    def test_a_batch_is_handed_over_without_a_copy(self, photographs):
+        data = folder_data(photographs)
+        with loader(open_source(data, "train"), 4, data) as batches:
+            batch = next(batches)
+            address = batch.image.__array_interface__["data"][0]
+            spans = [line.split()[0].split("-") for line in held()]
+            assert any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+            array = jax.device_put(batch.image)
+            assert array.unsafe_buffer_pointer() == address
+
+    def test_a_parcel_keeps_arrays_out_of_the_pickle(self):
+        content = {"images": np.arange(100_000), "name": "x", "empty": np.zeros(0), "labels": [np.arange(3)] * 2}
+        parcel = Parcel(content)
+        assert len(parcel.text) < 2000
+        opened = parcel.open()
+        assert np.array_equal(opened["images"], content["images"])
+        assert not opened["images"].flags.writeable
+        assert np.array_equal(opened["labels"][1], [0, 1, 2])
+        assert opened["empty"].size == 0
+
+    def test_no_room(self):
+        with pytest.raises(UsageError, match=r"no shared memory for .* MiB of batches.*lower data\.prefetch"):
+            Segment(1 << 62)
+
+
+class TestErrors:
+    def test_corrupt_examples_stop_or_are_skipped(self):
+        source = Numbered(12, {5, 6})
+        with loader(source, data=PROCESSES, train=False) as batches:
+            assert next(batches).label.tolist() == [0, 1, 2, 3]
+            with pytest.raises(CorruptExample, match=r"file5\.jpg \(example 5\) is corrupt: truncated") as caught:
+                next(batches)
+            assert (caught.value.where, caught.value.index) == ("file5.jpg", 5)
+        skip = Data(**IN_PROCESSES, on_error="skip")
+        with loader(source, data=skip, train=False) as batches:
+            weights = [batch.weight.tolist() for batch in batches]
+            assert batches.skipped == 2
+        assert weights == [[1] * 4, [1, 0, 0, 1], [1] * 4]
+
+    @pytest.mark.parametrize("error", [KeyError, TwoArguments])
+    def test_any_error_comes_back_with_the_example_named(self, error):
+        with loader(Numbered(4, {2}, error), data=PROCESSES, train=False) as batches:
+            with pytest.raises((KeyError, RuntimeError), match="by the user") as caught:
+                next(batches)
+            if error is KeyError:
+                assert "file2.jpg (example 2, epoch 0)" in caught.value.__notes__[0]
+                assert "loader_sources.py" in caught.value.__notes__[1]
+
+    def test_sources_that_a_process_cannot_have(self):
+        with (
+            loader(Unpicklable(4)) as batches,
+            pytest.raises(UsageError, match=r"numbered: cannot be sent.*holds a socket.*use data\.loader = threads"),
+        ):
+            next(batches)
+
+    def test_a_class_that_a_process_cannot_import(self, monkeypatch):
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "tests"])
+        with (
+            loader(Numbered(4)) as batches,
+            pytest.raises(UsageError, match=r"cannot have this source.*loader_sources.*use data\.loader = threads"),
+        ):
+            next(batches)
+
+    def test_a_source_that_changes_is_for_threads(self):
+        source = Numbered(4)
+        source.in_process = True
+        with pytest.raises(UsageError, match="numbered can only be read by threads"):
+            loader(source)
+
+    @pytest.mark.parametrize("kind", ["processes", "threads"])
+    @pytest.mark.parametrize("on_error", ["stop", "skip"])
+    def test_files_that_cannot_be_read_end_the_run_by_name(self, own, kind, on_error):
+        """A file system that fails would otherwise be skipped whole."""
+        data = folder_data(own, on_error=on_error, loader=kind, loaders=1)
+        source = open_source(data, "train")
+        path = own / "train" / "dog" / "2.jpg"
+        path.unlink()
+        for reason in ("No such file", "Input/output error"):
+            with (
+                loader(source, 6, data) as batches,
+                pytest.raises(TrainingError, match=rf"{path} \(example 5\) cannot be read: .*{reason}"),
+            ):
+                next(batches)
+            path.unlink(missing_ok=True)
+            path.symlink_to("/proc/self/mem")  # reading it gives EIO
+
+    def test_a_slow_file_is_waited_for(self):
+        with loader(Numbered(4, sleep_s=0.1), data=PROCESSES, train=False) as batches:
+            assert next(batches).label.tolist() == [0, 1, 2, 3]
+            assert 0.1 < batches.wait_s < 5
+
+
+def stick(folder: Path) -> Path:
+    """A file that never ends."""
+    path = folder / "train" / "dog" / "1.jpg"
+    path.unlink()
+    os.mkfifo(path)
+    return path
+
+
+def wait_until(holds, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class TestLoadersThatFail:
+    @pytest.mark.parametrize("kind", ["processes", "threads"])
+    def test_one_that_stalls_is_named_with_its_file(self, own, kind, monkeypatch):
+        monkeypatch.setattr("jaxmpi.data.crew.JOIN_S", 0.2)
+        data = folder_data(own, loader=kind, stall_s=0.5)
+        source, path = open_source(data, "train"), stick(own)
+        with (
+            loader(source, 6, data) as batches,
+            pytest.raises(TrainingError, match=rf"loader \d of 2 has been at {path} \(example 4\) for 1 s"),
+        ):
+            next(batches)
+        if kind == "threads":
+            path.write_bytes(b"")  # lets the thread go
+            wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("jaxmpi-loader")])
+
+    def test_one_that_dies_is_named_with_its_file(self, own):
+        data = folder_data(own)
+        source, path = open_source(data, "train"), stick(own)
+        with loader(source, 6, data) as batches:
+            crew = batches._hold.crew
+
+            def kill() -> None:
+                wait_until(lambda: any(path.name in crew.doing(i)[0] for i in range(2)))
+                number = next(i for i in range(2) if str(path) in crew.doing(i)[0])
+                os.kill(int(crew._board[number, HERE]), signal.SIGKILL)
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            match = rf"loader \d of 2 \(process \d+\) was killed by SIGKILL at {path} \(example 4\)"
+            with pytest.raises(TrainingError, match=match):
+                next(batches)
+            killer.join()
+
+    def test_one_that_is_stopped_is_noticed_and_ended(self, own, monkeypatch):
+        monkeypatch.setattr("jaxmpi.data.crew.END_S", 0.2)
+        data = folder_data(own, loaders=1, stall_s=0.5)
+        with loader(open_source(data, "train"), 2, data) as batches:
+            next(batches)
+            (pid,) = children()
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(TrainingError, match="loader 0 of 1 has been"):
+                list(batches)
+        assert children() == []
+
+
+PARENT = """
+    import os, signal, sys, time, types
+    jaxmpi = sys.modules["jaxmpi"] = types.ModuleType("jaxmpi")
+    jaxmpi.__path__ = [{package!r}]  # in place of __init__.py, which imports JAX
+    from jaxmpi.config import Data
+    from jaxmpi.data import Loader, Sampler, open_source
+    from jaxmpi.data.member import HERE
+    data = Data(source="imagefolder", dir={folder!r}, crop=24, loader="processes", loaders=3, prefetch=1)
+    source = open_source(data, "train")
+    batches = Loader(source, Sampler(6, 3, seed=0), data, True)
+    next(batches)
+    pids = batches._hold.crew._board[:, HERE].tolist()
+    print(*pids, flush=True)
+    {stuck}
+    {end}
+"""
+ENDS = {
+    "exit": "sys.exit(0)",
+    "error": "raise ValueError('boom')",
+    "hard exit": "os._exit(1)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    "SIGINT": "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+    "SIGSEGV": "os.kill(os.getpid(), signal.SIGSEGV); time.sleep(60)",
+    "out of the slots": "[next(batches) for _ in range(5)]; sys.exit(0)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_no_loader_outlives_its_worker(end, own):
+    """However the worker ends: a loader at work, one that is stopped, and one that was sent SIGTERM and SIGINT."""
+    stuck = "os.kill(pids[1], signal.SIGTERM); os.kill(pids[1], signal.SIGINT)"
+    if end != "out of the slots":
+        stuck += "; os.kill(pids[2], signal.SIGSTOP)"
+    script = textwrap.dedent(PARENT).format(package=str(ROOT / "jaxmpi"), folder=str(own), end=ENDS[end], stuck=stuck)
+    job = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    pids = [int(pid) for pid in re.findall(r"\d+", job.stdout.splitlines()[0])]
+    assert len(pids) == 3, job.stderr
+    assert (job.returncode == 0) == (end in ("exit", "out of the slots")), job.stderr
+    wait_until(lambda: not any("jaxmpi.data.member" in command(pid) for pid in pids), 10)
+
+
+EXPERIMENT = """
+import jax.numpy as jnp
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
+from jaxmpi.model import Model
+
+def init(key, image):
+    return {{"w": jnp.zeros((24 * 24 * 3, 2))}}, {{}}
+
+def apply(params, model_state, image, key, train):
+    return image.reshape(len(image), -1) @ params["w"], model_state
+
+experiment = Experiment(
+    model=Model("softmax", init, apply, input_shape=(24, 24, 3), classes=2),
+    data=Data("imagefolder", {folder!r}, crop=24, crop_area=(0.3, 1.0), mirror=True, validation_split="train"),
+    optim=Optim("sgd", lr=0.01, lr_scaling="none"),
+    exchange=ExchangeConfig("asa32"),
+    effective_batch=4,
+    train_for="3ep",
+    log_every=1,
+)
+"""
+
+
+@pytest.fixture
+def experiment(own) -> Path:
+    """Six photographs, one of them damaged, and an experiment that trains on them."""
+    damaged = own / "train" / "dog" / "1.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    path = own / "experiment.py"
+    path.write_text(EXPERIMENT.format(folder=str(own)))
+    return path
+
+
+def leftovers(folder: Path) -> list[int]:
+    """Processes whose command line names the folder, as those of loaders do with Python's path."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if str(folder) in command(pid)]
+
+
+def test_a_run_skips_and_counts_corrupt_examples(experiment):
+    """Two workers in one process, three epochs and an evaluation, all with the same loader processes."""
+    run_dir = experiment.parent / "run"
+    skip = ("--data.on-error", "skip", "--devices", "2", "--run-dir", str(run_dir))
+    ended = train(1, str(experiment), *skip, timeout_s=100)
+    assert ended.code == 0, ended.out[-3000:]
+    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    assert [row["skipped"] for row in rows if row["kind"] == "train"][-1] == 3
+    assert rows[-1]["eval_count"] == 5
+    assert "dog/1.jpg" in ended.out
+    assert leftovers(experiment.parent) == []
+
+
+def test_a_run_stops_at_a_corrupt_example_on_all_ranks(experiment):
+    ended = train(2, str(experiment), "--run-dir", str(experiment.parent / "run"), timeout_s=100)
+    assert ended.code not in (0, -9), ended.out[-3000:]
+    assert "dog/1.jpg (example 4) is corrupt: " in ended.out
+    assert "data.on_error=skip goes on without such examples" in ended.out
+    wait_until(lambda: leftovers(experiment.parent) == [])
+
+
+RANKS = """
+    import os, signal, sys, time
+    import jaxmpi
+    comm = jaxmpi.world()
+    from jaxmpi.config import Data
+    from jaxmpi.data import Loader, Sampler, open_source
+    data = Data(source="imagefolder", dir={folder!r}, crop=24, loaders=1)
+    source = open_source(data, "train")
+    batches = Loader(source, Sampler(6, 4, comm.rank, comm.size, seed=0), data, True)
+    next(batches)
+    jaxmpi.same_on_all_ranks("here", 1)
+    print("loading", flush=True)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+"""
+
+
+def test_a_rank_that_is_killed_takes_all_loaders_with_it(own):
+    script = own / "job.py"
+    script.write_text(textwrap.dedent(RANKS).format(folder=str(own)))
+    ended = mpirun(2, str(script), timeout_s=60)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.out.count("loading") == 2
+    wait_until(lambda: leftovers(own) == [])
+
+
+SPAWNING = """
+    import hashlib, os, signal, sys, time
+    import jaxmpi
+    comm = jaxmpi.world()
+    import jaxmpi.spawned
+    from jaxmpi.config import Data
+    from jaxmpi.data import Loader, Sampler, open_source
+    found = []
+    for kind in ("threads", "spawn"):
+        data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
+        source = open_source(data, "train")
+        with Loader(source, Sampler(6, 4, comm.rank, comm.size, seed=0), data, True, stop_step=5) as batches:
+            found.append(b"".join(batch.image.tobytes() + batch.label.tobytes() for batch in batches))
+    print("equal" if found[0] == found[1] else "different", flush=True)
+    if {end!r} == "killed" and comm.rank == 1:
+        batches = Loader(source, Sampler(6, 4, seed=0), data, True)
+        next(batches)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if {end!r} == "killed":
+        time.sleep(100)
+    jaxmpi.same_on_all_ranks("done", 1)
+"""
+
+
+@pytest.mark.parametrize("end", ["well", "killed"])
+def test_loaders_that_mpi_starts(own, end):
+    """As many ranks as the launcher has slots: none is left for loaders."""
+    script = own / "job.py"
+    script.write_text(textwrap.dedent(SPAWNING).format(folder=str(own), end=end))
+    ended = mpirun(2, str(script), timeout_s=60)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.out.count("equal") == 2, ended.out[-3000:]
+    assert (ended.code == 0) == (end == "well"), ended.out[-3000:]
+    wait_until(lambda: leftovers(own) == [])

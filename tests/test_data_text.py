@@ -1,0 +1,128 @@
+"""Text: windows of bytes, the standard library as a corpus, what is held out."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmpi.config import Data, UsageError
+from jaxmpi.data import Loader, Sampler, open_source
+from jaxmpi.data.text import TextSource, is_held_out, library_files, module_of, names
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """train/: 26 + 10 bytes in two files, one of them in a folder, and a hidden one; validation/: 9 bytes."""
+    for file, content in {
+        "train/b.txt": b"abcdefghijklmnopqrstuvwxyz",
+        "train/a/x": b"0123456789",
+        "train/.hidden": b"not seen",
+        "validation/c": b"123456789",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(content)
+    return tmp_path
+
+
+def opened(folder: Path, split: str = "train", window: int = 4) -> TextSource:
+    source = open_source(Data("text", dir=str(folder), window=window), split)
+    assert isinstance(source, TextSource)
+    return source
+
+
+def test_every_byte_but_the_first_is_predicted_once_from_those_before_it(folder):
+    source = opened(folder)
+    text = b"0123456789\0abcdefghijklmnopqrstuvwxyz\0"
+    assert len(source) == (len(text) - 1) // 4 == 9
+    inputs, labels = (np.concatenate(part).tolist() for part in zip(*(source[i] for i in range(9)), strict=True))
+    assert (bytes(inputs), bytes(labels)) == (text[:36], text[1:37])
+    assert {part.dtype for part in source[0]} == {np.dtype(np.int32)}
+    assert (source.classes, source.bytes_each) == (256, 4)
+    for index in (-1, 9):
+        with pytest.raises(IndexError, match=f"text: got window {index} of 9"):
+            source[index]
+
+
+def test_where_a_window_begins(folder):
+    source = opened(folder)
+    assert [source.where(i) for i in (0, 2, 3)] == ["a/x, byte 0", "a/x, byte 8", "b.txt, byte 1"]
+
+
+def test_splits_are_folders(folder):
+    assert len(opened(folder, "validation")) == 2
+    (folder / "validation").rename(folder / "test")
+    with pytest.raises(UsageError, match=r"no folder .*validation; name the right one with --data.validation-split"):
+        opened(folder, "validation")
+    source = open_source(Data("text", dir=str(folder), validation_split="test", window=4), "validation")
+    assert len(source) == 2
+
+
+@pytest.mark.parametrize("change", ["name", "byte"])
+def test_digest_sees_every_name_and_byte(folder, change):
+    before = opened(folder).digest()
+    assert opened(folder).digest() == before
+    if change == "name":
+        (folder / "train" / "b.txt").rename(folder / "train" / "c.txt")
+    else:
+        (folder / "train" / "b.txt").write_bytes(b"abcdefghijklmnopqrstuvwxyZ")
+    assert opened(folder).digest() != before
+
+
+def test_bad_input_is_named(folder):
+    with pytest.raises(UsageError, match=r"text: set data.dir to a folder DIR with files in DIR/train/"):
+        open_source(Data("text"), "train")
+    with pytest.raises(UsageError, match=r"text: got 2 files of 38 bytes in .*expected at least data.window . 1 = 39"):
+        opened(folder, window=38)
+    assert len(opened(folder, window=37)) == 1
+    with pytest.raises(UsageError, match=r"data.window: got 0; expected >= 1"):
+        Data("text", window=0)
+
+
+def test_batches_are_windows_in_the_samplers_order(folder):
+    source, sampler = opened(folder), Sampler(9, 4, 1, 2, seed=3)
+    with Loader(source, sampler, Data("text", dir=str(folder), window=4), True, 0, 3) as loader:
+        batches = list(loader)
+    for batch in batches:
+        indices = sampler.indices(batch.step).indices
+        for row, index in enumerate(indices):
+            np.testing.assert_array_equal(batch.image[row], source[int(index)][0])
+            np.testing.assert_array_equal(batch.label[row], source[int(index)][1])
+        assert (batch.image.shape, batch.label.shape, batch.image.dtype) == ((2, 4), (2, 4), np.int32)
+    assert [batch.weight.tolist() for batch in batches] == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
+
+
+# ---------------------------------------------------------------- the standard library
+
+
+def test_the_library_is_there_and_its_splits_are_apart():
+    train, held = (open_source(Data("stdlib", window=128), split) for split in ("train", "validation"))
+    assert isinstance(train, TextSource)
+    assert isinstance(held, TextSource)
+    assert len(train.text) > 10_000_000  # some distributions leave the tests out
+    assert 0 < len(held.text) < len(train.text) / 10
+    modules = [{module_of(file) for file in source.files} for source in (train, held)]
+    assert not modules[0] & modules[1]
+    assert list(train.files) == sorted(train.files)  # all names are ASCII: the order of bytes
+    assert "operator.py" in held.files
+    assert train.where(0).startswith(train.files[0])
+
+
+def test_what_is_not_the_librarys_own_is_left_out():
+    files = ["a.py", "site-packages/numpy/x.py", "_sysconfigdata__linux_.py", "config-3.12-x/y.py", "sitecustomize.py"]
+    assert library_files(files, held_out=False) == ["a.py"]
+
+
+def test_modules_are_held_out_whole():
+    files = ["test/test_asyncio/utils.py", "test/test_asyncio/x.py", "test/test_ast.py", "curses/ascii.py", "ast.py"]
+    assert [module_of(file) for file in files[1:4]] == ["test/test_asyncio", "test/test_ast.py", "curses"]
+    assert library_files(files, held_out=True) == ["curses/ascii.py"]
+    assert sum(map(is_held_out, map(str, range(5000)))) == pytest.approx(100, abs=5 * (5000 * 0.02 * 0.98) ** 0.5)
+
+
+def test_names_are_in_one_order_everywhere(tmp_path):
+    for name in ("b.py", "B.py", "a/z.py", "a.py", "a/.x/y.py", "c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert names(tmp_path, ".py") == ["B.py", "a.py", "a/z.py", "b.py"]
+    assert len(names(Path(sysconfig.get_path("stdlib")) / "json", ".py")) >= 4

@@ -1,0 +1,24 @@
+"""The pages as a site: it builds, without warnings, and all pages are in it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from launching import ROOT
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    assert not re.findall(r"^(?:WARNING|ERROR).*", built.stderr, re.M)
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert all((tmp_path / "site" / page / "index.html").is_file() for page in pages)
+    first = (tmp_path / "site" / "index.html").read_text()
+    assert all(f'href="{page}/"' in first for page in pages), "a page is not in the menu"
+    api = (tmp_path / "site" / "api" / "index.html").read_text()
+    assert "bitwise equal on all of them" in api  # of jaxmpi.exchange's docstring

@@ -1,0 +1,172 @@
+"""Language models: exact counts, plain references, no look at what comes next, and that the tiny ones learn."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import models.__main__ as report
+from jaxmpi.config import UsageError
+from jaxmpi.model import Model
+from jaxmpi.modelcheck import check_model
+from launching import ROOT
+from models import MODELS
+from models.gpt import attention, gpt
+from models.lstm import lstm
+
+KEY = jax.random.key(0)
+TINY = ("lstm_tiny", "gpt_tiny", "lm300m_tiny")
+# By hand, from the shapes: words W, width d, cells c, window T, layers L.
+LSTM = lambda W, d, c, L: W * d + L * (2 * d * 4 * c + 4 * c + c * d) + d * W + W  # noqa: E731
+GPT = lambda W, T, d, L: W * d + T * d + L * (12 * d * d + 13 * d) + 2 * d + d * W + W  # noqa: E731
+COUNTS = {
+    "lstm": (2_494_720, LSTM(256, 256, 512, 2)),
+    "lm300m": (298_588_480, LSTM(72_000, 1024, 8192, 2)),
+    "lstm_tiny": (54_016, LSTM(256, 32, 64, 2)),
+    "lm300m_tiny": (46_336, LSTM(256, 16, 128, 2)),
+    "gpt": (10_893_568, GPT(256, 128, 384, 6)),
+    "gpt_tiny": (82_240, GPT(256, 16, 48, 2)),
+}
+
+
+def tokens(shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_params(name):
+    params, state, _ = report.shapes(MODELS[name]())
+    got = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert (got, got, state) == (*COUNTS[name], {})
+
+
+def test_lm300m_is_the_papers():
+    """LSTM-8192-1024 of Jozefowicz et al. 2016, section 5.5: two layers, over 72,000 words."""
+    shapes = report.tree("lm300m")
+    assert shapes["embedding"] == [72_000, 1024]
+    for layer in ("layers/0", "layers/1"):
+        wanted = {"bias": [32768], "input": [1024, 32768], "project": [8192, 1024], "state": [1024, 32768]}
+        assert {name: shapes[f"{layer}/{name}"] for name in wanted} == wanted
+    assert len(shapes) == 1 + 2 * 4 + 2
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_trainer_takes_it(name):
+    check_model(MODELS[name]())
+    check_model(MODELS[name](), compute_dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_place_sees_itself_and_what_is_before_it(name):
+    model = MODELS[name]()
+    params, state = model.init(KEY, jnp.zeros((1, *model.input_shape), jnp.int32))
+    apply = jax.jit(lambda x: model.apply(params, state, x, KEY, True)[0])
+    one = tokens((1, *model.input_shape))
+    other, at = one.copy(), 7
+    other[0, at] ^= 1
+    changed = np.asarray(jnp.abs(apply(one) - apply(other)).max(-1)[0]) > 0
+    assert changed.tolist() == [False] * at + [True] * (len(changed) - at)
+
+
+def test_the_lstm_is_the_equations():
+    model = lstm(window=5, width=3, cells=4, layers=1)
+    params, state = model.init(KEY, jnp.zeros((1, 5), jnp.int32))
+    x = tokens((2, 5))
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    layer, s = p["layers"][0], lambda z: 1 / (1 + np.exp(-z))
+    c, r, want = np.zeros((2, 4)), np.zeros((2, 3)), []
+    for t in range(5):
+        z = p["embedding"][x[:, t]] @ layer["input"] + r @ layer["state"] + layer["bias"]
+        i, f, g, o = np.split(z, 4, axis=-1)
+        c = s(f) * c + s(i) * np.tanh(g)
+        r = s(o) * np.tanh(c) @ layer["project"]
+        want.append(r @ p["words"]["kernel"] + p["words"]["bias"])
+    got = jax.jit(lambda x: model.apply(params, state, x, KEY, False)[0])(x)
+    # Five steps of sums of at most 4 terms of size 1, in f32, through tanh and s, whose slopes are at most 1.
+    np.testing.assert_allclose(got, np.stack(want, 1), atol=1e-5)
+    assert layer["bias"].tolist() == [0] * 4 + [1] * 4 + [0] * 8  # cells keep what they hold
+
+
+def test_attention_is_the_equation():
+    q, k, v = rows = np.random.default_rng(0).standard_normal((3, 2, 6, 4))
+    want = np.zeros((2, 6, 4))
+    for b, t, head in np.ndindex(2, 6, 2):
+        d = slice(2 * head, 2 * head + 2)
+        score = np.exp(k[b, : t + 1, d] @ q[b, t, d] / math.sqrt(2))
+        want[b, t, d] = score / score.sum() @ v[b, : t + 1, d]
+    got = attention(jnp.concatenate([jnp.asarray(part, jnp.float32) for part in rows], -1), 2)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_a_gpt_starts_with_no_opinion():
+    """Logits of std 0.02 sqrt(48) = 0.14 after a norm: the loss is ln 256 and about half their variance."""
+    model = MODELS["gpt_tiny"]()
+    params, state = model.init(KEY, jnp.zeros((1, 16), jnp.int32))
+    x = tokens((8, 17))
+    logits = jax.jit(lambda x: model.apply(params, state, x, KEY, False)[0])(x[:, :-1])
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, x[:, 1:]).mean()
+    assert float(loss) == pytest.approx(math.log(256), abs=0.03)
+
+
+def test_width_that_does_not_divide_by_the_heads():
+    with pytest.raises(UsageError, match="gpt: got width 100 and 6 heads; expected a width that divides by them"):
+        gpt(width=100)
+
+
+@pytest.mark.parametrize("name", ["lstm_tiny", "gpt_tiny"])
+def test_tiny_model_learns(name):
+    model = MODELS[name]()
+    window = model.input_shape[0]
+    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 3, np.uint8).astype(np.int32)
+    rows = np.stack([text[i : i + window + 1] for i in range(45)])
+    params, state = model.init(KEY, jnp.zeros((1, window), jnp.int32))
+    losses = learn(model, params, state, rows)
+    assert losses[0] > 5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def learn(model: Model, params, state, rows: np.ndarray) -> list[float]:
+    """Losses of 40 steps of Adam on all rows; NumPy makes the updates, so that there is little to compile."""
+
+    def loss(params):
+        logits, _ = model.apply(params, state, jnp.asarray(rows[:, :-1]), KEY, True)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+
+    gradients = jax.jit(jax.value_and_grad(loss), compiler_options={"xla_backend_optimization_level": 0})
+    params = jax.tree.map(np.array, params)
+    m, v = (jax.tree.map(np.zeros_like, params) for _ in range(2))
+    losses = []
+    for t in range(1, 41):
+        value, grads = gradients(params)
+        grads = jax.device_get(grads)
+        m = jax.tree.map(lambda m, g: np.float32(0.9) * m + np.float32(0.1) * g, m, grads)
+        v = jax.tree.map(lambda v, g: np.float32(0.99) * v + np.float32(0.01) * g * g, v, grads)
+        rate = np.float32(0.01 * math.sqrt(1 - 0.99**t) / (1 - 0.9**t))
+        params = jax.tree.map(lambda p, m, v, r=rate: p - r * m / (np.sqrt(v) + np.float32(1e-8)), params, m, v)
+        losses.append(float(value))
+    return losses
+
+
+def test_a_loop_counts_as_often_as_it_turns():
+    """2 a multiply-add and a token: W, U and P of each layer, and the logits; the rest of the cell is little."""
+    flop = {window: report.flop(traced(lstm(window=window, width=64, cells=128))) for window in (1, 2, 40)}
+    products = 2 * (2 * (2 * 64 * 512 + 128 * 64) + 64 * 256)
+    assert products < flop[1] < 1.1 * products
+    assert flop[40] - flop[2] == pytest.approx(38 * (flop[2] - flop[1]), rel=1e-6)
+    assert flop[40] == pytest.approx(40 * flop[1], rel=0.05)
+
+
+def traced(model: Model):
+    params, state, x = report.shapes(model)
+    return jax.jit(lambda p, x: model.apply(p, state, x, KEY, False)[0]).trace(params, x).jaxpr
+
+
+def test_the_pages_model_is_taken_by_the_trainer():
+    [block] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "text.md").read_text(), re.S | re.M)
+    names: dict = {}
+    exec(block, names)
+    check_model(names["bigrams"])

@@ -1,0 +1,115 @@
+"""Plots: what is drawn, where the legend lies, the files, and what is refused."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxmpi import plots
+from jaxmpi.config import UsageError
+from jaxmpi.plots import Bars, Lines, Quantity
+
+SIZE, TIME, SHARE = Quantity("vector", "B"), Quantity("time", "s"), Quantity("efficiency", "%", base=None)
+SIZES = [4.0 * 8**k for k in range(9)]
+
+
+def lines(names: int) -> Lines:
+    """So many strategies, each slower than the one before it, over a bound."""
+    series = {f"strategy:{i}": [(x, (i + 2) * (1e-5 + 1e-9 * x)) for x in SIZES] for i in range(names)}
+    return Lines("vectors", SIZE, TIME, series, [(x, 1e-9 * x) for x in SIZES])
+
+
+def bars(names: int, most: float = 5e-3) -> Bars:
+    """So many strategies; the last takes `most` s."""
+    middles = [most / (names - i) for i in range(names)]
+    return Bars("a tree", TIME, [(f"strategy:{i}", m, 0.9 * m, 1.2 * m) for i, m in enumerate(middles)], most / 20)
+
+
+@pytest.mark.parametrize("panels", [[lines(1)], [lines(60), bars(1)], [bars(15), lines(12), bars(2)]], ids=len)
+def test_all_is_named_and_nothing_covers_anything(panels):
+    figure = plots.figure(panels)
+    figure.draw_without_rendering()
+    assert len(figure.axes) == len(panels)
+    boxes = []
+    for axes, panel in zip(figure.axes, panels, strict=True):
+        legend = axes.get_legend()
+        assert legend is not None
+        named = panel.series if isinstance(panel, Lines) else []
+        assert [text.get_text() for text in legend.get_texts()] == [*named, "bound"]
+        boxes += [axes.get_window_extent(), legend.get_window_extent(), axes.xaxis.label.get_window_extent()]
+        paper = figure.bbox
+        assert all(0 <= box.x0 and box.x1 <= paper.x1 and 0 <= box.y0 and box.y1 <= paper.y1 for box in boxes)
+    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+
+
+def test_names_tell_lines_apart():
+    axes = plots.figure([lines(30)]).axes[0]
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.lines}
+    assert len(looks) == 31  # and the bound's
+    assert [line.get_label() for line in axes.lines if line.get_linestyle() == "--"] == ["bound"]
+
+
+def test_the_bound_is_where_it_should_be():
+    figure = plots.figure([lines(1), bars(3)])
+    over_sizes, over_bars = (axes.lines[-1] for axes in figure.axes)
+    assert np.asarray(over_sizes.get_ydata()).tolist() == [1e-9 * x for x in SIZES]
+    assert np.asarray(over_bars.get_xdata()).tolist() == [5e-3 / 20] * 2
+
+
+def test_an_axis_is_logarithmic_where_values_span_a_decade():
+    near = Lines("near", SIZE, SHARE, {"a": [(10.0, 1.0), (99.0, 90.0)]})
+    axes = plots.figure([lines(2), near, bars(2), bars(2)._replace(bound=None)]).axes
+    assert [(a.get_xscale(), a.get_yscale()) for a in axes] == [
+        ("log", "log"),
+        ("linear", "linear"),
+        ("log", "linear"),
+        ("linear", "linear"),
+    ]
+    assert [a.get_xlim()[0] for a in axes[1::2]] == [0, 0]
+    assert [a.get_xlabel() for a in axes] == ["vector (B)", "vector (B)", "time (s)", "time (s)"]
+
+
+@pytest.mark.parametrize(("ending", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF-")])
+def test_the_ending_says_the_format(ending, start, tmp_path):
+    file = tmp_path / f"plot{ending}"
+    plots.check_file(file, "--plot")
+    assert not file.exists()
+    plots.save([lines(2), bars(2)], file)
+    assert file.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plot.jpg", r"--plot: got '.*plot.jpg'; expected a name that ends in .png, .svg or .pdf"),
+        ("plot", "expected a name that ends in"),
+        (
+            "absent/plot.png",
+            "cannot write '.*plot.png': No such file or directory; name a file in a folder that exists",
+        ),
+        ("folder.png", "cannot write '.*folder.png': Is a directory"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(name, message, tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UsageError, match=message):
+        plots.check_file(tmp_path / name, "--plot")
+
+
+def test_what_is_there_stays_until_it_is_replaced(tmp_path):
+    file = tmp_path / "old.svg"
+    file.write_text("old")
+    plots.check_file(file, "--plot")
+    assert file.read_text() == "old"
+
+
+def test_no_global_state_of_pyplot(tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom jaxmpi import plots\nloaded = 'matplotlib' in sys.modules\n"
+        "size = plots.Quantity('size')\n"
+        f"plots.save([plots.Lines('t', size, size, {{'a': [(1.0, 2.0)]}})], Path({str(tmp_path / 'a.png')!r}))\n"
+        "print(loaded, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert job.stdout.split() == ["False", "True", "False"], job.stderr

@@ -1,0 +1,263 @@
+"""The page from a record, whatever the record is like; opened in a browser where there is one."""
+
+import html.parser
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi import report
+from jaxmpi.anatomy import LOCAL, summary
+from jaxmpi.config import UsageError
+from jaxmpi.recorder import FORMAT, Recorder
+from jaxmpi.report import MOST_LINES, POINTS, names, read, sampled, thinned
+from jaxmpi.spans import Span
+from jaxmpi.terminal import Silent
+
+FACTS = {"workers": 4, "strategy": "ring:16", "experiment": {"rule": {"name": "gradients"}, "optim": {"lr": 0.1}}}
+
+
+def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) -> Path:
+    """A run as the recorder writes it."""
+    folder.mkdir()
+    record = Recorder(folder, terminal=Silent(), hosts=["node"] * ranks)
+    experiment = {**FACTS["experiment"], "optim": {"lr": lr}}
+    record.write("run", **{**FACTS, "experiment": experiment}, format=FORMAT, versions={"jax": "<0.10>"})
+    rng = np.random.default_rng(0)
+    for i in range(lines):
+        rows = rng.uniform(0.1, 1.0, (ranks, len(LOCAL) + 1 + 10))
+        rows[:, LOCAL.index("exposed")] = rows[:, len(LOCAL) + 1 :].sum(axis=1)
+        rows[:, len(LOCAL)] = 3
+        place = {"step": 10 * i + 1, "total_steps": 10 * lines, "epoch": i / 10, "examples": 640 * (i + 1)}
+        losses = {"loss": 2.0 / (i + 1), "lr": lr, "wait_s": 0.0, "skipped": 0, "gradient_norm": 1.0 / (i + 1)}
+        noted = [Span("travel", f"bucket {b} of 3 (w<{b}>)", 0.0, 0.01 * b) for b in (1, 2, 3)]
+        record.train(**place, **losses, anatomy=summary(rows, 10), images=640, noted=noted)
+        if i % 10 == 9:
+            top = {"eval_loss": 1.0, "eval_top1": 0.5 + i / 100, "eval_top5": 0.9}
+            record.evaluation(step=10 * i + 1, epoch=i / 10, examples=640 * (i + 1), eval_count=360, **top)
+    record.close()
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """What of a page is checked."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids, self.sources, self.tags, self.open = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        if tag == "h2":
+            self.ids.append(found.get("id"))
+        self.sources += [v for k, v in found.items() if k in ("src", "href", "xlink:href") and v]
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory) -> tuple[Path, str]:
+    """Two runs that differ in one setting: where the report is, and its page."""
+    folder = tmp_path_factory.mktemp("runs")
+    first, second = write_run(folder / "a&b"), write_run(folder / "second", lr=0.2)
+    path = report.write([first, second], folder / "out")
+    return path, path.read_text()
+
+
+def test_the_page_has_all_sections_and_needs_nothing_else(two_runs):
+    path, text = two_runs
+    page = Page(text)
+    assert page.ids == [*report.SECTIONS, "differences"]
+    assert page.tags.count("svg") == 5 + 2 * 3
+    assert all(source.startswith(("#", "data:")) for source in page.sources), page.sources
+    assert "script" not in page.tags
+    assert "a&amp;b" in text
+    assert "<0.10>" not in text  # a version is text, not markup
+    assert "&lt;0.10&gt;" in text
+    for words in ("Where a step", "where a step", "goodput", "79.00 % (best 79.00 %)"):
+        assert words in text or words == "Where a step"
+    pictures = sorted(file.name for file in path.parent.glob("*.png"))
+    assert len(pictures) == 11
+    for name in pictures:
+        with Image.open(path.parent / name) as picture:
+            assert len(set(picture.convert("L").resize((64, 64)).tobytes())) > 8, name  # something is drawn
+
+
+def test_differences_are_those_settings_only(two_runs):
+    _, text = two_runs
+    table = text.split("<h2 id=differences>")[1].split("</table>")[0]
+    assert table.count("<tr>") == 2  # the head, and one row
+    assert "<td>experiment.optim.lr</td><td>0.1</td><td>0.2</td>" in table
+
+
+def test_one_run_has_no_differences(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    report.main([str(run)])
+    assert capsys.readouterr().out == f"report: {run / 'report' / 'index.html'}\n"
+    assert "differences" not in Page((run / "report" / "index.html").read_text()).ids
+
+
+# ---------------------------------------------------------------- records that are not as they should be
+
+
+def test_a_half_written_last_line_is_left_out_silently(tmp_path):
+    run = write_run(tmp_path / "run", lines=5)
+    whole = read(run)
+    with (run / "record.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 999, "lo')
+    again = read(run)
+    assert again.train["step"].tolist() == whole.train["step"].tolist()
+    assert again.notes == []
+
+
+def test_damaged_lines_are_counted(tmp_path):
+    run = write_run(tmp_path / "run", lines=5)
+    lines = (run / "record.jsonl").read_bytes().splitlines(keepends=True)
+    lines[3] = b"\xff\xfe not JSON\n"
+    lines.insert(2, b'["a list"]\n')
+    (run / "record.jsonl").write_bytes(b"".join(lines))
+    assert read(run).notes == ["1 lines are damaged and left out"]
+
+
+def test_a_record_from_before_the_anatomy(tmp_path):
+    (tmp_path / "record.jsonl").write_text(
+        '{"kind": "run", "workers": 2}\n'
+        + "".join(json.dumps({"kind": "train", "step": k, "loss": 1.0 / k, "lr": None}) + "\n" for k in (1, 2, 3))
+    )
+    found = read(tmp_path)
+    assert found.notes == [f"record of format 1, older than {FORMAT}: no anatomy"]
+    text = report.write([tmp_path], tmp_path / "out").read_text()
+    assert "no anatomy" in text
+    assert Page(text).ids == ["by_step"]
+
+
+def test_a_record_of_a_later_version(tmp_path):
+    run = write_run(tmp_path / "run", lines=5)
+    text = (run / "record.jsonl").read_text().replace(f'"format": {FORMAT}', '"format": 99')
+    (run / "record.jsonl").write_text(text + '{"kind": "new", "step": 3, "values": {}}\n')
+    assert read(run).notes == [f"record of format 99, newer than {FORMAT}: what is new is left out"]
+
+
+def test_steps_left_out_and_ways_back_are_told(tmp_path):
+    run = write_run(tmp_path / "run", lines=3)
+    with (run / "record.jsonl").open("a") as file:
+        file.write('{"kind": "skipped", "step": 7}\n{"kind": "rollback", "step": 6}\n{"kind": "skipped", "step": 9}\n')
+    assert read(run).notes == ["2 steps were not finite and left out", "1 times back to a checkpoint"]
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    (tmp_path / "record.jsonl").write_text(f'{{"kind": "run", "format": {FORMAT}}}\n')
+    assert "no step yet" in report.write([tmp_path], tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b'{"kind": "ru'])
+def test_an_empty_record(tmp_path, content):
+    (tmp_path / "record.jsonl").write_bytes(content)
+    with pytest.raises(UsageError, match="holds no line yet; wait for the first step"):
+        read(tmp_path)
+
+
+def test_no_record_and_no_permission(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read: No such file or directory; name a run directory"):
+        read(tmp_path)
+    run = write_run(tmp_path / "run", lines=3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"nothing can be written to .*; use --out FOLDER"):
+        report.write([run], tmp_path / "file" / "out")
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from jaxmpi import report
+from jaxmpi.config import UsageError
+os.setgid(65534); os.setuid(65534)  # after all imports: nobody may not read this Python either
+closed, fixed = map(Path, sys.argv[1:])
+for call in (lambda: report.read(closed), lambda: report.write([fixed], fixed / "report")):
+    try:
+        call()
+    except UsageError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody without permission")
+def test_a_run_directory_without_permission(tmp_path):
+    closed, fixed = write_run(tmp_path / "closed", lines=3), write_run(tmp_path / "fixed", lines=3)
+    for folder in [tmp_path, *tmp_path.parents[:2]]:
+        folder.chmod(0o755)
+    closed.chmod(0o700)
+    line = [sys.executable, "-c", AS_NOBODY, str(closed), str(fixed)]
+    env = {**os.environ, "HOME": "/tmp", "MPLCONFIGDIR": "/tmp"}
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=100, env=env)
+    first, second = ended.stdout.splitlines()
+    assert "cannot be read: Permission denied; name a run directory" in first
+    assert "Permission denied; use --out FOLDER" in second
+
+
+def test_what_a_resumed_run_compiled_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", lines=4)
+    lines = (run / "record.jsonl").read_text().splitlines()
+    (run / "record.jsonl").write_text("\n".join([*lines, lines[0], *lines[1:3]]) + "\n")
+    assert np.isnan(read(run).train["compute"]).tolist() == [True, False, False, False, True, False]
+
+
+# ---------------------------------------------------------------- long ones
+
+
+def test_long_records_are_thinned():
+    values = np.arange(1000.0)
+    assert len(thinned(values, 10)) == 10
+    assert thinned(values, 10).mean() == values.mean()
+    assert np.isnan(thinned(np.full(1000, np.nan), 10)).all()
+    assert thinned(np.array([1.0, np.nan, 3.0, 5.0]), 2).tolist() == [1.0, 4.0]
+    lines = [b'{"kind": "run"}', *[b'{"kind": "train"}'] * (3 * MOST_LINES), b'{"kind": "eval"}', b"last"]
+    kept = sampled(lines)
+    assert len(kept) <= MOST_LINES + 5
+    assert (kept[0], kept[-2:]) == (lines[0], lines[-2:])
+    assert sampled(lines[:100]) == lines[:100]
+    assert POINTS < MOST_LINES
+
+
+def test_runs_of_one_name_get_numbers(tmp_path):
+    assert names([tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "z"]) == ["run (1)", "run (2)", "z"]
+
+
+@pytest.mark.slow
+def test_a_record_of_100_000_steps_takes_less_than_5_s_and_5_mb(tmp_path):
+    run = write_run(tmp_path / "run", lines=20, ranks=8)
+    first, *rest = (run / "record.jsonl").read_text().splitlines()
+    trains = [line for line in rest if '"train"' in line]
+    (run / "record.jsonl").write_text("\n".join([first, *trains * 5000, *rest[-2:]]) + "\n")
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "jaxmpi.cli", "report", str(run)], timeout=100)
+    assert done.returncode == 0
+    assert time.monotonic() - begin < 5
+    assert (run / "report" / "index.html").stat().st_size < 5e6
+
+
+# ---------------------------------------------------------------- a browser
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
+def test_a_browser_shows_the_page(two_runs, tmp_path):
+    path, _ = two_runs
+    assert BROWSER is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,9000", f"--user-data-dir={tmp_path}"]
+    shot = tmp_path / "page.png"
+    subprocess.run([BROWSER, *options, f"--screenshot={shot}", path.as_uri()], timeout=60, check=True)
+    dumped = subprocess.run(
+        [BROWSER, *options, "--dump-dom", path.as_uri()], timeout=60, check=True, capture_output=True, text=True
+    )
+    assert dumped.stdout.count("<svg") == 11
+    with Image.open(shot) as picture:
+        assert len(picture.convert("RGB").resize((120, 900)).getcolors(120 * 900) or []) > 50

@@ -1,0 +1,92 @@
+"""The papers' tables by one command: what is run, read and written."""
+
+import csv
+import json
+import runpy
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from launching import ROOT, run
+
+reproduce = types.SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "reproduce.py")))
+BENCH = {
+    "cases": [
+        {
+            "case": "alexnet",
+            "rows": [
+                {"by": "ar", "seconds": [3.0, 4.0, 9.0]},
+                {"by": "asa32", "seconds": [2.0, 1.0, 2.0]},
+                {"by": "asa16", "seconds": [1.0]},
+            ],
+        }
+    ]
+}
+
+
+def test_ratios_of_a_bench():
+    ours = reproduce.JOBS["table3"].read([], [json.dumps(BENCH)])
+    assert ours == {"alexnet, ar / asa32": 2.0, "alexnet, ar / asa16": 4.0}
+    rows = reproduce.rows_of(reproduce.JOBS["table3"], ours)
+    assert rows[0] == {"quantity": "alexnet, ar / asa32", "paper": 2.68, "ours": 2.0, "ours / paper": 2.0 / 2.68}
+    assert rows[2]["ours"] is None
+
+
+def test_speedups_of_records():
+    texts = [
+        "\n".join(
+            json.dumps(row)
+            for row in [
+                {"kind": "run", "workers": workers},
+                *({"kind": "train", "images_per_s": pace} for pace in (1.0, rate, rate, rate + 1)),
+            ]
+        )
+        for workers, rate in ((1, 10.0), (2, 18.0))
+    ]
+    assert reproduce.JOBS["speedup"].read([], texts) == {"2 workers": 1.8}
+
+
+def test_points_lost():
+    table = "| rule | ar | asa32 | asa16 | ring32 |\n|---|---|---|---|---|\n"
+    table += "| `subgd` | 99.00 %, 9 s | 99.17 %, 9 s | 98.67 %, 9 s | 98 %, 1 s |\n"
+    ours = reproduce.JOBS["table1"].read([table], [])
+    assert ours == {"subgd, points lost by 16 bits": pytest.approx(0.5)}
+
+
+def test_the_models_are_those_of_the_papers(tmp_path, capsys):
+    """Runs `python -m models` for real."""
+    reproduce.main(["table2", "--out", str(tmp_path)])
+    folder = tmp_path / "table2"
+    with (folder / "table2.csv").open() as file:
+        rows = {row["quantity"]: row for row in csv.DictReader(file)}
+    assert all(float(rows[name]["ours / paper"]) == 1.0 for name in reproduce.JOBS["table2"].theirs)
+    assert (folder / "table2.png").stat().st_size > 5000
+    assert "| alexnet, parameters | 60,965,224 | 60,965,224 | 1 |" in (folder / "table2.md").read_text()
+    assert "-m models" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", reproduce.JOBS)
+def test_every_line_is_of_a_script_that_takes_it(name, tmp_path, capsys):
+    """Only shown, on this machine and on emulated hosts."""
+    for more in ([], ["--hosts", "4"]):
+        words = [word for line in reproduce.JOBS[name].lines(reproduce.parse([name])) for word in line]
+        if not all((ROOT / word).is_file() for word in words if word.startswith("scripts/")):
+            with pytest.raises(SystemExit, match="not there in this version"):
+                reproduce.main([name, "--show", "--out", str(tmp_path)])
+            return
+        reproduce.main([name, "--show", "--out", str(tmp_path), *more])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("+ ")]
+    assert lines
+    for line in lines:
+        scripts = [word for word in line.split() if word.endswith(".py")]
+        assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_a_line_that_fails_is_an_error(tmp_path):
+    args = ["table3", "-n", "0", "--out", str(tmp_path)]
+    ended = run([sys.executable, "scripts/reproduce.py", *args], timeout_s=100, cwd=ROOT)
+    assert ended.code != 0
+    assert "reproduce: error: ended with code" in ended.out
+    assert not list(Path(tmp_path).rglob("*.csv"))

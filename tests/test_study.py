@@ -1,0 +1,105 @@
+"""scripts/study.py: a tiny grid for real, stopped and gone on with; and the numbers of its table."""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+script = importlib.import_module("study")
+
+GRID = ("--workers", "2", "--vary", "local-batch=8", "train-for=3st", "eval-every=1st", "rule.name=gradients,local_sgd")
+
+
+def run(out: Path, *args: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, str(ROOT / "scripts" / "study.py"), *GRID, "--out", str(out), *args]
+    return subprocess.run(line, capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_where_it_stopped(tmp_path):
+    out, png = tmp_path / "study.jsonl", tmp_path / "study.png"
+    first = run(out, "--seeds", "1")
+    assert first.returncode == 0, first.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["cell"]["rule.name"], row["seed"]) for row in rows] == [("gradients", 0), ("local_sgd", 0)]
+    assert [len(row["curve"]) for row in rows] == [3, 3]
+    out.write_text(out.read_text().splitlines()[0] + "\n" + '{"cut off')
+    second = run(out, "--seeds", "2", "--png", str(png))
+    assert second.returncode == 0, second.stderr
+    assert "rule.name gradients: seeds [1]" in second.stderr
+    assert "rule.name local_sgd: seeds [0, 1]" in second.stderr
+    assert second.stdout.count("| 2 |") == 2
+    assert png.stat().st_size > 1000
+    third = run(out, "--seeds", "2", "--show")
+    assert (third.stdout, third.stderr) == (second.stdout, "")
+
+
+@pytest.mark.slow
+def test_ranks_instead_of_devices(tmp_path):
+    ended = run(tmp_path / "study.jsonl", "--seeds", "2", "--launch")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("| 2 |") == 2
+
+
+def rows(study, errors: list[list[float]]) -> list[dict]:
+    cells = zip(study.cells(), errors, strict=True)
+    return [
+        {
+            "experiment": study.experiment, "cell": cell, "seed": seed, "eval_top1": 1 - error / 100, "elapsed_s": 1.0,
+            "curve": [[1.0, error], [2.0, error / 2]],
+        }
+        for cell, of_cell in cells
+        for seed, error in enumerate(of_cell)
+    ]  # fmt: skip
+
+
+STUDY = script.Study("Q?", "x.py", [script.Grid({"optim.lr": ("1", "2")}, {"workers": "2"})])
+
+
+def test_differences_are_taken_seed_by_seed():
+    made = script.summaries(STUDY, rows(STUDY, [[1.0, 5.0, 3.0], [1.5, 5.5, 3.8]]))
+    assert [row.title for row in made] == ["optim.lr 1", "optim.lr 2"]
+    assert made[0].mean == pytest.approx(3.0)
+    assert made[0].error == pytest.approx(2 / math.sqrt(3))
+    assert made[1].difference == pytest.approx(0.6)
+    assert made[1].difference_error == pytest.approx(
+        math.sqrt(0.03) / math.sqrt(3)
+    )  # spread of .5 .5 .8, not of errors
+    assert not made[1].within
+    text = script.table(STUDY, made)
+    assert "| optim.lr 2 | 3 | 3.600 ± 1.159 | +0.600 ± 0.100 | no |" in text
+    assert [type(panel).__name__ for panel in script.panels(STUDY, rows(STUDY, [[1.0], [2.0]]), made)] == [
+        "Bars",
+        "Lines",
+    ]
+
+
+def test_one_seed_says_nothing_of_its_error():
+    made = script.summaries(STUDY, rows(STUDY, [[1.0], [2.0]]))
+    assert made[1].difference_error == math.inf
+    assert made[1].within
+
+
+def test_what_has_not_been_run_is_left_out():
+    half = [row for row in rows(STUDY, [[1.0], [2.0]]) if row["cell"]["optim.lr"] == "1"]
+    assert [row.title for row in script.summaries(STUDY, half)] == ["optim.lr 1"]
+    assert script.summaries(STUDY, []) == []
+
+
+@pytest.mark.parametrize("name", script.STUDIES)
+def test_named_studies_are_of_flags_and_experiments_that_exist(name):
+    study = script.STUDIES[name]
+    assert (ROOT / study.experiment).is_file()
+    known = script.experiments.config.flags(script.experiments.Experiment)
+    for cell in study.cells():
+        assert set(cell) - {"workers"} <= set(known)
+    assert len({json.dumps(cell) for cell in study.cells()}) == len(study.cells())
+    titles = [script.title(cell, study) for cell in study.cells()]
+    assert len(set(titles)) == len(titles)

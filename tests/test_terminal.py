@@ -1,0 +1,122 @@
+"""Lines through a pipe, a panel on a terminal however narrow, nothing where nothing is asked for."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from jaxmpi.terminal import Panel, Plain, Progress, Silent, columns_of, left, open_terminal, sparkline
+from launching import ROOT, mpirun_line
+
+SHARES = {"data": 0.1, "transfer": 0.0, "compute": 0.6, "exchange": 0.2, "sync": 0.07, "other": 0.03}
+NOW = Progress(30, 120, 1.25, 0.4321, 1234.5, 0.02, 60.0, 0, SHARES, "rank 3 on a-host-with-a-rather-long-name", True)
+
+
+def test_a_line_has_all_of_it():
+    assert NOW._replace(skipped=2).line == (
+        "step 30/120  epoch 1.25  loss 0.4321  1234.5 images/s  lr 0.02  60.0 s  skipped 2  "
+        "data 10 % compute 60 % exchange 20 % sync 7 % other 3 % (estimated)  "
+        "slowest rank 3 on a-host-with-a-rather-long-name"
+    )
+
+
+def test_lines_come_every_few_seconds_and_at_the_end():
+    out = io.StringIO()
+    plain = Plain(out, line_s=3600)
+    for step in (1, 2, 119, 120):
+        plain.progress(NOW._replace(step=step))
+    assert re.findall(r"^step (\d+)", out.getvalue(), re.M) == ["1", "120"]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_a_panel_fits_its_terminal(columns):
+    out = io.StringIO()
+    panel = Panel(out, columns)
+    for step in range(1, 60):
+        panel.losses.append(2.0 / step)
+    panel.evaluated(0.5)
+    panel.evaluated(0.75)
+    panel._first = NOW._replace(step=10, elapsed_s=20.0)
+    panel.console.print(panel.drawn(NOW))
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).splitlines()
+    assert all(len(line) <= columns for line in lines), lines
+    assert lines[0].startswith("step 30/120"[:columns])
+    text = "\n".join(lines)
+    assert "top-1 75.00" in text
+    assert "loss  0.4321" in text
+    assert "█" in text
+    if columns >= 40:
+        assert "0:03:00 left" in text  # 90 steps of 2 s
+        assert "compute 60 %" in text
+
+
+def test_a_panel_draws_in_place_and_leaves_lines_above():
+    out = io.StringIO()
+    panel = Panel(out, 60)
+    panel.say("run directory [x]")
+    panel.progress(NOW)
+    panel.say("step 30  evaluation")
+    panel.progress(NOW._replace(step=31))
+    panel.close()
+    assert "run directory [x]" in out.getvalue()  # no markup
+    assert "\x1b[" in out.getvalue()
+    assert "step 31/120" in out.getvalue()
+
+
+def test_curves():
+    assert sparkline([], 10) == ""
+    assert sparkline([1.0, 2.0, 3.0], 10) == "▁▅█"
+    assert sparkline([1.0, float("nan"), 3.0], 10) == "▁?█"
+    assert len(sparkline(list(range(1000)), 10)) == 10
+    assert left(NOW, NOW) == ""
+
+
+def test_where_there_is_no_terminal_lines_come():
+    assert isinstance(open_terminal(False, io.StringIO()), Plain)
+    assert type(open_terminal(True, io.StringIO())) is Silent
+    assert columns_of(io.StringIO()) == 0
+
+
+ASK = "import sys; from jaxmpi.terminal import columns_of; print('columns', columns_of(sys.stdout))"
+
+
+def seen_columns(line: list[str], columns: int) -> int:
+    """What a command sees that runs on a terminal of so many columns."""
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    job = subprocess.Popen(
+        line, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while chunk := os.read(mine, 4096):
+            said += chunk
+    except OSError:  # the other end is closed
+        pass
+    job.wait(timeout=60)
+    os.close(mine)
+    found = re.search(rb"columns (\d+)", said)
+    assert found, said
+    return int(found[1])
+
+
+@pytest.mark.parametrize("launcher", [[], mpirun_line(1)], ids=["alone", "mpirun"])
+def test_a_terminal_behind_the_launcher_is_found(launcher, no_launcher):
+    line = [*launcher, sys.executable, "-c", ASK]
+    assert seen_columns(line, 47) == 47
+
+
+def test_a_pipe_behind_the_launcher_is_one(no_launcher):
+    """Open MPI gives each rank a terminal of its own, whatever its own output is."""
+    line = [*mpirun_line(1), sys.executable, "-c", ASK]
+    env = {**os.environ, "TERM": "xterm"}
+    said = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+    assert said.stdout.split() == ["columns", "0"], said
