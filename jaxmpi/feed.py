@@ -59,19 +59,21 @@ class Feed:
             self.memory.begin(start, stop)
         loaders = [Loader(self.source, s, self.data, self.train, start, stop, self.crew) for s in self.samplers]
         skipped, wait_s = self.skipped, self.wait_s
-        ahead: collections.deque[tuple[steps.Batch, int]] = collections.deque()  # and skipped examples up to it
+        # And the epoch, and skipped examples so far.
+        ahead: collections.deque[tuple[steps.Batch, int, int]] = collections.deque()
 
         def put_next() -> bool:
             batches = [batch for batch in (next(loader, None) for loader in loaders) if batch is not None]
             if batches:
-                if self.memory:
-                    self.memory.reached(batches[0].epoch)
-                ahead.append((on_devices(batches, self.mesh), sum(loader.skipped for loader in loaders)))
+                skipped_here = sum(loader.skipped for loader in loaders)
+                ahead.append((on_devices(batches, self.mesh), batches[0].epoch, skipped_here))
             return bool(batches)
 
         try:
             while ahead or put_next():
-                batch, of_these = ahead.popleft()
+                batch, epoch, of_these = ahead.popleft()
+                if self.memory:  # at the same batch on all ranks, however far each is ahead
+                    self.memory.reached(epoch)
                 if all(loader.ready() for loader in loaders):
                     put_next()
                 self.skipped = skipped + of_these

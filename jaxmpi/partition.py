@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi.config import Data, TrainingError, check, seconds_from
+from jaxmpi.config import Data, TrainingError, seconds_from
 from jaxmpi.data import Sampler, Source
 from jaxmpi.data.memory import (
     Arena,
@@ -194,14 +194,10 @@ def keep(
     Communicates: makes a communicator of each group.
 
     Raises:
-        UsageError: the workers cannot be split into groups of that size, or do not keep step.
+        UsageError: the workers cannot be split into groups of that size.
     """
     n, size, each = len(source), workers.size, len(workers.mine)
     parts = check_group(data.group_size, size, each) if train else 1
-    check(
-        parts == 1 or not workers.apart,
-        f"data.group_size: got {parts} with an asynchronous rule, whose workers do not wait for each other; expected 1",
-    )
     options = {"shuffle": train, "multiple": multiple, "parts": parts, "period": data.shuffle_period}
     samplers = tuple(GroupSampler(n, effective_batch, rank, size, seed, **options) for rank in workers.mine)
     control, inside = workers.processes, MemorySource(source, data)

@@ -24,7 +24,7 @@ CONTROL = cast(MpiProcesses, processes())
 WORKERS = gather_workers(1)
 SIZE, RANK = CONTROL.size, CONTROL.rank
 GROUPS = [d for d in range(1, SIZE + 1) if SIZE % d == 0]
-N, LOCAL = 81, 5
+N, LOCAL = 161, 5
 
 
 class Shapes:
@@ -87,6 +87,16 @@ def test_the_same_batches_as_from_files(group, start):
     is_empty = RANK >= (N - 1) % (LOCAL * SIZE) + 1  # this worker's share of an epoch's last step
     # Read from the source are what fills it, and what is made ahead into the next epoch before the first batch is used.
     assert feed.memory.source.read_again <= epochs * is_empty + 4 * LOCAL * (start > 0)
+
+
+def test_a_run_that_goes_back_reads_the_same_again():
+    """As with `recover rollback`: the generator is left in the middle, and begun anew at an earlier step."""
+    feed, per_epoch = kept(numbered()), -(-N // (LOCAL * SIZE))
+    for start, used in ((2 * per_epoch, per_epoch + 1), (1, 2 * per_epoch), (4 * per_epoch, 3)):
+        batches = feed.batches(start, None)
+        got = [next(batches) for _ in range(used)]
+        batches.close()
+        assert_same(got, from_files(numbered(), start=start, stop=start + used))
 
 
 def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
