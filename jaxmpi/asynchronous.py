@@ -5,10 +5,11 @@ done in a report to server 0, which counts for all: examples of all workers make
 Worker 0 evaluates, keeps the record, and makes a checkpoint of what each worker writes when it next comes by.
 """
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,7 @@ class Duties(NamedTuple):
 
     step: Any  # jitted: (state, batch) -> (state, metrics)
     sums: Callable[[int, Any], np.ndarray]  # (step, metrics) -> [loss, examples, ...] of this worker, finite
-    batches: Callable[[int], Iterator[Any]]  # of this worker, from a step of its own on
+    batches: Callable[[int], Generator[Any, None, None]]  # of this worker, from a step of its own on
     waits: Callable[[], tuple[int, float]]  # corrupt examples, and seconds waited for batches, so far
     is_called_away: Callable[[], bool]  # a signal has asked to leave
     evaluate: Callable[[TrainState, int], dict[str, float]]  # the state's params, after a step of the run
@@ -475,10 +476,9 @@ def run(job: Job) -> dict[str, float]:
     rule = job.rule.asynchronous
     assert rule is not None
     post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
-    is_worker = bool(post.lines)
-    batches = job.duties.batches(int(job.start.state.step)) if is_worker else None
-    step, state, batches = compiled_in_turn(job, batches)
-    if batches is None:
+    source = job.duties.batches(int(job.start.state.step)) if post.lines else None
+    step, state, batches = compiled_in_turn(job, source)
+    if source is None or batches is None:
         assert post.counter is not None
         post.counter.run()
         return {}
@@ -487,7 +487,8 @@ def run(job: Job) -> dict[str, float]:
         thread.start()
     worker = Worker(job, rule, post)
     keeper = Keeper(worker, job.course, job.duties, job.recorder, job.apart, job.start) if worker.number == 0 else None
-    state, answer = work(job, worker, keeper, step, state, batches)
+    with contextlib.closing(source):
+        state, answer = work(job, worker, keeper, step, state, batches)
     state = worker.end(state)
     if keeper is None:
         wait_for_word(job, worker, state)

@@ -102,9 +102,24 @@ def terminate(values: Values, subject: Any) -> Any:
 def poison(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainState, Batch]:
     """An infinite weight on the batch's first example: gradients are infinite or NaN."""
     state, batch = subject
-    weight = np.array(batch["weight"])
-    weight[..., 0] = np.inf
-    return state, {**batch, "weight": weight}
+
+    def change(weight: np.ndarray) -> None:
+        weight[..., 0] = np.inf
+
+    return state, {**batch, "weight": changed(batch["weight"], change)}
+
+
+def changed(array: Any, change: Callable[[np.ndarray], None]) -> Any:
+    """A copy with a change in it; of what lies over several devices, in the part of this process's first."""
+    if not isinstance(array, jax.Array):
+        copy = np.array(array)
+        change(copy)
+        return copy
+    first, *others = [shard.data for shard in array.addressable_shards]
+    copy = np.array(first)
+    change(copy)
+    shards = [jax.device_put(copy, first.sharding), *others]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def flip_bit(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainState, Batch]:
@@ -117,15 +132,14 @@ def flip_bit(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainSt
     leaves = dict(named_leaves(state.params))
     name = values["leaf"] or next(iter(leaves))
     leaf = lookup(leaves, name, "leaf of params")
-    first, *others = [shard.data for shard in leaf.addressable_shards]  # of this process's workers
-    raw = np.array(first)
-    bit = int(values["bit"])
-    check(0 <= bit < 8 * raw.itemsize, f"bitflip: bit: got {bit}; expected 0 to {8 * raw.itemsize - 1}")
-    raw.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
-    shards = [jax.device_put(raw, first.sharding), *others]
-    changed = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
-    names = iter(leaves)
-    params = jax.tree.map(lambda old: changed if next(names) == name else old, state.params)
+    bit, bits = int(values["bit"]), 8 * leaf.dtype.itemsize
+    check(0 <= bit < bits, f"bitflip: bit: got {bit}; expected 0 to {bits - 1}")
+
+    def change(raw: np.ndarray) -> None:
+        raw.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+
+    flipped, names = changed(leaf, change), iter(leaves)
+    params = jax.tree.map(lambda old: flipped if next(names) == name else old, state.params)
     return state._replace(params=params), batch
 
 

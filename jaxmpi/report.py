@@ -26,7 +26,18 @@ POINTS = 400  # of a line; of a longer record, means of neighbours
 COLUMNS = 200  # of a map
 MOST_BUCKETS = 40  # drawn; the slowest
 STEP, SECONDS = Quantity("step", base=None), Quantity("seconds of training", base=None)
-NUMBERS = ("step", "epoch", "elapsed_s", "loss", "images_per_s", "lr", "gradient_norm", "step_s", "goodput")
+NUMBERS = (
+    "step",
+    "epoch",
+    "elapsed_s",
+    "loss",
+    "images_per_s",
+    "lr",
+    "gradient_norm",
+    "noise_scale",
+    "step_s",
+    "goodput",
+)
 
 
 class Record(NamedTuple):
@@ -189,6 +200,7 @@ def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
     course = [
         *of("lr", "Learning rate", Quantity("learning rate")),
         *of("gradient_norm", "Norm of a worker's gradients", Quantity("norm")),
+        *of("noise_scale", "Noise scale: the batch beyond which examples tell less", Quantity("examples")),
     ]
     by_x = {"step": STEP, "epoch": Quantity("epoch", base=None), "elapsed_s": SECONDS}
     return {f"by_{x}": by(x, axis) for x, axis in by_x.items()} | {"speed": pace, "course": course}

@@ -46,7 +46,7 @@ def writer() -> Callable[[str], Any]:
         from tensorboardX import SummaryWriter
     except ImportError:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UsageError("tensorboard: no writer is installed; pip install tensorboardX") from error
     return SummaryWriter

@@ -465,7 +465,8 @@ def train_until(
     functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     rules.check_wire(experiment.rule, functions.strategy)
     with (
-        watching(workers.processes, experiment.stall_s, experiment.on_stall) as unwatched,
+        # A rank that only serves gets no further, and one that dies is no reason to end: nobody waits for either.
+        watching(workers.processes, 0 if is_apart else experiment.stall_s, experiment.on_stall) as unwatched,
         rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
         plan.feed.crew,
     ):
@@ -545,7 +546,8 @@ def run_in(
         Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None,
     )
     if isinstance(saved, asynchronous.Start):
-        return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
+        with contextlib.closing(recorder):
+            return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start)
 
 

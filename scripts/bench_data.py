@@ -210,7 +210,7 @@ class Files:
 
 def torch_pillow(folder: Path) -> Iterator[int]:
     """PyTorch's DataLoader with one worker."""
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader  # pyright: ignore[reportMissingImports]
 
     data: Any = Files(files(folder))
     loader = DataLoader(data, BATCH, shuffle=True, num_workers=1, persistent_workers=True)
@@ -223,7 +223,7 @@ def grain_by(decode: Callable[[bytes, np.random.Generator], np.ndarray]) -> Call
     """Grain with one reading thread, which is quicker than one process of its own."""
 
     def counts(folder: Path) -> Iterator[int]:
-        import grain
+        import grain  # pyright: ignore[reportMissingImports]
 
         def example(path: Path, rng: np.random.Generator) -> tuple[np.ndarray, int]:
             return decode(path.read_bytes(), rng), int(path.parent.name == "flower")

@@ -136,7 +136,7 @@ def ddp(config: Experiment, workers: Workers, plan: train.Plan, hook: str) -> Tr
     optimizer, done = torch.optim.AdamW(groups, lr=LR), 0
 
     def loss_of(model: Any, batch: dict[str, Any]) -> Any:
-        tokens, labels = (torch.from_numpy(np.asarray(batch[name])).long() for name in ("image", "label"))
+        tokens, labels = (torch.from_numpy(np.array(batch[name])).long() for name in ("image", "label"))
         return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
 
     def step(batch: dict[str, Any]) -> None:

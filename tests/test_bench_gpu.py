@@ -77,7 +77,7 @@ def test_a_model_that_fails_is_named_and_fails_the_run():
     ended = run([*SCRIPT, *args], timeout_s=240)
     assert ended.code == 1
     assert "error: local_batch: got -1; expected >= 0" in ended.out
-    assert "alexnet_tiny, float32: jaxmpi ended in step with code 1" in ended.out
+    assert "alexnet_tiny, float32: jaxmpi ended in step with code 2" in ended.out
 
 
 def test_memory_of_a_step_is_that_of_state_and_batch_and_more(monkeypatch):

@@ -407,7 +407,7 @@ def leftovers(folder: Path) -> list[int]:
 def test_a_run_skips_and_counts_corrupt_examples(experiment):
     """Two workers in one process, three epochs and an evaluation, all with the same loader processes."""
     run_dir = experiment.parent / "run"
-    skip = ("--data.on-error", "skip", "--devices", "2", "--run-dir", str(run_dir))
+    skip = ("--data.on-error", "skip", "--data.max-skipped", "0.2", "--devices", "2", "--run-dir", str(run_dir))
     ended = train(1, str(experiment), *skip, timeout_s=100)
     assert ended.code == 0, ended.out[-3000:]
     rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
@@ -417,6 +417,7 @@ def test_a_run_skips_and_counts_corrupt_examples(experiment):
     assert leftovers(experiment.parent) == []
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_a_corrupt_example_on_all_ranks(experiment):
     ended = train(2, str(experiment), "--run-dir", str(experiment.parent / "run"), timeout_s=100)
     assert ended.code not in (0, -9), ended.out[-3000:]
@@ -476,7 +477,7 @@ SPAWNING = """
 """
 
 
-@pytest.mark.parametrize("end", ["well", "killed"])
+@pytest.mark.parametrize("end", ["well", pytest.param("killed", marks=pytest.mark.slow)])
 def test_loaders_that_mpi_starts(own, end):
     """As many ranks as the launcher has slots: none is left for loaders."""
     script = own / "job.py"

@@ -95,7 +95,8 @@ def test_one_process_needs_no_mpi_to_run():
     assert "to change" in ended.out or "nothing to change" in ended.out
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # two ranks: README's block
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_are_examined_together(ranks):
     begin = time.monotonic()
     ended = mpirun(ranks, "-m", "jaxmpi.doctor", timeout_s=60)

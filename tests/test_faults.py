@@ -285,6 +285,13 @@ ROWS = {
         r"rank 2 ended the job.*\[2\] did not",
         within_s=HANGS_S,
     ),
+    "stop_watched": Row(
+        "`stop` rank 2, `--stall-s 8`",
+        (*inject("stop:rank=2,step=25"), "--stall-s", "8"),
+        "restart",
+        "rank 2 on .*ended the job: no progress for",
+        within_s=HANGS_S,
+    ),
     "slow": Row(
         "`slow` rank 1, 0.05 s a step",
         inject("slow:rank=1,seconds=0.05,times=0"),

@@ -55,6 +55,7 @@ def test_points_lost():
     assert ours == {"subgd, points lost by 16 bits": pytest.approx(0.5)}
 
 
+@pytest.mark.slow  # tests/test_cli.py counts the same
 def test_the_models_are_those_of_the_papers(tmp_path, capsys):
     """Runs `python -m models` for real."""
     reproduce.main(["table2", "--out", str(tmp_path)])

@@ -246,7 +246,7 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
         job.wait(timeout=20)
 
 
-CASES = [(1, ()), (0, ("--on-stall", "warn"))]
+CASES = [(1, ()), pytest.param(0, ("--on-stall", "warn"), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("victim", "more"), CASES)
