@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -264,6 +265,26 @@ class TestSource:
         assert source.read_again == 0
         assert source[2][1] == 2  # not here, and nothing comes: from the source
         assert source.read_again == 1
+
+    @pytest.mark.parametrize("dtype", ["u1", "?", "<i8", ">f4", "f2", "c8"])
+    @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)])
+    def test_arrays_of_any_type(self, dtype, shape):
+        array = np.arange(24).astype(dtype)[: int(np.prod(shape))].reshape(shape)
+        again = mem.array_of(memoryview(mem.bytes_of(array, "x")))
+        assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
+        assert not again.flags.writeable
+
+    @pytest.mark.parametrize("array", [np.array([None]), np.array(["a"])], ids=["objects", "text"])
+    def test_what_is_no_array_of_numbers_is_refused(self, array):
+        with pytest.raises(UsageError, match=r"x\[3\]: got .*expected numbers to keep in memory"):
+            mem.bytes_of(array, "x[3]")
+
+    def test_many_threads_read_arrays(self):
+        source = MemorySource(numbered(40), Data())
+        source.load(np.arange(40))
+        with ThreadPoolExecutor(8) as pool:
+            for got, i in zip(pool.map(lambda i: source[i % 40], range(4000)), range(4000), strict=True):
+                assert got[0][0, 0, 0] == got[1] == i % 40
 
     def test_compressed_records_are_views(self):
         source = MemorySource(Damaged(9), Data())

@@ -9,7 +9,7 @@ All here is index arithmetic and memory of one process; what sends the bytes is 
 """
 
 import functools
-import io
+import json
 import math
 import mmap
 import re
@@ -255,6 +255,26 @@ def available_bytes() -> float:
     return 1024 * int(found[1]) if found else math.inf
 
 
+def bytes_of(array: np.ndarray, where: str) -> bytes:
+    """Length of a head, head, elements. No .npy: reading its head is not safe in threads of Python 3.11.
+
+    Raises:
+        UsageError: the elements are not numbers that NumPy itself has.
+    """
+    check(array.dtype.kind in "biufc", f"{where}: got {array.dtype}; expected numbers to keep in memory")
+    head = json.dumps([array.dtype.str, array.shape]).encode()
+    return len(head).to_bytes(4, "little") + head + np.ascontiguousarray(array).tobytes()
+
+
+def array_of(blob: Any) -> np.ndarray:
+    """The inverse of `bytes_of`; a view that cannot be written to."""
+    begin = 4 + int.from_bytes(blob[:4], "little")
+    dtype, shape = json.loads(bytes(blob[4:begin]))
+    array = np.frombuffer(blob, dtype, offset=begin).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
 class MemorySource:
     """A source whose records lie in memory, as compressed as the source has them; read from several threads.
 
@@ -312,7 +332,7 @@ class MemorySource:
         blob, label = self.record(index)
         if self.is_compressed:
             return _decoded(blob, self.where(index), index, self.data.channels, self.data.resize), label
-        return np.load(io.BytesIO(blob), allow_pickle=False), label
+        return array_of(blob), label
 
     def _view(self, index: int) -> np.ndarray | None:
         with self._changed:
@@ -329,18 +349,16 @@ class MemorySource:
         return self._promised > 0 or (place < len(self._coming) and int(self._coming[place]) == index)
 
     def _read(self, index: int) -> tuple[Any, int]:
-        """Compressed image and label from the source; an image that it has no compressed form of as a .npy file.
+        """Compressed image and label from the source; an array where it has no compressed form.
 
         Raises:
-            UsageError: the label is none that can be kept.
+            UsageError: the label or the array is none that can be kept.
         """
         if self.is_compressed:
             blob, label = self.inner.encoded(index)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             image, label = self.inner[index]
-            file = io.BytesIO()
-            np.save(file, image, allow_pickle=False)
-            blob = file.getvalue()
+            blob = bytes_of(image, self.where(index))
         return checked(blob, label, self.classes, self.where(index))
 
     # ------------------------------------------------------------ called by what fills the memory
