@@ -340,7 +340,8 @@ ENDS = {
     "hard exit": "os._exit(1)",
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
-    "SIGINT": "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+    # A shell that starts a job in the background has it ignore SIGINT.
+    "SIGINT": "signal.signal(2, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
     "SIGSEGV": "os.kill(os.getpid(), signal.SIGSEGV); time.sleep(60)",
     "out of the slots": "[next(batches) for _ in range(5)]; sys.exit(0)",
 }

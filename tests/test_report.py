@@ -191,7 +191,7 @@ for call in (lambda: report.read(closed), lambda: report.write([fixed], fixed / 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody without permission")
 def test_a_run_directory_without_permission(tmp_path):
     closed, fixed = write_run(tmp_path / "closed", lines=3), write_run(tmp_path / "fixed", lines=3)
-    for folder in [tmp_path, *tmp_path.parents[:2]]:
+    for folder in [tmp_path, *tmp_path.parents[:3]]:
         folder.chmod(0o755)
     closed.chmod(0o700)
     line = [sys.executable, "-c", AS_NOBODY, str(closed), str(fixed)]

@@ -666,6 +666,7 @@ def test_a_corrupt_image_is_named(on_error, tmp_path):
     broken = tmp_path / "train" / "class3" / "3.png"
     broken.write_bytes(broken.read_bytes()[:40])
     args = ("--data.source", "imagefolder", "--data.dir", str(tmp_path), "--data.on-error", on_error)
+    args += ("--data.max-skipped", "0.1")  # one of sixteen
     ended = train(2, DIGITS, *args, "--effective-batch", "8", "--train-for", "1ep", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
     assert "class3/3.png" in ended.out

@@ -16,7 +16,7 @@ import pytest
 
 import jaxmpi
 import references
-from jaxmpi import handlers, hostcomm, overlap
+from jaxmpi import handlers, hostcomm, overlap, spans
 from jaxmpi.buckets import Order
 from jaxmpi.comm import MpiComm
 from jaxmpi.courier import THREAD, WINDOW, courier
@@ -168,6 +168,7 @@ def test_many_exchanges_leave_nothing():
 def kept() -> list[int]:
     """Python objects, threads, and buckets that nobody has waited for."""
     courier().events.clear()
+    spans.drain()
     gc.collect()
     return [len(gc.get_objects()), threading.active_count(), len(courier().jobs)]
 
