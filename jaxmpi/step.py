@@ -202,8 +202,12 @@ def local_gradients(
 
 def seen(grads: PyTree, metrics: Metrics) -> Metrics:
     """The metrics with what is to be known of the gradients: which leaves are finite, and ||grad L_i||^2."""
-    squares = [jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(grads)]
-    return metrics._replace(finite=finite_leaves(grads), squares=sum(squares, jnp.zeros(())))
+    leaves = jax.tree.leaves(grads)
+    squares = sum((jnp.square(leaf.astype(jnp.float32)).sum() for leaf in leaves), jnp.zeros(()))
+    # Squares that are finite are of finite numbers: only others need a second look.
+    all_are = partial(jnp.ones, max(len(leaves), 1), bool)
+    finite = jax.lax.cond(jnp.isfinite(squares), all_are, partial(finite_leaves, grads))
+    return metrics._replace(finite=finite, squares=squares)
 
 
 def finite_leaves(tree: PyTree) -> jax.Array:
