@@ -7,8 +7,10 @@ import atexit
 import ctypes
 import itertools
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -244,6 +246,14 @@ def make_cpu_devices(devices: int) -> None:
             have >= devices,
             f"asked for {devices} devices after the device started with {have}; set it first",
         )
+
+
+def forget_launcher() -> None:
+    """Remove what a killed Open MPI launcher with this process's id left behind: another refuses to start over it.
+
+    For the moment before exec: process ids come round again, folders in /tmp stay.
+    """
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{os.getpid()}", ignore_errors=True)
 
 
 def cache_folder(name: str) -> Path:

@@ -92,7 +92,7 @@ class Watch:
 
     def run(self, line: Sequence[str]) -> tuple[int, str]:
         """(exit code as shells have it, the end of its standard error)."""
-        self._job = job = subprocess.Popen(line, stderr=subprocess.PIPE, preexec_fn=end_with_parent)
+        self._job = job = subprocess.Popen(line, stderr=subprocess.PIPE, preexec_fn=become_launcher)
         tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         assert job.stderr is not None
         relay = threading.Thread(target=pass_on, args=(job.stderr, tail), daemon=True)
@@ -100,6 +100,12 @@ class Watch:
         code = job.wait()
         relay.join(5.0)  # a process that outlives the job may hold the pipe
         return (code if code >= 0 else 128 - code), b"".join(tail).decode(errors="replace")
+
+
+def become_launcher() -> None:
+    """What a launcher's process does before it is one."""
+    end_with_parent()
+    runtime.forget_launcher()
 
 
 def end_with_parent() -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmpi import launch
+from jaxmpi import launch, runtime
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PYTEST_XDIST_")
@@ -32,6 +32,7 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
         cwd=cwd,
         env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}),
         start_new_session=True,
+        preexec_fn=runtime.forget_launcher,
     )
     try:
         out, _ = job.communicate(timeout=timeout_s)

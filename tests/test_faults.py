@@ -20,6 +20,7 @@ from typing import IO, NamedTuple
 
 import pytest
 
+from jaxmpi import runtime
 from launching import LAUNCHER_PREFIXES, ROOT, kill_session
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
@@ -101,6 +102,7 @@ def start(line: list[str], env: dict[str, str] | None = None) -> Job:
         cwd=ROOT,
         env=clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | (env or {}),
         start_new_session=True,
+        preexec_fn=runtime.forget_launcher,
     )
     lines: list[tuple[float, str]] = []
     reader = threading.Thread(target=read, args=(process.stdout, lines), daemon=True)

@@ -7,6 +7,7 @@ import pytest
 
 from jaxmpi import launch
 from jaxmpi.config import UsageError
+from launching import mpirun_line, run
 
 VERSIONS = {
     "openmpi": "mpirun (Open MPI) 5.0.11",
@@ -133,3 +134,22 @@ def test_help_names_every_option(capsys):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(option in out for option in ("-n N", "--launcher", "EXPERIMENT.py"))
+
+
+LEFT_BEHIND = """
+import os, socket, sys
+from jaxmpi import runtime
+folder = f"{os.environ['TMPDIR']}/ompi.{os.getpid()}"
+os.mkdir(folder)
+open(f"{folder}/pmix.{socket.gethostname()}.tool", "w").close()
+runtime.forget_launcher()
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_what_a_killed_launcher_left_under_the_same_process_id_stops_no_other(tmp_path):
+    ended = run(
+        [sys.executable, "-c", LEFT_BEHIND, *mpirun_line(1), "true"], timeout_s=60, env={"TMPDIR": str(tmp_path)}
+    )
+    assert ended.code == 0, ended.out
+    assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi import checkpoint
+from jaxmpi import checkpoint, runtime
 from jaxmpi.config import Experiment
 from jaxmpi.data import Sampler
 from launching import ROOT, Ended, kill_session, mpirun_line, run, train
@@ -118,7 +118,14 @@ def test_kill_and_resume_is_bit_exact(rule, tmp_path):
 def kill_one_rank_after(step: int, args: list[str], run_dir: Path) -> int:
     """Start two ranks, SIGKILL rank 1 once the checkpoint of `step` is whole; the job's exit code."""
     line = [*mpirun_line(2), sys.executable, "-m", "jaxmpi.train", *args]
-    job = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    job = subprocess.Popen(
+        line,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=runtime.forget_launcher,
+    )
     deadline = time.monotonic() + 90
     try:
         while not (run_dir / "checkpoints" / f"step_{step:08d}").exists() and time.monotonic() < deadline:

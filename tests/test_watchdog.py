@@ -221,7 +221,13 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     with said.open("w") as out:
         job = subprocess.Popen(
-            line, stdout=out, stderr=out, cwd=ROOT, start_new_session=True, env={**env, "PYTHONPATH": str(ROOT)}
+            line,
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**env, "PYTHONPATH": str(ROOT)},
+            preexec_fn=runtime.forget_launcher,
         )
     try:
         record, deadline = folder / "run" / "record.jsonl", time.monotonic() + 100
