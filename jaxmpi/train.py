@@ -465,8 +465,10 @@ def train_until(
     functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     rules.check_wire(experiment.rule, functions.strategy)
     with (
-        # A rank that only serves gets no further, and one that dies is no reason to end: nobody waits for either.
-        watching(workers.processes, 0 if is_apart else experiment.stall_s, experiment.on_stall) as unwatched,
+        # A rank that only serves gets no further, and one that dies is no reason to end: the books tell who is late.
+        contextlib.nullcontext("")
+        if is_apart
+        else watching(workers.processes, experiment.stall_s, experiment.on_stall) as unwatched,
         rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
         plan.feed.crew,
     ):
@@ -547,11 +549,11 @@ def run_in(
     )
     if isinstance(saved, asynchronous.Start):
         with contextlib.closing(recorder):
-            return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
+            return asynchronous.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start)
 
 
-def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynchronous.Job:
+def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice, hosts: Sequence[str]) -> asynchronous.Job:
     """The run of workers that do not wait for each other, as this rank has it."""
     plan, feed, functions = run.plan, run.plan.feed, run.functions
     solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
@@ -588,8 +590,9 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynch
     home = checkpoint.Apart(run.folder / "checkpoints", run.workers.size, keep)
     run.recorder.start_window(int(start.tally.examples))
     wire = functions.strategy.partition(":")[2]
+    lookout = asynchronous.Lookout(run.experiment.stall_s, run.experiment.on_stall, hosts)
     return asynchronous.Job(
-        run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home
+        run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home, lookout
     )
 
 
@@ -694,7 +697,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
             if compare_due:
                 compare(run, state, k)
             if log_due:
-                seen = log(run, k, sums, anatomy.window())
+                seen = log(run, k, sums, anatomy.window(), state)
                 sums = np.zeros(SUMS)
                 if k >= lone_due and seen.source in ("unknown", "estimated"):
                     anatomy.lone(lone_s(run, state, batch))
@@ -824,16 +827,17 @@ def compare(run: Run, state: TrainState, step: int) -> None:
         run.recovery.of_difference(f"{text}; {savers.last_good(run.folder / 'checkpoints')}")
 
 
-def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
+def log(run: Run, step: int, sums: np.ndarray, window: Window, state: TrainState) -> Summary:
     """A progress line: the mean loss of all workers' examples since the last one, and where the time went.
 
     Raises:
         TrainingError: more data is skipped than may be.
     """
-    feed = run.plan.feed
-    mine = np.array([*sums, feed.skipped, feed.wait_s])
+    feed, distance = run.plan.feed, run.functions.rule.distance
+    apart = rows(distance(state.rule_state), run.workers).sum() if distance else 0.0
+    mine = np.array([*sums, feed.skipped, feed.wait_s, apart])
     every = run.workers.processes.rows(np.concatenate([mine, flat(window)]))
-    loss, count, squares, *measured, skipped, wait_s = every[:, : len(mine)].sum(axis=0).tolist()
+    loss, count, squares, *measured, skipped, wait_s, apart = every[:, : len(mine)].sum(axis=0).tolist()
     seen = summary(every[:, len(mine) :], window.steps)
     run.recorder.train(
         step=step,
@@ -849,6 +853,7 @@ def log(run: Run, step: int, sums: np.ndarray, window: Window) -> Summary:
         images=run.plan.examples(step) - run.plan.examples(step - window.steps),
         noted=window.spans,
         **noise_of(run, *measured),
+        **({"distance": apart / run.workers.size} if distance else {}),
     )
     if traced := run.tracer.add(window.spans, step, step == run.plan.clock.total_steps):
         run.recorder.say(traced)
