@@ -109,7 +109,7 @@ class Counter:
         """Of server 0: for how long each worker has said nothing, but for those that wait for a word themselves."""
         now_s, ledger = time.monotonic(), self.server.ledger
         with self.lock:
-            awaited = ledger.awaited() if ledger else set()
+            awaited = {worker for worker in (ledger.awaited() if ledger else ()) if not self.server.out.get(worker)}
             return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
 
     def poll(self) -> bool:
