@@ -378,7 +378,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     echo = _job.echoes(error) if _job else None
     if echo is not None:
         sys.stderr.write(f"jaxmpi: {who()} ({_at.phase}) {echo}\n" if echo else "")
-        end_job(1)
+        end_job(1 if echo else 0)  # so that the other rank's code is the job's
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
         time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
     phase = f" ({_at.phase})" if _job else ""

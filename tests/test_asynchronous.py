@@ -236,7 +236,9 @@ def test_a_worker_that_hangs_is_named_and_ends_the_job(tmp_path):
     assert not ended.timed_out
     assert ended.code != 0, ended.out
     assert re.search(r"no progress for \d+ s; late: rank 2 on ", ended.out), ended.out
-    assert supervise.culprit(ended.out).rank == "2"
+    who = supervise.culprit(ended.out)
+    assert who is not None
+    assert who.rank == "2"
     assert "Traceback" not in ended.out, ended.out
 
 
