@@ -192,9 +192,8 @@ def test_what_rank_0_refuses_is_said_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [1, 3], ids=["worker", "server"])
-@pytest.mark.parametrize("ranks", [3, 5], ids=["fewer", "more"])
-def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(killed, ranks, tmp_path):
+@pytest.mark.parametrize(("told", "ranks"), [(1, 3), (3, 5)], ids=["worker, then fewer", "server, then more"])
+def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(told, ranks, tmp_path):
     """By a signal to one rank alone; nothing is lost, since all have reported and saved when they leave."""
     args = (*COMMON, *RULES["easgd-servers"], "--eval-every", "9ep", "--run-dir", str(tmp_path / "run"))
     job = subprocess.Popen(
@@ -206,8 +205,8 @@ def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks
         deadline = time.monotonic() + 90
         while not found(tmp_path / "run" / "checkpoints") and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.kill(rank_of(killed, tmp_path / "run"), signal.SIGTERM)
-        out, _ = job.communicate(timeout=60)
+        os.kill(rank_of(told, tmp_path / "run"), signal.SIGTERM)
+        out, _ = job.communicate(timeout=90)
     finally:
         kill_session(job.pid)
         job.wait()
@@ -218,7 +217,7 @@ def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks
     saved = json.loads((newest / "manifest.json").read_text())["extra"]["tally"]
     assert saved[1] >= left["examples"]  # every example that was told of
     until = left["epoch"] + 3
-    ended = run(surviving(ranks, *args, "--train-for", f"{until:.0f}ep", "--resume"), timeout_s=90)
+    ended = run(surviving(ranks, *args, "--train-for", f"{until:.0f}ep", "--resume"), timeout_s=200)
     assert ended.code == 0, ended.out
     rows = record(tmp_path / "run", "train")
     after = [row["examples"] for row in rows if row["examples"] > saved[1]]
@@ -231,7 +230,7 @@ def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_named_and_ends_the_job(tmp_path):
     args = (*COMMON, *RULES["easgd"], "--train-for", "2000ep", "--run-dir", str(tmp_path / "run"))
-    line = surviving(3, *args, "--stall-s", "3", "--inject", "stop:rank=2,step=20")
+    line = surviving(3, *args, "--stall-s", "10", "--inject", "stop:rank=2,step=20")
     ended = run(line, timeout_s=120)
     assert not ended.timed_out
     assert ended.code != 0, ended.out
@@ -462,6 +461,6 @@ def test_learning_rates_follow_the_run_and_moments_stay():
 
 @pytest.mark.slow
 def test_the_bench_runs_at_a_small_size():
-    ended = run([sys.executable, "scripts/bench_rules.py", "--rounds", "1", "--only", "idle"], timeout_s=60)
+    ended = run([sys.executable, "scripts/bench_rules.py", "--rounds", "1", "--only", "idle"], timeout_s=180)
     assert ended.code == 0, ended.out
     assert "of a core, goal 5 %" in ended.out
