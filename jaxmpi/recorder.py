@@ -51,7 +51,7 @@ class Recorder:
         self._start = self._begin - elapsed_s
         self._window = self._begin, 0
         self._compute_s = 0.0  # in steps, since this start
-        self._classic, self._buckets = Classic(), Buckets()
+        self._classic, self._buckets, self._is_warm = Classic(), Buckets(), False
 
     def elapsed_s(self) -> float:
         """Seconds of training so far, earlier parts of a resumed run included."""
@@ -111,9 +111,11 @@ class Recorder:
             shown = shown._replace(**self._shown(anatomy))
         self.write("train", **told)
         self._terminal.progress(shown)
-        if anatomy and (line := self._classic.add(anatomy, images, examples)):
+        # What the first line of a start tells of has compiled the step: that is no time of images.
+        if anatomy and self._is_warm and (line := self._classic.add(anatomy, images, examples)):
             self.write("window", step=step, **line)
             self.say(classic_line(line))
+        self._is_warm |= anatomy is not None
 
     def _of_anatomy(self, anatomy: Summary, now: float) -> dict[str, Any]:
         """Its fields of a line of the record."""
@@ -130,7 +132,8 @@ class Recorder:
         """What of it the terminal shows."""
         total = anatomy.step_s or 1.0
         shares = {part: value / total for part, value in anatomy.means.items() if part != "hidden"}
-        is_behind = max(anatomy.own_s) > BEHIND * float(np.median(anatomy.own_s))
+        own = [seconds for seconds in anatomy.own_s if seconds]  # 0: a worker that is gone
+        is_behind = bool(own) and max(own) > BEHIND * float(np.median(own))
         slowest = self.name(anatomy.slowest) if is_behind else ""
         return {"shares": shares, "slowest": slowest, "estimated": anatomy.source == "estimated"}
 
