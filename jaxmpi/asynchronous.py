@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import checkpoint, faults, guard, optim, runtime, spans
+from jaxmpi import checkpoint, faults, guard, optim, runtime, spans, trace
 from jaxmpi.anatomy import Anatomy, Window, by_name, summary_apart
 from jaxmpi.center import END, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.checkpoint import Apart
@@ -215,8 +215,9 @@ def open_server(layout: Layout, number: int, rule: Asynchronous, center: np.ndar
 class Worker:
     """One worker's part in a run, between its steps."""
 
-    def __init__(self, job: "Job", rule: Asynchronous, post: Post) -> None:
+    def __init__(self, job: "Job", rule: Asynchronous, post: Post, tracer: trace.Apart) -> None:
         """Take up what the run starts with."""
+        self.tracer = tracer
         self.rule, self.post, start, size = rule, post, job.start, job.workers.size
         self.number, self.workers, self.flat = job.workers.mine[0], size, Flat.of(start.state.params)
         self.wire = Layout(self.flat.n, 1, job.wire).host_wire()
@@ -368,11 +369,10 @@ def check_alive(answer: Answer) -> None:
 class Keeper:
     """The record, evaluations and checkpoints, when the examples of all workers make them due. Worker 0 only."""
 
-    def __init__(
-        self, worker: Worker, course: Course, duties: Duties, recorder: Recorder, apart: Apart, start: Start
-    ) -> None:
+    def __init__(self, worker: Worker, job: "Job") -> None:
         """Go on from where the run starts."""
-        self.worker, self.course, self.duties, self.recorder, self.apart = worker, course, duties, recorder, apart
+        self.worker, self.course, self.duties, start = worker, job.course, job.duties, job.start
+        self.recorder, self.apart = job.recorder, job.apart
         self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
         self.logged, self.evaluated, self.begun = -1, start.step, start.step  # steps
         self.is_writing = False  # a checkpoint, whose parts workers still write
@@ -466,6 +466,8 @@ class Keeper:
         self.begin(step, answer)
         while self.is_writing:
             answer = self.again(state)
+        if traced := self.worker.tracer.merge(self.worker.workers):
+            self.recorder.say(traced)
         lost = self.worker.workers - int(answer.books.alive)
         if answer.books.stop == 2:
             self.recorder.say(f"asked to leave: saved at step {step}; go on with --resume")
@@ -496,6 +498,9 @@ class Job(NamedTuple):
     duties: Duties
     recorder: Recorder
     apart: Apart
+    folder: Path  # the run's
+    traced: trace.Steps  # of each worker's own count
+    profiler: trace.Profiler
 
 
 def run(job: Job) -> dict[str, float]:
@@ -506,6 +511,7 @@ def run(job: Job) -> dict[str, float]:
     """
     rule = job.rule.asynchronous
     assert rule is not None
+    tracer = trace.Apart(job.traced, job.workers.processes, job.folder / "trace.json")
     post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
     source = job.duties.batches(int(job.start.state.step)) if post.lines else None
     step, state, batches = compiled_in_turn(job, source)
@@ -516,9 +522,9 @@ def run(job: Job) -> dict[str, float]:
     thread = threading.Thread(target=post.counter.run, name="jaxmpi center", daemon=True) if post.counter else None
     if thread:
         thread.start()
-    worker = Worker(job, rule, post)
-    keeper = Keeper(worker, job.course, job.duties, job.recorder, job.apart, job.start) if worker.number == 0 else None
-    with contextlib.closing(source):
+    worker = Worker(job, rule, post, tracer)
+    keeper = Keeper(worker, job) if worker.number == 0 else None
+    with contextlib.closing(source), contextlib.closing(job.profiler):
         state, answer = work(job, worker, keeper, step, state, batches)
     state = worker.end(state)
     if keeper is None:
@@ -564,7 +570,9 @@ def work(
     for k, batch in enumerate(anatomy.batches(batches, first), first):
         runtime.doing(f"step {k}")
         state, batch = faults.reach("step", k, (state, batch))
+        job.profiler.before(k)
         state, metrics = step(state, batch)
+        job.profiler.after(k, state)
         anatomy.started(next(iter(jax.tree.leaves(state.params)), state.step))
         pending.append((k, metrics))
         worker.clock += 1
@@ -576,7 +584,9 @@ def work(
         sums = np.sum([job.duties.sums(*one) for one in pending], axis=0)
         anatomy.pause()
         worker.count(sums, len(pending), *job.duties.waits())
-        worker.spend(anatomy.window())
+        window = anatomy.window()
+        worker.spend(window)
+        worker.tracer.add(window.spans, worker.number, k)
         pending.clear()
         asks = keeper.asks() if keeper else {}
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
@@ -585,6 +595,7 @@ def work(
             keeper.look(state, answer)
         anatomy.restart()  # a talk has been counted, and the record and checkpoints are no training
         if answer.books.stop:
+            worker.tracer.add(spans.drain(), worker.number, k, is_end=True)
             return state, answer
         now = job.course.step(answer.tally.examples)
         state = state._replace(rule_state=optim.at_step(state.rule_state, now))

@@ -189,7 +189,7 @@ def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
         top5 = {f"{r.name}, top-5": evaluated(r, x, "eval_top5", 100) for r in records}
         return [
             *lines(f"Loss by {axis.name}", axis, Quantity("loss"), loss | held_out),
-            *lines(f"Accuracy by {axis.name}", axis, Quantity("accuracy", "%", base=None), top1 | top5),
+            *lines(f"Accuracy by {axis.name}", axis, Quantity("accuracy", "%", base=None, low=None), top1 | top5),
         ]
 
     def of(name: str, title: str, unit: Quantity) -> list[Panel]:

@@ -24,6 +24,7 @@ from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
 from launching import ROOT, kill_session, mpirun_line, run, train
+from test_trace import check_schema
 from tolerances import U
 
 DIGITS = "experiments/digits.py"
@@ -48,6 +49,7 @@ def record(run_dir: Path, kind: str) -> list[dict]:
 def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     ranks = 4 if "servers" in name else 3
     args = (*COMMON, *RULES[name], "--checkpoint-every", "1ep", "--eval-every", "1ep", "--run-dir", str(tmp_path))
+    args += ("--trace", "10:20")
     ended = train(ranks, *args, "--train-for", "3ep")
     assert ended.code == 0, ended.out
     last = record(tmp_path, "train")[-1]
@@ -63,6 +65,7 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     assert last["anatomy"]["exchange"][2] > 0
     assert len(last["own_s"]) == 3
     assert "compute " in ended.out
+    check_trace(tmp_path / "trace.json", "gossip" if "gosgd" in name else "the center")
     if "gosgd" not in name:
         assert sum(workers["staleness"]) == workers["exchanges"] - 3
     [saved] = [path for path in found(tmp_path / "checkpoints") if path.name == "step_00000090"]
@@ -78,6 +81,18 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     assert evals[-1]["eval_top1"] > 0.7
     last = record(tmp_path, "train")[-1]
     assert 5 * EXAMPLES <= last["examples"] < 5 * EXAMPLES + 3 * 11 * 16
+
+
+def check_trace(path: Path, waits: str) -> None:
+    """Steps 10 to 20 of each worker, and what it waited for between them, on one clock."""
+    events = check_schema(json.loads(path.read_text()), 3)
+    for worker in range(3):
+        names = {(e["cat"], e["name"]) for e in events if e["pid"] == worker}
+        assert {("compute", f"step {k}") for k in range(10, 21)} <= names
+        assert ("compute", "step 22") not in names
+    assert waits in {e["name"] for e in events if e["cat"] == "wait"}
+    assert max(e["ts"] + e["dur"] for e in events) < 100e6
+    assert not list(path.parent.glob("*.part"))
 
 
 @pytest.mark.slow
