@@ -108,7 +108,8 @@ def parameters(printed: list[str], files: list[str]) -> Values:
     """Parameters by model, of `jaxmpi models`."""
     rows = [re.split(r"[│|]", line) for line in printed[0].splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    return {f"{c[0]}, parameters": float(c[2].replace(",", "")) for c in cells if len(c) == 6 and c[1].isdigit()}
+    counts = {c[0]: float(c[2].replace(",", "")) for c in cells if len(c) == 6 and c[1].isdigit()}
+    return {f"{model}, parameters": counts[model] for model in ("alexnet", "googlenet", "vgg16")}
 
 
 def speedups(printed: list[str], files: list[str]) -> Values:
