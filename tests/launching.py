@@ -1,11 +1,14 @@
 """Real jobs for tests: mpirun with a hard time limit, killed by session so that no rank outlives a test."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 from jaxmpi import launch, runtime
 
@@ -79,3 +82,12 @@ def train(ranks: int, *args: str, timeout_s: float = 120, env: dict[str, str] | 
     on_cpu = {"JAX_PLATFORMS": "cpu"} if "--devices" in args else {}  # a machine has fewer GPUs than a test wants
     env = on_cpu | (env or {})
     return run([*line, sys.executable, "-m", "jaxmpi.train", *args], timeout_s=timeout_s, env=env, cwd=cwd)
+
+
+def on_small_disk(folder: Path, script: str) -> Ended:
+    """Run a Python script, given `folder`, on a real file system of 96 KB mounted there, in a mount namespace."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    enter = ["unshare", *user, "--mount", "sh", "-c", 'mount -t tmpfs -o size=96k tmpfs "$0" && exec "$@"', str(folder)]
+    if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    return run([*enter, sys.executable, "-c", script, str(folder)], timeout_s=60)
