@@ -16,14 +16,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import launch, rules, runtime, supervise
-from jaxmpi import train as trainer
+from jaxmpi import launch, parts, rules, runtime, supervise
 from jaxmpi.checkpoint import found
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
-from launching import ROOT, kill_session, mpirun_line, run, train
+from launching import ROOT, fresh, kill_session, mpirun_line, run, train
+from test_trace import check_schema
 from tolerances import U
 
 DIGITS = "experiments/digits.py"
@@ -48,6 +48,7 @@ def record(run_dir: Path, kind: str) -> list[dict]:
 def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     ranks = 4 if "servers" in name else 3
     args = (*COMMON, *RULES[name], "--checkpoint-every", "1ep", "--eval-every", "1ep", "--run-dir", str(tmp_path))
+    args += ("--trace", "10:20")
     ended = train(ranks, *args, "--train-for", "3ep")
     assert ended.code == 0, ended.out
     last = record(tmp_path, "train")[-1]
@@ -58,6 +59,12 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     assert workers["alive"] == 3
     assert workers["exchanges"] > 3
     assert workers["distance"] > 0
+    assert last["exchange_time"] == "measured"
+    assert last["anatomy"]["compute"][0] > 0
+    assert last["anatomy"]["exchange"][2] > 0
+    assert len(last["own_s"]) == 3
+    assert "compute " in ended.out
+    check_trace(tmp_path / "trace.json", "gossip" if "gosgd" in name else "the center")
     if "gosgd" not in name:
         # The center counts an exchange as it begins, but each worker's first; the next report tells of it.
         assert 0 <= sum(workers["staleness"]) - (workers["exchanges"] - 3) <= 3
@@ -74,6 +81,32 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     assert evals[-1]["eval_top1"] > 0.7
     last = record(tmp_path, "train")[-1]
     assert 5 * EXAMPLES <= last["examples"] < 5 * EXAMPLES + 3 * 11 * 16
+
+
+def check_trace(path: Path, waits: str) -> None:
+    """Steps 10 to 20 of each worker, and what it waited for between them, on one clock."""
+    events = check_schema(json.loads(path.read_text()), 3)
+    for worker in range(3):
+        names = {(e["cat"], e["name"]) for e in events if e["pid"] == worker}
+        assert {("compute", f"step {k}") for k in range(10, 21)} <= names
+        assert ("compute", "step 22") not in names
+    assert waits in {e["name"] for e in events if e["cat"] == "wait"}
+    assert max(e["ts"] + e["dur"] for e in events) < 100e6
+    assert not list(path.parent.glob("*.part"))
+
+
+@pytest.mark.slow
+def test_who_is_slow_is_named_and_others_wait_for_it_where_there_is_a_bound(tmp_path):
+    """Worker 2 takes 0.1 s a step; with staleness 1 nobody is more than a step ahead for long."""
+    slow = ("--inject", "slow:rank=2,seconds=0.1,times=0", "--rule.name", "asgd", "--rule.staleness", "1")
+    ended = train(3, *COMMON, *slow, "--train-for", "60st", "--log-every", "20", "--run-dir", str(tmp_path))
+    assert ended.code == 0, ended.out
+    last = record(tmp_path, "train")[-1]
+    assert last["anatomy"]["sync"][2] > 0.05  # of the others
+    assert last["anatomy"]["sync"][3] != 2
+    assert last["anatomy"]["sync"][0] < 0.05  # of the slow one
+    assert int(np.argmax(last["own_s"])) == 2
+    assert "slowest rank 2" in ended.out
 
 
 # ---------------------------------------------------------------- who dies
@@ -108,9 +141,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     args += ["--run-dir", str(run_dir)]
     line = surviving(fault.ranks, *args)
     with (tmp_path / "out").open("w") as out:
-        job = subprocess.Popen(
-            line, cwd=ROOT, stdout=out, stderr=out, start_new_session=True, preexec_fn=runtime.forget_launcher
-        )
+        job = subprocess.Popen(fresh(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
         deadline = time.monotonic() + 90
         while not found(run_dir / "checkpoints") and time.monotonic() < deadline:
@@ -126,7 +157,10 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     steps = [int(path.name[5:]) for path in found(run_dir / "checkpoints")]
     if fault.code == 0:
         assert record(run_dir, "workers")[-1]["alive"] == 2
-        assert record(run_dir, "train")[-1]["examples"] >= 12 * EXAMPLES
+        last = record(run_dir, "train")[-1]
+        assert last["examples"] >= 12 * EXAMPLES
+        assert [seconds > 0 for seconds in last["own_s"]] == [rank != fault.killed for rank in range(3)]
+        assert last["anatomy"]["compute"][3] != fault.killed
         assert steps[-1] == 12 * 30
     else:
         ended = train(fault.ranks, *args, "--resume")  # from the last checkpoint, to the end
@@ -196,11 +230,10 @@ def test_what_rank_0_refuses_is_said_once(tmp_path):
 def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(told, ranks, tmp_path):
     """By a signal to one rank alone; nothing is lost, since all have reported and saved when they leave."""
     args = (*COMMON, *RULES["easgd-servers"], "--eval-every", "9ep", "--run-dir", str(tmp_path / "run"))
+    line = fresh(surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"))
     job = subprocess.Popen(
-        surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"),
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        preexec_fn=runtime.forget_launcher,
-    )  # fmt: skip
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         deadline = time.monotonic() + 90
         while not found(tmp_path / "run" / "checkpoints") and time.monotonic() < deadline:
@@ -296,7 +329,7 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
 @pytest.mark.parametrize("strategy", ["none", "lowrank4"])
 def test_strategies_without_a_wire_are_refused(strategy):
     with pytest.raises(UsageError, match="takes its wire only"):
-        trainer.to_center(ExchangeConfig(strategy))
+        parts.to_center(ExchangeConfig(strategy))
 
 
 def test_of_a_strategy_the_wire_counts():
@@ -307,7 +340,7 @@ def test_of_a_strategy_the_wire_counts():
         "asa:bf16": "root:bf16",
         "hier-ring": "root:32",
     }
-    assert {name: trainer.to_center(ExchangeConfig(name)) for name in asked} == asked
+    assert {name: parts.to_center(ExchangeConfig(name)) for name in asked} == asked
 
 
 # ---------------------------------------------------------------- the launcher's line
