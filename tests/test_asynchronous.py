@@ -16,8 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import launch, rules
-from jaxmpi import train as trainer
+from jaxmpi import launch, parts, rules
 from jaxmpi.checkpoint import found
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
@@ -253,7 +252,7 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
 @pytest.mark.parametrize("strategy", ["none", "lowrank4"])
 def test_strategies_without_a_wire_are_refused(strategy):
     with pytest.raises(UsageError, match="takes its wire only"):
-        trainer.to_center(ExchangeConfig(strategy))
+        parts.to_center(ExchangeConfig(strategy))
 
 
 def test_of_a_strategy_the_wire_counts():
@@ -264,7 +263,7 @@ def test_of_a_strategy_the_wire_counts():
         "asa:bf16": "root:bf16",
         "hier-ring": "root:32",
     }
-    assert {name: trainer.to_center(ExchangeConfig(name)) for name in asked} == asked
+    assert {name: parts.to_center(ExchangeConfig(name)) for name in asked} == asked
 
 
 # ---------------------------------------------------------------- the launcher's line

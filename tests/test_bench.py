@@ -164,7 +164,11 @@ def test_with_launcher_arguments_the_ranks_report(tmp_path):
     assert ended.code == 0, ended.out[-3000:]
     [case] = json.loads(out.read_text())["cases"]
     assert (case["ranks"], [row["by"] for row in case["rows"]]) == (2, ["ar", "auto"])
-    assert "jaxmpi: auto: " in ended.out
+    ar, auto = case["rows"]
+    assert f"jaxmpi: {auto['picked']['why']}" in ended.out
+    assert auto["picked"]["why"].startswith(f"auto: {auto['picked']['strategy']}, ")
+    assert f"auto, {auto['picked']['strategy']}" in ended.out  # in the table, too
+    assert (auto["picked"]["bucket_bytes"], ar["picked"]) == (4 << 20, None)
 
 
 def test_where_one_job_fails_the_other_is_ended(capfd):

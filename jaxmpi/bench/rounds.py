@@ -66,6 +66,7 @@ def measure_case(
         "ranks": control.size,
         "hosts": len(set(control.hosts)) if isinstance(control, MpiProcesses) else 1,
         "seconds": {name: slowest([s[name].seconds for s in counted], control) for name in runs},
+        "picked": inputs.picked,
         "sent": {name: {"sent_bytes": median_sent([s[name].sent for s in counted], control)} for name in runs},
     }
 
