@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import spans
@@ -199,6 +201,47 @@ def folded(values: np.ndarray) -> np.ndarray:
     """Sums of neighbours, so that at most MOST_ROWS are left."""
     per = -(-len(values) // MOST_ROWS) or 1
     return np.add.reduceat(values, np.arange(0, len(values), per)) if len(values) else values
+
+
+class Lone(NamedTuple):
+    """A step that exchanges nothing; what it gives is thrown away."""
+
+    step: Callable[[PyTree, PyTree], Any]  # (state, batch); may donate its state
+    is_compiled: bool  # by the first step of the run
+
+    def seconds(self, state: PyTree, batch: PyTree) -> float:
+        """Of such a step, on a copy of the state."""
+        seconds = 0.0
+        for _ in range(1 if self.is_compiled else 2):
+            with spans.span("other", "step without exchange"):
+                scratch = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+                begin = time.perf_counter()
+                jax.block_until_ready(self.step(scratch, batch))
+                seconds = time.perf_counter() - begin
+        return seconds
+
+
+class LoneSteps:
+    """Has a step made without exchange now and then, where nothing else tells the time of one."""
+
+    def __init__(self, lone: Lone | None, start: int, every: int, log_every: int) -> None:
+        """Of a run that begins after step `start`.
+
+        Args:
+            lone: None: none is ever made.
+            every: steps; 0: none.
+            log_every: steps between two looks at the time.
+        """
+        self.lone, self.every, self.due = lone, every, float("inf")
+        if lone is not None and every:
+            self.due = start + (min(every, log_every + 1) if lone.is_compiled else every)
+
+    def now(self, anatomy: Anatomy, step: int, source: str, state: PyTree, batch: PyTree) -> None:
+        """Make one where it is due; `source` is how the time of exchanges was known last."""
+        if self.lone is not None and step >= self.due and source in ("unknown", "estimated"):
+            anatomy.lone(self.lone.seconds(state, batch))
+            anatomy.restart()
+            self.due = step + self.every
 
 
 # ---------------------------------------------------------------- over ranks

@@ -22,7 +22,7 @@ import numpy as np
 from jaxmpi import checkpoint, faults, guard, optim, runtime
 from jaxmpi.center import END, PUSH, READ, Answer, Layout, Ledger, Report, Server, Talk, Tally
 from jaxmpi.checkpoint import Apart
-from jaxmpi.config import RuleConfig, TrainingError, check
+from jaxmpi.config import Experiment, RuleConfig, TrainingError, check
 from jaxmpi.post import Counter, FarLine, Gossiper, Line, NearLine, converse
 from jaxmpi.processes import MpiProcesses, named_leaves
 from jaxmpi.recorder import Recorder
@@ -81,6 +81,26 @@ def on_device(tree: PyTree) -> PyTree:
 
 
 # ---------------------------------------------------------------- what a run hands in
+
+
+def check_apart(experiment: Experiment) -> None:
+    """Refuse what needs all workers together.
+
+    Raises:
+        UsageError: with an asynchronous rule, by field.
+    """
+    for name, value, instead in (
+        ("recover", "rollback", "skip or stop"),
+        ("batch_statistics", "synchronised", "averaged or local"),
+        ("form", "split", "auto"),
+    ):
+        got = getattr(experiment, name)
+        check(got != value, f"{name}: got {got} with an asynchronous rule, whose workers do not meet; {instead}")
+    memory = experiment.data.memory
+    check(
+        memory != "partition",
+        "data.memory: got partition with an asynchronous rule, whose workers do not meet to shuffle; take another",
+    )
 
 
 class Duties(NamedTuple):

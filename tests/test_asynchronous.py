@@ -16,14 +16,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import launch, rules, runtime
+from jaxmpi import launch, rules
 from jaxmpi import train as trainer
 from jaxmpi.checkpoint import found
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
-from launching import ROOT, kill_session, mpirun_line, run, train
+from launching import ROOT, fresh, kill_session, mpirun_line, run, train
 from tolerances import U
 
 DIGITS = "experiments/digits.py"
@@ -109,9 +109,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     assert line[-2:] == ["--with-ft", "ulfm"]
     line = [*line, sys.executable, "-m", "jaxmpi.train", *args]
     with (tmp_path / "out").open("w") as out:
-        job = subprocess.Popen(
-            line, cwd=ROOT, stdout=out, stderr=out, start_new_session=True, preexec_fn=runtime.forget_launcher
-        )
+        job = subprocess.Popen(fresh(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
         deadline = time.monotonic() + 90
         while not found(run_dir / "checkpoints") and time.monotonic() < deadline:
