@@ -25,8 +25,7 @@ from typing import IO, NamedTuple
 
 import pytest
 
-from jaxmpi import runtime
-from launching import LAUNCHER_PREFIXES, ROOT, kill_session
+from launching import LAUNCHER_PREFIXES, ROOT, fresh, kill_session, leaked, shared_memory
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RANKS, STEPS = int(os.environ.get("JAXMPI_FAULTS_RANKS", "4")), 40
@@ -106,7 +105,7 @@ class Job:
 
     def look_behind(self) -> None:
         """Find what the job should have taken with it."""
-        processes, memory = left_behind(self.mark), leaked(self.mark, self.before)
+        processes, memory = left_behind(self.mark), leaked(self.before, lambda: marked(self.mark))
         if processes or memory:
             told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes if os.path.exists(f"/proc/{pid}")]
             self.drop()
@@ -139,18 +138,17 @@ def seen(mark: str) -> Path:
 def start(line: list[str], env: dict[str, str] | None = None) -> Job:
     """A command in a session of its own; all its processes have its mark."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    mark, before = f"{line[line.index('--run-dir') + 1]}.{next(NUMBERS)}", shared_memory([])
+    mark, before = f"{line[line.index('--run-dir') + 1]}.{next(NUMBERS)}", shared_memory()
     if HOSTS > 1:
         line = [*cluster(HOSTS), "sh", "-c", LINGER, str(seen(mark)), *line]
     process = subprocess.Popen(
-        line,
+        fresh(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
         env=clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", MARK: mark} | (env or {}),
         start_new_session=True,
-        preexec_fn=runtime.forget_launcher,
     )
     lines: list[tuple[float, str]] = []
     reader = threading.Thread(target=read, args=(process.stdout, lines), daemon=True)
@@ -219,34 +217,11 @@ def left_behind(mark: str, patience_s: float = 5) -> list[int]:
     return found
 
 
-def leaked(mark: str, before: set[str], patience_s: float = 5) -> set[str]:
-    """Shared memory that nobody maps and that was not there before, some seconds after a job has ended."""
-    deadline = time.monotonic() + patience_s
-    while (more := shared_memory(marked(mark)) - before) and time.monotonic() < deadline:
-        time.sleep(0.2)  # of other jobs that begin or end
-    return more
-
-
-def shared_memory(pids: list[int]) -> set[str]:
-    """Names in /dev/shm, as this process and these see it, that no process has mapped: leaked, once a job has ended."""
-    hosts: dict[str, int] = {}
-    for pid in {os.getpid(), *pids}:
-        with contextlib.suppress(OSError):
-            hosts[os.readlink(f"/proc/{pid}/ns/mnt")] = pid
-    roots = [Path(f"/proc/{pid}/root/dev/shm") for pid in hosts.values()]
-    names = {str(path.relative_to(root)) for root in roots for path in root.rglob("*") if not path.is_dir()}
-    mapped: set[str] = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            mapped |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
-    return names - mapped
-
-
 ORPHAN = "import os, time; os.setsid(); print(1, flush=True); time.sleep(60)"
 
 
 def test_what_is_left_behind_would_be_seen(tmp_path):
-    mark, before = str(tmp_path), shared_memory([])
+    mark, before = str(tmp_path), shared_memory()
     planted = Path("/dev/shm") / f"jaxmpi-planted-{os.getpid()}"
     # A child of a child whose parent has ended, in another session, with nothing of the job in its command line.
     line = ["sh", "-c", '"$0" -c "$1" & exit', sys.executable, ORPHAN]
@@ -256,7 +231,7 @@ def test_what_is_left_behind_would_be_seen(tmp_path):
         parent.stdout.readline()
         try:
             planted.write_bytes(b"x")
-            assert planted.name in leaked(mark, before, 0.5)
+            assert planted.name in leaked(before, patience_s=0.5)
             found = left_behind(mark, 0.5)
             assert len(found) == 1
         finally:
@@ -264,7 +239,7 @@ def test_what_is_left_behind_would_be_seen(tmp_path):
             for pid in marked(mark):
                 os.kill(pid, signal.SIGKILL)
     assert not left_behind(mark)
-    assert planted.name not in leaked(mark, before, 0)
+    assert planted.name not in leaked(before, patience_s=0)
 
 
 # ---------------------------------------------------------------- undisturbed, and what must not differ from it
