@@ -346,6 +346,7 @@ class Job:
     size: int
     abort: Callable[[int], NoReturn]  # ends all ranks
     wait_for_all: Callable[[float], bool]  # False where time ran out
+    echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
 
 
@@ -420,7 +421,15 @@ def at() -> At:
 
 
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback."""
+    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback.
+
+    An error that is there because another rank has ended, by `Job.echoes`, is a line, or none where that rank has
+    said why.
+    """
+    echo = _job.echoes(error) if _job else None
+    if echo is not None:
+        sys.stderr.write(f"jaxmpi: {who()} ({_at.phase}) {echo}\n" if echo else "")
+        end_job(1 if echo else 0)  # so that the other rank's code is the job's
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
         time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
     phase = f" ({_at.phase})" if _job else ""
