@@ -128,7 +128,7 @@ def quota_cores(file: Path, default: int) -> int:
     try:
         quota, period = file.read_text().split()
         return default if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # no such control group, or not its format: no quota
         return default
 
 
