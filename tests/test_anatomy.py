@@ -15,13 +15,13 @@ from jaxmpi.anatomy import (
     PARTS,
     SOURCES,
     Anatomy,
+    Lone,
     Row,
     folded,
     summary,
     summary_apart,
     taken_apart,
 )
-from jaxmpi.anatomy import LATER, LOCAL, MOST_ROWS, PARTS, SOURCES, Anatomy, Lone, Row, folded, summary, taken_apart
 from jaxmpi.spans import Span
 
 

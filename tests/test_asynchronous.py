@@ -16,7 +16,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import launch, parts, rules
 from jaxmpi import launch, parts, rules, runtime, supervise
 from jaxmpi.checkpoint import found
 from jaxmpi.comm import AxisComm, SoloComm
