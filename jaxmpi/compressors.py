@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmpi import strategies
@@ -70,12 +71,8 @@ def lowrank(rank: int) -> Compressor:
 
     def init(params: PyTree) -> LowRankState:
         leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
         error = [jnp.zeros(matrix_shape(leaf), jnp.float32) if is_thin(leaf) else None for leaf in leaves]
-        q = [
-            jax.random.normal(key, (leaf.shape[-1], rank), jnp.float32) if is_thin(leaf) else None
-            for key, leaf in zip(keys, leaves, strict=False)
-        ]
+        q = [drawn(i, (leaf.shape[-1], rank)) if is_thin(leaf) else None for i, leaf in enumerate(leaves)]
         return LowRankState(jax.tree.unflatten(structure, error), jax.tree.unflatten(structure, q))
 
     def compress(grads: PyTree, state: LowRankState, peers: Peers) -> tuple[PyTree, LowRankState]:
@@ -94,6 +91,14 @@ def lowrank(rank: int) -> Compressor:
         return out, LowRankState(error, q)
 
     return Compressor(init, compress)
+
+
+def drawn(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Standard normal f32[shape], the same on all workers.
+
+    By NumPy: every rank would compile `jax.random.normal` for every shape.
+    """
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 Thin = dict[int, jax.Array]  # an array for every leaf that is compressed, by its place among all

@@ -99,6 +99,7 @@ def sample(run: Run, repeats: int, control: Processes) -> Sample:
     for _ in range(repeats):
         run()
     seconds = (time.perf_counter() - begin) / repeats
+    control.barrier()  # what this rank has sent may still wait for its card
     return Sample(seconds, (card_bytes() - before) / (repeats + (repeats > 1)))
 
 
