@@ -269,6 +269,7 @@ def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     """Steps start + 1 to the last; progress, evaluations and checkpoints when they are due."""
     plan, last = run.plan, run.plan.clock.total_steps
+    run.guard.compare(state, start)  # as it came to the devices; what must be compiled for it is so from now on
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
     sums, result = np.zeros(SUMS), {}  # since the last progress line
