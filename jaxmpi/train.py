@@ -217,7 +217,8 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynch
     run.recorder.start_window(int(start.tally.examples))
     wire = functions.strategy.partition(":")[2]
     return asynchronous.Job(
-        run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home
+        *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
+        *(run.folder, step_range(run.experiment.trace, "trace"), run.profiler),
     )
 
 
