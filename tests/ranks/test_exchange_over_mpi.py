@@ -123,7 +123,7 @@ def test_dtypes_and_shapes_are_kept_inside_and_outside_jit():
 def test_what_is_mapped_may_be_exchanged_but_no_exchange_mapped(strategy):
     xs = jnp.full((3, 4, 5), RANK, jnp.float32)
     tx = jaxmpi.exchange_gradients(strategy)
-    run = lambda x: tx.update(x, tx.init(x))[0]  # noqa: E731
+    run: Any = lambda x: tx.update(x, tx.init(x))[0]  # noqa: E731
     assert np.allclose(run(jax.vmap(lambda x: 2 * x)(xs)), SIZE - 1)
     for mapped in (jax.vmap(run), jax.jit(jax.vmap(run)), jax.vmap(jax.jit(run))):
         if SIZE == 1:
@@ -138,7 +138,8 @@ def test_a_bucket_that_mpi_cannot_count_is_refused_before_it_is_there():
     if SIZE == 1:
         pytest.skip("nothing travels from one rank")
     half, whole = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (2**30, 2**31))
-    for tree, options in ((whole, {}), ([half, half], {"bucket_bytes": None}), (whole, {"strategy": "ring16"})):
+    cases: list[tuple[Any, dict[str, Any]]] = [(whole, {}), (whole, {"strategy": "ring16"})]
+    for tree, options in [*cases, ([half, half], {"bucket_bytes": None})]:
         with pytest.raises(jaxmpi.UsageError, match=r"got a bucket of 2,147,483,648 floats; expected fewer than 2\^31"):
             jax.eval_shape(lambda x, options=options: jaxmpi.exchange(x, **options), tree)
     assert jax.eval_shape(lambda x: jaxmpi.exchange(x, "shm"), whole).shape == (2**31,)
