@@ -399,7 +399,7 @@ def why_not() -> str:
     try:
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(cast(_handler, c_void_p).value), platform="cpu")
         _probe()
-    except Exception as error:
+    except Exception as error:  # an interface of another age may fail in any way; it is said, and there is another way
         reason = f"{type(error).__name__}: {error}"
         if runtime.my_rank() == 0:
             print(f"jaxmpi: Python in programs goes through io_callback, with copies: {reason}", file=sys.stderr)

@@ -434,7 +434,7 @@ def map_together(host: Host, slots: int) -> tuple[mmap.mmap, int]:
     try:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), size_bytes)
-    except OSError:
+    except OSError:  # the first call finds that ranks do not see each other
         memory = mmap.mmap(-1, size_bytes)
     host.host_barrier()
     if host.local_rank == 0:

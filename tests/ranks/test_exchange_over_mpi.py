@@ -138,8 +138,12 @@ def test_a_bucket_that_mpi_cannot_count_is_refused_before_it_is_there():
     if SIZE == 1:
         pytest.skip("nothing travels from one rank")
     half, whole = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (2**30, 2**31))
-    cases: list[tuple[Any, dict[str, Any]]] = [(whole, {}), (whole, {"strategy": "ring16"})]
-    for tree, options in [*cases, ([half, half], {"bucket_bytes": None})]:
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (whole, {}),
+        ([half, half], {"bucket_bytes": None}),
+        (whole, {"strategy": "ring16"}),
+    ]
+    for tree, options in cases:
         with pytest.raises(jaxmpi.UsageError, match=r"got a bucket of 2,147,483,648 floats; expected fewer than 2\^31"):
             jax.eval_shape(lambda x, options=options: jaxmpi.exchange(x, **options), tree)
     assert jax.eval_shape(lambda x: jaxmpi.exchange(x, "shm"), whole).shape == (2**31,)
