@@ -294,8 +294,8 @@ def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no
 
 
 NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alone
-    (("asa32",), ("mpi4jax", "psum")): (3, 2),
-    (("asa32", "shm"), ("mpi4jax-flat",)): (4, 2),
+    (("asa32",), ("mpi4jax", "psum")): (4, 2),
+    (("asa32", "shm"), ("mpi4jax-flat",)): (5, 2),
     (("shm",), ("mpi4py", "mpi4jax")): (4, 4),
     (("ring32", "auto"), ()): (5, 0),
     (("lowrank4/ring16",), ("torch",)): (9, 3),

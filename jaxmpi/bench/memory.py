@@ -14,7 +14,7 @@ from jaxmpi.strategies import parse
 BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # of a process, without any case
 # Arrays as big as a case that a contender has beside its operands while it works, results included; as measured, see
 # docs/exchange.md.
-AT_WORK = {"shm": 1, "asa": 2, "none": 1}
+AT_WORK = {"shm": 1, "asa": 3, "none": 1}
 AT_WORK_OTHERS, AT_WORK_COMPRESSORS, AT_WORK_PEERS = 4, 6, 1
 
 Job = tuple[Sequence[str], Sequence[str]]  # strategies and peers of one job
