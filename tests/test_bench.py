@@ -308,7 +308,8 @@ def test_as_many_ranks_as_memory_holds(monkeypatch):
         own = memory.BASE_BYTES + memory.TORCH_BYTES * ("torch" in names)
         one, two = [(strategies, names)], [(strategies, names), ((), names)]
         for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
-            monkeypatch.setattr(memory, "free_bytes", lambda free=ranks * need: free)
+            of_mpi = 2 * len(every) * size_bytes if names else 0
+            monkeypatch.setattr(memory, "free_bytes", lambda free=ranks * need + of_mpi: free)
             assert memory.fitting(case, every, 8) == ranks
             assert memory.fitting(case, every, 3) == min(ranks, 3)
 
