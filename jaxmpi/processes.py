@@ -30,6 +30,7 @@ PyTree = Any
 POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
 YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
+ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 PINGS = 20  # round trips between two clocks
 TRIPS = 2  # round trips between two ranks whose link is timed
@@ -170,7 +171,7 @@ class MpiProcesses:
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
-        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit))
+        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         self._own.append(self._local)
         self.local_rank, self.local_size = self._local.rank, self._local.size
@@ -211,6 +212,21 @@ class MpiProcesses:
         for comm in self._own:
             comm.Revoke()
         os._exit(code)
+
+    def _echoes(self, error: BaseException | None) -> str | None:
+        """Where ranks may be lost: what an error says that is there because one is; empty where that one has spoken."""
+        from mpi4py import MPI
+
+        names = ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
+        classes = [getattr(MPI, name, None) for name in names]
+        if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
+            return None
+        deadline = time.monotonic() + ECHO_S
+        while time.monotonic() < deadline:  # who ends the job speaks first, then revokes, then is gone
+            if any(comm.Is_revoked() for comm in self._own):
+                return ""
+            time.sleep(POLL_S)
+        return "ends, since a rank that it needs is gone"
 
     def post(self) -> Post:
         """Over a communicator of its own; all ranks come here together."""
