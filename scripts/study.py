@@ -84,7 +84,8 @@ STUDIES = {
         [
             Grid({}, EIGHT | {"rule.name": "gradients", "optim.lr": "0.05"}),
             Grid({"rule.local-steps": PERIODS}, EIGHT | {"rule.name": "local_sgd", "optim.lr": "0.05"}),
-            Grid({"rule.local-steps": PERIODS[2:]}, EIGHT | {"rule.name": "diloco", "optim.lr": "0.05"}),
+            # The outer optimizer multiplies what workers move by eta / (1 - mu) = 7 in the long run.
+            Grid({"rule.local-steps": PERIODS[2:]}, EIGHT | {"rule.name": "diloco", "optim.lr": "0.007"}),
         ],
     ),
     "elastic": Study(
