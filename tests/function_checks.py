@@ -175,6 +175,12 @@ def check_updates():
     def f(x, seen, largest):
         return x.size, seen + x.size * 0 + x.size, x.sum(), jnp.maximum(largest, x.max()), x
 
+    single = jm.variable(np.int32(1))  # a pair by itself, and a variable by itself
+    jm.function(lambda x: x.sum(), jm.scatter, (), (single, jm.add))(x, slices=2)
+    assert int(single.reduce("sum")) == x.sum() + k
+    jm.function(lambda old: 2 * old, single, (), single)()
+    assert int(single.reduce("sum")) == 2 * (x.sum() + k)
+
     updates = ((seen, jm.max), (total, jm.add), (largest, jm.max), (last, jm.gather))
     run = jm.function(f, (jm.scatter, seen, largest), (jm.sum,), updates)
     edges = bounds(n, k)
