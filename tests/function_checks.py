@@ -420,6 +420,8 @@ def check_refusals():
     fails(lambda: one(np.array([object()] * 3 * k)), "got an array of object")
     fails(lambda: one(np.array(["a"] * 3 * k)), "expected numbers")
     fails(lambda: one(jax.random.split(jax.random.key(0), 3 * k)), "random key")
+    fails(lambda: one(jm.variable(x)), "argument 0: got a jaxmpi.variable; name it in `inputs`")
+    fails(lambda: jm.function(lambda x: x, jm.scatter, (jm.sum,))(x), "returned an array; expected a tuple of 1")
     fails(lambda: one(None), "argument 0: got None; scatter needs arrays")
     fails(lambda: jax.jit(one)(x), "got a traced value; call functions and variables outside of jax.jit")
     fails(lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value")

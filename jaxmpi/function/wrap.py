@@ -182,7 +182,7 @@ class Function:
         parts = (result,) if self.is_bare else result
         check(
             isinstance(parts, (tuple, list)) and len(parts) == expected,
-            f"{self.name} returned {type(result).__name__}"
+            f"{self.name} returned {'an array' if isinstance(result, jax.Array) else type(result).__name__}"
             f"{f' of {len(parts)}' if isinstance(parts, (tuple, list)) else ''}; expected a tuple of {expected}: "
             f"{len(self.outputs)} outputs, then {len(self.updates)} updates",
         )
