@@ -7,6 +7,7 @@ Worker 0 evaluates, keeps the record, and makes a checkpoint of what each worker
 
 import contextlib
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,17 +20,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import checkpoint, faults, guard, optim, runtime
-from jaxmpi.center import END, PUSH, READ, Answer, Layout, Ledger, Report, Server, Talk, Tally
+from jaxmpi import checkpoint, faults, guard, optim, runtime, spans, trace
+from jaxmpi.anatomy import Anatomy, Window, by_name, summary_apart
+from jaxmpi.center import END, LEAVE, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.checkpoint import Apart
-from jaxmpi.config import Experiment, RuleConfig, TrainingError, check
+from jaxmpi.config import ON_STALL, Experiment, RuleConfig, TrainingError, check
 from jaxmpi.post import Counter, FarLine, Gossiper, Line, NearLine, converse
 from jaxmpi.processes import MpiProcesses, named_leaves
 from jaxmpi.recorder import Recorder
 from jaxmpi.rules import Asynchronous, Rule
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.state import TrainState
-from jaxmpi.workers import Workers
+from jaxmpi.watchdog import STALLED
+from jaxmpi.workers import Workers, to_device
 
 PyTree = Any
 LOOK_S = 0.02  # between reports of a worker that has nothing left to do but wait for the others
@@ -156,21 +159,24 @@ def starting(
         folder: RUN/checkpoints.
         say: is told of damaged ones that are passed over.
     """
-    read = partial(start_of, state=state, worker=workers.mine[0], rule=rule)
+    read = partial(start_of, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
     found = checkpoint.first_whole(folder, workers.processes, read, say) if resume else None
     workers.processes.same("the checkpoint to resume from", {"step": found.step if found else 0})
     return found or Start(Flat.of(state.params).vector(state.params), state, Tally())
 
 
-def start_of(path: Path, state: TrainState, worker: int, rule: Asynchronous) -> Start:
-    """What a checkpoint holds for a worker; one whose part is not in it begins at the center."""
+def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> Start:
+    """What a checkpoint holds for a worker; one whose part is not in it begins at the center.
+
+    On another number of workers weights of gossip begin anew, so that they sum to 1.
+    """
     manifest = checkpoint.read_manifest(path)
     center = checkpoint.read_file(path, manifest, "common.bin", {"center": state.params})["center"]
     mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
     name = checkpoint.own_file(worker)
     if manifest["files"].get(name):
         own = checkpoint.read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
-        weight = float(own.pop("weight"))
+        weight = float(own.pop("weight")) * (manifest["workers"] == workers)
         mine = TrainState(**own)
     if rule.starts_at_center:
         mine = mine._replace(params=center)
@@ -234,14 +240,16 @@ def open_server(layout: Layout, number: int, rule: Asynchronous, center: np.ndar
 class Worker:
     """One worker's part in a run, between its steps."""
 
-    def __init__(self, job: "Job", rule: Asynchronous, post: Post) -> None:
+    def __init__(self, job: "Job", rule: Asynchronous, post: Post, tracer: trace.Apart) -> None:
         """Take up what the run starts with."""
+        self.tracer = tracer
         self.rule, self.post, start, size = rule, post, job.start, job.workers.size
         self.number, self.workers, self.flat = job.workers.mine[0], size, Flat.of(start.state.params)
         self.wire = Layout(self.flat.n, 1, job.wire).host_wire()
         self.base = start.center  # f32[n]: the center as this worker last knew it
-        self.new = Tally()  # since the last report
+        self.new, self.spent = Tally(), Spent()  # since the last report
         self.clock = self.saved = 0
+        self._held_s = 0.0  # of the last talk: waited for nothing but the answer to its report
         self.is_done = False
         self._waited = 0, 0.0
         seed = int(np.asarray(start.state.key)[0]) + start.step
@@ -254,9 +262,18 @@ class Worker:
         new = Tally(steps, examples, loss, skipped - before[0], wait_s - before[1])
         self.new = self.new.plus(new)
 
+    def spend(self, window: Window) -> None:
+        """Count where the time of steps went."""
+        part = by_name(window)
+        went = (part["data"], part["transfer"], part["compute"], part["exposed"], 0.0, part["other"])
+        self.spent = self.spent.plus((window.steps, *went))
+
     def tell(self, asks: Mapping[str, float]) -> Answer:
         """A report without an exchange."""
-        return self._answer(self._talk(PUSH, None, self._report(asks)))
+        begin = time.perf_counter()
+        talk = self._talk(PUSH, None, self._report(asks))
+        self.spent = self.spent.plus(Spent(sync=time.perf_counter() - begin))
+        return self._answer(talk)
 
     def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, Answer]:
         """Meet the center, and report: the state after it, and how things stand."""
@@ -266,17 +283,20 @@ class Worker:
         distance = float(np.linalg.norm(w - talk.seen))
         w, self.base = self.rule.meet(w, self.base, talk.sent, talk.seen)
         state = state._replace(params=self._params(w, state))
-        self._met(distance, talk.sent_bytes, time.perf_counter() - begin)
+        took_s = time.perf_counter() - begin
+        self._met(distance, talk.sent_bytes, took_s)
+        self.spent = self.spent.plus(Spent(exchange=took_s - self._held_s, sync=self._held_s))
         return state, self._answer(talk)
 
     def gossip_step(self, state: TrainState) -> TrainState:
         """Merge what has arrived, then perhaps push."""
         gossiper = self.post.gossiper
         assert gossiper is not None
-        begin, w = time.perf_counter(), None
+        begin, w = 0.0, None
         while gossiper.arrived:
             parcel = gossiper.arrived.popleft()
-            w = self.flat.vector(state.params) if w is None else w
+            if w is None:
+                begin, w = end_s(state), self.flat.vector(state.params)
             sent = self.wire.decode(parcel.body)
             self._met(float(np.linalg.norm(w - sent)), 0, 0.0)
             w = self.gossip.merge(w, sent, parcel.share)
@@ -284,10 +304,12 @@ class Worker:
             state = state._replace(params=self._params(w, state))
         push = None if self.is_done else self.gossip.draw(frozenset(gossiper.gone))
         if push:
+            begin = begin or end_s(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
             gossiper.push(push.to, push.share, body)
             self.new = self.new.plus(Tally(sent_bytes=body.size))
         if push or w is not None:
+            spans.note("wait", "gossip", begin, time.perf_counter())
             self.new = self.new.plus(Tally(exchange_s=time.perf_counter() - begin))
         return state
 
@@ -307,6 +329,10 @@ class Worker:
         seen = self._talk(READ, np.empty(self.post.layout.n, np.float32), None).seen
         return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
 
+    def times(self) -> np.ndarray:
+        """f64[workers, Spent]: where the time of all has gone, as last reported."""
+        return self._talk(TIMES, None, None).times
+
     def write_if_asked(self, apart: Apart, state: TrainState, answer: Answer) -> None:
         """This worker's part of a checkpoint that has been begun."""
         save = int(answer.books.save)
@@ -322,14 +348,15 @@ class Worker:
             raise TrainingError(f"the checkpoint of step {save - 1} cannot be written: {error}") from error
         self.saved = save
 
-    def close(self) -> None:
-        """Worker 0: all is over."""
+    def close(self, is_left: bool) -> None:
+        """Worker 0: all is over, or is to be gone on with later."""
         self.tell({"closing": 1.0})
-        self._talk(END, None, None)
+        self._talk(LEAVE if is_left else END, None, None)
 
     def _talk(self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> Talk:
-        talk = Talk(self.post.layout, kind, vector, report)
-        converse(talk, self.post.lines)
+        talk = Talk(self.post.layout, kind, vector, report, self.workers)
+        with spans.span("wait", "the center"):
+            self._held_s = converse(talk, self.post.lines)
         return talk
 
     def _answer(self, talk: Talk) -> Answer:
@@ -338,8 +365,8 @@ class Worker:
         return talk.answer
 
     def _report(self, asks: Mapping[str, float]) -> list[float]:
-        said = [*Report(self.clock, self.saved, self.is_done, **asks), *self.new]
-        self.new = Tally()
+        said = [*Report(self.clock, self.saved, self.is_done, **asks), *self.new, *self.spent]
+        self.new, self.spent = Tally(), Spent()
         return said
 
     def _params(self, w: np.ndarray, state: TrainState) -> PyTree:
@@ -347,6 +374,12 @@ class Worker:
 
     def _met(self, distance: float, sent_bytes: int, seconds: float) -> None:
         self.new = self.new.plus(Tally(exchanges=1, exchange_s=seconds, sent_bytes=sent_bytes, distance=distance))
+
+
+def end_s(state: TrainState) -> float:
+    """When the step behind a state is through; waits for it."""
+    jax.block_until_ready(state.params)
+    return time.perf_counter()
 
 
 def check_alive(answer: Answer) -> None:
@@ -361,21 +394,19 @@ def check_alive(answer: Answer) -> None:
 class Keeper:
     """The record, evaluations and checkpoints, when the examples of all workers make them due. Worker 0 only."""
 
-    def __init__(
-        self, worker: Worker, course: Course, duties: Duties, recorder: Recorder, apart: Apart, start: Start
-    ) -> None:
+    def __init__(self, worker: Worker, job: "Job") -> None:
         """Go on from where the run starts."""
-        self.worker, self.course, self.duties, self.recorder, self.apart = worker, course, duties, recorder, apart
+        self.worker, self.course, self.duties, start = worker, job.course, job.duties, job.start
+        self.recorder, self.apart = job.recorder, job.apart
         self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
         self.logged, self.evaluated, self.begun = -1, start.step, start.step  # steps
         self.is_writing = False  # a checkpoint, whose parts workers still write
-        self.alive = 0
+        self.alive, self.times = 0, np.zeros((worker.workers, len(Spent._fields)))  # as at the last line
         self.result: dict[str, float] = {}
 
     def asks(self) -> dict[str, float]:
-        """What the next report says to all workers: to write their parts of a checkpoint, to stop."""
-        save = {"save": self.begun + 1.0} if self.is_writing else {}
-        return save | ({"leave": 1.0} if self.duties.is_called_away() else {})
+        """What the next report says to all workers: to write their parts of a checkpoint."""
+        return {"save": self.begun + 1.0} if self.is_writing else {}
 
     def look(self, state: TrainState, answer: Answer) -> None:
         """Do what is due."""
@@ -420,6 +451,8 @@ class Keeper:
         since = Tally(*(a - b for a, b in zip(now, self.before, strict=True)))
         if not since.examples:
             return
+        before, self.times = self.times, self.worker.times()
+        spent = dict(zip(Spent._fields, (self.times - before).T, strict=True))
         self.recorder.train(
             step=step,
             total_steps=self.course.total_steps,
@@ -429,6 +462,8 @@ class Keeper:
             lr=self.duties.lr(step),
             wait_s=now.wait_s / max(alive, 1),
             skipped=int(now.skipped),
+            anatomy=summary_apart(spent) if spent["steps"].any() else None,
+            images=int(since.examples),
         )
         self.duties.check_skipped(int(now.skipped), int(now.examples // self.course.epoch_examples) + 1)
         self.recorder.write(
@@ -455,9 +490,12 @@ class Keeper:
         self.begin(step, answer)
         while self.is_writing:
             answer = self.again(state)
+        if traced := self.worker.tracer.merge(self.worker.workers):
+            self.recorder.say(traced)
         lost = self.worker.workers - int(answer.books.alive)
         if answer.books.stop == 2:
-            self.recorder.say(f"asked to leave: saved at step {step}; go on with --resume")
+            folder = self.apart.folder.parent
+            self.recorder.say(f"asked to leave: saved at step {step}; go on with --resume --run-dir {folder}")
         if lost:
             self.recorder.say(f"finished with {self.worker.workers - lost} of {self.worker.workers} workers")
 
@@ -485,6 +523,41 @@ class Job(NamedTuple):
     duties: Duties
     recorder: Recorder
     apart: Apart
+    folder: Path  # the run's
+    traced: trace.Steps  # of each worker's own count
+    profiler: trace.Profiler
+    lookout: "Lookout"
+
+
+@dataclass
+class Lookout:
+    """What the rank that keeps the books looks out for: workers that hang, which no other would notice, and signals.
+
+    A worker reports every tau steps or so. Worker 0 evaluates and saves in between, and is given more time.
+    """
+
+    stall_s: float  # without a word of a worker; 0: no limit
+    on_stall: str
+    hosts: Sequence[str]  # by rank
+    told: set[int] = field(default_factory=set)
+
+    def look(self, counter: Counter, is_called_away: bool) -> None:
+        """Name workers that have fallen silent, and end the job where it is to; pass on a signal to leave."""
+        if counter.server.ledger and is_called_away:
+            counter.server.ledger.leaving = 1.0
+        silent_s = counter.silent_s() if self.stall_s else {}
+        late = {w: s for w, s in silent_s.items() if s > self.stall_s * (1.0 if w else runtime.LONG)}
+        self.told &= set(late)
+        if late.keys() <= self.told:
+            return
+        self.told |= set(late)
+        names = ", ".join(f"rank {worker} on {self.hosts[worker]}" for worker in late)
+        sys.stderr.write(
+            f"jaxmpi: watchdog of {runtime.who()}: no progress for {max(late.values()):.0f} s; late: {names}; other "
+            f"workers go on, but no checkpoint is made\njaxmpi: on_stall {self.on_stall}: {ON_STALL[self.on_stall]}\n"
+        )
+        if self.on_stall == "abort":
+            runtime.end_job(STALLED)
 
 
 def run(job: Job) -> dict[str, float]:
@@ -495,19 +568,21 @@ def run(job: Job) -> dict[str, float]:
     """
     rule = job.rule.asynchronous
     assert rule is not None
+    tracer = trace.Apart(job.traced, job.workers.processes, job.folder / "trace.json")
     post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
     source = job.duties.batches(int(job.start.state.step)) if post.lines else None
     step, state, batches = compiled_in_turn(job, source)
+    serve = partial(kept_open, job, post.counter) if post.counter else None
     if source is None or batches is None:
-        assert post.counter is not None
-        post.counter.run()
+        assert serve is not None
+        serve()
         return {}
-    thread = threading.Thread(target=post.counter.run, name="jaxmpi center", daemon=True) if post.counter else None
+    thread = threading.Thread(target=serve, name="jaxmpi center", daemon=True) if serve else None
     if thread:
         thread.start()
-    worker = Worker(job, rule, post)
-    keeper = Keeper(worker, job.course, job.duties, job.recorder, job.apart, job.start) if worker.number == 0 else None
-    with contextlib.closing(source):
+    worker = Worker(job, rule, post, tracer)
+    keeper = Keeper(worker, job) if worker.number == 0 else None
+    with contextlib.closing(source), contextlib.closing(job.profiler):
         state, answer = work(job, worker, keeper, step, state, batches)
     state = worker.end(state)
     if keeper is None:
@@ -515,11 +590,22 @@ def run(job: Job) -> dict[str, float]:
         leave_where_asked(answer)
         return {}
     keeper.finish(state, answer)
-    worker.close()
+    worker.close(answer.books.stop == 2)
     if thread:
         thread.join()
     leave_where_asked(answer)
     return keeper.result
+
+
+def kept_open(job: Job, counter: Counter) -> None:
+    """Serve to the end, in this thread.
+
+    Raises:
+        guard.Preempted: on a rank that only serves, where the run is to be resumed later.
+    """
+    counter.run(lambda: job.lookout.look(counter, job.duties.is_called_away()))
+    if counter.server.is_left and job.workers.processes.rank >= job.workers.size:
+        raise guard.Preempted
 
 
 def leave_where_asked(answer: Answer) -> None:
@@ -546,13 +632,17 @@ def work(
     job: Job, worker: Worker, keeper: Keeper | None, step: Callable, state: TrainState, batches: Iterator[Any]
 ) -> tuple[TrainState, Answer]:
     """Steps, until enough examples have been seen by all workers together."""
-    pending, often = [], job.course.log_every
+    pending, often, anatomy = [], job.course.log_every, Anatomy(job.workers.size, to_device(job.workers))
     if not worker.rule.is_gossip:
         often = min(often, job.config.tau)
-    for k, batch in enumerate(batches, int(job.start.state.step) + 1):
+    first = int(job.start.state.step) + 1
+    for k, batch in enumerate(anatomy.batches(batches, first), first):
         runtime.doing(f"step {k}")
         state, batch = faults.reach("step", k, (state, batch))
+        job.profiler.before(k)
         state, metrics = step(state, batch)
+        job.profiler.after(k, state)
+        anatomy.started(next(iter(jax.tree.leaves(state.params)), state.step))
         pending.append((k, metrics))
         worker.clock += 1
         if worker.rule.is_gossip:
@@ -561,14 +651,20 @@ def work(
         if not meets and worker.clock % often:
             continue
         sums = np.sum([job.duties.sums(*one) for one in pending], axis=0)
+        anatomy.pause()
         worker.count(sums, len(pending), *job.duties.waits())
+        window = anatomy.window()
+        worker.spend(window)
+        worker.tracer.add(window.spans, worker.number, k)
         pending.clear()
-        asks = keeper.asks() if keeper else {}
+        asks = (keeper.asks() if keeper else {}) | {"leave": float(job.duties.is_called_away())}
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
         worker.write_if_asked(job.apart, state, answer)
         if keeper:
             keeper.look(state, answer)
+        anatomy.restart()  # a talk has been counted, and the record and checkpoints are no training
         if answer.books.stop:
+            worker.tracer.add(spans.drain(), worker.number, k, is_end=True)
             return state, answer
         now = job.course.step(answer.tally.examples)
         state = state._replace(rule_state=optim.at_step(state.rule_state, now))

@@ -30,8 +30,11 @@ PyTree = Any
 POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
 YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
+ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 PINGS = 20  # round trips between two clocks
+TRIPS = 2  # round trips between two ranks whose link is timed
+TURNS = 15  # in which pairs of ranks meet; of more than 16 ranks not all pairs do
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 
 
@@ -113,6 +116,10 @@ class SoloProcesses:
         """Nobody to wait for."""
         return [(0.0, 0.0)]
 
+    def trips(self, floats: int) -> np.ndarray:
+        """Nobody to visit."""
+        return np.full((1, 1), np.nan)
+
 
 class Post:
     """Messages between threads of ranks that wait for nobody; of a single process, to nobody."""
@@ -164,7 +171,7 @@ class MpiProcesses:
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
-        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit))
+        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         self._own.append(self._local)
         self.local_rank, self.local_size = self._local.rank, self._local.size
@@ -206,6 +213,21 @@ class MpiProcesses:
             comm.Revoke()
         os._exit(code)
 
+    def _echoes(self, error: BaseException | None) -> str | None:
+        """Where ranks may be lost: what an error says that is there because one is; empty where that one has spoken."""
+        from mpi4py import MPI
+
+        names = ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
+        classes = [getattr(MPI, name, None) for name in names]
+        if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
+            return None
+        deadline = time.monotonic() + ECHO_S
+        while time.monotonic() < deadline:  # who ends the job speaks first, then revokes, then is gone
+            if any(comm.Is_revoked() for comm in self._own):
+                return ""
+            time.sleep(POLL_S)
+        return "ends, since a rank that it needs is gone"
+
     def post(self) -> Post:
         """Over a communicator of its own; all ranks come here together."""
         return MpiPost(self.clone())
@@ -228,6 +250,29 @@ class MpiProcesses:
             elif self.rank == rank:
                 self._pong()
         return found
+
+    def trips(self, floats: int) -> np.ndarray:
+        """Seconds of the quickest round trip of f64[floats] between any two ranks, f64[size, size]; NaN where none was.
+
+        Pairs meet in turns, as in a round-robin tournament, so no rank has two guests; turns are not kept in step. All
+        ranks come here together, and all get all.
+        """
+        found, even = np.full(self.size, np.nan), self.size + self.size % 2
+        for turn in range(min(even - 1, TURNS)):
+            other = met(self.rank, turn, even)
+            if other < self.size:
+                found[other] = self._trip(other, np.zeros(floats))
+        return self.rows(found)
+
+    def _trip(self, other: int, message: np.ndarray) -> float:
+        ways = (self.world.Isend, self.world.Irecv)
+        took = []
+        for _ in range(1 + TRIPS):
+            begin_s = time.perf_counter()
+            for begin in ways if self.rank < other else reversed(ways):
+                wait(begin(message, other, tag=4), float("inf"))
+            took.append(time.perf_counter() - begin_s)
+        return min(took[1:])  # the other may come late to the first
 
     def _ping(self, rank: int) -> tuple[float, float]:
         trips = []
@@ -398,6 +443,17 @@ class MpiProcesses:
             requests = {rank: request for rank, request in requests.items() if not request.Test()}
             time.sleep(POLL_S)
         return sorted(requests)
+
+
+def met(rank: int, turn: int, ranks: int) -> int:
+    """Whom a rank meets in a turn of a round-robin tournament: of an even number of ranks, in all but one of as many
+    turns, everybody meets everybody once.
+    """
+    others = ranks - 1
+    if rank == others:
+        return turn * (others + 1) // 2 % others
+    found = (turn - rank) % others
+    return found if found != rank else others
 
 
 def wait(request: Any, timeout_s: float) -> bool:

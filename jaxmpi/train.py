@@ -110,8 +110,10 @@ def train_until(
     functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     rules.check_wire(experiment.rule, functions.strategy)
     with (
-        # A rank that only serves gets no further, and one that dies is no reason to end: nobody waits for either.
-        watching(workers.processes, 0 if is_apart else experiment.stall_s, experiment.on_stall) as unwatched,
+        # A rank that only serves gets no further, and one that dies is no reason to end: the books tell who is late.
+        contextlib.nullcontext("")
+        if is_apart
+        else watching(workers.processes, experiment.stall_s, experiment.on_stall) as unwatched,
         rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
         plan.feed.crew,
     ):
@@ -174,11 +176,11 @@ def run_in(
     )
     if isinstance(saved, asynchronous.Start):
         with contextlib.closing(recorder):
-            return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
+            return asynchronous.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start)
 
 
-def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynchronous.Job:
+def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice, hosts: Sequence[str]) -> asynchronous.Job:
     """The run of workers that do not wait for each other, as this rank has it."""
     plan, feed, functions = run.plan, run.plan.feed, run.functions
     solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
@@ -216,8 +218,10 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynch
     home = checkpoint.Apart(run.folder / "checkpoints", run.workers.size, keep)
     run.recorder.start_window(int(start.tally.examples))
     wire = functions.strategy.partition(":")[2]
+    lookout = asynchronous.Lookout(run.experiment.stall_s, run.experiment.on_stall, hosts)
     return asynchronous.Job(
-        run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home
+        *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
+        *(run.folder, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
     )
 
 
@@ -265,6 +269,7 @@ def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], 
 def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
     """Steps start + 1 to the last; progress, evaluations and checkpoints when they are due."""
     plan, last = run.plan, run.plan.clock.total_steps
+    run.guard.compare(state, start)  # as it came to the devices; what must be compiled for it is so from now on
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
     sums, result = np.zeros(SUMS), {}  # since the last progress line
@@ -300,7 +305,7 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
             if compare_due:
                 run.guard.compare(state, k)
             if log_due:
-                seen = run.log.line(k, sums, anatomy.window())
+                seen = run.log.line(k, sums, anatomy.window(), distance(run, state))
                 sums = np.zeros(SUMS)
                 lone.now(anatomy, k, seen.source, state, batch)
                 if k == start + 1:
@@ -344,6 +349,12 @@ def leave(run: Run, step: int) -> None:
     run.saver.wait()
     run.recorder.say(f"asked to leave: saved at step {step}; go on with --resume --run-dir {run.folder}")
     raise guard.Preempted
+
+
+def distance(run: Run, state: TrainState) -> float | None:
+    """L2 of this process's workers from the mean or center that they met last, summed; None where no rule keeps it."""
+    of = run.functions.rule.distance
+    return rows(of(state.rule_state), run.workers).sum().item() if of else None
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ from jaxmpi.comm import MpiComm, world
 from jaxmpi.config import TrainingError, check
 from jaxmpi.function.forkcomm import ForkComm
 from jaxmpi.function.lines import MpiLine, SocketLine, WorkerDied
-from jaxmpi.function.team import DeviceTeam, MissingPrograms, Order, ProcessTeam, SocketTeam, Team
+from jaxmpi.function.team import DeviceTeam, Order, ProcessTeam, SocketTeam, Team
 from jaxmpi.function.verbs import VERBS
 from jaxmpi.processes import MpiProcesses, processes
 
@@ -235,5 +235,5 @@ def serve(waiting: ProcessTeam) -> None:
             VERBS[order.verb](waiting, order)
         except WorkerDied:
             return
-        except (MissingPrograms, Exception):
-            waiting.is_exchanging = False  # the master has the report
+        except Exception:  # of a worker's own part, or that others' parts failed: the master has had the report
+            waiting.is_exchanging = False

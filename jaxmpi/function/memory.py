@@ -247,9 +247,9 @@ def forget_the_dead(path: str) -> None:
     try:
         said = json.loads(Path(path).open("rb").read(PAGE).rstrip(b"\0"))
         os.kill(said["pid"], 0)
-    except FileNotFoundError:
+    except FileNotFoundError:  # nobody has it
         return
-    except (ProcessLookupError, ValueError):
+    except (ProcessLookupError, ValueError):  # its maker has ended, or did before it had said who it is
         Path(path).unlink(missing_ok=True)
 
 

@@ -30,6 +30,7 @@ from jaxmpi.function.team import Leaf, Order, Program, Team
 from jaxmpi.function.variable import Variable, check_numbers, check_one_host, where
 from jaxmpi.function.verbs import perform
 from jaxmpi.processes import broadcast, named_leaves
+from jaxmpi.programs import stablehlo
 
 PyTree = Any
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
@@ -195,11 +196,9 @@ class Function:
         """A program for a process that does not have the function: header and body."""
         program = self.program(form, shapes)
         header = {"name": self.name, "leaves": program.leaves, "says": program.says, "module": ""}
-        try:
-            exported = jax.export.export(jax.jit(program.run))(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-            return header, bytes(exported.serialize())
-        except (NotImplementedError, ValueError):  # host callbacks stay in the process that made them
-            return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
+        if body := stablehlo(jax.jit(program.run), [jax.ShapeDtypeStruct(*shape) for shape in shapes]):
+            return header, body
+        return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
 
     # ------------------------------------------------------------ results
 
