@@ -17,6 +17,7 @@ ORDER = [
     "programs",
     "hostsum",
     "comm",
+    "mortal",
     "mesh",
     "wires",
     "strategies",
