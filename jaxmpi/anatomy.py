@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import spans
@@ -201,13 +203,54 @@ def folded(values: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values, np.arange(0, len(values), per)) if len(values) else values
 
 
+class Lone(NamedTuple):
+    """A step that exchanges nothing; what it gives is thrown away."""
+
+    step: Callable[[PyTree, PyTree], Any]  # (state, batch); may donate its state
+    is_compiled: bool  # by the first step of the run
+
+    def seconds(self, state: PyTree, batch: PyTree) -> float:
+        """Of such a step, on a copy of the state."""
+        seconds = 0.0
+        for _ in range(1 if self.is_compiled else 2):
+            with spans.span("other", "step without exchange"):
+                scratch = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+                begin = time.perf_counter()
+                jax.block_until_ready(self.step(scratch, batch))
+                seconds = time.perf_counter() - begin
+        return seconds
+
+
+class LoneSteps:
+    """Has a step made without exchange now and then, where nothing else tells the time of one."""
+
+    def __init__(self, lone: Lone | None, start: int, every: int, log_every: int) -> None:
+        """Of a run that begins after step `start`.
+
+        Args:
+            lone: None: none is ever made.
+            every: steps; 0: none.
+            log_every: steps between two looks at the time.
+        """
+        self.lone, self.every, self.due = lone, every, float("inf")
+        if lone is not None and every:
+            self.due = start + (min(every, log_every + 1) if lone.is_compiled else every)
+
+    def now(self, anatomy: Anatomy, step: int, source: str, state: PyTree, batch: PyTree) -> None:
+        """Make one where it is due; `source` is how the time of exchanges was known last."""
+        if self.lone is not None and step >= self.due and source in ("unknown", "estimated"):
+            anatomy.lone(self.lone.seconds(state, batch))
+            anatomy.restart()
+            self.due = step + self.every
+
+
 # ---------------------------------------------------------------- over ranks
 
 
 class Summary(NamedTuple):
     """A window over all ranks; seconds a step."""
 
-    steps: int
+    steps: float  # where workers do not keep step, their mean
     source: str  # of SOURCES: how the time of exchanges is known
     table: dict[str, tuple[float, float, float, int]]  # part: least, median, most, the rank that has the most
     means: dict[str, float]  # part: mean over ranks
@@ -218,6 +261,11 @@ class Summary(NamedTuple):
     def slowest(self) -> int:
         """The rank that the others wait for."""
         return int(np.argmax(self.own_s))
+
+
+def by_name(window: Window) -> dict[str, float]:
+    """Seconds of a process's window by part, of LOCAL."""
+    return dict(zip(LOCAL, window.parts.tolist(), strict=True))
 
 
 def flat(window: Window) -> np.ndarray:
@@ -236,13 +284,30 @@ def summary(rows: np.ndarray, steps: int) -> Summary:
     local["sync"] = (exposed - shared).sum(axis=1)
     local["exchange"] = local.pop("exposed") - local["sync"]
     each = {part: local[part] / max(steps, 1) for part in PARTS}
-    ordered = {part: np.sort(values) for part, values in each.items()}
+    return over_ranks(each, np.arange(len(rows)), steps, SOURCES[int(rows[:, len(LOCAL)].max())])
+
+
+def summary_apart(spent: dict[str, np.ndarray]) -> Summary:
+    """The same of workers that do not keep step: f64[workers] each, `steps` of a worker and seconds of its parts.
+
+    Those that made no step in this window count in nothing but the length of `own_s`, as 0.
+    """
+    active = np.flatnonzero(spent["steps"] > 0)
+    steps = spent["steps"][active]
+    each = {part: spent[part][active] / steps if part in spent else np.zeros(len(active)) for part in PARTS}
+    seen = over_ranks(each, active, float(steps.mean()), "measured")
+    own = np.zeros(len(spent["steps"]))
+    own[active] = seen.own_s
+    return seen._replace(own_s=own.tolist())
+
+
+def over_ranks(each: dict[str, np.ndarray], ranks: np.ndarray, steps: float, source: str) -> Summary:
+    """Of seconds a step by part, f64[n] each, of these n ranks."""
     table = {
-        part: (float(v[0]), float(np.median(v)), float(v[-1]), int(np.argmax(each[part])))
-        for part, v in ordered.items()
+        part: (float(v.min()), float(np.median(v)), float(v.max()), int(ranks[np.argmax(v)]))
+        for part, v in each.items()
     }
     means = {part: float(values.mean()) for part, values in each.items()}
     own = each["data"] + each["transfer"] + each["compute"]
     step_s = sum(value for part, value in means.items() if part != "hidden")
-    source = SOURCES[int(rows[:, len(LOCAL)].max())]
     return Summary(steps, source, table, means, own.tolist(), step_s)

@@ -19,17 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import checkpoint, faults, guard, optim, runtime
-from jaxmpi.center import END, PUSH, READ, Answer, Layout, Ledger, Report, Server, Talk, Tally
+from jaxmpi import checkpoint, faults, guard, optim, runtime, spans, trace
+from jaxmpi.anatomy import Anatomy, Window, by_name, summary_apart
+from jaxmpi.center import END, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.checkpoint import Apart
-from jaxmpi.config import RuleConfig, TrainingError, check
+from jaxmpi.config import Experiment, RuleConfig, TrainingError, check
 from jaxmpi.post import Counter, FarLine, Gossiper, Line, NearLine, converse
 from jaxmpi.processes import MpiProcesses, named_leaves
 from jaxmpi.recorder import Recorder
 from jaxmpi.rules import Asynchronous, Rule
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.state import TrainState
-from jaxmpi.workers import Workers
+from jaxmpi.workers import Workers, to_device
 
 PyTree = Any
 LOOK_S = 0.02  # between reports of a worker that has nothing left to do but wait for the others
@@ -81,6 +82,26 @@ def on_device(tree: PyTree) -> PyTree:
 
 
 # ---------------------------------------------------------------- what a run hands in
+
+
+def check_apart(experiment: Experiment) -> None:
+    """Refuse what needs all workers together.
+
+    Raises:
+        UsageError: with an asynchronous rule, by field.
+    """
+    for name, value, instead in (
+        ("recover", "rollback", "skip or stop"),
+        ("batch_statistics", "synchronised", "averaged or local"),
+        ("form", "split", "auto"),
+    ):
+        got = getattr(experiment, name)
+        check(got != value, f"{name}: got {got} with an asynchronous rule, whose workers do not meet; {instead}")
+    memory = experiment.data.memory
+    check(
+        memory != "partition",
+        "data.memory: got partition with an asynchronous rule, whose workers do not meet to shuffle; take another",
+    )
 
 
 class Duties(NamedTuple):
@@ -214,14 +235,16 @@ def open_server(layout: Layout, number: int, rule: Asynchronous, center: np.ndar
 class Worker:
     """One worker's part in a run, between its steps."""
 
-    def __init__(self, job: "Job", rule: Asynchronous, post: Post) -> None:
+    def __init__(self, job: "Job", rule: Asynchronous, post: Post, tracer: trace.Apart) -> None:
         """Take up what the run starts with."""
+        self.tracer = tracer
         self.rule, self.post, start, size = rule, post, job.start, job.workers.size
         self.number, self.workers, self.flat = job.workers.mine[0], size, Flat.of(start.state.params)
         self.wire = Layout(self.flat.n, 1, job.wire).host_wire()
         self.base = start.center  # f32[n]: the center as this worker last knew it
-        self.new = Tally()  # since the last report
+        self.new, self.spent = Tally(), Spent()  # since the last report
         self.clock = self.saved = 0
+        self._held_s = 0.0  # of the last talk: waited for nothing but the answer to its report
         self.is_done = False
         self._waited = 0, 0.0
         seed = int(np.asarray(start.state.key)[0]) + start.step
@@ -234,9 +257,18 @@ class Worker:
         new = Tally(steps, examples, loss, skipped - before[0], wait_s - before[1])
         self.new = self.new.plus(new)
 
+    def spend(self, window: Window) -> None:
+        """Count where the time of steps went."""
+        part = by_name(window)
+        went = (part["data"], part["transfer"], part["compute"], part["exposed"], 0.0, part["other"])
+        self.spent = self.spent.plus((window.steps, *went))
+
     def tell(self, asks: Mapping[str, float]) -> Answer:
         """A report without an exchange."""
-        return self._answer(self._talk(PUSH, None, self._report(asks)))
+        begin = time.perf_counter()
+        talk = self._talk(PUSH, None, self._report(asks))
+        self.spent = self.spent.plus(Spent(sync=time.perf_counter() - begin))
+        return self._answer(talk)
 
     def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, Answer]:
         """Meet the center, and report: the state after it, and how things stand."""
@@ -246,17 +278,20 @@ class Worker:
         distance = float(np.linalg.norm(w - talk.seen))
         w, self.base = self.rule.meet(w, self.base, talk.sent, talk.seen)
         state = state._replace(params=self._params(w, state))
-        self._met(distance, talk.sent_bytes, time.perf_counter() - begin)
+        took_s = time.perf_counter() - begin
+        self._met(distance, talk.sent_bytes, took_s)
+        self.spent = self.spent.plus(Spent(exchange=took_s - self._held_s, sync=self._held_s))
         return state, self._answer(talk)
 
     def gossip_step(self, state: TrainState) -> TrainState:
         """Merge what has arrived, then perhaps push."""
         gossiper = self.post.gossiper
         assert gossiper is not None
-        begin, w = time.perf_counter(), None
+        begin, w = 0.0, None
         while gossiper.arrived:
             parcel = gossiper.arrived.popleft()
-            w = self.flat.vector(state.params) if w is None else w
+            if w is None:
+                begin, w = end_s(state), self.flat.vector(state.params)
             sent = self.wire.decode(parcel.body)
             self._met(float(np.linalg.norm(w - sent)), 0, 0.0)
             w = self.gossip.merge(w, sent, parcel.share)
@@ -264,10 +299,12 @@ class Worker:
             state = state._replace(params=self._params(w, state))
         push = None if self.is_done else self.gossip.draw(frozenset(gossiper.gone))
         if push:
+            begin = begin or end_s(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
             gossiper.push(push.to, push.share, body)
             self.new = self.new.plus(Tally(sent_bytes=body.size))
         if push or w is not None:
+            spans.note("wait", "gossip", begin, time.perf_counter())
             self.new = self.new.plus(Tally(exchange_s=time.perf_counter() - begin))
         return state
 
@@ -286,6 +323,10 @@ class Worker:
         """The center's params; in gossip the weighted mean of what workers have laid down."""
         seen = self._talk(READ, np.empty(self.post.layout.n, np.float32), None).seen
         return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
+
+    def times(self) -> np.ndarray:
+        """f64[workers, Spent]: where the time of all has gone, as last reported."""
+        return self._talk(TIMES, None, None).times
 
     def write_if_asked(self, apart: Apart, state: TrainState, answer: Answer) -> None:
         """This worker's part of a checkpoint that has been begun."""
@@ -308,8 +349,9 @@ class Worker:
         self._talk(END, None, None)
 
     def _talk(self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> Talk:
-        talk = Talk(self.post.layout, kind, vector, report)
-        converse(talk, self.post.lines)
+        talk = Talk(self.post.layout, kind, vector, report, self.workers)
+        with spans.span("wait", "the center"):
+            self._held_s = converse(talk, self.post.lines)
         return talk
 
     def _answer(self, talk: Talk) -> Answer:
@@ -318,8 +360,8 @@ class Worker:
         return talk.answer
 
     def _report(self, asks: Mapping[str, float]) -> list[float]:
-        said = [*Report(self.clock, self.saved, self.is_done, **asks), *self.new]
-        self.new = Tally()
+        said = [*Report(self.clock, self.saved, self.is_done, **asks), *self.new, *self.spent]
+        self.new, self.spent = Tally(), Spent()
         return said
 
     def _params(self, w: np.ndarray, state: TrainState) -> PyTree:
@@ -327,6 +369,12 @@ class Worker:
 
     def _met(self, distance: float, sent_bytes: int, seconds: float) -> None:
         self.new = self.new.plus(Tally(exchanges=1, exchange_s=seconds, sent_bytes=sent_bytes, distance=distance))
+
+
+def end_s(state: TrainState) -> float:
+    """When the step behind a state is through; waits for it."""
+    jax.block_until_ready(state.params)
+    return time.perf_counter()
 
 
 def check_alive(answer: Answer) -> None:
@@ -341,15 +389,14 @@ def check_alive(answer: Answer) -> None:
 class Keeper:
     """The record, evaluations and checkpoints, when the examples of all workers make them due. Worker 0 only."""
 
-    def __init__(
-        self, worker: Worker, course: Course, duties: Duties, recorder: Recorder, apart: Apart, start: Start
-    ) -> None:
+    def __init__(self, worker: Worker, job: "Job") -> None:
         """Go on from where the run starts."""
-        self.worker, self.course, self.duties, self.recorder, self.apart = worker, course, duties, recorder, apart
+        self.worker, self.course, self.duties, start = worker, job.course, job.duties, job.start
+        self.recorder, self.apart = job.recorder, job.apart
         self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
         self.logged, self.evaluated, self.begun = -1, start.step, start.step  # steps
         self.is_writing = False  # a checkpoint, whose parts workers still write
-        self.alive = 0
+        self.alive, self.times = 0, np.zeros((worker.workers, len(Spent._fields)))  # as at the last line
         self.result: dict[str, float] = {}
 
     def asks(self) -> dict[str, float]:
@@ -400,6 +447,8 @@ class Keeper:
         since = Tally(*(a - b for a, b in zip(now, self.before, strict=True)))
         if not since.examples:
             return
+        before, self.times = self.times, self.worker.times()
+        spent = dict(zip(Spent._fields, (self.times - before).T, strict=True))
         self.recorder.train(
             step=step,
             total_steps=self.course.total_steps,
@@ -409,6 +458,8 @@ class Keeper:
             lr=self.duties.lr(step),
             wait_s=now.wait_s / max(alive, 1),
             skipped=int(now.skipped),
+            anatomy=summary_apart(spent) if spent["steps"].any() else None,
+            images=int(since.examples),
         )
         self.duties.check_skipped(int(now.skipped), int(now.examples // self.course.epoch_examples) + 1)
         self.recorder.write(
@@ -435,6 +486,8 @@ class Keeper:
         self.begin(step, answer)
         while self.is_writing:
             answer = self.again(state)
+        if traced := self.worker.tracer.merge(self.worker.workers):
+            self.recorder.say(traced)
         lost = self.worker.workers - int(answer.books.alive)
         if answer.books.stop == 2:
             self.recorder.say(f"asked to leave: saved at step {step}; go on with --resume")
@@ -465,6 +518,9 @@ class Job(NamedTuple):
     duties: Duties
     recorder: Recorder
     apart: Apart
+    folder: Path  # the run's
+    traced: trace.Steps  # of each worker's own count
+    profiler: trace.Profiler
 
 
 def run(job: Job) -> dict[str, float]:
@@ -475,6 +531,7 @@ def run(job: Job) -> dict[str, float]:
     """
     rule = job.rule.asynchronous
     assert rule is not None
+    tracer = trace.Apart(job.traced, job.workers.processes, job.folder / "trace.json")
     post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
     source = job.duties.batches(int(job.start.state.step)) if post.lines else None
     step, state, batches = compiled_in_turn(job, source)
@@ -485,9 +542,9 @@ def run(job: Job) -> dict[str, float]:
     thread = threading.Thread(target=post.counter.run, name="jaxmpi center", daemon=True) if post.counter else None
     if thread:
         thread.start()
-    worker = Worker(job, rule, post)
-    keeper = Keeper(worker, job.course, job.duties, job.recorder, job.apart, job.start) if worker.number == 0 else None
-    with contextlib.closing(source):
+    worker = Worker(job, rule, post, tracer)
+    keeper = Keeper(worker, job) if worker.number == 0 else None
+    with contextlib.closing(source), contextlib.closing(job.profiler):
         state, answer = work(job, worker, keeper, step, state, batches)
     state = worker.end(state)
     if keeper is None:
@@ -526,13 +583,17 @@ def work(
     job: Job, worker: Worker, keeper: Keeper | None, step: Callable, state: TrainState, batches: Iterator[Any]
 ) -> tuple[TrainState, Answer]:
     """Steps, until enough examples have been seen by all workers together."""
-    pending, often = [], job.course.log_every
+    pending, often, anatomy = [], job.course.log_every, Anatomy(job.workers.size, to_device(job.workers))
     if not worker.rule.is_gossip:
         often = min(often, job.config.tau)
-    for k, batch in enumerate(batches, int(job.start.state.step) + 1):
+    first = int(job.start.state.step) + 1
+    for k, batch in enumerate(anatomy.batches(batches, first), first):
         runtime.doing(f"step {k}")
         state, batch = faults.reach("step", k, (state, batch))
+        job.profiler.before(k)
         state, metrics = step(state, batch)
+        job.profiler.after(k, state)
+        anatomy.started(next(iter(jax.tree.leaves(state.params)), state.step))
         pending.append((k, metrics))
         worker.clock += 1
         if worker.rule.is_gossip:
@@ -541,14 +602,20 @@ def work(
         if not meets and worker.clock % often:
             continue
         sums = np.sum([job.duties.sums(*one) for one in pending], axis=0)
+        anatomy.pause()
         worker.count(sums, len(pending), *job.duties.waits())
+        window = anatomy.window()
+        worker.spend(window)
+        worker.tracer.add(window.spans, worker.number, k)
         pending.clear()
         asks = keeper.asks() if keeper else {}
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
         worker.write_if_asked(job.apart, state, answer)
         if keeper:
             keeper.look(state, answer)
+        anatomy.restart()  # a talk has been counted, and the record and checkpoints are no training
         if answer.books.stop:
+            worker.tracer.add(spans.drain(), worker.number, k, is_end=True)
             return state, answer
         now = job.course.step(answer.tally.examples)
         state = state._replace(rule_state=optim.at_step(state.rule_state, now))

@@ -6,7 +6,7 @@ busy both ways, nobody waits for another worker, and both ends know the same old
 goes into a report to server 0, which keeps the books, and answers with what all have done so far.
 
     worker -> server   i64[2] (kind, number), then the segment as its wire has it, or the report, f64
-    server -> worker   the segment before, or the books, f64; in the order of that worker's messages
+    server -> worker   the segment before, or the books, f64, or all workers' times; in the order of its messages
 """
 
 from collections import Counter, deque
@@ -18,7 +18,7 @@ import numpy as np
 from jaxmpi.hostcomm import HOST_WIRES, MESSAGE_BYTES, HostWire
 from jaxmpi.wires import BLOCK
 
-PUSH, READ, REPORT, END = range(4)  # kinds of messages
+PUSH, READ, REPORT, TIMES, END = range(5)  # kinds of messages
 HEADER_BYTES = 16
 PIECES = 64  # a shard is cut into so many segments at least, for then the answer trails by little
 WINDOW = 8  # messages to one server that may be unanswered
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 
     def message_bytes(self) -> int:
         """Of the longest message either way."""
-        report_bytes = 8 * (len(Report._fields) + len(Tally._fields))
+        report_bytes = 8 * REPORT_FLOATS
         return HEADER_BYTES + max(self.host_wire().size_bytes(self.width()), report_bytes)
 
 
@@ -80,8 +80,24 @@ class Tally(NamedTuple):
         return Tally(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+class Spent(NamedTuple):
+    """Where a worker's time went, in seconds; parts as in `anatomy.PARTS`."""
+
+    steps: float = 0.0
+    data: float = 0.0
+    transfer: float = 0.0
+    compute: float = 0.0
+    exchange: float = 0.0  # params on their way to others and back, and what is made of them
+    sync: float = 0.0  # waits for the answer to a report: long where the worker is too far ahead of the slowest
+    other: float = 0.0
+
+    def plus(self, other: Sequence[float]) -> "Spent":
+        """The sum."""
+        return Spent(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 class Report(NamedTuple):
-    """What a worker says to the books, beside a tally of what is new."""
+    """What a worker says to the books, beside a tally of what is new and where the time went."""
 
     clock: float  # its steps in this job
     saved: float  # the number of the last checkpoint that it has written its part of
@@ -111,6 +127,7 @@ class Answer(NamedTuple):
 
 
 ANSWER_FLOATS = len(Books._fields) + len(Tally._fields) + LONGEST + 1
+REPORT_FLOATS = len(Report._fields) + len(Tally._fields) + len(Spent._fields)
 
 
 class Ledger:
@@ -128,6 +145,7 @@ class Ledger:
         self.reports = {worker: Report(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
         self.told: set[int] = set()  # who has heard that all is over
         self.staleness = Counter[int]()
+        self.spent = np.zeros((workers, len(Spent._fields)))
         self._exchanges, self._last = 0, dict[int, int]()
         self._held: set[int] = set()
         self.save = self.closing = self.leaving = 0.0
@@ -139,9 +157,10 @@ class Ledger:
         self._exchanges += 1
         self._last[worker] = self._exchanges
 
-    def report(self, worker: int, report: Report, tally: Sequence[float]) -> None:
+    def report(self, worker: int, report: Report, tally: Sequence[float], spent: Sequence[float] = Spent()) -> None:
         """Note what a worker says; its answer is due as soon as `answers` gives it."""
         self.tally = self.tally.plus(tally)
+        self.spent[worker] += spent
         self.reports[worker] = report
         if worker == 0:
             self.save, self.closing = max(self.save, report.save), max(self.closing, report.closing)
@@ -210,6 +229,9 @@ class Server:
             self.out.setdefault(worker, deque()).append(np.empty(0, np.uint8))
         elif kind == REPORT:
             self._report(worker, body)
+        elif kind == TIMES:
+            assert self.ledger is not None
+            self.out.setdefault(worker, deque()).append(self.ledger.spent.reshape(-1).view(np.uint8).copy())
         else:
             self._segment(worker, kind, number, body)
 
@@ -239,9 +261,9 @@ class Server:
 
     def _report(self, worker: int, body: np.ndarray) -> None:
         assert self.ledger is not None
-        values = body[: 8 * (len(Report._fields) + len(Tally._fields))].view(np.float64).tolist()
-        cut = len(Report._fields)
-        self.ledger.report(worker, Report(*values[:cut]), values[cut:])
+        values = body[: 8 * REPORT_FLOATS].view(np.float64).tolist()
+        cut, end = len(Report._fields), len(Report._fields) + len(Tally._fields)
+        self.ledger.report(worker, Report(*values[:cut]), values[cut:end], values[end:])
         self._answer()
 
     def _answer(self) -> None:
@@ -265,19 +287,24 @@ class Sending(NamedTuple):
 class Talk:
     """A worker's conversation with all servers: what to send next, given what has been answered."""
 
-    def __init__(self, layout: Layout, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> None:
+    def __init__(
+        self, layout: Layout, kind: int, vector: np.ndarray | None, report: Sequence[float] | None, workers: int = 0
+    ) -> None:
         """Begin one.
 
         Args:
-            kind: PUSH or READ; END, with neither vector nor report, lets servers go.
+            kind: PUSH or READ; with neither vector nor report: TIMES asks for those of all workers, END lets servers
+                go.
             vector: f32[n] to push; only its shape counts where the center is read; None: a report only.
-            report: the numbers of a Report and a Tally, for server 0; the last thing said to it.
+            report: the numbers of a Report, a Tally and a Spent, for server 0; the last thing said to it.
+            workers: of the job, where their times are asked for.
         """
         self.layout, self._wire = layout, layout.host_wire()
         nothing = np.empty(0, np.float32)
         self.seen = nothing if vector is None else np.empty(layout.n, np.float32)
         self.sent = nothing if vector is None else vector if self._wire.is_exact else np.empty_like(vector)
         self.answer: Answer | None = None
+        self.times = np.zeros((workers, len(Spent._fields)))  # what was asked for
         self.sent_bytes = 0
         self._todo = [deque(self._messages(server, kind, vector, report)) for server in range(layout.servers)]
         self._open: list[deque[Any]] = [deque() for _ in range(layout.servers)]
@@ -297,12 +324,18 @@ class Talk:
         where = self._open[server].popleft()
         if where == REPORT:
             self.answer = unpacked(answer)
+        elif where == TIMES:
+            self.times = answer.view(np.float64).reshape(self.times.shape)
         elif where != END:
             self.seen[slice(*where)] = self._wire.decode(answer)
 
     def waiting_for(self) -> list[int]:
         """Servers that owe answers."""
         return [server for server, open_ in enumerate(self._open) if open_]
+
+    def lacks_only_books(self) -> bool:
+        """Whether all has been said, and nothing but the answer to the report is missing."""
+        return not any(self._todo) and [where for open_ in self._open for where in open_] == [REPORT]
 
     def is_over(self) -> bool:
         """Whether everything is said and answered."""
@@ -316,6 +349,8 @@ class Talk:
         if server == 0 and report is not None:
             numbers = np.array(report, np.float64).view(np.uint8)
             yield lambda: packed(REPORT, 0, numbers), REPORT, 8 * ANSWER_FLOATS
+        if server == 0 and kind == TIMES:
+            yield lambda: packed(TIMES, 0, np.empty(0, np.uint8)), TIMES, self.times.nbytes
         if kind == END:
             yield lambda: packed(END, 0, np.empty(0, np.uint8)), END, 0
 

@@ -29,6 +29,8 @@ from jaxmpi.watchdog import watching
 TEST_S = 5.0  # of exchanges, in all
 LENGTHS = (1 << 10, 1 << 20)  # floats
 MOST_ROUNDS = 20
+PAIR_FLOATS = 1 << 17  # f64, to another rank and back
+SLOW = 4  # times slower than the median of pairs: told of
 STALL_S = 30.0  # for ranks that never come
 SHM_BYTES = 64 << 20  # what Docker gives, and less than sums over a host like to have
 SHOWN = 64  # ranks told of one by one
@@ -116,6 +118,46 @@ def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Ti
     seconds = float(np.median(rows[:, :-1].max(axis=0)))
     carried = 2 * (control.size - 1) / control.size * 4 * floats
     return Timed(strategy, floats, seconds, carried / seconds / 1e9, bool(rows[:, -1].all()))
+
+
+class Pair(NamedTuple):
+    """Two ranks, and how fast messages go between them."""
+
+    a: int
+    b: int
+    is_far: bool  # on two hosts
+    gb_per_s: float
+
+
+def pairs_of(trips_s: np.ndarray, hosts: Sequence[str]) -> list[Pair]:
+    """Of f64[w, w] seconds of round trips of PAIR_FLOATS, as each rank saw them; the slowest first."""
+    both = np.fmin(trips_s, trips_s.T)
+    met = [(a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if both[a, b] == both[a, b]]
+    speeds = [(a, b, hosts[a] != hosts[b], 2 * 8 * PAIR_FLOATS / float(both[a, b]) / 1e9) for a, b in met]
+    return sorted((Pair(*row) for row in speeds), key=lambda pair: pair.gb_per_s)
+
+
+def slow_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[str]:
+    """Links between hosts that are much slower than others."""
+    speeds = [pair.gb_per_s for pair in pairs if pair.is_far]
+    median = float(np.median(speeds)) if speeds else 0.0
+    return [
+        f"rank {a} on {hosts[a]} and rank {b} on {hosts[b]} exchange {speed:.3g} GB/s, pairs on two hosts {median:.3g} "
+        "in the median: look at the network between them"
+        for a, b, is_far, speed in pairs
+        if is_far and speed * SLOW < median
+    ][:4]
+
+
+def shown_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[str]:
+    """A line for pairs on one host, and one for pairs on two."""
+    lines = []
+    for where, is_far in (("one host", False), ("two hosts", True)):
+        if some := [pair for pair in pairs if pair.is_far == is_far]:
+            a, b, _, least = some[0]
+            ends = f"rank {a} on {hosts[a]} and rank {b} on {hosts[b]}"
+            lines.append(f"pairs     on {where}: {least:.3g} to {some[-1].gb_per_s:.3g} GB/s; slowest {ends}")
+    return lines
 
 
 # ---------------------------------------------------------------- what to change
@@ -232,8 +274,11 @@ def of_test(results: Sequence[Timed], trips_s: Sequence[float]) -> list[str]:
 # ---------------------------------------------------------------- the page
 
 
-def shown(ranks: Ranks, mpi: dict[str, str], results: Sequence[Timed], trips_s: Sequence[float]) -> list[str]:
+def shown(
+    ranks: Ranks, mpi: dict[str, str], results: Sequence[Timed], trips_s: Sequence[float], pairs: Sequence[Pair] = ()
+) -> list[str]:
     """All lines."""
+    hosts = [rank["host"] for rank in ranks]
     lines = [
         f"ranks     {len(ranks)} on {len(by_host(ranks))} hosts, launcher {ranks[0]['launcher']}",
         "MPI       " + (", ".join(f"{name} {value}" for name, value in mpi.items()) or "not used"),
@@ -248,12 +293,14 @@ def shown(ranks: Ranks, mpi: dict[str, str], results: Sequence[Timed], trips_s: 
     ]
     if len(trips_s) > 1:
         lines += [f"ping      rank 0 to others and back: {1e6 * min(trips_s[1:]):.0f} to {1e6 * max(trips_s):.0f} us"]
+    lines += shown_pairs(pairs, hosts)
     lines += [
         f"exchange  {t.strategy:7} {4 * t.floats:>10,} bytes  {1e3 * t.seconds:9.3f} ms  {t.gb_per_s:7.3f} GB/s  "
         f"{'right' if t.is_right else 'WRONG'}"
         for t in results
     ]
     advice = [line for look in ADVICE.values() for line in look(ranks, mpi)] + of_test(results, trips_s)
+    advice += slow_pairs(pairs, hosts)
     return lines + (["", "to change:", *(f"- {line}" for line in advice)] if advice else ["", "nothing to change"])
 
 
@@ -278,9 +325,11 @@ def examine() -> None:
     ranks = [json.loads(text) for text in control.gather(json.dumps(mine()))]
     trips_s = [trip_s for trip_s, _ in control.pings()]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
+        runtime.doing("self-test: messages between pairs of ranks")
+        pairs = pairs_of(control.trips(PAIR_FLOATS), [rank["host"] for rank in ranks])
         results = tested(control)
     if control.rank == 0:
-        print("\n".join(shown(ranks, mpi, results, trips_s)), flush=True)
+        print("\n".join(shown(ranks, mpi, results, trips_s, pairs)), flush=True)
     control.barrier()
 
 

@@ -237,10 +237,9 @@ def exchange_gradients(
     First in a chain it makes any optimizer data-parallel:
     `optax.chain(exchange_gradients("ring16"), optax.adamw(1e-3))`.
 
-    Args: as of `exchange`. strategy may also be a compressor, lowrank<r> or topk<p>, alone or with the strategy for
-        what still travels: `lowrank4`, `topk1/ring32`.
-    State: empty; of a compressor, what each worker still owes, its own, and for lowrank<r> the last factors, equal on
-        all. Communicates and raises: as `exchange`.
+    Arguments are those of `exchange`. The strategy may also be a compressor, lowrank<r> or topk<p>, alone or with the
+    strategy for what still travels: `lowrank4`, `topk1/ring32`. Its state is empty; that of a compressor is what each
+    worker still owes, its own, and for lowrank<r> the last factors, equal on all. Communicates, raises: as `exchange`.
     """
     check_op(op)
     if compressors.is_compressor(strategy):

@@ -2,20 +2,24 @@
 
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import runtime
 from jaxmpi.config import AgreedError
-from jaxmpi.processes import Processes, named_leaves
+from jaxmpi.parts import Functions
+from jaxmpi.processes import Processes
+from jaxmpi.recorder import Recorder
+from jaxmpi.replicas import compare_replicas
+from jaxmpi.saver import Saver
+from jaxmpi.state import TrainState
+from jaxmpi.step import Metrics
+from jaxmpi.workers import Workers, rows
 
-PyTree = Any
 LOSS = 0  # in a ballot: not a leaf of the gradients but the loss; leaf i is i + 1
 
 
@@ -159,58 +163,76 @@ class Recovery:
             raise AgreedError(f"{text}. This is number {self.count}, recover_limit is {self.limit}")
 
 
-# ---------------------------------------------------------------- replicas
+# ---------------------------------------------------------------- in a run
 
 
-def fingerprints(tree: PyTree) -> jax.Array:
-    """u32[leaves]: a sum over the bits of each leaf, every word times an odd number of its own.
+@dataclass
+class Guard:
+    """What a run asks of all that is above."""
 
-    h = sum_i (2 i + 1) word_i  mod 2^32 ; a flipped bit of one word changes it by +-2^b (2 i + 1), which is not 0.
-    """
-    return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)] or [jnp.zeros((), jnp.uint32)])
+    votes: Votes
+    recovery: Recovery
+    workers: Workers
+    functions: Functions
+    saver: Saver
+    recorder: Recorder
+
+    def passes(self, step: int, metrics: Metrics | None) -> bool:
+        """Vote on a step, which is the run's though this process's workers may have left it out; whether it was made.
+
+        Raises:
+            TrainingError, RollBack: what all ranks agree to do about the step before.
+        """
+        if metrics is None:
+            self._mind(self.votes.cast(step, None, 0, True))
+            return False
+        losses = rows(metrics.loss, self.workers)
+        finite = rows(metrics.finite, self.workers).reshape(len(losses), -1)
+        applied = metrics.applied is None or bool(rows(metrics.applied, self.workers).all())
+        odd = [(i, bad) for i, bad in enumerate(map(not_finite, losses, finite)) if bad is not None]
+        place, bad = odd[0] if odd else (0, None)
+        self._mind(self.votes.cast(step, bad, self.workers.mine[place], applied))
+        return applied and bool(np.isfinite(losses).all())
+
+    def settle(self) -> None:
+        """Count the open vote, and do what is agreed.
+
+        Raises:
+            TrainingError, RollBack: as agreed.
+        """
+        self._mind(self.votes.count())
+
+    def _mind(self, failure: Failure | None) -> None:
+        if failure is not None:
+            runtime.doing(f"step {failure.step}")
+            self.saver.wait()  # so that the last good checkpoint is whole, and the one named
+            tail = f"{self.saver.last_good()}. Lower the learning rate, warm up or clip"
+            self.recorder.say(self.recovery.of(failure, tail))
+            self.recorder.write("skipped", step=failure.step, why=str(failure))
+
+    def compare(self, state: TrainState, step: int) -> None:
+        """Compare what is equal on all workers by its fingerprints.
+
+        Raises:
+            TrainingError, RollBack: a worker's differs.
+        """
+        rule = self.functions.rule
+        kept = {"params": state.params} if rule.params_are_replicated else {}
+        kept |= {"rule": state.rule_state} if rule.state_is_replicated else {}
+        if not kept or not self.functions.exchanges:
+            return
+        found = rows(self.functions.fingerprints(kept), self.workers).reshape(len(self.workers.mine), -1)
+        text = compare_replicas(kept, found, self.workers.mine, self.workers.processes, step)
+        if text:
+            self.saver.wait()
+            self.recovery.of_difference(f"{text}; {self.saver.last_good()}")
 
 
-def fingerprint(leaf: jax.Array) -> jax.Array:
-    """u32[] of one leaf."""
-    leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
-    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(leaf, words).reshape(-1).astype(jnp.uint32)
-    odd = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
-    return (bits * odd).sum(dtype=jnp.uint32)
-
-
-def difference(rows: Mapping[int, np.ndarray], leaves: list[str], step: int) -> str:
-    """Which workers differ from most of the others, and where; empty where all are equal.
-
-    Args:
-        rows: fingerprints by worker.
-        leaves: their paths.
-    """
-    votes = Counter(row.tobytes() for row in rows.values())
-    if len(votes) == 1:
-        return ""
-    (most, count), *others = votes.most_common()
-    text = f"params of workers differ after step {step}: "
-    if count == others[0][1]:
-        groups = [[worker for worker, row in rows.items() if row.tobytes() == key] for key in votes]
-        return text + f"workers {' and '.join(map(str, groups))} apart; which of them are right cannot be told"
-    odd = [worker for worker, row in rows.items() if row.tobytes() != most]
-    wrong = rows[odd[0]] != np.frombuffer(most, np.uint32)
-    paths = ", ".join(leaves[i] for i in np.flatnonzero(wrong)[:4])
-    return text + f"worker {odd if len(odd) > 1 else odd[0]} differs from the other {count} in {paths}"
-
-
-def compare_replicas(tree: PyTree, found: np.ndarray, mine: tuple[int, ...], processes: Processes, step: int) -> str:
-    """`difference` between all workers of the job, on all ranks alike.
-
-    Args:
-        tree: of which `found`, u32[workers of this process, leaves], are the fingerprints.
-
-    Communicates: a gather of the fingerprints as text.
-    """
-    texts = processes.gather(found.astype("<u4").tobytes().hex())
-    every = np.frombuffer(bytes.fromhex("".join(texts)), "<u4").reshape(len(texts) * len(mine), -1)
-    return difference(dict(enumerate(every)), [name for name, _ in named_leaves(tree)], step)
+def not_finite(loss: float, finite: np.ndarray) -> int | None:
+    """What of a worker's step is not finite, as a vote says it; None where all is."""
+    if not np.isfinite(loss):
+        return LOSS
+    return None if finite.all() else int(np.argmin(finite)) + 1
 
 
 def check_budget(skipped: int, examples: int, epochs_begun: int, share: float) -> None:

@@ -25,7 +25,8 @@ class Quantity(NamedTuple):
 
     name: str
     unit: str = ""  # ticks get a prefix: 10 ms
-    base: int | None = 10  # of a logarithmic axis, taken where values span a factor of 10; None: always from 0
+    base: int | None = 10  # of a logarithmic axis, taken where values span a factor of 10; None: never
+    low: float | None = 0.0  # where an axis that is not logarithmic begins; None: near the least value
 
     @property
     def label(self) -> str:
@@ -193,7 +194,8 @@ def figure(panels: Sequence[Panel]) -> "Figure":
     for axes, panel in zip(rows, panels, strict=True):
         panel.draw(axes)
         axes.set_title(panel.title, loc="left")
-        axes.grid(alpha=0.4)
+        if not isinstance(panel, Map):
+            axes.grid(alpha=0.4)
         axes.set_axisbelow(True)
         count = len(axes.get_legend_handles_labels()[0])
         if count:
@@ -212,7 +214,7 @@ def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Se
         axis.set_major_locator(LogLocator(quantity.base, numticks=15))
         axis.set_minor_formatter(NullFormatter())
     else:
-        axes.set(**{f"{which}lim": (0, None)})
+        axes.set(**{f"{which}lim": (quantity.low, None)})
     axis.set_major_formatter(EngFormatter(quantity.unit) if quantity.unit else "{x:g}")
 
 

@@ -197,14 +197,18 @@ class NearLine:
             return answers.popleft() if answers else None
 
 
-def converse(talk: Talk, lines: Sequence[Line]) -> None:
+def converse(talk: Talk, lines: Sequence[Line]) -> float:
     """Have a talk with all servers, to its end; polled.
+
+    Returns: seconds at its end in which nothing but the answer to the report was missing.
 
     Raises:
         TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S.
     """
-    pauses = Pauses()
+    pauses, since_s = Pauses(), None
     while not talk.is_over():
+        if since_s is None and talk.lacks_only_books():
+            since_s = time.perf_counter()
         try:
             with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
                 pauses.after(go_on(talk, lines))
@@ -219,6 +223,7 @@ def converse(talk: Talk, lines: Sequence[Line]) -> None:
                 f"the center has not answered for {TIMEOUT_S:.0f} s; its rank is stuck, or with rule.staleness the "
                 "slowest worker is (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
+    return 0.0 if since_s is None else time.perf_counter() - since_s
 
 
 def go_on(talk: Talk, lines: Sequence[Line]) -> bool:

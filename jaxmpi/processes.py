@@ -35,6 +35,8 @@ YIELDS = 200  # looks before the first sleep: a message between ranks that are i
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 PINGS = 20  # round trips between two clocks
+TRIPS = 2  # round trips between two ranks whose link is timed
+TURNS = 15  # in which pairs of ranks meet; of more than 16 ranks not all pairs do
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 
 
@@ -115,6 +117,10 @@ class SoloProcesses:
     def pings(self) -> list[tuple[float, float]]:
         """Nobody to wait for."""
         return [(0.0, 0.0)]
+
+    def trips(self, floats: int) -> np.ndarray:
+        """Nobody to visit."""
+        return np.full((1, 1), np.nan)
 
 
 class Post:
@@ -336,6 +342,29 @@ class MpiProcesses:
                 self._pong()
         return found
 
+    def trips(self, floats: int) -> np.ndarray:
+        """Seconds of the quickest round trip of f64[floats] between any two ranks, f64[size, size]; NaN where none was.
+
+        Pairs meet in turns, as in a round-robin tournament, so no rank has two guests; turns are not kept in step. All
+        ranks come here together, and all get all.
+        """
+        found, even = np.full(self.size, np.nan), self.size + self.size % 2
+        for turn in range(min(even - 1, TURNS)):
+            other = met(self.rank, turn, even)
+            if other < self.size:
+                found[other] = self._trip(other, np.zeros(floats))
+        return self.rows(found)
+
+    def _trip(self, other: int, message: np.ndarray) -> float:
+        ways = (self.world.Isend, self.world.Irecv)
+        took = []
+        for _ in range(1 + TRIPS):
+            begin_s = time.perf_counter()
+            for begin in ways if self.rank < other else reversed(ways):
+                wait(begin(message, other, tag=4), float("inf"))
+            took.append(time.perf_counter() - begin_s)
+        return min(took[1:])  # the other may come late to the first
+
     def _ping(self, rank: int) -> tuple[float, float]:
         trips = []
         for _ in range(PINGS):
@@ -507,6 +536,17 @@ class MpiProcesses:
             requests = {rank: request for rank, request in requests.items() if not request.Test()}
             time.sleep(POLL_S)
         return sorted(requests)
+
+
+def met(rank: int, turn: int, ranks: int) -> int:
+    """Whom a rank meets in a turn of a round-robin tournament: of an even number of ranks, in all but one of as many
+    turns, everybody meets everybody once.
+    """
+    others = ranks - 1
+    if rank == others:
+        return turn * (others + 1) // 2 % others
+    found = (turn - rank) % others
+    return found if found != rank else others
 
 
 def wait(request: Any, timeout_s: float) -> bool:

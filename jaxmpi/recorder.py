@@ -51,7 +51,7 @@ class Recorder:
         self._start = self._begin - elapsed_s
         self._window = self._begin, 0
         self._compute_s = 0.0  # in steps, since this start
-        self._classic, self._buckets = Classic(), Buckets()
+        self._classic, self._buckets, self._is_warm = Classic(), Buckets(), False
 
     def elapsed_s(self) -> float:
         """Seconds of training so far, earlier parts of a resumed run included."""
@@ -106,14 +106,17 @@ class Recorder:
         told |= {"gradient_norm": gradient_norm, **more}
         shown = Progress(step, total_steps, epoch, loss, per_s, lr, told["elapsed_s"], skipped, unit=self._unit)
         if anatomy:
-            told |= self._of_anatomy(anatomy, now)
+            slowest = self._slowest(anatomy)
+            told |= self._of_anatomy(anatomy, now) | {"slowest": slowest}
             self._buckets.add(noted, anatomy.steps)
-            shown = shown._replace(**self._shown(anatomy))
+            shown = shown._replace(slowest=slowest, **shares(anatomy))
         self.write("train", **told)
         self._terminal.progress(shown)
-        if anatomy and (line := self._classic.add(anatomy, images, examples)):
+        # What the first line of a start tells of has compiled the step: that is no time of images.
+        if anatomy and self._is_warm and (line := self._classic.add(anatomy, images, examples)):
             self.write("window", step=step, **line)
             self.say(classic_line(line))
+        self._is_warm |= anatomy is not None
 
     def _of_anatomy(self, anatomy: Summary, now: float) -> dict[str, Any]:
         """Its fields of a line of the record."""
@@ -126,13 +129,11 @@ class Recorder:
             "own_s": [*map(jsonable, blocks(anatomy.own_s))],
         }
 
-    def _shown(self, anatomy: Summary) -> dict[str, Any]:
-        """What of it the terminal shows."""
-        total = anatomy.step_s or 1.0
-        shares = {part: value / total for part, value in anatomy.means.items() if part != "hidden"}
-        is_behind = max(anatomy.own_s) > BEHIND * float(np.median(anatomy.own_s))
-        slowest = self.name(anatomy.slowest) if is_behind else ""
-        return {"shares": shares, "slowest": slowest, "estimated": anatomy.source == "estimated"}
+    def _slowest(self, anatomy: Summary) -> str:
+        """The rank that the others wait for; empty where none is far behind."""
+        own = [seconds for seconds in anatomy.own_s if seconds]  # 0: a worker that is gone
+        is_behind = bool(own) and max(own) > BEHIND * float(np.median(own))
+        return self.name(anatomy.slowest) if is_behind else ""
 
     def name(self, rank: int) -> str:
         """`rank 3 on node07`."""
@@ -175,6 +176,13 @@ class Recorder:
         plugs.close(self._sinks)
         if self._file:
             self._file.close()
+
+
+def shares(anatomy: Summary) -> dict[str, Any]:
+    """Parts of the time that the terminal shows."""
+    total = anatomy.step_s or 1.0
+    parts = {part: value / total for part, value in anatomy.means.items() if part != "hidden"}
+    return {"shares": parts, "estimated": anatomy.source == "estimated"}
 
 
 class Buckets:

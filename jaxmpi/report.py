@@ -9,6 +9,7 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ NUMBERS = (
     "elapsed_s",
     "loss",
     "images_per_s",
+    "bytes_per_s",
     "lr",
     "gradient_norm",
     "noise_scale",
@@ -187,7 +189,7 @@ def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
         top5 = {f"{r.name}, top-5": evaluated(r, x, "eval_top5", 100) for r in records}
         return [
             *lines(f"Loss by {axis.name}", axis, Quantity("loss"), loss | held_out),
-            *lines(f"Accuracy by {axis.name}", axis, Quantity("accuracy", "%", base=None), top1 | top5),
+            *lines(f"Accuracy by {axis.name}", axis, Quantity("accuracy", "%", base=None, low=None), top1 | top5),
         ]
 
     def of(name: str, title: str, unit: Quantity) -> list[Panel]:
@@ -195,6 +197,7 @@ def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
 
     pace = [
         *of("images_per_s", "Speed", Quantity("images/s", base=None)),
+        *of("bytes_per_s", "Speed, text", Quantity("bytes/s", base=None)),
         *of("goodput", "Goodput: seconds of computing over seconds since the start", Quantity("share", base=None)),
     ]
     course = [
@@ -300,6 +303,9 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         known = record.train[name][~np.isnan(record.train[name])]
         return f"{known[-1]:.6g}" if len(known) else ""
 
+    def median(record: Record, name: str) -> str:
+        return f"{np.nanmedian(record.train[name]):.6g}" if last(record, name) else ""
+
     def best(record: Record) -> str:
         found = [row["eval_top1"] for row in record.evaluations if row.get("eval_top1") is not None]
         return f"{100 * found[-1]:.2f} % (best {100 * max(found):.2f} %)" if found else ""
@@ -309,12 +315,13 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         "rule, strategy": lambda r: f"{fact(r, 'experiment', 'rule', 'name')}, {r.facts.get('strategy', '')}",
         "steps": lambda r: last(r, "step"),
         "seconds": lambda r: last(r, "elapsed_s"),
-        "images/s, median": lambda r: f"{np.nanmedian(r.train['images_per_s']):.6g}" if last(r, "images_per_s") else "",
+        **{f"{unit}/s, median": partial(median, name=f"{unit}_per_s") for unit in ("images", "bytes")},
         "goodput": lambda r: last(r, "goodput"),
         "loss, last": lambda r: last(r, "loss"),
         "top-1, last": best,
     }
-    return [[name, *(str(value(record)) for record in records)] for name, value in rows.items()]
+    found = [[name, *(str(value(record)) for record in records)] for name, value in rows.items()]
+    return [row for row in found if any(row[1:])]
 
 
 def fact(record: Record, *path: str) -> Any:

@@ -91,7 +91,7 @@ def prepare() -> None:
         keep_freed_memory()
     here = launched()
     if here is not None and here.size > 1:
-        tune_mpi(here.local_size)
+        tune_mpi(here)
         pin_cores(here.local_rank, here.local_size)
         pin_gpu(here.local_rank, here.local_size)
     use_compilation_cache()
@@ -132,9 +132,11 @@ def quota_cores(file: Path, default: int) -> int:
         return default
 
 
-def tune_mpi(local_size: int) -> None:
+def tune_mpi(here: Launch) -> None:
     """Open MPI's settings, read when MPI starts; what the user has set stays."""
-    if local_size > cores():  # a rank that spins while it waits takes the core that another needs
+    if here.local_size < here.size:  # else ranks of other hosts abort, and are blamed, before a death is reported
+        os.environ.setdefault("OMPI_MCA_opal_abort_delay", "1")  # seconds
+    if here.local_size > cores():  # a rank that spins while it waits takes the core that another needs
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process where there is no such network
 

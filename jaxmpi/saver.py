@@ -1,5 +1,7 @@
 """Checkpoints in the background: a step waits for the copy in memory, a thread writes it."""
 
+import shutil
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,11 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi import checkpoint
+from jaxmpi import checkpoint, rundir
 from jaxmpi.checkpoint import Files, Kept, is_float
-from jaxmpi.config import TrainingError, UsageError
+from jaxmpi.config import Experiment, TrainingError, UsageError
+from jaxmpi.parts import Functions, Plan
 from jaxmpi.processes import Processes, named_leaves
+from jaxmpi.replicas import tree_digest
+from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState
+from jaxmpi.workers import Workers
 
 
 class Saver:
@@ -74,6 +80,10 @@ class Saver:
         except BaseException as error:
             self._error = error
 
+    def last_good(self) -> str:
+        """The newest checkpoint, for errors."""
+        return last_good(self._folder)
+
     def poll(self) -> None:
         """Raise what went wrong since the last call.
 
@@ -131,3 +141,74 @@ def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
             f"{folder}: {free_bytes / 1e6:.0f} MB are free, two checkpoints take {2 * needed_bytes / 1e6:.0f} MB: "
             "the last good one stays until the next is whole; make room, or name another --run-dir"
         )
+
+
+def open_saver(
+    experiment: Experiment, workers: Workers, functions: Functions, folder: Path, states: dict[int, TrainState]
+) -> Saver:
+    """What writes checkpoints.
+
+    Raises:
+        UsageError: the disk has no room for two.
+    """
+    replicated, checkpoints = functions.rule.state_is_replicated, folder / "checkpoints"
+    same_params = functions.rule.params_are_replicated
+    if workers.processes.rank == 0 and functions.exchanges:
+        needed_bytes = total_bytes(states, replicated, workers.size, same_params)
+        check_disk(checkpoints, needed_bytes, shutil.disk_usage(folder).free)
+    keep = checkpoint.Kept(experiment.keep_checkpoints, experiment.keep_best)
+    equal = {"replicated": replicated, "same_params": same_params}
+    return Saver(checkpoints, workers.processes, workers=workers.size, keep=keep, **equal)
+
+
+def extra_of(experiment: Experiment, plan: Plan, functions: Functions, elapsed_s: float) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state."""
+    return {
+        "elapsed_s": elapsed_s,
+        "scaled_for": plan.scaled_for,
+        "exchange": {
+            "asked": functions.asked,
+            "strategy": functions.strategy,
+            "bucket_bytes": experiment.exchange.bucket_bytes,
+        },
+        "experiment": identity(experiment, plan),
+    }
+
+
+def identity(experiment: Experiment, plan: Plan) -> dict[str, Any]:
+    """What makes a run the same run."""
+    return rundir.identity(experiment, plan.clock.effective_batch, plan.data)
+
+
+def restored(
+    folder: Path, states: dict[int, TrainState], workers: Workers, rule: Rule, now: dict[str, Any]
+) -> checkpoint.Saved | None:
+    """The newest checkpoint of a run directory, the same on all ranks; None where there is none.
+
+    Args:
+        states: of this process's workers, in the place of which it is read.
+        now: `identity` of the run that goes on with it.
+
+    Raises:
+        UsageError: it is another run's.
+    """
+    saved = checkpoint.restore(
+        folder / "checkpoints",
+        states,
+        workers.processes,
+        workers=workers.size,
+        replicated=rule.state_is_replicated,
+        same_params=rule.params_are_replicated,
+        say=warn if workers.processes.rank == 0 else lambda text: None,
+    )
+    workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
+    if saved:
+        params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
+        workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
+        rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
+    return saved
+
+
+def warn(text: str) -> None:
+    """A line on standard error."""
+    print(f"jaxmpi: {text}", file=sys.stderr, flush=True)

@@ -1,9 +1,18 @@
 """Loaders that MPI starts: `Comm.Spawn`, as in Theano-MPI (Ma et al. 2016, section 3.3), for `data.loader = spawn`.
 
-The paper's messages are train, val, stop or a file's name to the loader, and "copy finished" back. Here a recipe stands
-for train or val, numbers of examples with a place in the ring for the file, and an answer for the copy.
+The paper's messages, between a worker and each of its loaders:
+
+    tag 99  to the loader   what it needs beforehand: its place on the board, recipes, rings, the end of a job
+    tag 40  to the loader   "train <job>" or "val <job>": which recipe is meant from now on
+                            a file's name, NUL, what of it to make and where: JSON of `Make`, without its job
+                            "stop"
+    tag 55  to the worker   "copy_finished <ticket>"; where something went wrong, or was asked beforehand, an `Answer`
+                            "stop": the loader is about to end
+
+As any image may stand in any batch, the name is that of the first one; the others follow by their numbers.
 """
 
+import json
 import os
 import pickle
 import select
@@ -12,15 +21,60 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+
 from jaxmpi.config import UsageError
 from jaxmpi.data.crew import JOIN_S, KINDS, parcel_of, python_line
-from jaxmpi.data.member import BOARD_ROW, HERE, Answer, Hello, greeted, handled, ignore_signals, keep_freed_memory
+from jaxmpi.data.member import (
+    BOARD_ROW,
+    HERE,
+    Answer,
+    Close,
+    Hello,
+    Make,
+    Member,
+    greeted,
+    handled,
+    ignore_signals,
+    keep_freed_memory,
+    packed,
+)
 from jaxmpi.data.recipe import Recipe
 from jaxmpi.data.segments import Parcel, Segment
+from jaxmpi.data.sources import where
 
-TO_LOADER, TO_WORKER = 40, 55  # tags, the paper's own
+CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
+TRAIN, VAL, STOP, COPY_FINISHED = b"train", b"val", b"stop", b"copy_finished"
 POLL_S = 0.001  # between looks for a message: a blocking MPI call would spin on a core
-STOP = b""  # the message that ends a loader; its answer, too
+
+
+def mode_words(job: int, train: bool) -> bytes:
+    """Which job the files named from now on are for."""
+    return b"%s %d" % (TRAIN if train else VAL, job)
+
+
+def file_words(make: Make, name: str) -> bytes:
+    """A file's name, and what of it and of others to make."""
+    rest = [make.ticket, make.slot, make.epoch, make.first, make.stride, make.indices.tolist()]
+    return name.encode(errors="backslashreplace").replace(b"\0", b"") + b"\0" + json.dumps(rest).encode()
+
+
+def make_of(job: int, words: bytes) -> Make:
+    """The inverse of `file_words`."""
+    *rest, indices = json.loads(words.rpartition(b"\0")[2])
+    return Make(job, *rest, np.array(indices, np.int64))
+
+
+def answer_words(answer: Answer) -> bytes:
+    """That the copy is finished, or what went wrong."""
+    is_plain = not answer.failures and answer.row is None
+    return b"%s %d" % (COPY_FINISHED, answer.ticket) if is_plain else packed(answer)
+
+
+def answer_of(words: bytes) -> Answer:
+    """The inverse of `answer_words`."""
+    word, _, ticket = words.partition(b" ")
+    return Answer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(words)
 
 
 class SpawnedLoaders:
@@ -29,6 +83,8 @@ class SpawnedLoaders:
     def __init__(self, size: int, board: Segment) -> None:
         self.board, self.size = board, size
         self.rows = board.array(0, (size, BOARD_ROW), "i8")
+        self.recipes: dict[int, Recipe] = {}
+        self.modes = [b""] * size  # that each loader is in
         self.mpi, self.comm = _spawned(size)
         self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
         for number in range(size):
@@ -37,29 +93,39 @@ class SpawnedLoaders:
     def open(self, job: int, recipe: Recipe) -> Parcel:
         """Tell all of a job."""
         parcel, message = parcel_of(job, recipe)
+        self.recipes[job] = recipe
         for number in range(self.size):
-            self._send(number, message)
+            self._send(number, CONFIG, message)
         return parcel
 
     def send(self, number: int, message: Any) -> None:
         """Tell one."""
-        self._send(number, pickle.dumps(message))
+        if not isinstance(message, Make):
+            if isinstance(message, Close):
+                self.recipes.pop(message.job, None)
+            return self._send(number, CONFIG, pickle.dumps(message))
+        recipe = self.recipes[message.job]
+        mode = mode_words(message.job, recipe.augment.train)
+        if self.modes[number] != mode:
+            self._send(number, TO_LOADER, mode)
+            self.modes[number] = mode
+        self._send(number, TO_LOADER, file_words(message, where(recipe.source, int(message.indices[0]))))
 
-    def _send(self, number: int, message: bytes) -> None:
+    def _send(self, number: int, tag: int, message: bytes) -> None:
         self.sent = [(request, data) for request, data in self.sent if not request.Test()]
-        self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, TO_LOADER), message))
+        self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, tag), message))
 
     def answers(self, timeout_s: float) -> list[Answer]:
         """What has been answered."""
         deadline = time.monotonic() + timeout_s
         while not (found := self._received()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return [pickle.loads(message) for message in found if message != STOP]
+        return [answer_of(message) for message in found if message != STOP]
 
     def _received(self) -> list[bytes]:
         found = []
-        while (message := _received(self.mpi, self.comm, TO_WORKER)) is not None:
-            found.append(message)
+        while (message := _received(self.mpi, self.comm)) is not None:
+            found.append(message[1])
         return found
 
     def ended(self, number: int) -> str:
@@ -70,7 +136,7 @@ class SpawnedLoaders:
     def stop(self) -> None:
         """End them: MPI lets this process go only once they have gone."""
         for number in range(self.size):
-            self._send(number, STOP)
+            self._send(number, TO_LOADER, STOP)
         deadline, left = time.monotonic() + JOIN_S, self.size
         while left and time.monotonic() < deadline:
             left -= self._received().count(STOP)
@@ -99,13 +165,14 @@ def _spawned(size: int) -> tuple[Any, Any]:
         ) from error
 
 
-def _received(mpi: Any, comm: Any, tag: int) -> bytes | None:
+def _received(mpi: Any, comm: Any) -> tuple[int, bytes] | None:
+    """Tag and message of the first that has come; None where none has."""
     status = mpi.Status()
-    if not comm.Iprobe(mpi.ANY_SOURCE, tag, status):
+    if not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
         return None
     message = bytearray(status.Get_count(mpi.BYTE))
-    comm.Recv([message, mpi.BYTE], status.Get_source(), tag)
-    return bytes(message)
+    comm.Recv([message, mpi.BYTE], status.Get_source(), status.Get_tag())
+    return status.Get_tag(), bytes(message)
 
 
 KINDS["spawn"] = SpawnedLoaders
@@ -122,18 +189,28 @@ def main(worker: int) -> None:
     from mpi4py import MPI
 
     comm = MPI.Comm.Get_parent()
-    member = None
+    member, job = None, 0
     while True:
-        message = _received(MPI, comm, TO_LOADER)
-        if message is None:
+        if (received := _received(MPI, comm)) is None:
             time.sleep(POLL_S)
-        elif message == STOP:
+            continue
+        tag, message = received
+        if tag == TO_LOADER and message == STOP:
             comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
             return comm.Disconnect()
-        elif member is None:
+        if member is None:
             member = greeted(message)
-        elif (answer := handled(member, message)) is not None:
+        elif tag == TO_LOADER and b"\0" not in message:
+            job = int(message.partition(b" ")[2])
+        elif (answer := _replied(member, job, tag, message)) is not None:
             comm.Send([answer, MPI.BYTE], 0, TO_WORKER)
+
+
+def _replied(member: Member, job: int, tag: int, message: bytes) -> bytes | None:
+    if tag == CONFIG:
+        return handled(member, message)
+    answer = member.handle(make_of(job, message))
+    return answer_words(answer) if answer is not None else None
 
 
 def end_with(worker: int) -> None:

@@ -123,6 +123,7 @@ class Panel(Silent):
         self.losses: deque[float] = deque(maxlen=400)
         self.top1: deque[float] = deque(maxlen=100)
         self._first: Progress | None = None
+        self._now: Progress | None = None
         self._is_live = False
 
     def say(self, text: str) -> None:
@@ -131,7 +132,7 @@ class Panel(Silent):
 
     def progress(self, progress: Progress) -> None:
         """Draw anew."""
-        self._first = self._first or progress
+        self._first, self._now = self._first or progress, progress
         self.losses.append(progress.loss)
         if not self._is_live:
             self.live.start()
@@ -139,8 +140,10 @@ class Panel(Silent):
         self.live.update(self.drawn(progress))
 
     def evaluated(self, top1: float) -> None:
-        """Into the next drawing."""
+        """Draw anew."""
         self.top1.append(top1)
+        if self._now:
+            self.live.update(self.drawn(self._now))
 
     def drawn(self, now: Progress) -> RenderableType:
         """Progress, curves, and where the time goes."""
@@ -152,7 +155,7 @@ class Panel(Silent):
         ]
         if self.top1:
             curve = sparkline(self.top1, max(4, width - 17))
-            rows.append(fitted(f"top-1 {100 * self.top1[-1]:<7.2f} % {curve}", width))
+            rows.append(fitted(f"top-1 {f'{100 * self.top1[-1]:.2f} %':<9} {curve}", width))
         rows.append(fitted(f"{now.per_s:.1f} {now.unit}/s  lr {now.lr:.3g}  {now.elapsed_s:.0f} s", width))
         if now.shares:
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
@@ -200,11 +203,14 @@ def bar(shares: Mapping[str, float], width: int, mark: str = "█") -> Text:
 
 def legend(shares: dict[str, float], estimated: bool, width: int) -> Text:
     """Names of the bar's parts."""
-    drawn = Text(overflow="fold")
-    for part, share in shares.items():
-        if share >= 0.005:
-            drawn.append(f"{part} {100 * share:.0f} %  ", style=COLOURS.get(part, "white"))
-    drawn.append("(estimated)" * estimated)
+    words = [
+        (f"{part} {100 * share:.0f} %", COLOURS.get(part, "white")) for part, share in shares.items() if share >= 0.005
+    ]
+    drawn, column = Text(overflow="crop"), 0
+    for word, style in [*words, *([("(estimated)", "")] if estimated else [])]:
+        is_new = column and column + 2 + len(word) > width  # a part and its share stay together
+        drawn.append("\n" if is_new else "  " * bool(column)).append(word, style=style)
+        column = len(word) if is_new or not column else column + 2 + len(word)
     return drawn
 
 

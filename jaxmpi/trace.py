@@ -7,6 +7,7 @@ lies under a bar of compute, its exchange is hidden.
 import contextlib
 import json
 import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Tracer:
         events, last = self._merged(), min(self.last, step)
         self._kept, self.last = [], 0
         if self.processes.rank == 0:
-            self.path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            write_events(events, self.path)
         return f"trace of steps {self.first} to {last}: {self.path}"
 
     def _merged(self) -> list[Event]:
@@ -52,6 +53,55 @@ class Tracer:
         texts = self.processes.gather(json.dumps(of_steps(self._kept, (self.first, self.last))))
         ranks = [[Span(*span) for span in json.loads(text)] for text in texts]
         return merged(ranks, offsets, self.hosts)
+
+
+class Apart:
+    """The trace of workers that do not keep step: each writes its part, worker 0 brings them together in the end."""
+
+    def __init__(self, steps: Steps, processes: Processes, path: Path) -> None:
+        """Of these steps of each worker's own count, into a file.
+
+        Communicates: where there are steps to trace, ranks compare their clocks, here and not again.
+        """
+        (self.first, self.last), self.path = steps, path
+        self.offsets = processes.clock_offsets() if self.last else []
+        self.hosts = processes.gather(socket.gethostname()) if self.last else []
+        self._kept: list[Span] = []
+        self._is_open = bool(self.last)
+
+    def add(self, noted: Sequence[Span], worker: int, step: int, is_end: bool = False) -> None:
+        """Take a worker's spans up to a step of its own, and write them once the last step or the run is through."""
+        if not self._is_open or (step < self.first and not is_end):
+            return
+        self._kept += noted
+        if step >= self.last or is_end:
+            self._is_open = False
+            part = self._part(worker)
+            aside = part.with_suffix(".tmp")
+            aside.write_text(json.dumps(of_steps(self._kept, (self.first, self.last))))
+            aside.replace(part)
+
+    def merge(self, workers: int) -> str:
+        """On worker 0, when the others have come to their end: what was written; empty where nothing was asked for."""
+        if not self.last:
+            return ""
+        parts = [self._part(worker) for worker in range(workers)]
+        texts = [part.read_text() if part.exists() else "[]" for part in parts]  # of one that died there is none
+        ranks = [[Span(*span) for span in json.loads(text)] for text in texts]
+        for part in parts:
+            part.unlink(missing_ok=True)
+        if not any(ranks):
+            return f"no trace: no worker came to step {self.first}"
+        write_events(merged(ranks, self.offsets[:workers], self.hosts), self.path)
+        return f"trace of steps {self.first} to {self.last} of each worker: {self.path}"
+
+    def _part(self, worker: int) -> Path:
+        return self.path.with_name(f"{self.path.stem}_{worker:05d}.part")
+
+
+def write_events(events: Sequence[Event], path: Path) -> None:
+    """As Perfetto reads them."""
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def of_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:

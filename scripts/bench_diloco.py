@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi import launch, runtime, train
+from jaxmpi import launch, parts, runtime
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
 from jaxmpi.processes import named_leaves
 from jaxmpi.workers import Workers, gather_workers, put
@@ -95,10 +95,10 @@ class Trainee(NamedTuple):
     loss: Callable[[list[dict[str, Any]]], float]  # held out, of this rank's part, the mean over its bytes
 
 
-def ours(config: Experiment, workers: Workers, plan: train.Plan) -> Trainee:
+def ours(config: Experiment, workers: Workers, plan: parts.Plan) -> Trainee:
     """The trainer's own step and evaluation."""
-    functions = train.build_functions(config, workers, plan)
-    state = put(train.initial_states(config, workers, functions.rule), workers)
+    functions = parts.build_functions(config, workers, plan)
+    state = put(parts.initial_states(config, workers, functions.rule), workers)
 
     def step(batch: dict[str, Any]) -> None:
         nonlocal state
@@ -113,7 +113,7 @@ def ours(config: Experiment, workers: Workers, plan: train.Plan) -> Trainee:
     return Trainee(step, loss)
 
 
-def ddp(config: Experiment, workers: Workers, plan: train.Plan, hook: str) -> Trainee:
+def ddp(config: Experiment, workers: Workers, plan: parts.Plan, hook: str) -> Trainee:
     """The same model, params, AdamW and rates in PyTorch, under DistributedDataParallel over gloo."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
     import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
@@ -125,8 +125,8 @@ def ddp(config: Experiment, workers: Workers, plan: train.Plan, hook: str) -> Tr
     mine = np.frombuffer((address or ["127.0.0.1"])[0].ljust(64).encode(), np.uint8)
     address = control.bcast(mine).tobytes().decode().strip()
     dist.init_process_group("gloo", f"tcp://{address}:29511", rank=control.rank, world_size=control.size)
-    functions = train.build_functions(config, workers, plan)
-    start = train.initial_states(config, workers, functions.rule)[workers.mine[0]].params
+    functions = parts.build_functions(config, workers, plan)
+    start = parts.initial_states(config, workers, functions.rule)[workers.mine[0]].params
     net = torch_gpt(start, heads=2 if "tiny" in config.model.name else 6)
     model = DistributedDataParallel(net)
     if hook != "allreduce":
@@ -211,7 +211,7 @@ def run_job(name: str, sizes: Sizes, seed: int, steps: int, evaluates: bool, fil
     seconds: list[float] = []
     losses: dict[int, float] = {}
     with runtime.at_work():
-        plan = train.make_plan(config, workers)
+        plan = parts.make_plan(config, workers)
         made = ddp(config, workers, plan, contender.hook) if contender.hook else ours(config, workers, plan)
         held_out = list(plan.validation.batches(0, HELD_OUT)) if evaluates else []
         for k, batch in enumerate(plan.feed.batches(0, steps)):

@@ -37,7 +37,7 @@ import numpy as np
 from zoo_steps import ALONE, recipe, step_memory
 
 import jaxmpi
-from jaxmpi import experiment, launch, runtime, train
+from jaxmpi import experiment, launch, parts, runtime
 from jaxmpi.config import Experiment, TrainingError, UsageError
 from jaxmpi.processes import processes
 from jaxmpi.step import Batch
@@ -71,7 +71,7 @@ def config_of(model: str, dtype: str, batch: int) -> Experiment:
 
 def host_batches(config: Experiment) -> list[Batch]:
     """The first batches of the trainer's loader."""
-    return list(itertools.islice(train.make_plan(config, ALONE).feed.batches(), BATCHES))
+    return list(itertools.islice(parts.make_plan(config, ALONE).feed.batches(), BATCHES))
 
 
 # ---------------------------------------------------------------- the two sides
@@ -81,12 +81,12 @@ class Jaxmpi:
     """The trainer's step, and the functions it is made of."""
 
     def __init__(self, config: Experiment, options: argparse.Namespace) -> None:
-        plan = train.make_plan(config, ALONE)
-        self.config, self.functions = config, train.build_functions(config, ALONE, plan)
-        self.state = put(train.initial_states(config, ALONE, self.functions.rule), ALONE)
+        plan = parts.make_plan(config, ALONE)
+        self.config, self.functions = config, parts.build_functions(config, ALONE, plan)
+        self.state = put(parts.initial_states(config, ALONE, self.functions.rule), ALONE)
         batches = host_batches(config)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
-        local_gradients, _ = train.pieces(config, ALONE, plan)
+        local_gradients, _ = parts.pieces(config, ALONE, plan)
         self.gradients = jax.jit(local_gradients)
         self.forward = jax.jit(lambda *args: local_gradients(*args)[1:])  # XLA leaves out what only gradients need
         self.update = jax.jit(self.functions.rule.update)

@@ -23,6 +23,7 @@ from bench_step import experiment
 
 from jaxmpi import runtime, train
 from jaxmpi.anatomy import LOCAL, Anatomy, Summary, Window
+from jaxmpi.log import Log
 from jaxmpi.processes import processes
 
 NOTHING = Summary(0, "none", {}, {}, [], 0.0)
@@ -65,21 +66,22 @@ class Turns(Anatomy):
         self.is_on, self._since = not self.is_on, now
 
 
-def logged(run: train.Run, step: int, sums: np.ndarray, window: Window) -> Summary:
+class Lines(Log):
     """The trainer's line, or one without anatomy."""
-    turns, seen = Turns.made, NOTHING
-    if turns.is_on:
-        seen = WHOLE(run, step, sums, window)
-    else:
-        loss, count, *_ = run.workers.processes.sum(np.array([*sums, 0.0, 0.0])).tolist()
-        place: dict[str, Any] = {"step": step, "total_steps": run.plan.clock.total_steps, "epoch": run.plan.epoch(step)}
-        lr = np.asarray(run.plan.lr(step - 1)).item()
-        run.recorder.train(**place, examples=run.plan.examples(step), loss=loss / count, lr=lr, wait_s=0.0, skipped=0)
-    turns.turn()
-    return seen
 
-
-WHOLE = train.log
+    def line(self, step: int, sums: np.ndarray, window: Window) -> Summary:
+        """As of the class above, or what is left of it without."""
+        turns, seen = Turns.made, NOTHING
+        if turns.is_on:
+            seen = super().line(step, sums, window)
+        else:
+            loss, count, *_ = self.workers.processes.sum(np.array([*sums, 0.0, 0.0])).tolist()
+            place: dict[str, Any] = {"step": step, "total_steps": self.plan.clock.total_steps}
+            place |= {"epoch": self.plan.epoch(step), "examples": self.plan.examples(step)}
+            lr = np.asarray(self.plan.lr(step - 1)).item()
+            self.recorder.train(**place, loss=loss / count, lr=lr, wait_s=0.0, skipped=0)
+        turns.turn()
+        return seen
 
 
 def main() -> None:
@@ -90,7 +92,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a window")
     options = parser.parse_args()
     runtime.prepare()
-    train.Anatomy, train.log = Turns, logged
+    train.Anatomy, train.Log = Turns, Lines
     steps = options.steps * (2 * options.pairs + 4)
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(

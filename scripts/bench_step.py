@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxmpi import data, runtime, train
+from jaxmpi import data, parts, runtime
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
 from jaxmpi.workers import gather_workers, put
 from models.cnn import SmallCnn, digits_cnn
@@ -47,9 +47,9 @@ def experiment(name: str) -> Experiment:
 def trainer(config: Experiment) -> Steps:
     """The loop of jaxmpi.train, from its own parts."""
     workers = gather_workers(1)
-    plan = train.make_plan(config, workers)
-    functions = train.build_functions(config, workers, plan)
-    state = put(train.initial_states(config, workers, functions.rule), workers)
+    plan = parts.make_plan(config, workers)
+    functions = parts.build_functions(config, workers, plan)
+    state = put(parts.initial_states(config, workers, functions.rule), workers)
     batches = plan.feed.batches()
     late: list[Any] = []
 

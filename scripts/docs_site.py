@@ -11,31 +11,25 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-# The menu; pages that are not named come after these.
-ORDER = (
-    *(
-        "index",
-        "launching",
-        "gpu",
-        "choosing",
-        "strategies",
-        "exchange",
-        "plan",
-        "rules",
-        "data",
-        "models",
-        "functions",
-    ),
-    *("reliability", "seeing", "performance", "results", "papers", "api", "design"),
-)
+# The menu, by section; pages that are not named come last.
+MENU = {
+    "Start": ("index", "quickstart"),
+    "Run": ("choosing", "launching", "gpu", "seeing", "reliability"),
+    "Data and models": ("data", "packed", "text", "models"),
+    "Functions": ("functions",),
+    "Inside": ("strategies", "exchange", "plan", "rules"),
+    "Figures": ("results", "performance", "papers"),
+    "Extend": ("extending", "api", "design"),
+}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_config(config: Any) -> Any:
     """Every page of docs/ in the menu."""
     pages = {path.stem for path in Path(config.docs_dir).glob("*.md")} | {"index"}
-    ordered = [name for name in ORDER if name in pages] + sorted(pages - set(ORDER))
-    config.nav = [f"{name}.md" for name in ordered]
+    config.nav = [{title: [f"{name}.md" for name in names if name in pages]} for title, names in MENU.items()]
+    others = sorted(pages.difference(*MENU.values()))
+    config.nav += [{"More": [f"{name}.md" for name in others]}] if others else []
     return config
 
 

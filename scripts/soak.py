@@ -1,223 +1,346 @@
 """Kill ranks of a training job at random moments, for as long as asked, and see that it goes on every time.
 
-    python scripts/soak.py --minutes 60 --ranks 8            one host
-    python scripts/soak.py --kills 200 --ranks 4 --saving    until 200 kills, most of them while a checkpoint is written
-    python scripts/soak.py --minutes 60 --ranks 8 --hosts 4  emulated hosts (needs root or user namespaces)
+    python scripts/soak.py --minutes 60 --quiet 20 --hosts 4        8 ranks on emulated hosts (scripts/cluster.py)
+    python scripts/soak.py --kills 200 --ranks 2 --saving --verify  most of them while a checkpoint is written
 
-The job is `jaxmpi train`, started anew after every death, with a checkpoint every few steps. Asserted: every kill is
-followed by a good resume, the record has every step once and in order, no rank and no shared memory is left behind.
-Printed: how soon a job ends after a kill, and how a rank's memory, threads and file descriptors grow in an hour.
+The job is one `jaxmpi train --restarts`, which starts itself again after every death. Asserted: every kill is followed
+by a good resume, the rank that was killed is blamed, the record has every step once and in order, no rank and no shared
+memory is left behind, and, with --verify, every loss and the last checkpoint have the very bits of a run that nobody
+disturbed. In the quiet time at the end nobody is killed: what a rank holds then must not grow, nor what the supervisor
+holds all the time.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+FOREVER = "100000000st"
+PROGRESS_S = 600.0  # from a kill to the next checkpoint, on a machine that may be busy
+GONE_S = 60.0  # from a kill to the end of the job's last process
+LOOK_S = 1.0  # between looks at what processes hold
+FLAT = 0.02  # share by which memory may grow in the quiet time
+TINY = """
+import jax
+import jax.numpy as jnp
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
+from jaxmpi.model import Model
+
+def init(key, image):
+    return {"w": 0.01 * jax.random.normal(key, (64, 10)), "b": jnp.zeros(10)}, {"mean": jnp.zeros(64)}
+
+def apply(params, model_state, image, key, train):
+    x = image.reshape(len(image), -1)
+    return x @ params["w"] + params["b"], {"mean": 0.9 * model_state["mean"] + 0.1 * x.mean(0)}
+
+experiment = Experiment(
+    model=Model("softmax", init, apply, input_shape=(8, 8, 1), classes=10),
+    data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)), effective_batch=32,
+    optim=Optim("momentum", lr=0.002, lr_scaling="none"), exchange=ExchangeConfig("ring32"), log_every=1,
+)
+"""
+
+
+def parse() -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long at most (default: 60)")
+    parser.add_argument(
+        "--quiet", type=float, default=0.0, help="minutes of these at the end without kills (default: 0)"
+    )
+    parser.add_argument("--kills", type=int, default=0, help="end after as many kills (default: by the time alone)")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of the job (default: 8)")
+    parser.add_argument("--hosts", type=int, default=1, help="emulated hosts (default: 1, this machine)")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds of progress before a kill, on average")
+    parser.add_argument("--checkpoint-every", default="20st", help="as of the trainer (default: 20st)")
+    parser.add_argument("--saving", action="store_true", help="wait for a checkpoint in the making before most kills")
+    parser.add_argument("--verify", action="store_true", help="compare with a run that nobody disturbs")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills (default: 0)")
+    parser.add_argument("--experiment", default="", help="what to train (default: a softmax on the digits)")
+    return parser.parse_args()
+
+
+def command(asked: argparse.Namespace, folder: Path, train_for: str) -> list[str]:
+    """The job that starts itself again."""
+    cluster = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(asked.hosts)]
+    cluster += ["--slots", str(-(-asked.ranks // asked.hosts)), "--rate", "1gbit", "--"]
+    head = [sys.executable, "-m", "jaxmpi.cli", "train", "-n", str(asked.ranks), "--restarts", "1000000"]
+    tail = ["--checkpoint-every", asked.checkpoint_every, "--eval-every", "1000st", "--train-for", train_for]
+    return [*(cluster if asked.hosts > 1 else []), *head, asked.experiment, "--run-dir", str(folder), *tail]
+
+
+# ---------------------------------------------------------------- what processes hold
 
 
 class Sample(NamedTuple):
-    """What a rank holds at a moment of its life."""
+    """What a process holds at a moment."""
 
-    age_s: float
+    at_s: float
     memory_mb: float
     threads: int
     handles: int
 
 
 class Seen:
-    """Samples of every rank that has lived."""
+    """Samples of every process of the job that has lived."""
 
-    def __init__(self) -> None:
-        self.born: dict[int, float] = {}
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._next_s = folder, 0.0
         self.samples: dict[int, list[Sample]] = {}
 
-    def look(self, folder: Path) -> list[int]:
-        """Take a sample of every rank that lives now; their process numbers."""
-        ranks = ranks_of(folder)
-        for pid in ranks:
-            born = self.born.setdefault(pid, time.monotonic())
+    def look(self) -> None:
+        """Take a sample of every process that lives now, once a second at most."""
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + LOOK_S
+        for pid in [*ranks_of(self._folder), *supervisors_of(self._folder)]:
             try:
-                sample = sample_of(pid, time.monotonic() - born)
-            except (OSError, ValueError, IndexError):  # has just ended
+                self.samples.setdefault(pid, []).append(sample_of(pid))
+            except (OSError, KeyError, ValueError, IndexError):  # has just ended
                 continue
-            self.samples.setdefault(pid, []).append(sample)
-        return ranks
 
-    def growth(self) -> dict[str, float]:
-        """By how much a rank's holdings grow between the second and the last quarter of its life, per hour, median."""
-        rates: dict[str, list[float]] = {"memory_mb": [], "threads": [], "handles": []}
-        for samples in self.samples.values():
-            if len(samples) < 40:
-                continue
+    def growth(self, pids: list[int], since_s: float) -> dict[str, list[float]]:
+        """Of the process that grows most: what it held in the first and in the last quarter of its time since then."""
+        pairs: dict[str, list[list[float]]] = {"memory_mb": [], "threads": [], "handles": []}
+        for pid in pids:
+            samples = [sample for sample in self.samples.get(pid, []) if sample.at_s >= since_s]
             quarter = len(samples) // 4
-            early, late = samples[quarter : 2 * quarter], samples[-quarter:]
-            hours = (median(s.age_s for s in late) - median(s.age_s for s in early)) / 3600
-            for name, values in rates.items():
-                grown = median(getattr(s, name) for s in late) - median(getattr(s, name) for s in early)
-                values.append(grown / hours)
-        return {name: median(values) if values else 0.0 for name, values in rates.items()}
+            if quarter:
+                for name, found in pairs.items():
+                    found.append([median(getattr(s, name) for s in q) for q in (samples[:quarter], samples[-quarter:])])
+        return {name: max(found, key=lambda pair: pair[1] - pair[0]) for name, found in pairs.items() if found}
+
+
+def processes() -> Iterator[tuple[int, list[bytes]]]:
+    """Every process that is not a zombie: its number and command line."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+            state = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            yield int(entry), words
+
+
+def running(folder: Path, module: bytes) -> list[int]:
+    """Processes `python -m module` that work for a run directory."""
+    return sorted(p for p, words in processes() if words[1:3] == [b"-m", module] and os.fsencode(folder) in words)
 
 
 def ranks_of(folder: Path) -> list[int]:
     """Process numbers of the job's ranks."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
-            parent = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        is_python = words and b"python" in os.path.basename(words[0])
-        if is_python and b"jaxmpi.train" in words and os.fsencode(folder) in words and parent != "Z":
-            found.append(int(entry))
-    return sorted(found)
+    return running(folder, b"jaxmpi.train")
 
 
-def sample_of(pid: int, age_s: float) -> Sample:
+def supervisors_of(folder: Path) -> list[int]:
+    """Process number of what starts the job again."""
+    return running(folder, b"jaxmpi.cli")
+
+
+def rank_of(pid: int) -> int:
+    """The rank that a process is of a job that mpirun started; 0 where there is one process."""
+    found = re.search(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+    return int(found[1]) if found else 0
+
+
+def sample_of(pid: int) -> Sample:
     """From /proc."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     handles = len(os.listdir(f"/proc/{pid}/fd"))
-    return Sample(age_s, int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), handles)
+    return Sample(time.monotonic(), int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), handles)
 
 
-def parse() -> argparse.Namespace:
-    """What is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
-    parser.add_argument("--kills", type=int, default=0, help="end after as many kills (default: by the time alone)")
-    parser.add_argument("--ranks", type=int, default=8, help="ranks of the job (default: 8)")
-    parser.add_argument("--hosts", type=int, default=1, help="emulated hosts (default: 1, this machine)")
-    parser.add_argument("--every", type=float, default=30.0, help="seconds between kills, on average (default: 30)")
-    parser.add_argument("--saving", action="store_true", help="wait for a checkpoint in the making before each kill")
-    parser.add_argument("--seed", type=int, default=0, help="of the kills (default: 0)")
-    parser.add_argument("--experiment", default="experiments/digits.py", help="what to train")
-    return parser.parse_args()
+def leaked(folder: Path, before: set[str]) -> set[str]:
+    """Names in the shared memory of the job's hosts, as its ranks see it, that no process maps."""
+    hosts = {os.readlink(f"/proc/{pid}/ns/mnt"): pid for pid in ranks_of(folder)} or {"": os.getpid()}
+    names = {name for pid in hosts.values() for name in os.listdir(f"/proc/{pid}/root/dev/shm")} - before
+    for pid, _ in processes():
+        try:
+            names -= {Path(found).name for found in re.findall(r"/\S+", Path(f"/proc/{pid}/maps").read_text())}
+        except OSError:
+            continue
+    return names
 
 
-def command(asked: argparse.Namespace, folder: Path) -> list[str]:
-    """The job, without an end of its own."""
-    cluster = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(asked.hosts)]
-    cluster += ["--slots", str(-(-asked.ranks // asked.hosts)), "--rate", "1gbit", "--"]
-    resume = ["--resume"] if (folder / "record.jsonl").exists() else []
-    batch = ["--effective-batch", str(8 * asked.ranks)]
-    return [
-        *(cluster if asked.hosts > 1 else []),
-        *(sys.executable, "-m", "jaxmpi.cli", "train", "-n", str(asked.ranks), asked.experiment, *batch, *resume),
-        *(
-            "--run-dir",
-            str(folder),
-            "--train-for",
-            "100000000st",
-            "--checkpoint-every",
-            "20st",
-            "--eval-every",
-            "200st",
-        ),
-    ]
+# ---------------------------------------------------------------- what the job has come to
 
 
 def saved_step(folder: Path) -> int:
     """The newest whole checkpoint's step, 0 where there is none."""
-    names = [p.name for p in (folder / "checkpoints").glob("step_*") if (p / "manifest.json").is_file()]
-    return max((int(name.split("_")[1]) for name in names if name.count(".") == 0), default=0)
+    whole = [path for path in (folder / "checkpoints").glob("step_*[0-9]") if (path / "manifest.json").is_file()]
+    return max((int(path.name.split("_")[1]) for path in whole), default=0)
 
 
 def is_saving(folder: Path) -> bool:
-    """Whether a checkpoint is being written."""
+    """Whether a checkpoint is being written, or was when the job died."""
     return any((folder / "checkpoints").glob("step_*.tmp"))
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps in the record."""
-    rows = []
-    for line in (folder / "record.jsonl").read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:  # cut off by a kill; dropped by the next start
-            continue
-    return [row["step"] for row in rows if row["kind"] == "train"]
+def losses(folder: Path) -> list[tuple[int, int, float]]:
+    """(step, examples, loss) of the record's steps."""
+    rows = map(json.loads, (folder / "record.jsonl").read_text().splitlines())
+    return [(row["step"], row["examples"], row["loss"]) for row in rows if row["kind"] == "train"]
 
 
-def wait_for_moment(asked: argparse.Namespace, folder: Path, seen: Seen, before: int, draw: random.Random) -> None:
-    """Come to a moment for a kill: after progress, at random; with --saving when a checkpoint is in the making.
-
-    Raises:
-        RuntimeError: no progress.
-    """
-    deadline = time.monotonic() + 300
-    while saved_step(folder) <= before:
-        seen.look(folder)
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no checkpoint after step {before} within 300 s")
-        time.sleep(0.5)
-    until = time.monotonic() + draw.expovariate(1 / asked.every)
-    while time.monotonic() < until:
-        seen.look(folder)
-        time.sleep(0.5)
-    while asked.saving and draw.random() < 0.9 and not is_saving(folder) and time.monotonic() < deadline:
-        time.sleep(0.0005)
-    time.sleep(draw.random() * 0.02 * asked.saving)
+def state_files(folder: Path, step: int) -> dict[str, bytes]:
+    """What every worker has at a checkpoint."""
+    return {file.name: file.read_bytes() for file in (folder / "checkpoints" / f"step_{step:08d}").glob("*.bin")}
 
 
-def soak(asked: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Kill and start again until it is enough; what was counted."""
-    draw, seen, shm = random.Random(asked.seed), Seen(), set(os.listdir("/dev/shm"))
-    end, kills, resumes, before, detections = time.monotonic() + 60 * asked.minutes, 0, 0, 0, []
-    while time.monotonic() < end and (not asked.kills or kills < asked.kills):
-        with (folder / "log.txt").open("ab") as log:
-            job = subprocess.Popen(command(asked, folder), stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
-        wait_for_moment(asked, folder, seen, before, draw)
-        resumes += before > 0
-        before = saved_step(folder)
-        victim = draw.choice(seen.look(folder))
+# ---------------------------------------------------------------- kills
+
+
+class Soak:
+    """A job, and what became of it so far."""
+
+    def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
+        self.asked, self.folder, self.draw = asked, folder, random.Random(asked.seed)
+        self.seen, self.shm = Seen(folder), set(os.listdir("/dev/shm"))
+        self.kills, self.cut_off, self.step = 0, 0, 0
+        self.ends_s: list[float] = []
+        self.wrong: list[str] = []  # kills of which another rank is blamed
+        self.log = (folder / "log.txt").open("ab")
+        line = command(asked, folder, FOREVER)
+        self.job = subprocess.Popen(line, stdout=self.log, stderr=self.log, cwd=ROOT, start_new_session=True)
+
+    def come_further(self) -> None:
+        """Wait for a checkpoint newer than the last known one, of all ranks: a good start or resume.
+
+        Raises:
+            RuntimeError: there is none in time, or the job has ended.
+        """
+        deadline = time.monotonic() + PROGRESS_S
+        while saved_step(self.folder) <= self.step or len(ranks_of(self.folder)) < self.asked.ranks:
+            self.seen.look()
+            if time.monotonic() > deadline or self.job.poll() is not None:
+                raise RuntimeError(f"no checkpoint after step {self.step}; the job: {self.job.poll()}; see log.txt")
+            time.sleep(0.2)
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.seen.look()
+            time.sleep(min(left, 0.2))
+
+    def kill(self) -> None:
+        """Kill a rank, at a random moment or while a checkpoint is written, and wait for the job's end."""
+        deadline, ranks = time.monotonic() + PROGRESS_S, ranks_of(self.folder)
+        if self.asked.saving and self.draw.random() < 0.9:
+            while not is_saving(self.folder) and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            time.sleep(self.draw.random() * 0.005)
+        cut_off = is_saving(self.folder)
+        victim = self.draw.choice(ranks)
+        rank = rank_of(victim)
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
-        kills += 1
-        job.wait(60)
-        while ranks_of(folder):
-            if time.monotonic() - killed > 60:
-                raise RuntimeError(f"ranks outlive their job: {ranks_of(folder)}")
+        while left := set(ranks) & set(ranks_of(self.folder)):
+            if time.monotonic() - killed > GONE_S:
+                raise RuntimeError(f"ranks outlive their job: {left}")
             time.sleep(0.05)
-        detections.append(time.monotonic() - killed)
-        print(f"kill {kills}: step {before}, gone after {detections[-1]:.1f} s", flush=True)
-    steps = steps_in(folder)
-    if steps != sorted(set(steps)):
-        raise RuntimeError("steps are lost or repeated in the record")
-    leaked = [name for name in set(os.listdir("/dev/shm")) - shm if not is_mapped(name)]
-    counted = {"kills": kills, "resumes": resumes, "steps": before, "slowest_end_s": max(detections)}
-    return counted | {"leaked": len(leaked)} | {f"{name}_per_hour": rate for name, rate in seen.growth().items()}
+        self.ends_s.append(time.monotonic() - killed)
+        self.kills, self.cut_off, self.step = self.kills + 1, self.cut_off + cut_off, saved_step(self.folder)
+        told = ", a checkpoint in the making" * cut_off
+        print(
+            f"kill {self.kills}: rank {rank} after step {self.step}{told}, gone in {self.ends_s[-1]:.1f} s", flush=True
+        )
+        self.come_further()
+        blamed = re.findall(r"jaxmpi: rank ([\d,]+)\b.* ended the job", (self.folder / "log.txt").read_text())
+        if self.asked.ranks > 1 and blamed[-1:] != [str(rank)]:
+            self.wrong.append(f"kill {self.kills} of rank {rank}: blamed {blamed[-1:]}")
+
+    def end(self) -> None:
+        """Ask the job to save and leave.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        os.kill(supervisors_of(self.folder)[0], signal.SIGTERM)
+        if (code := self.job.wait(PROGRESS_S)) != 75:
+            raise RuntimeError(f"asked to leave, the job ended with {code}; see log.txt")
+        self.step = saved_step(self.folder)
 
 
-def is_mapped(name: str) -> bool:
-    """Whether a process maps a file of /dev/shm."""
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if f"/dev/shm/{name}" in Path(f"/proc/{entry}/maps").read_text():
-                return True
-        except OSError:
-            continue
-    return False
+def soak(asked: argparse.Namespace, folder: Path) -> dict:
+    """Kill until it is enough, then see how a job that nobody disturbs goes on; what was counted."""
+    begin, self = time.monotonic(), Soak(asked, folder)
+    self.come_further()
+    while time.monotonic() - begin < 60 * (asked.minutes - asked.quiet) and not 0 < asked.kills <= self.kills:
+        self.spend(self.draw.expovariate(1 / asked.every))
+        self.kill()
+    self.spend(min(60.0, 30 * asked.quiet))  # the first steps after a start fill caches
+    quiet, ranks, supervisors = time.monotonic(), ranks_of(folder), supervisors_of(folder)
+    self.spend(60 * asked.quiet - min(60.0, 30 * asked.quiet))
+    counted = {"rank": self.seen.growth(ranks, quiet), "supervisor": self.seen.growth(supervisors, begin + 60)}
+    counted |= {"leaked_on_hosts": sorted(leaked(folder, self.shm))}
+    self.end()
+    minutes = round((time.monotonic() - begin) / 60, 1)
+    counts = {"kills": self.kills, "while_saving": self.cut_off, "steps": self.step, "minutes": minutes}
+    ends = {"end_s_median": round(median(self.ends_s), 2), "end_s_most": round(max(self.ends_s), 2)}
+    return (
+        counts
+        | ends
+        | counted
+        | {"wrongly_blamed": self.wrong}
+        | {"leaked": sorted(leaked(folder, self.shm)), "orphans": ranks_of(folder)}
+    )
+
+
+def complaints(asked: argparse.Namespace, folder: Path, counted: dict) -> list[str]:
+    """What is not as promised."""
+    found = [
+        f"{name}: {counted[name]}"
+        for name in ("wrongly_blamed", "leaked_on_hosts", "leaked", "orphans")
+        if counted[name]
+    ]
+    steps = [step for step, *_ in losses(folder)]
+    if steps != list(range(1, counted["steps"] + 1)):
+        found.append("steps are lost or repeated in the record")
+    for who in ("rank", "supervisor"):
+        for name, (first, last) in counted[who].items() if asked.quiet else ():
+            if last > first * (1 + FLAT * (name == "memory_mb")):
+                found.append(f"{who}: {name} grew from {first} to {last}")
+    return found
+
+
+def differences(asked: argparse.Namespace, folder: Path, steps: int) -> list[str]:
+    """What differs from a run that nobody disturbs."""
+    other = folder / "undisturbed"
+    with (folder / "log.txt").open("ab") as log:
+        subprocess.run(command(asked, other, f"{steps}st"), stdout=log, stderr=log, cwd=ROOT, check=True)
+    return [
+        *(["losses"] if losses(folder) != losses(other) else []),
+        *(["the last checkpoint"] if state_files(folder, steps) != state_files(other, steps) else []),
+    ]
 
 
 def main() -> None:
     """Soak, and say what was counted."""
     asked = parse()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    if not asked.experiment:
+        asked.experiment = str(folder / "softmax.py")
+        Path(asked.experiment).write_text(TINY)
     print(f"run directory {folder}", flush=True)
     counted = soak(asked, folder)
-    print(json.dumps(counted))
-    if counted["resumes"] != counted["kills"] - 1 or counted["leaked"]:
-        sys.exit("not every kill was followed by a good resume, or shared memory is left behind")
+    print(json.dumps(counted), flush=True)
+    found = complaints(asked, folder, counted)
+    if asked.verify:
+        found += [f"other than undisturbed: {what}" for what in differences(asked, folder, counted["steps"])]
+    sys.exit("\n".join(found) or None)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi import launch, runtime, train
+from jaxmpi import launch, parts, runtime
 from jaxmpi.comm import SoloComm
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, TrainingError
 from jaxmpi.model import Model
 from jaxmpi.processes import SoloProcesses, processes
+from jaxmpi.replicas import tree_digest
 from jaxmpi.state import create
 from jaxmpi.workers import Workers, gather_workers, put
 from models import MODELS
@@ -81,10 +82,10 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         UsageError: the params of ranks differ.
     """
     config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
-    plan = train.make_plan(config, workers)
-    functions = train.build_functions(config, workers, plan)
-    state = put(train.initial_states(config, workers, functions.rule), workers)
-    digests, losses, seconds = [train.tree_digest(state.params)], [], []
+    plan = parts.make_plan(config, workers)
+    functions = parts.build_functions(config, workers, plan)
+    state = put(parts.initial_states(config, workers, functions.rule), workers)
+    digests, losses, seconds = [tree_digest(state.params)], [], []
     for batch in plan.feed.batches(0, steps):
         begin = time.perf_counter()
         state, metrics = functions.train_step(state, batch)
@@ -92,7 +93,7 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         seconds.append(time.perf_counter() - begin)
         loss, count = workers.processes.sum(np.array([metrics.loss, metrics.count]))
         losses.append(float(loss / count))
-        digests.append(train.tree_digest(state.params))
+        digests.append(tree_digest(state.params))
         if not math.isfinite(losses[-1]):
             raise TrainingError(f"{name}: got loss {losses[-1]} at step {len(losses)}; expected a finite one")
         workers.processes.same(f"{name} after step {len(losses)}", {"loss": losses[-1], "params": digests[-1]})
@@ -122,8 +123,8 @@ class StepMemory(NamedTuple):
 
 def step_memory(config: Experiment) -> StepMemory:
     """What XLA plans for the step of one worker on this backend; compiles, but allocates nothing."""
-    plan = train.make_plan(config, ALONE)
-    functions = train.build_functions(config, ALONE, plan)
+    plan = parts.make_plan(config, ALONE)
+    functions = parts.build_functions(config, ALONE, plan)
     params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), config.model.example())
     rule_state = jax.eval_shape(functions.rule.init, params)
     state = create(params, model_state, rule_state, seed=0, worker=0)

@@ -1,13 +1,19 @@
 """Real jobs for tests: mpirun with a hard time limit, killed by session so that no rank outlives a test."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmpi import launch, runtime
+import pytest
+
+from jaxmpi import launch
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PYTEST_XDIST_")
@@ -25,14 +31,13 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
     """Run a command line in a session of its own; everything in it is killed when time is up."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     job = subprocess.Popen(
-        line,
+        fresh(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=cwd,
         env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}),
         start_new_session=True,
-        preexec_fn=runtime.forget_launcher,
     )
     try:
         out, _ = job.communicate(timeout=timeout_s)
@@ -41,6 +46,11 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
         kill_session(job.pid)
         out, _ = job.communicate()
         return Ended(-9, out, True)
+
+
+def fresh(line: list[str]) -> list[str]:
+    """The line, begun where no killed launcher with its process id has left anything; without forking this process."""
+    return ["sh", "-c", f'rm -rf "{tempfile.gettempdir()}/ompi.$$"; exec "$@"', "sh", *line]
 
 
 def kill_session(leader: int) -> None:
@@ -79,3 +89,33 @@ def train(ranks: int, *args: str, timeout_s: float = 120, env: dict[str, str] | 
     on_cpu = {"JAX_PLATFORMS": "cpu"} if "--devices" in args else {}  # a machine has fewer GPUs than a test wants
     env = on_cpu | (env or {})
     return run([*line, sys.executable, "-m", "jaxmpi.train", *args], timeout_s=timeout_s, env=env, cwd=cwd)
+
+
+def on_small_disk(folder: Path, script: str) -> Ended:
+    """Run a Python script, given `folder`, on a real file system of 96 KB mounted there, in a mount namespace."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    enter = ["unshare", *user, "--mount", "sh", "-c", 'mount -t tmpfs -o size=96k tmpfs "$0" && exec "$@"', str(folder)]
+    if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    return run([*enter, sys.executable, "-c", script, str(folder)], timeout_s=60)
+
+
+def leaked(before: set[str]) -> set[str]:
+    """Shared memory that nobody maps and that was not there before, some seconds after a job has ended."""
+    deadline = time.monotonic() + 5
+    while (more := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)  # of other jobs that begin or end
+    return more
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm that no process has mapped: leaked, once their job has ended."""
+    names = set(os.listdir("/dev/shm"))
+    mapped: set[str] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        mapped |= set(re.findall(r"/dev/shm/(\S+)", maps))
+    return names - mapped

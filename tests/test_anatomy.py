@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 from jaxmpi import anatomy, spans
-from jaxmpi.anatomy import LATER, LOCAL, MOST_ROWS, PARTS, SOURCES, Anatomy, Row, folded, summary, taken_apart
+from jaxmpi.anatomy import (
+    LATER,
+    LOCAL,
+    MOST_ROWS,
+    PARTS,
+    SOURCES,
+    Anatomy,
+    Row,
+    folded,
+    summary,
+    summary_apart,
+    taken_apart,
+)
 from jaxmpi.spans import Span
 
 
@@ -100,6 +112,28 @@ def test_who_comes_last_to_an_exchange_has_waited_for_nobody():
     assert seen.slowest == 1
     assert seen.table.keys() == PARTS.keys()
     assert seen.step_s == pytest.approx(8.0 / 2)
+
+
+def test_workers_that_do_not_keep_step_are_compared_by_step():
+    """Worker 1 is gone, worker 2 makes half of the steps of worker 0 in the same time, and waits for the center."""
+    spent = {
+        "steps": np.array([20.0, 0.0, 10.0]),
+        "data": np.array([0.0, 0.0, 1.0]),
+        "transfer": np.zeros(3),
+        "compute": np.array([8.0, 0.0, 6.0]),
+        "exchange": np.array([2.0, 0.0, 2.0]),
+        "sync": np.array([0.0, 0.0, 1.0]),
+        "other": np.zeros(3),
+    }
+    seen = summary_apart(spent)
+    assert (seen.steps, seen.source) == (15.0, "measured")
+    assert seen.table.keys() == PARTS.keys()
+    assert seen.table["compute"] == (0.4, 0.5, 0.6, 2)
+    assert seen.table["sync"] == (0.0, 0.05, 0.1, 2)
+    assert seen.table["hidden"] == (0.0, 0.0, 0.0, 0)
+    assert seen.own_s == [0.4, 0.0, 0.7]
+    assert seen.slowest == 2
+    assert seen.step_s == pytest.approx((0.5 + 1.0) / 2)
 
 
 def test_long_windows_are_folded_without_loss():

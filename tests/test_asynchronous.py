@@ -16,14 +16,15 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import launch, rules, runtime
+from jaxmpi import launch, rules
 from jaxmpi import train as trainer
 from jaxmpi.checkpoint import found
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
-from launching import ROOT, kill_session, mpirun_line, run, train
+from launching import ROOT, fresh, kill_session, mpirun_line, run, train
+from test_trace import check_schema
 from tolerances import U
 
 DIGITS = "experiments/digits.py"
@@ -48,6 +49,7 @@ def record(run_dir: Path, kind: str) -> list[dict]:
 def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     ranks = 4 if "servers" in name else 3
     args = (*COMMON, *RULES[name], "--checkpoint-every", "1ep", "--eval-every", "1ep", "--run-dir", str(tmp_path))
+    args += ("--trace", "10:20")
     ended = train(ranks, *args, "--train-for", "3ep")
     assert ended.code == 0, ended.out
     last = record(tmp_path, "train")[-1]
@@ -58,6 +60,12 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     assert workers["alive"] == 3
     assert workers["exchanges"] > 3
     assert workers["distance"] > 0
+    assert last["exchange_time"] == "measured"
+    assert last["anatomy"]["compute"][0] > 0
+    assert last["anatomy"]["exchange"][2] > 0
+    assert len(last["own_s"]) == 3
+    assert "compute " in ended.out
+    check_trace(tmp_path / "trace.json", "gossip" if "gosgd" in name else "the center")
     if "gosgd" not in name:
         assert sum(workers["staleness"]) == workers["exchanges"] - 3
     [saved] = [path for path in found(tmp_path / "checkpoints") if path.name == "step_00000090"]
@@ -73,6 +81,32 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     assert evals[-1]["eval_top1"] > 0.7
     last = record(tmp_path, "train")[-1]
     assert 5 * EXAMPLES <= last["examples"] < 5 * EXAMPLES + 3 * 11 * 16
+
+
+def check_trace(path: Path, waits: str) -> None:
+    """Steps 10 to 20 of each worker, and what it waited for between them, on one clock."""
+    events = check_schema(json.loads(path.read_text()), 3)
+    for worker in range(3):
+        names = {(e["cat"], e["name"]) for e in events if e["pid"] == worker}
+        assert {("compute", f"step {k}") for k in range(10, 21)} <= names
+        assert ("compute", "step 22") not in names
+    assert waits in {e["name"] for e in events if e["cat"] == "wait"}
+    assert max(e["ts"] + e["dur"] for e in events) < 100e6
+    assert not list(path.parent.glob("*.part"))
+
+
+@pytest.mark.slow
+def test_who_is_slow_is_named_and_others_wait_for_it_where_there_is_a_bound(tmp_path):
+    """Worker 2 takes 0.1 s a step; with staleness 1 nobody is more than a step ahead for long."""
+    slow = ("--inject", "slow:rank=2,seconds=0.1,times=0", "--rule.name", "asgd", "--rule.staleness", "1")
+    ended = train(3, *COMMON, *slow, "--train-for", "60st", "--log-every", "20", "--run-dir", str(tmp_path))
+    assert ended.code == 0, ended.out
+    last = record(tmp_path, "train")[-1]
+    assert last["anatomy"]["sync"][2] > 0.05  # of the others
+    assert last["anatomy"]["sync"][3] != 2
+    assert last["anatomy"]["sync"][0] < 0.05  # of the slow one
+    assert int(np.argmax(last["own_s"])) == 2
+    assert "slowest rank 2" in ended.out
 
 
 # ---------------------------------------------------------------- who dies
@@ -109,9 +143,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     assert line[-2:] == ["--with-ft", "ulfm"]
     line = [*line, sys.executable, "-m", "jaxmpi.train", *args]
     with (tmp_path / "out").open("w") as out:
-        job = subprocess.Popen(
-            line, cwd=ROOT, stdout=out, stderr=out, start_new_session=True, preexec_fn=runtime.forget_launcher
-        )
+        job = subprocess.Popen(fresh(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
         deadline = time.monotonic() + 90
         while not found(run_dir / "checkpoints") and time.monotonic() < deadline:
@@ -127,7 +159,10 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     steps = [int(path.name[5:]) for path in found(run_dir / "checkpoints")]
     if fault.code == 0:
         assert record(run_dir, "workers")[-1]["alive"] == 2
-        assert record(run_dir, "train")[-1]["examples"] >= 12 * EXAMPLES
+        last = record(run_dir, "train")[-1]
+        assert last["examples"] >= 12 * EXAMPLES
+        assert [seconds > 0 for seconds in last["own_s"]] == [rank != fault.killed for rank in range(3)]
+        assert last["anatomy"]["compute"][3] != fault.killed
         assert steps[-1] == 12 * 30
     else:
         ended = train(fault.ranks, *args, "--resume")  # from the last checkpoint, to the end

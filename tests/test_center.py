@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi.center import LONGEST, PUSH, READ, Answer, Layout, Ledger, Report, Server, Talk, Tally
+from jaxmpi.center import LONGEST, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.comm import SoloComm
 from jaxmpi.config import RuleConfig
 from jaxmpi.hostcomm import HOST_WIRES, MESSAGE_BYTES
@@ -61,7 +61,7 @@ class SimulatedWorker:
         self.learnt += step
         self.w = self.w + step
         self.clock += 1
-        report = [*Report(self.clock, 0, self.clock == self.case.rounds), *Tally(steps=1, examples=10)]
+        report = [*Report(self.clock, 0, self.clock == self.case.rounds), *Tally(steps=1, examples=10), *Spent(steps=1)]
         self.talk = Talk(self.layout, PUSH, self.case.rule.send(self.w, self.base), report)
 
     def finish(self) -> Answer:
@@ -265,6 +265,47 @@ def test_reading_changes_nothing():
         world.rng.choice(world.actions())()
     np.testing.assert_array_equal(talk.seen, before)
     np.testing.assert_array_equal(world.center(), before)
+
+
+def said(server: Server, worker: int, talk: Talk) -> Talk:
+    """A talk with one server, to its end."""
+    while not talk.is_over():
+        for sending in talk.ready():
+            server.take(worker, sending.message)
+        while server.out.get(worker):
+            talk.take(0, server.out[worker].popleft())
+    return talk
+
+
+def test_where_the_time_of_all_workers_went_can_be_asked_for():
+    layout, ledger = Layout(N, 1, "32"), Ledger(3, 1e9, bound=0)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
+    for worker, seconds in ((1, 2.0), (0, 0.5), (1, 4.0)):
+        spent = Spent(steps=2, compute=seconds, sync=seconds / 8)
+        said(server, worker, Talk(layout, PUSH, None, [*Report(1, 0), *Tally(), *spent]))
+    times = said(server, 0, Talk(layout, TIMES, None, None, workers=3)).times
+    assert times[:, Spent._fields.index("steps")].tolist() == [2, 4, 0]
+    assert times[:, Spent._fields.index("compute")].tolist() == [0.5, 6, 0]
+    assert times[:, Spent._fields.index("sync")].tolist() == [0.0625, 0.75, 0]
+
+
+def test_a_talk_that_lacks_only_the_books_knows_it():
+    """A worker too far ahead is answered on its params at once, on its report later: that is what it waits for."""
+    layout, ledger = Layout(N, 1, "32"), Ledger(2, 1e9, bound=1)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
+    talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])
+    assert not talk.lacks_only_books()
+    for sending in talk.ready():
+        server.take(0, sending.message)
+    for _ in range(2):  # segments
+        assert not talk.lacks_only_books()
+        talk.take(0, server.out[0].popleft())
+    assert talk.lacks_only_books()
+    assert not server.out[0]
+    said(server, 1, Talk(layout, PUSH, None, [*Report(4, 0), *Tally(), *Spent()]))
+    talk.take(0, server.out[0].popleft())
+    assert talk.is_over()
+    assert not talk.lacks_only_books()
 
 
 def test_a_worker_ahead_waits_and_goes_on_when_the_slowest_dies():

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxmpi import spawned
 from jaxmpi.config import Data, TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open_source
-from jaxmpi.data.member import HERE
+from jaxmpi.data.member import HERE, Answer, Failure, Make
 from jaxmpi.data.segments import Parcel, Segment
-from launching import ROOT, mpirun, train
+from launching import ROOT, mpirun, mpirun_line, run, train
 from loader_sources import Numbered, TwoArguments, Unpicklable
 
 AREA = {"crop": 24, "crop_area": (0.2, 1.0), "mirror": True}
@@ -324,7 +325,7 @@ PARENT = """
     jaxmpi.__path__ = [{package!r}]  # in place of __init__.py, which imports JAX
     from jaxmpi.config import Data
     from jaxmpi.data import Loader, Sampler, open_source
-    from jaxmpi.data.member import HERE
+    from jaxmpi.data.member import HERE, Answer, Failure, Make
     data = Data(source="imagefolder", dir={folder!r}, crop=24, loader="processes", loaders=3, prefetch=1)
     source = open_source(data, "train")
     batches = Loader(source, Sampler(6, 3, seed=0), data, True)
@@ -460,14 +461,25 @@ SPAWNING = """
     comm = jaxmpi.world()
     import jaxmpi.spawned
     from jaxmpi.config import Data
-    from jaxmpi.data import Loader, Sampler, open_source
-    found = []
+    from jaxmpi.data import Crew, Loader, Sampler, open_source
+    found, told, send = [], [], jaxmpi.spawned.SpawnedLoaders._send
+    def heard(self, number, tag, message):
+        told.append((number, tag, bytes(message)))
+        send(self, number, tag, message)
+    jaxmpi.spawned.SpawnedLoaders._send = heard
     for kind in ("threads", "spawn"):
         data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
         source = open_source(data, "train")
-        with Loader(source, Sampler(6, 4, comm.rank, comm.size, seed=0), data, True, stop_step=5) as batches:
-            found.append(b"".join(batch.image.tobytes() + batch.label.tobytes() for batch in batches))
-    print("equal" if found[0] == found[1] else "different", flush=True)
+        sampler = Sampler(6, 4, comm.rank, comm.size, seed=0)
+        with Crew(kind, 2, 60) as crew:
+            for train, stop in ((True, 5), (False, 1)):
+                with Loader(source, sampler, data, train, stop_step=stop, crew=crew) as batches:
+                    found.append(b"".join(batch.image.tobytes() + batch.label.tobytes() for batch in batches))
+    print("equal" if found[:2] == found[2:] else "different", flush=True)
+    words = [message.partition(b"\\0")[0] for number, tag, message in told if (number, tag) == (0, 40)]
+    modes = [word.split()[0] for word in words if not word.startswith(b"/")]
+    names = [word for word in words if word.startswith(b"/")]
+    print("words:", modes == [b"train", b"val", b"stop"], len(names), all(map(os.path.isfile, names)), flush=True)
     if {end!r} == "killed" and comm.rank == 1:
         batches = Loader(source, Sampler(6, 4, seed=0), data, True)
         next(batches)
@@ -486,5 +498,33 @@ def test_loaders_that_mpi_starts(own, end):
     ended = mpirun(2, str(script), timeout_s=60)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.out.count("equal") == 2, ended.out[-3000:]
+    assert ended.out.count("words: True 4 True") == 2, ended.out[-3000:]
     assert (ended.code == 0) == (end == "well"), ended.out[-3000:]
     wait_until(lambda: leftovers(own) == [])
+
+
+def test_the_papers_words():
+    make = Make(3, 17, 1, 0, 1, 2, np.array([5, 9]))
+    words = spawned.file_words(make, "/data/train/dog/caf\u00e9\0\udcff.jpg")
+    assert words.startswith("/data/train/dog/caf\u00e9".encode())
+    again = spawned.make_of(3, words)
+    assert (again[:-1], again.indices.tolist()) == (make[:-1], [5, 9])
+    assert (spawned.mode_words(3, True), spawned.mode_words(4, False)) == (b"train 3", b"val 4")
+    assert spawned.answer_words(Answer(17, [])) == b"copy_finished 17"
+    assert spawned.answer_of(b"copy_finished 17") == Answer(17, [])
+    failed = spawned.answer_of(spawned.answer_words(Answer(18, [Failure(2, KeyError("x"))])))
+    assert (failed.ticket, failed.failures[0].position, str(failed.failures[0].error)) == (18, 2, "'x'")
+
+
+def test_a_launcher_that_has_no_room_for_loaders(experiment, tmp_path):
+    """A host that takes as many processes as there are ranks, and not one more: MPI itself refuses."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2 max_slots=2\n")
+    launcher, *options = mpirun_line(2)
+    job = [sys.executable, "-m", "jaxmpi.train", str(experiment), "--run-dir", str(tmp_path / "run")]
+    ended = run([launcher, "--hostfile", str(hosts), *options, *job, "--data.loader", "spawn"], timeout_s=60)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.code == 2, ended.out[-3000:]
+    assert "data.loader: got spawn, but MPI cannot start 2 loaders a worker" in ended.out
+    assert "start the job with more slots than ranks, or use processes" in ended.out
+    wait_until(lambda: leftovers(tmp_path) == [])

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 import tracemalloc
 import zlib
@@ -26,7 +24,7 @@ from jaxmpi.data.images import encoded
 from jaxmpi.data.pack import Recipe
 from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Packed, shard_name
 from jaxmpi.data.sources import PackedSource
-from launching import ROOT
+from launching import on_small_disk
 
 RNG = np.random.default_rng(0)
 PNG = Recipe(quality=0, shard_bytes=400)
@@ -249,15 +247,10 @@ print(pack.pack(source, sys.argv[1] + "/train", recipe), pack.damaged(Packed(sys
 
 
 def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path):
-    """On a real file system of 96 KB, in a mount namespace; room is made, and the packing goes on."""
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    enter = ["unshare", *user, "--mount", "sh", "-c", 'mount -t tmpfs -o size=96k tmpfs "$0" && exec "$@"']
-    if not shutil.which("unshare") or subprocess.run([*enter, str(tmp_path), "true"], capture_output=True).returncode:
-        pytest.skip("mounting is not permitted here")
-    line = [*enter, str(tmp_path), sys.executable, "-c", DISK_FULL, str(tmp_path)]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert ended.returncode == 0, ended.stderr
-    said, left, packing, *_ = ended.stdout.splitlines()
+    """Room is made, and the packing goes on."""
+    ended = on_small_disk(tmp_path, DISK_FULL)
+    assert ended.code == 0, ended.out
+    said, left, packing, *_ = ended.out.splitlines()
     assert "No space left on device" in said
     assert "of 60 examples are safe in whole shards. Make room" in said
     assert "; 0 of" not in said

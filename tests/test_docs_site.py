@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import jaxmpi
 from launching import ROOT
 
 
@@ -22,3 +23,12 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert all(f'href="{page}/"' in first for page in pages), "a page is not in the menu"
     api = (tmp_path / "site" / "api" / "index.html").read_text()
     assert "bitwise equal on all of them" in api  # of jaxmpi.exchange's docstring
+
+
+def test_every_public_name_is_in_the_api():
+    page = (ROOT / "docs" / "api.md").read_text()
+    entries = {entry.rpartition(".")[2] for entry in re.findall(r"^::: (\S+)$", page, re.M)}
+    public = re.findall(r" as (\w+)$", (ROOT / "jaxmpi" / "__init__.py").read_text(), re.M)
+    assert len(public) > 20
+    assert not [name for name in public if name not in entries and f"`{name}`" not in page]
+    assert all(hasattr(jaxmpi, name) for name in public)

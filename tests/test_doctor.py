@@ -1,14 +1,17 @@
 """What the doctor says of ranks' facts, and of this machine."""
 
 import re
+import sys
 import time
 
+import numpy as np
 import pytest
 
 from jaxmpi import doctor
 from jaxmpi.config import UsageError
-from jaxmpi.doctor import ADVICE, Timed, interfaces, of_test, shown, spelled
-from launching import mpirun, run
+from jaxmpi.doctor import ADVICE, Timed, interfaces, of_test, pairs_of, shown, shown_pairs, slow_pairs, spelled
+from jaxmpi.processes import met
+from launching import mpirun, mpirun_line, run
 
 MULTIPLE = {"threads": "MPI_THREAD_MULTIPLE"}
 
@@ -70,6 +73,33 @@ def test_the_page():
     assert spelled([]) == "unknown"
 
 
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_every_pair_of_ranks_meets_once(size):
+    even = size + size % 2
+    turns = [[met(rank, turn, even) for rank in range(even)] for turn in range(even - 1)]
+    assert all(row[row[rank]] == rank != row[rank] for row in turns for rank in range(even))
+    assert sorted(row[0] for row in turns) == list(range(1, even))
+
+
+def test_a_pair_with_a_slow_link_is_named():
+    """A trip is 1 MiB there and 1 MiB back; 0.5 GB/s between hosts but for one pair, 5 GB/s inside one."""
+    hosts = ["a", "a", "b", "c"]
+    trips_s = np.full((4, 4), 2 * 2**20 / 0.5e9)
+    trips_s[0, 1] = trips_s[1, 0] = 2 * 2**20 / 5e9
+    trips_s[1, 3], trips_s[3, 1] = 2 * 2**20 / 0.01e9, 1.0  # the quicker of both ranks' clocks counts
+    np.fill_diagonal(trips_s, np.nan)
+    pairs = pairs_of(trips_s, hosts)
+    assert [(p.a, p.b) for p in (pairs[0], pairs[-1])] == [(1, 3), (0, 1)]
+    assert shown_pairs(pairs, hosts) == [
+        "pairs     on one host: 5 to 5 GB/s; slowest rank 0 on a and rank 1 on a",
+        "pairs     on two hosts: 0.01 to 0.5 GB/s; slowest rank 1 on a and rank 3 on c",
+    ]
+    told = "rank 1 on a and rank 3 on c exchange 0.01 GB/s, pairs on two hosts 0.5 in the median: look at the network"
+    [line] = slow_pairs(pairs, hosts)
+    assert line.startswith(told)
+    assert slow_pairs(pairs_of(np.full((1, 1), np.nan), ["a"]), ["a"]) == []
+
+
 def test_interfaces(tmp_path):
     for name, files in {"eth0": {"operstate": "up", "speed": "25000"}, "lo": {}, "veth": {"operstate": "down"}}.items():
         (tmp_path / name).mkdir()
@@ -105,6 +135,24 @@ def test_ranks_are_examined_together(ranks):
     assert "threads MPI_THREAD_MULTIPLE" in ended.out
     assert len(re.findall(r"^rank \d", ended.out, re.M)) == ranks  # said once
     assert len(re.findall(r"^exchange .* right$", ended.out, re.M)) == 4
+    assert re.search(r"^pairs     on one host: \S+ to \S+ GB/s; slowest rank \d on \S+ and rank \d", ended.out, re.M)
     assert "change" in ended.out.splitlines()[-1] or ended.out.splitlines()[-1].startswith("- ")
     if ranks == 4:
         assert time.monotonic() - begin < 15
+
+
+@pytest.mark.slow
+def test_hosts_are_examined_together():
+    """Three emulated hosts of 200 Mbit/s, which carry 0.0239 GB/s of payload: no pair can be much faster."""
+    cluster = [sys.executable, "scripts/cluster.py", "--hosts", "3", "--rate", "200mbit", "--"]
+    ended = run([*cluster, *mpirun_line(3), sys.executable, "-m", "jaxmpi.doctor"], timeout_s=100)
+    if ended.code == 77:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out
+    assert "ranks     3 on 3 hosts" in ended.out
+    assert all(f"host      node{i}: " in ended.out for i in range(3))
+    found = re.search(r"^pairs     on two hosts: (\S+) to (\S+) GB/s", ended.out, re.M)
+    assert found, ended.out
+    # A card's bucket lets 250 kB of each 1 MiB through at once: at most 1 / (1 - 0.24) of the rate of the wire.
+    assert 0.01 < float(found[1]) <= float(found[2]) < 0.0239 / 0.76 * 1.05
+    assert "exchange  ring32" in ended.out

@@ -20,8 +20,7 @@ from typing import IO, NamedTuple
 
 import pytest
 
-from jaxmpi import runtime
-from launching import LAUNCHER_PREFIXES, ROOT, kill_session
+from launching import LAUNCHER_PREFIXES, ROOT, fresh, kill_session, leaked, shared_memory
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 RANKS, STEPS = int(os.environ.get("JAXMPI_FAULTS_RANKS", "4")), 40
@@ -95,14 +94,13 @@ def start(line: list[str], env: dict[str, str] | None = None) -> Job:
     """A command in a session of its own."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     process = subprocess.Popen(
-        line,
+        fresh(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
         env=clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | (env or {}),
         start_new_session=True,
-        preexec_fn=runtime.forget_launcher,
     )
     lines: list[tuple[float, str]] = []
     reader = threading.Thread(target=read, args=(process.stdout, lines), daemon=True)
@@ -148,27 +146,6 @@ def works_for(pid: str, folder: Path) -> bool:
     except OSError:
         return False
     return os.fsencode(folder) in words
-
-
-def leaked(before: set[str]) -> set[str]:
-    """Shared memory that nobody maps and that was not there before, some seconds after a job has ended."""
-    deadline = time.monotonic() + 5
-    while (more := shared_memory() - before) and time.monotonic() < deadline:
-        time.sleep(0.2)  # of other jobs that begin or end
-    return more
-
-
-def shared_memory() -> set[str]:
-    """Names in /dev/shm that no process has mapped: leaked, once their job has ended."""
-    names = set(os.listdir("/dev/shm"))
-    mapped: set[str] = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            continue
-        mapped |= set(re.findall(r"/dev/shm/(\S+)", maps))
-    return names - mapped
 
 
 # ---------------------------------------------------------------- undisturbed, and what must not differ from it

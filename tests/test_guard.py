@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi import faults, guard, rundir, saver
+from jaxmpi import faults, guard, replicas, rundir, saver
 from jaxmpi.config import AgreedError, TrainingError, UsageError
 from jaxmpi.guard import Failure, Recovery, RollBack, Votes
 from jaxmpi.processes import SoloProcesses
@@ -108,7 +108,7 @@ def test_every_flipped_bit_changes_the_fingerprint(dtype, at, bit, seed):
         changed[at] ^= True
     else:
         changed.view(np.uint8).reshape(17, -1)[at, bit // 8 % values.itemsize] ^= 1 << bit % 8
-    one, other = (np.asarray(guard.fingerprint(jnp.asarray(x))) for x in (values, changed))
+    one, other = (np.asarray(replicas.fingerprint(jnp.asarray(x))) for x in (values, changed))
     assert one != other
 
 
@@ -124,7 +124,7 @@ ROWS = {
 def test_whose_params_differ(case):
     values, message = ROWS[case]
     rows = {worker: np.array([3, value], np.uint32) for worker, value in enumerate(values)}
-    text = guard.difference(rows, ["a", "b"], 9)
+    text = replicas.difference(rows, ["a", "b"], 9)
     assert re.search(message or "^$", text), text
 
 
@@ -132,8 +132,8 @@ def test_a_flipped_bit_is_found_among_the_workers_of_one_process():
     tree = {"w": jnp.arange(6.0).reshape(2, 3).repeat(2, 0).reshape(4, 3)}
     same = {"w": jnp.broadcast_to(jnp.arange(3.0), (4, 3))}
     for params, is_same in ((tree, False), (same, True)):
-        found = np.asarray(jax.vmap(guard.fingerprints)(params))
-        text = guard.compare_replicas(params, found, (0, 1, 2, 3), SoloProcesses(), 1)
+        found = np.asarray(jax.vmap(replicas.fingerprints)(params))
+        text = replicas.compare_replicas(params, found, (0, 1, 2, 3), SoloProcesses(), 1)
         assert (text == "") == is_same
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import rules, train
+from jaxmpi import parts, rules
 from jaxmpi.comm import AxisComm
 from jaxmpi.config import ExchangeConfig, Experiment, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
@@ -209,7 +209,7 @@ def test_what_a_rule_says_of_itself(name, scaling):
         rules.check_recover(RuleConfig(rule_name), recover)
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
     plan: Any = None  # not looked at
-    assert "exchanges every so many steps only" in train.unfit_for_overlap(experiment, plan)
+    assert "exchanges every so many steps only" in parts.unfit_for_overlap(experiment, plan)
 
 
 # ---------------------------------------------------------------- whole runs

@@ -16,8 +16,8 @@ import pytest
 from jaxmpi import overlap, rules
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import Data, ExchangeConfig, Experiment, RuleConfig, UsageError
+from jaxmpi.parts import make_plan, unfit_for_overlap
 from jaxmpi.processes import SoloProcesses
-from jaxmpi.train import make_plan, unfit_for_overlap
 from jaxmpi.workers import Workers
 from launching import ROOT, mpirun, run, session_of, train
 from models.cnn import digits_cnn

@@ -1,12 +1,18 @@
 """Whole runs with the data in the memory of the workers: the same as from files, in every bit."""
 
+import json
+import os
 import re
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from jaxmpi.data import pack
-from launching import Ended, train
+from launching import Ended, leaked, mpirun, shared_memory, train
 
 TINY = """
 from jaxmpi.config import Data, Experiment, Optim
@@ -26,6 +32,12 @@ def result(folder: Path, step: int) -> dict[str, bytes]:
     """What a checkpoint holds, times apart."""
     place = folder / "checkpoints" / f"step_{step:08d}"
     return {path.name: path.read_bytes() for path in sorted(place.glob("*.bin"))}
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of a record of one kind."""
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
 
 
 def run(folder: Path, until: str, *args: str, ranks: int = 2) -> Ended:
@@ -68,6 +80,21 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_exact(tmp_path, packed, group):
         assert ended.code == 0, ended.out
     assert "resumed at step 50" in ended.out
     assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
+
+
+@pytest.mark.slow
+def test_resume_on_other_numbers_of_workers(tmp_path, packed):
+    """From memory beside from files, in groups of all workers: four begin, three go on, then two, two epochs in all."""
+    args = (*packed, "--checkpoint-every", "20st")
+    for name, more in (("files", ()), ("memory", PARTITION)):
+        for ranks, until in ((4, "20st"), (3, "40st"), (2, "60st")):
+            resume = ("--resume",) if ranks < 4 else ()
+            ended = run(tmp_path / name, until, *args, *more, *resume, ranks=ranks)
+            assert ended.code == 0, ended.out
+        assert "resumed at step 40" in ended.out
+    assert result(tmp_path / "memory", 60) == result(tmp_path / "files", 60)
+    steps = [[row["step"], row["examples"], row["loss"]] for row in records(tmp_path / "memory", "train")]
+    assert steps == [[row["step"], row["examples"], row["loss"]] for row in records(tmp_path / "files", "train")]
 
 
 @pytest.mark.slow
@@ -120,3 +147,50 @@ def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
         ended = run(tmp_path / name, "30st", *args, *more, ranks=ranks)
         assert ended.code == 0, ended.out
     assert result(tmp_path / "memory", 30) == result(tmp_path / "files", 30)
+
+
+KILLED = """
+import os, signal, sys
+from jaxmpi import partition, train
+whole = partition.Memory._wait
+
+def wait(self, request):
+    if len(self.shuffle_s) == 1 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)  # the second shuffle is under way
+    whole(self, request)
+
+partition.Memory._wait = wait
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_rank_that_is_killed_while_records_move(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    (tmp_path / "killed.py").write_text(KILLED)
+    before, begin = shared_memory(), time.monotonic()
+    line = (str(tmp_path / "killed.py"), str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / "run"))
+    ended = mpirun(3, *line, *PARTITION, "--train-for", "100ep", timeout_s=100)
+    assert not ended.timed_out, ended.out
+    assert ended.code != 0
+    assert re.search(r"process rank 1 .*?signal 9", ended.out, re.DOTALL), ended.out
+    assert time.monotonic() - begin < 60
+    assert leaked(before) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["EIO", "stall"])
+def test_a_file_that_cannot_be_read_ends_a_job_that_loads_it_into_memory(tmp_path, trouble):
+    """The other rank has read its part by then, and waits."""
+    for i in range(10):
+        path = tmp_path / "train" / f"class {i}" / "one.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), i, np.uint8)).save(path)
+    path.unlink()
+    path.symlink_to("/proc/self/mem") if trouble == "EIO" else os.mkfifo(path)
+    files = ("--data.source", "imagefolder", "--data.dir", str(tmp_path), "--data.validation-split", "train")
+    options = ("--data.on-error", "skip", "--data.stall-s", "2", "--effective-batch", "4")
+    ended = run(tmp_path / "run", "2ep", *files, *options, *PARTITION)
+    assert ended.code not in (0, -9), ended.out
+    said = {"EIO": "cannot be read: .*Input/output error", "stall": "has not been read for 2 s"}[trouble]
+    assert re.search(rf"{path} \(example 9\) {said}", ended.out), ended.out
+    assert "rank 1" in ended.out

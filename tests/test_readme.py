@@ -196,6 +196,15 @@ def test_every_row_of_a_table_is_named(kind):
     assert not [name for name in TABLES[kind] if f"`{name}`" not in text]
 
 
+def test_the_quickstart_has_no_line_that_readme_has_not():
+    """README's run."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.S | re.M)
+    known = "\n".join(text for _, text in NAMED.values())
+    assert len(blocks) > 5
+    assert not [block for block in blocks if block not in known]
+
+
 def test_every_command_is_named():
     text = "\n".join(page.read_text() for page in PAGES)
     assert not [name for name in cli.COMMANDS if f"jaxmpi {name}" not in text]
@@ -206,6 +215,7 @@ OTHERS_FLAGS = {
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
     "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
     "ruff": {"--check"},
+    "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
     "XLA": {"--xla"},
 }
 

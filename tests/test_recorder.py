@@ -161,6 +161,7 @@ def test_a_window_names_its_worst_rank(tmp_path):
     assert train["anatomy"]["exchange"] == [0.25, 0.25, 0.25, 0]
     assert (train["exchange_time"], train["gradient_norm"], train["step_s"]) == ("measured", 2.5, 1.75)
     assert train["own_s"] == [1.0, 1.0, 1.5, 1.0]
+    assert train["slowest"] == "rank 2 on node07"
     assert "slowest rank 2 on node07" in out.getvalue()
     assert "compute 64 %" in out.getvalue()
     assert exchange["buckets"] == [["bucket 1 of 1 (w)", 0.2, 0.1]]
@@ -170,6 +171,7 @@ def test_ranks_that_are_alike_have_no_slowest(tmp_path):
     record, out = recorder(tmp_path, hosts=["a"] * 4)
     record.train(**TRAIN, anatomy=seen()._replace(own_s=[1.0, 1.01, 1.05, 1.0]), images=96)
     assert "slowest" not in out.getvalue()
+    assert rows(tmp_path)[-1]["slowest"] == ""
     record.close()
 
 

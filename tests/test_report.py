@@ -117,6 +117,19 @@ def test_a_half_written_last_line_is_left_out_silently(tmp_path):
     assert again.notes == []
 
 
+def test_a_record_that_is_being_written_is_read_to_its_last_whole_line(tmp_path):
+    """Cut anywhere: what is read is the lines that are whole there, and nothing is called damaged."""
+    run = write_run(tmp_path / "run", lines=3)
+    text = (run / "record.jsonl").read_bytes()
+    for end in range(text.index(b"\n") + 1, len(text), 97):
+        (run / "record.jsonl").write_bytes(text[:end])
+        *whole, last = text[:end].split(b"\n")
+        whole += [last] if text[end : end + 1] == b"\n" else []
+        found = read(run)
+        assert len(found.train["step"]) == sum(line.startswith(b'{"kind": "train"') for line in whole)
+        assert set(found.notes) <= {"no step yet"}
+
+
 def test_damaged_lines_are_counted(tmp_path):
     run = write_run(tmp_path / "run", lines=5)
     lines = (run / "record.jsonl").read_bytes().splitlines(keepends=True)
@@ -178,8 +191,9 @@ import os, sys
 from pathlib import Path
 from jaxmpi import report
 from jaxmpi.config import UsageError
+closed, fixed, out = map(Path, sys.argv[1:])
+print(report.write([fixed], out))
 os.setgid(65534); os.setuid(65534)  # after all imports: nobody may not read this Python either
-closed, fixed = map(Path, sys.argv[1:])
 for call in (lambda: report.read(closed), lambda: report.write([fixed], fixed / "report")):
     try:
         call()
@@ -189,15 +203,19 @@ for call in (lambda: report.read(closed), lambda: report.write([fixed], fixed / 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody without permission")
-def test_a_run_directory_without_permission(tmp_path):
+def test_a_run_directory_without_permission_and_a_machine_without_display(tmp_path):
     closed, fixed = write_run(tmp_path / "closed", lines=3), write_run(tmp_path / "fixed", lines=3)
     for folder in [tmp_path, *tmp_path.parents[:3]]:
         folder.chmod(0o755)
     closed.chmod(0o700)
-    line = [sys.executable, "-c", AS_NOBODY, str(closed), str(fixed)]
-    env = {**os.environ, "HOME": "/tmp", "MPLCONFIGDIR": "/tmp"}
+    line = [sys.executable, "-c", AS_NOBODY, str(closed), str(fixed), str(tmp_path / "out")]
+    env = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    env |= {"HOME": "/tmp", "MPLCONFIGDIR": "/tmp", "MPLBACKEND": "TkAgg"}  # which would want one
     ended = subprocess.run(line, capture_output=True, text=True, timeout=100, env=env)
-    first, second = ended.stdout.splitlines()
+    assert ended.returncode == 0, ended.stderr
+    page, first, second = ended.stdout.splitlines()
+    assert page == str(tmp_path / "out" / "index.html")
+    assert (tmp_path / "out" / "by_step.png").stat().st_size > 1000
     assert "cannot be read: Permission denied; name a run directory" in first
     assert "Permission denied; use --out FOLDER" in second
 

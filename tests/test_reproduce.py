@@ -55,6 +55,50 @@ def test_points_lost():
     assert ours == {"subgd, points lost by 16 bits": pytest.approx(0.5)}
 
 
+SHUFFLE = """2 MB; medians of 1, 2 cores
+
+| ranks | group | MB a worker | shuffle s | bare Alltoallv s | bare / shuffle |
+|---|---|---|---|---|---|
+| 2 | 1 | 40.0 | indices only | - | - |
+| 2 | 2 | 20.0 | 0.400 | 0.800 | 2.00 |
+| 8 | 2 | 20.0 | 0.500 | 0.800 | 1.60 |
+| 8 | 8 | 5.0 | 0.200 | 0.300 | 1.50 |
+"""
+LOADED = """| source | images/s, batches of 224 px | images/s, compressed only |
+|---|---|---|
+| folder | 500 | 72706 |
+| memory, packed at 256 px | 1,000 | 166499 |
+| folder, reads take longer | 100 | 98 |
+"""
+
+
+def test_data_in_memory():
+    assert reproduce.JOBS["dimd"].read([SHUFFLE, LOADED], []) == {
+        "shuffle, 2 workers, bare Alltoallv / ours": 2.0,
+        "shuffle, 8 workers, bare Alltoallv / ours": 1.5,
+        "shuffle, 8 workers / 2": 0.5,
+        "reading an epoch, memory / files": 0.5,
+        "reading an epoch, memory / files with 10 ms a read": 0.1,
+    }
+
+
+RESNET = """| | ms an example | speedup | function | shuffle | straggler | all-reduce |
+|---|---|---|---|---|---|---|
+| plain JAX, 1 worker | 40.0 | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 |
+| weak, 1 | 41.0 | 0.98 | 39.00 | 0.10 | 0.00 | 0.00 |
+| weak, 2 | 25.0 | 1.60 | 20.00 | 0.50 | 1.00 | 2.00 |
+| strong, 2 | 32.0 | 1.25 | 20.00 | 0.50 | 1.00 | 2.00 |
+"""
+
+
+def test_scaling_of_functions():
+    ours = reproduce.JOBS["synkhronos"].read([RESNET], [])
+    assert ours["weak scaling, speed-up over workers"] == pytest.approx(0.8)
+    assert ours["strong scaling, speed-up over workers"] == pytest.approx(0.625)
+    assert ours["weak scaling, straggler of the time"] == pytest.approx(0.04)
+    assert set(ours) == set(reproduce.JOBS["synkhronos"].theirs)
+
+
 @pytest.mark.slow  # tests/test_cli.py counts the same
 def test_the_models_are_those_of_the_papers(tmp_path, capsys):
     """Runs `python -m models` for real."""
@@ -80,6 +124,7 @@ def test_every_line_is_of_a_script_that_takes_it(name, tmp_path, capsys):
         reproduce.main([name, "--show", "--out", str(tmp_path), *more])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("+ ")]
     assert lines
+    assert not any(sys.executable in line for line in lines)  # a page names no machine's paths
     for line in lines:
         scripts = [word for word in line.split() if word.endswith(".py")]
         assert all((ROOT / script).is_file() for script in scripts)

@@ -135,13 +135,15 @@ def test_freed_memory_is_used_again_without_page_faults():
 def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
     code = (
         "import os; from jaxmpi import runtime; runtime.prepare(); "
-        "print(os.environ['OMPI_MCA_mpi_yield_when_idle'], os.environ['OMPI_MCA_osc'])"
+        "names = ('mpi_yield_when_idle', 'osc', 'opal_abort_delay'); "
+        "print(*(os.environ.get('OMPI_MCA_' + name) for name in names))"
     )
     ranks = dict(zip(OMPI, ("0", "4096", "0", "4096"), strict=True))
     job = python(code, XDG_CACHE_HOME=str(tmp_path), **ranks)
-    assert (job.stdout.split(), job.returncode) == (["1", "^ucx"], 0), job.stderr
+    assert (job.stdout.split(), job.returncode) == (["1", "^ucx", "None"], 0), job.stderr
+    ranks = dict(zip(OMPI, ("0", "8192", "0", "4096"), strict=True))  # two hosts
     kept = python(code, XDG_CACHE_HOME=str(tmp_path), OMPI_MCA_mpi_yield_when_idle="0", OMPI_MCA_osc="rdma", **ranks)
-    assert kept.stdout.split() == ["0", "rdma"]
+    assert kept.stdout.split() == ["0", "rdma", "1"]
 
 
 def test_prepare_makes_devices_and_a_private_cache(tmp_path):

@@ -70,6 +70,18 @@ def test_a_panel_draws_in_place_and_leaves_lines_above():
     assert "step 31/120" in out.getvalue()
 
 
+def test_an_evaluation_is_drawn_at_once_and_parts_stay_with_their_shares():
+    out = io.StringIO()
+    panel = Panel(out, 40)
+    panel.progress(NOW._replace(step=120, slowest=""))
+    panel.evaluated(0.9861)
+    panel.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "top-1 98.61 %   ▁" in text
+    last = [line.rstrip() for line in text.splitlines() if line.strip()][-2:]
+    assert last == ["data 10 %  compute 60 %  exchange 20 %", "sync 7 %  other 3 %  (estimated)"]
+
+
 def test_curves():
     assert sparkline([], 10) == ""
     assert sparkline([1.0, 2.0, 3.0], 10) == "▁▅█"

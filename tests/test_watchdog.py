@@ -15,7 +15,7 @@ from jaxmpi import runtime, spans, watchdog
 from jaxmpi.config import UsageError
 from jaxmpi.processes import Post, SoloProcesses
 from jaxmpi.watchdog import Watchdog, mine, watching
-from launching import ROOT, kill_session, mpirun_line, run
+from launching import ROOT, fresh, kill_session, mpirun_line, run
 
 
 class Letters(Post):
@@ -200,14 +200,14 @@ TRAIN = ("-m", "jaxmpi.train", "experiments/digits.py", "--train-for", "100000st
 TRAIN += ("--checkpoint-every", "0st", "--eval-every", "0st", "--stall-s", str(STALL_S))
 
 
-def ranks_of(leader: int) -> dict[int, int]:
-    """Processes of a session that are ranks, by rank."""
+def ranks_of(run_dir: Path) -> dict[int, int]:
+    """Processes of ranks that train into a folder, by rank; on emulated hosts too, which have sessions of their own."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == leader:
+            if entry.name.isdigit() and str(run_dir).encode() in (entry / "cmdline").read_bytes():
                 environ = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v)
-                if b"jaxmpi.train" in (entry / "cmdline").read_bytes() and b"OMPI_COMM_WORLD_RANK" in environ:
+                if b"OMPI_COMM_WORLD_RANK" in environ:
                     found[int(environ[b"OMPI_COMM_WORLD_RANK"])] = int(entry.name)
         except (OSError, ProcessLookupError):
             continue
@@ -221,13 +221,12 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     with said.open("w") as out:
         job = subprocess.Popen(
-            line,
+            fresh(line),
             stdout=out,
             stderr=out,
             cwd=ROOT,
             start_new_session=True,
             env={**env, "PYTHONPATH": str(ROOT)},
-            preexec_fn=runtime.forget_launcher,
         )
     try:
         record, deadline = folder / "run" / "record.jsonl", time.monotonic() + 100
@@ -235,7 +234,7 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
             assert time.monotonic() < deadline, said.read_text()
             assert job.poll() is None, said.read_text()
             time.sleep(0.1)
-        os.kill(ranks_of(job.pid)[victim], signal.SIGSTOP)
+        os.kill(ranks_of(folder / "run")[victim], signal.SIGSTOP)
         begin, named_s = time.monotonic(), float("inf")
         while named_s == float("inf") and time.monotonic() < begin + STALL_S + 20:
             if "late:" in said.read_text():
@@ -243,7 +242,7 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
             time.sleep(0.05)
         code = job.wait(timeout=40) if "warn" not in more else 0
         if "warn" in more:
-            os.kill(ranks_of(job.pid)[victim], signal.SIGCONT)
+            os.kill(ranks_of(folder / "run")[victim], signal.SIGCONT)
             while "goes on" not in said.read_text() and time.monotonic() < begin + 40:
                 time.sleep(0.1)
         return said.read_text(), named_s, code

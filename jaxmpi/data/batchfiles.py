@@ -7,6 +7,7 @@
 Nothing is unpickled. Examples are read one by one, so that the order of training is that of any other source.
 """
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
@@ -81,13 +82,13 @@ class BatchFileSource:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
         file, row = self._place(index)
-        size = int(np.prod(self.shape))
-        with open(self._path(file), "rb", buffering=0) as opened:
-            opened.seek(int(self.offsets[file]) + row * size)
-            image = np.fromfile(opened, np.uint8, size)
-        if image.size != size:
-            raise OSError(f"{self._path(file)} ends {size - image.size} bytes before the end of row {row}")
-        return image.reshape(self.shape), self.labels[index]
+        image = np.empty(self.shape, np.uint8)
+        with open(self._path(file), "rb") as opened:
+            opened.seek(int(self.offsets[file]) + row * image.size)
+            got = opened.readinto(image.data)
+        if got != image.size:
+            raise OSError(f"{self._path(file)} ends {image.size - got} bytes before the end of row {row}")
+        return image, self.labels[index]
 
 
 def header(path: str) -> Header:
@@ -106,7 +107,8 @@ def header(path: str) -> Header:
         raise UsageError(f"{path}: {error}; expected a .npy file") from error
     check(
         dtype == np.uint8 and len(shape) == 4 and not is_fortran,
-        f"{path}: got {dtype}{list(shape)}{' in Fortran order' * is_fortran}; expected u8[n, height, width, channels]",
+        f"{path}: got {dtype}{list(shape)}{' in Fortran order' * is_fortran}; expected u8[n, height, width, channels] "
+        "in C order, as numpy.ascontiguousarray gives it",
     )
     missing = offset + int(np.prod(shape, dtype=np.int64)) - size
     check(missing <= 0, f"{path}: {missing} bytes are missing at its end; write it again")
@@ -139,14 +141,15 @@ def load_labels(path: str) -> np.ndarray:
 def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128) -> None:
     """Any source of u8 images of one size as batch files of `rows` images, with labels and mean image.
 
-    Files appear whole, under their names, or not at all.
+    Files appear whole, under their names, or not at all; the labels come last.
 
     Raises:
-        UsageError: an image that is not u8[height, width, channels], or not of the first one's shape.
-        OSError: they cannot be written, such as on a full disk.
+        UsageError: an image that is not u8[height, width, channels], or not of the first one's shape; or a file cannot
+            be written, such as on a full disk: which.
     """
     folder = Path(root) / split
-    folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     found, total = np.zeros(len(source), np.int32), None
     for number, batch in enumerate(_batches(source, rows, found)):
         sums = batch.sum(0, dtype=np.float64)
@@ -175,7 +178,23 @@ def _batches(source: Any, rows: int, found: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    aside = path.with_suffix(".tmp")
-    with aside.open("wb") as file:
-        np.save(file, array, allow_pickle=False)
-    aside.replace(path)
+    array, aside = np.ascontiguousarray(array), path.with_suffix(".tmp")  # stacked images keep their own order
+    try:
+        with _writing(path), aside.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+            file.write(array.data)  # NumPy's own writing does not say why it failed
+            file.flush()
+            os.fsync(file.fileno())
+            aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {error.strerror or error}; the files before it are whole. Make room, and write all of them again"
+        ) from error

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.config import Data, check
+from jaxmpi.config import Data, TrainingError, check
 from jaxmpi.data.images import CorruptExample
 from jaxmpi.data.pack import in_order
 from jaxmpi.data.packed import MAX_RECORD_BYTES, checked
+from jaxmpi.data.recipe import unreadable
 from jaxmpi.data.sampler import Sampler, random_bits
 from jaxmpi.data.sources import Source, _decoded, where
 
@@ -367,11 +368,12 @@ class MemorySource:
         """Read these records from the source.
 
         Raises:
-            CorruptExample: one cannot be read; with `data.on_error` skip it is noted and has no bytes.
+            CorruptExample: one is damaged; with `data.on_error` skip it is noted and has no bytes.
+            TrainingError: the file system fails, or takes longer than `data.stall_s` for one of them.
             UsageError: a label is no whole number in range, or a record is too long.
         """
         chunks, waiting, size_bytes = [], [], 0
-        for index, blob in zip(records, in_order(self._load, records.tolist(), READERS), strict=True):
+        for index, blob in zip(records, self._loaded(records.tolist()), strict=True):
             self.lengths[index] = len(blob)
             waiting.append(blob)
             size_bytes += len(blob)
@@ -387,10 +389,24 @@ class MemorySource:
             at += len(chunk)
         self.take(arena)
 
+    def _loaded(self, records: list[int]) -> Iterator[Any]:
+        done, stall_s = 0, self.data.stall_s
+        try:
+            for blob in in_order(self._load, records, READERS, stall_s):
+                done += 1
+                yield blob
+        except TimeoutError as error:
+            raise TrainingError(
+                f"{self.where(records[done])} (example {records[done]}) has not been read for {stall_s:g} s; "
+                "data.stall_s sets how long it may take"
+            ) from error
+
     def _load(self, index: int) -> Any:
         try:
             blob, self.labels[index] = self._read(index)
             return blob
+        except OSError as error:
+            raise unreadable(self.where(index), index, error) from error
         except CorruptExample:
             if self.data.on_error != "skip":
                 raise

@@ -13,10 +13,12 @@ import functools
 import hashlib
 import json
 import os
+import queue
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar
 
@@ -77,7 +79,7 @@ def record_of(source: Source, index: int, *, recipe: Recipe) -> tuple[bytes, int
     """An example's compressed image and label; why not, where it is corrupt and such are skipped.
 
     Raises:
-        UsageError: its label or image is none that can be packed.
+        UsageError: its label or image is none that can be packed, or it cannot be read.
         CorruptExample: with `on_error` stop.
     """
     name = where(source, index)
@@ -87,6 +89,10 @@ def record_of(source: Source, index: int, *, recipe: Recipe) -> tuple[bytes, int
         if recipe.on_error == "skip":
             return error
         raise
+    except OSError as error:
+        raise UsageError(
+            f"{name} (example {index}) cannot be read: {error}; what is packed is safe: run the same line again"
+        ) from error
     return checked(blob, label, source.classes, name)
 
 
@@ -110,20 +116,43 @@ def _encoded(image: np.ndarray, recipe: Recipe) -> bytes:
     return encoded(resized(image, recipe.resize) if recipe.resize else image, recipe.quality)
 
 
-def in_order(work: Callable[[A], B], items: Iterable[A], threads: int) -> Generator[B]:
-    """`map(work, items)` by threads, at most AHEAD times their number of results ahead."""
+def in_order(work: Callable[[A], B], items: Iterable[A], threads: int, stall_s: float | None = None) -> Generator[B]:
+    """`map(work, items)` by threads, at most AHEAD times their number of results ahead.
+
+    Args:
+        stall_s: seconds that one item may take; None: as long as it likes.
+
+    Raises:
+        TimeoutError: it has taken longer; its thread is left alone, and does not keep the process from ending.
+    """
     waiting: collections.deque[Future[B]] = collections.deque()
-    with ThreadPoolExecutor(threads, "jaxmpi-pack") as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(work, item))
-                if len(waiting) >= AHEAD * threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+    asked: queue.SimpleQueue[tuple[Future[B], A] | None] = queue.SimpleQueue()
+    for _ in range(threads):
+        threading.Thread(target=_serve, args=(work, asked), name="jaxmpi-pack", daemon=True).start()
+    try:
+        for item in items:
+            waiting.append(Future())
+            asked.put((waiting[-1], item))
+            if len(waiting) >= AHEAD * threads:
+                yield waiting.popleft().result(stall_s)
+        while waiting:
+            yield waiting.popleft().result(stall_s)
+    finally:
+        for future in waiting:
+            future.cancel()
+        for _ in range(threads):
+            asked.put(None)
+
+
+def _serve(work: Callable[[A], B], asked: "queue.SimpleQueue[tuple[Future[B], A] | None]") -> None:
+    while (job := asked.get()) is not None:
+        future, item = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work(item))
+            except BaseException as error:
+                future.set_exception(error)
+        del job, future, item  # else an idle thread keeps its last record alive
 
 
 # ---------------------------------------------------------------- packing

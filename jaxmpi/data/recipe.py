@@ -41,9 +41,7 @@ class Recipe:
         except CorruptExample:
             raise
         except OSError as error:
-            raise TrainingError(
-                f"{name} (example {index}) cannot be read: {error}; files must not change while a run reads them"
-            ) from error
+            raise unreadable(name, index, error) from error
         except Exception as error:
             error.add_note(f"while loading {name} (example {index}, epoch {epoch})")
             raise
@@ -62,3 +60,10 @@ class Recipe:
         in_range = label.size == 0 or (label.min() >= 0 and label.max() < top)
         check(bool(in_range), f"{name}: got label {label}; expected 0 <= label < {top}")
         return label.astype(np.int32)
+
+
+def unreadable(name: str, index: int, error: OSError) -> TrainingError:
+    """What a file system's answer becomes, whatever `data.on_error`: one that fails would be skipped whole."""
+    return TrainingError(
+        f"{name} (example {index}) cannot be read: {error}; files must not change while a run reads them"
+    )

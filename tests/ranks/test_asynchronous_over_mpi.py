@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.center import END, PUSH, READ, Layout, Ledger, Report, Server, Talk, Tally
+from jaxmpi.center import END, PUSH, READ, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.hostcomm import HOST_WIRES
 from jaxmpi.post import Counter, FarLine, Gossiper, NearLine, converse
 from jaxmpi.processes import MpiProcesses, processes
@@ -80,7 +80,7 @@ def elastic(center, sent, seen):
 def until(line, layout, holds, **report) -> None:
     """Report until the books say so; nobody speaks any more after hearing the end."""
     while True:
-        talk = Talk(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Tally()])
+        talk = Talk(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Tally(), *Spent()])
         converse(talk, [line])
         assert talk.answer
         if holds(talk.answer.books):

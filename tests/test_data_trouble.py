@@ -1,0 +1,223 @@
+"""File systems that fail, stall, fill up or change under a run: one outcome for every kind of source, by name."""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi.config import Data, TrainingError, UsageError
+from jaxmpi.data import ArraySource, Loader, Sampler, open_source, pack, write_batch_files
+from jaxmpi.data.memory import MemorySource
+from jaxmpi.data.packed import Packed, shard_name
+from jaxmpi.data.sources import PackedSource
+from launching import on_small_disk
+
+N, BAD = 6, 4
+SOURCES = ("imagefolder", "packed", "batchfiles")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Six images of 4 x 5 px, image i all 10 i, in each of the formats; the packed ones two a shard."""
+    images = np.broadcast_to(10 * np.arange(N, dtype=np.uint8)[:, None, None, None], (N, 4, 5, 3))
+    place = tmp_path / "imagefolder" / "train" / "one"
+    place.mkdir(parents=True)
+    for i, image in enumerate(images):
+        Image.fromarray(np.ascontiguousarray(image)).save(place / f"{i}.png")
+    write_batch_files(ArraySource(images, [0] * N), tmp_path / "batchfiles", "train", rows=2)
+    source = open_source(data(tmp_path, "imagefolder"), "train")
+    pack.pack(source, tmp_path / "packed" / "train", pack.Recipe(shard_bytes=100))
+    return tmp_path
+
+
+def data(folder: Path, kind: str, **options) -> Data:
+    return Data(source=kind, dir=str(folder / kind), loader="threads", **options)
+
+
+def file_of(folder: Path, kind: str, index: int) -> Path:
+    """Where image `index` lies."""
+    names = {"imagefolder": f"one/{index}.png", "packed": shard_name(index // 2), "batchfiles": f"{index // 2:05}.npy"}
+    return folder / kind / "train" / names[kind]
+
+
+def read(source: Any, options: Data, **kwargs) -> list[int]:
+    """An epoch's images, each as its value / 10."""
+    with Loader(source, Sampler(N, 3, shuffle=False), options, train=False, **kwargs) as batches:
+        return [int(image[0, 0, 0]) // 10 for batch in batches for image in batch.image]
+
+
+def load(source: Any, options: Data) -> list[int]:
+    """All records into memory, and an epoch from there."""
+    inside = MemorySource(source, options)
+    inside.load(np.arange(N))
+    return read(inside, options)
+
+
+WAYS: dict[str, Callable[[Any, Data], list[int]]] = {"as it is": read, "in memory": load}
+
+
+def break_disk(source: Any, path: Path) -> None:
+    """From now on reading this file gives EIO, by the kernel's own word."""
+    if isinstance(source, Packed):  # it takes plain files only, and keeps them open
+        bad = os.open("/proc/self/mem", os.O_RDONLY)
+        source.encoded(BAD)
+        os.dup2(bad, source._files[BAD // 2])
+        os.close(bad)
+    else:
+        path.unlink()
+        path.symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_file_system_that_answers_eio_ends_the_run_by_name(folder, kind, way, on_error):
+    options = data(folder, kind, on_error=on_error)
+    source, path = open_source(options, "train"), file_of(folder, kind, BAD)
+    break_disk(source, path)
+    with pytest.raises(TrainingError, match=rf"{path}.* \(example {BAD}\) cannot be read: .*Input/output error"):
+        WAYS[way](source, options)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_packing_from_a_file_system_that_answers_eio(folder, kind, tmp_path):
+    source, path = open_source(data(folder, kind), "train"), file_of(folder, kind, BAD)
+    break_disk(source, path)
+    said = (
+        rf"{path}.* \(example {BAD}\) cannot be read: .*Input/output error; what is packed is safe: run the same line"
+    )
+    with pytest.raises(UsageError, match=said):
+        pack.pack(source, tmp_path / "out", pack.Recipe(shard_bytes=100, quality=0))
+
+
+class Late(PackedSource):
+    """Its file system takes its time."""
+
+    gate = threading.Event()
+
+    def unchecked(self, index: int) -> bytes:
+        if index == BAD:
+            self.gate.wait(20)
+        time.sleep(0.01)
+        return super().unchecked(index)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slow_file_system_is_waited_for_up_to_stall_s(folder, way, monkeypatch):
+    monkeypatch.setattr("jaxmpi.data.crew.JOIN_S", 0.1)
+    options = data(folder, "packed", stall_s=0.3)
+    source = Late(str(folder / "packed" / "train"), 3, 0)
+    source.gate.set()
+    assert WAYS[way](source, options) == list(range(N))
+    source.gate.clear()
+    said = {"as it is": r"loader \d of 2 has been at ", "in memory": ""}[way]
+    name = rf"{file_of(folder, 'packed', BAD)} at byte \d+ \(example {BAD}\) (for \d|has not been read for 0.3 s)"
+    begin = time.monotonic()
+    with pytest.raises(TrainingError, match=rf"{said}{name}.*data\.stall_s sets how long it may"):
+        WAYS[way](source, options)
+    assert time.monotonic() - begin < 10
+    source.gate.set()  # lets the threads go
+
+
+def write_image(path: Path, value: int) -> None:
+    Image.fromarray(np.full((4, 5, 3), value, np.uint8)).save(path)
+
+
+class TestFilesThatChangeUnderTheRun:
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("kind", ["imagefolder", "batchfiles"])
+    def test_gone(self, folder, kind, way):
+        options = data(folder, kind, on_error="skip")
+        source, path = open_source(options, "train"), file_of(folder, kind, BAD)
+        path.unlink()
+        with pytest.raises(TrainingError, match=rf"{path}.* cannot be read: .*No such file"):
+            WAYS[way](source, options)
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_shard_that_is_gone(self, folder, way):
+        """One that has been read from is kept open: then it is read to its end, as the system has it."""
+        options = data(folder, "packed", on_error="skip")
+        path = file_of(folder, "packed", BAD)
+        source, other = (open_source(options, "train") for _ in range(2))
+        other.encoded(BAD)  # pyright: ignore[reportAttributeAccessIssue]
+        path.unlink()
+        assert WAYS[way](other, options) == list(range(N))
+        with pytest.raises(UsageError, match=rf"{path}: No such file or directory; expected a file of a packed"):
+            WAYS[way](source, options)
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_shard_that_is_replaced_fails_its_checksums(self, folder, way):
+        options = data(folder, "packed", on_error="skip")
+        source = open_source(options, "train")
+        path = file_of(folder, "packed", BAD)
+        path.write_bytes(bytes(path.stat().st_size))
+        with pytest.raises(UsageError, match=r"example 4\) is corrupt: its checksum"):
+            source.encoded(BAD)  # pyright: ignore[reportAttributeAccessIssue]
+        assert WAYS[way](source, options)[:4] == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_an_image_that_is_replaced_and_one_that_is_added(self, folder, way):
+        options = data(folder, "imagefolder")
+        source = open_source(options, "train")
+        write_image(file_of(folder, "imagefolder", BAD), 200)
+        write_image(folder / "imagefolder" / "train" / "one" / "00.png", 7)
+        assert WAYS[way](source, options) == [0, 1, 2, 3, 20, 5]
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_batch_file_that_is_replaced(self, folder, way):
+        options = data(folder, "batchfiles")
+        source = open_source(options, "train")
+        np.save(file_of(folder, "batchfiles", BAD), np.full((2, 4, 5, 3), 200, np.uint8))
+        assert WAYS[way](source, options) == [0, 1, 2, 3, 20, 20]
+
+    @pytest.mark.parametrize("kind", SOURCES)
+    def test_data_in_memory_outlive_their_files(self, folder, kind):
+        options = data(folder, kind)
+        inside = MemorySource(open_source(options, "train"), options)
+        inside.load(np.arange(N))
+        shutil.rmtree(folder / kind)
+        for _ in range(2):
+            assert read(inside, options) == list(range(N))
+        assert inside.read_again == 0
+
+
+FULL = """
+import os, sys
+import numpy as np
+from jaxmpi.config import UsageError
+from jaxmpi.data import ArraySource, write_batch_files
+source = ArraySource(np.zeros((60, 30, 30, 3), np.uint8), np.zeros(60, int))
+try:
+    write_batch_files(source, sys.argv[1], "train", rows=10)
+except UsageError as error:
+    print(error)
+print(*sorted(os.listdir(sys.argv[1])), *sorted(os.listdir(sys.argv[1] + "/train")))
+for name in os.listdir(sys.argv[1] + "/train"):
+    assert np.load(sys.argv[1] + "/train/" + name).shape == (10, 30, 30, 3)
+"""
+
+
+def test_a_disk_that_is_full_while_batch_files_are_written(tmp_path):
+    ended = on_small_disk(tmp_path, FULL)
+    assert ended.code == 0, ended.out
+    said, left = ended.out.splitlines()
+    assert said.startswith(f"{tmp_path}/train/00003.npy: No space left on device; the files before it are whole. ")
+    assert left == "train 00000.npy 00001.npy 00002.npy"
+
+
+def test_images_in_fortran_order_are_written_so_that_they_can_be_read(tmp_path):
+    """One of them alone, as in the last file here, is an array in Fortran order, and NumPy would write it as such."""
+    images = np.random.default_rng(0).integers(0, 256, (4, 4, 6, 3), np.uint8)
+    turned = ArraySource([np.asfortranarray(image) for image in images], range(4))
+    assert np.stack(turned.images[3:]).flags.f_contiguous
+    write_batch_files(turned, tmp_path, "train", rows=3)
+    source = open_source(Data(source="batchfiles", dir=str(tmp_path)), "train")
+    for i in range(4):
+        assert np.array_equal(source[i][0], images[i])
