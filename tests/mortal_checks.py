@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxmpi
+from jaxmpi import runtime
 from jaxmpi.comm import AxisComm
 from jaxmpi.exchange import exchange
 from jaxmpi.mortal import MortalComm
@@ -76,5 +76,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jaxmpi.runtime.install_excepthooks()
+    runtime.install_excepthooks()
     main()

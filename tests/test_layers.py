@@ -63,6 +63,7 @@ ORDER = [
     "saver",
     "guard",
     "log",
+    "survive",
     "asynchronous",
     "train",
     "function",
