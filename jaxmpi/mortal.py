@@ -36,7 +36,7 @@ class MortalComm:
         self.hosts = processes.hosts
         self.order = ring_order(self.hosts)
         self.is_lost = False  # whether a collective has failed, so that results are worth nothing
-        self._name = f"mortal comm {next(_numbers)}"
+        self._name, self._names = f"mortal comm {next(_numbers)}", list[str]()
         for move in (self._allreduce, self._alltoall, self._allgather, self._permute, self._bcast):
             self._offer(self._called(move), move)
 
@@ -45,6 +45,7 @@ class MortalComm:
 
     def _offer(self, name: str, move: Callable[..., None]) -> None:
         handlers.register(name, functools.partial(self._unless_lost, move))
+        self._names.append(name)
 
     def _unless_lost(self, move: Callable[..., None], operands: Buffers, results: Buffers, **attributes: Any) -> None:
         """What programs call: a move, or zeros once a rank is gone; then all messages of all ranks fail."""
@@ -124,6 +125,12 @@ class MortalComm:
         handlers.forget(name)
         self._offer(name, shared.add)
         return shared
+
+    def close(self) -> None:
+        """Let go of what programs call, and of shared memory."""
+        for name in self._names:
+            handlers.forget(name)
+        self.__dict__.pop("_shared", None)
 
     def sign(self, statement: Statement) -> None:
         """Compare over the control plane."""

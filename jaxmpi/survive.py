@@ -44,6 +44,7 @@ class Pact:
     began: int  # how many ranks there were
     recorder: Recorder | None  # of the rank that keeps the record
     held: Held | None = None
+    is_unsaved: bool = False  # whether a checkpoint was dropped here since
     gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
 
     def keep(self, step: int, state: TrainState, sums: np.ndarray, is_settled: bool = False) -> None:
@@ -66,10 +67,8 @@ class Pact:
         if not self.control.vote(is_whole):
             raise Lost
 
-    def after(self, error: Exception, saver: Saver) -> bool:
-        """Become the ranks that are left, after an error that says that one is gone.
-
-        Returns: whether a checkpoint was being written here, which is dropped.
+    def after(self, error: Exception, saver: Saver) -> None:
+        """Become the ranks that are left, after an error that says that one is gone; what is being saved is dropped.
 
         Raises:
             Exception: the error itself, which says something else.
@@ -80,12 +79,17 @@ class Pact:
         self.control.revoke()
         if not isinstance(error, Lost):
             self.control.vote(False)
-        was_saving = saver.abandon()
+        self.is_unsaved = saver.abandon() or self.is_unsaved
         jax.effects_barrier()  # programs run to their end, and their results are dropped
         self.gone += self.control.shrink(str(error))
         if self.held is None:
             raise AgreedError(f"{self.told()} before the first step: there is no state to go on from")
-        return was_saving
+
+    def renew(self, workers: Workers) -> None:
+        """Go on as these."""
+        if isinstance(self.comm, MortalComm):
+            self.comm.close()
+        self.comm = workers.comm
 
     def told(self) -> str:
         """Who is gone, for messages."""

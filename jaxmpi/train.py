@@ -308,8 +308,8 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str,
             except Exception as error:
                 if run.pact is None:
                     raise
-                was_saving = run.pact.after(error, run.saver)
-                begin = partial(gone_on, run, was_saving, ends)
+                run.pact.after(error, run.saver)
+                begin = partial(gone_on, run, ends)
 
 
 def rolled_back(run: Run, back: guard.RollBack) -> tuple[Run, Begin]:
@@ -325,7 +325,7 @@ def rolled_back(run: Run, back: guard.RollBack) -> tuple[Run, Begin]:
     return run, Begin(start, put(states, run.workers), np.zeros(SUMS))
 
 
-def gone_on(run: Run, was_saving: bool, ends: contextlib.ExitStack) -> tuple[Run, Begin]:
+def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[Run, Begin]:
     """The run of those that are left, from the state that they hold."""
     pact, folder = run.pact, run.folder
     assert pact is not None
@@ -333,10 +333,10 @@ def gone_on(run: Run, was_saving: bool, ends: contextlib.ExitStack) -> tuple[Run
     step, state, sums, is_settled = pact.held
     runtime.doing(f"going on without others after step {step}", runtime.LONG)
     control = pact.control
-    told = [json.loads(text) for text in control.gather(json.dumps([is_settled, was_saving]))]
-    is_late = not all(settled for settled, _ in told)
+    told = [json.loads(text) for text in control.gather(json.dumps([is_settled, pact.is_unsaved]))]
+    is_late, is_unsaved = not all(settled for settled, _ in told), any(unsaved for _, unsaved in told)
     workers = gather_mortal(control)
-    pact.comm = workers.comm
+    pact.renew(workers)
     ends.enter_context(watch(run.experiment, workers))
     effective_batch, begun = run.plan.clock.effective_batch, run.plan.scaled_for
     experiment = rundir.as_begun(run.experiment, rundir.Stored(begun, begun, effective_batch, {}), workers.size)
@@ -350,10 +350,9 @@ def gone_on(run: Run, was_saving: bool, ends: contextlib.ExitStack) -> tuple[Run
     run = assembled(folder, experiment, workers, plan, functions, recorder, *parts)
     recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
     recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
-    pact.gone = []
+    pact.gone, pact.is_unsaved = [], False
     late = due(run, step, is_first=False, leaving=False) if is_late else Due()
-    if was_saving or any(saving for _, saving in told):
-        late = late._replace(save=True)
+    late = late._replace(save=late.save or is_unsaved)
     return run, Begin(step, put(states, workers), sums, late if any(late) else None)
 
 
@@ -509,6 +508,8 @@ def leave(run: Run, step: int) -> None:
         guard.Preempted: once its checkpoint is on disk.
     """
     run.saver.wait()
+    if run.pact:
+        run.pact.vote()
     run.recorder.say(f"asked to leave: saved at step {step}; go on with --resume --run-dir {run.folder}")
     raise guard.Preempted
 
