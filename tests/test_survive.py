@@ -149,6 +149,18 @@ ROWS = {
 }
 
 
+def test_a_worker_goes_on_alone(model, tmp_path):
+    """Rank 0, which keeps the record, dies at step 4 of 6; rank 1 does that step by itself."""
+    folder = tmp_path / "run"
+    args = ("--ft", "shrink", "--train-for", "6st", *inject("kill:rank=0,step=4"))
+    job = start(trainer(model, folder, *args, ranks=2))
+    assert job.end() == 0, job.out
+    assert lines(folder, "lost") == [{"kind": "lost", "after": 3, "ranks": [0], "workers": 1}]
+    assert [(step, count) for step, count, _ in losses(folder)] == [(step, 64 * step) for step in range(1, 7)]
+    assert "finished with 1 of 2 workers" in job.out
+    assert [checkpoint.step_of(path) for path in checkpoint.found(folder / "checkpoints")] == [6]
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", ROWS)
