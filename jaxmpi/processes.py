@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -298,6 +299,7 @@ class MpiProcesses:
         except Exception as error:
             if not is_loss(error):
                 raise
+        sweep()
         sys.stdout.flush()
         os._exit(code)
 
@@ -317,6 +319,8 @@ class MpiProcesses:
         self._kill(range(self.size))
         for comm in self._own:
             comm.Revoke()
+        if self._others:
+            sweep()
         os._exit(code)
 
     def post(self) -> Post:
@@ -567,6 +571,14 @@ def wait(request: Any, timeout_s: float) -> bool:
 def survives_losses() -> bool:
     """Whether the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
+
+
+def sweep() -> None:
+    """Remove the names of this job's shared memory: Open MPI may leave them where ranks end without its own end."""
+    mapped = Path("/proc/self/maps").read_text()
+    for stem in set(re.findall(r"/dev/shm/(sm_segment\.\S+)\.\d+$", mapped, re.M)):
+        for path in Path("/dev/shm").glob(f"{stem}.*"):
+            path.unlink(missing_ok=True)
 
 
 def is_mpi_error(error: BaseException) -> bool:
