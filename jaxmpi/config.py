@@ -258,19 +258,28 @@ class RuleConfig:
 
     def __post_init__(self) -> None:
         shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
-        why = "beyond 1 a worker would end on the far side of the center"
+        far = "beyond 1 a worker would end on the far side of the center, at 0 they would never meet"
         for name in shares:
             value = getattr(self, name)
             is_open = name != "p"
             check(
                 0 <= value <= 1 and not (is_open and value == 0),
-                f"rule.{name}: got {value}; expected {'(0' if is_open else '[0'}, 1]" + f": {why}" * is_open,
+                f"rule.{name}: got {value}; expected "
+                + (f"(0, 1]: {far}" if is_open else "[0, 1]: it is a probability"),
             )
         check(0 <= self.momentum < 1, f"rule.momentum: got {self.momentum}; expected [0, 1): at 1 it never forgets")
-        for name, least in (("tau", 1), ("staleness", 0), ("servers", 0)):
-            check(getattr(self, name) >= least, f"rule.{name}: got {getattr(self, name)}; expected >= {least}")
-        check(self.local_steps >= 1, f"rule.local_steps: got {self.local_steps}; expected >= 1")
-        check(self.outer_lr > 0 and math.isfinite(self.outer_lr), f"rule.outer_lr: got {self.outer_lr}; expected > 0")
+        for name, least, why in (
+            ("tau", 1, "it counts steps from one exchange to the next"),
+            ("local_steps", 1, "it counts steps from one exchange to the next"),
+            ("staleness", 0, "nobody can be ahead of the slowest by less; 0 is no bound"),
+            ("servers", 0, "with 0 a thread of rank 0 keeps the center"),
+        ):
+            got = getattr(self, name)
+            check(got >= least, f"rule.{name}: got {got}; expected >= {least}: {why}")
+        check(
+            self.outer_lr > 0 and math.isfinite(self.outer_lr),
+            f"rule.outer_lr: got {self.outer_lr}; expected > 0: at 0 nothing that workers learn would stay",
+        )
         check(
             0 <= self.outer_momentum < 1,
             f"rule.outer_momentum: got {self.outer_momentum}; expected [0, 1): at 1 it never forgets",

@@ -23,7 +23,7 @@ from jaxmpi.feed import Feed, dealt_anew, open_feed
 from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import MpiProcesses, Processes
 from jaxmpi.programs import loaded_jit
-from jaxmpi.replicas import fingerprints, tree_digest
+from jaxmpi.replicas import fingerprints_by, tree_digest
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
 from jaxmpi.workers import Workers, alone
@@ -131,7 +131,7 @@ class Functions(NamedTuple):
     eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
-    fingerprints: Callable[[PyTree], jax.Array]  # of what is equal on all workers
+    fingerprints: Callable[[PyTree], np.ndarray]  # u32[workers of this process, leaves]
     strategy: str
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
@@ -162,7 +162,9 @@ def settle_exchange(
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
-    among = tuple(hostcomm.HOST_SUMS) if is_beside else ()  # what can run beside the backward pass
+    hosts = workers.comm.hosts
+    beside = tuple(name for name in hostcomm.HOST_SUMS if hostcomm.has(strategies.parse(name), hosts))
+    among = beside if is_beside else ()  # what can run beside the backward pass
     verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
     return dataclasses.replace(experiment, exchange=exchange), verdict.why
@@ -212,7 +214,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Fun
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
         eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
-        hashed = once(fingerprints)
+        hashed = fingerprints_by(once, workers)
         return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
     eval_params = rule.eval_params or own_params
@@ -223,11 +225,12 @@ def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Fun
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=() if experiment.ft == "shrink" else (0,))
         form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(quiet), False)
-        hashed = once(fingerprints)
+        hashed = fingerprints_by(once, workers)
         return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    evaluate, mean, params, hashed = map(over, (evaluate, mean_state, eval_params, fingerprints))
+    evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
+    hashed = fingerprints_by(over, workers)
     train_step, lone = over(step, donate=(0,)), Lone(over(quiet), False)
     return Functions(rule, train_step, evaluate, mean, params, hashed, strategy, form, lone=lone)
 

@@ -453,7 +453,7 @@ def newest() -> tuple[dict[str, Any], Probe] | None:
             value = json.loads(path.read_bytes())
             check(value["format"] == FORMAT and isinstance(value["key"]["hosts"], dict), "of another kind")
             return value["key"], from_json(value)
-        except DAMAGED:
+        except DAMAGED:  # `read` says so where it matters
             continue
     return None
 

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -34,6 +33,7 @@ PyTree = Any
 POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
 YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
+ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 PINGS = 20  # round trips between two clocks
 TRIPS = 2  # round trips between two ranks whose link is timed
@@ -176,7 +176,7 @@ class MpiProcesses:
         self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
         self._meet()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
-        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit))
+        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
         here = [tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), runtime.my_gpu()]))]
         names = [host for host, _ in here]
@@ -299,7 +299,6 @@ class MpiProcesses:
         except Exception as error:
             if not is_loss(error):
                 raise
-        sweep()
         sys.stdout.flush()
         os._exit(code)
 
@@ -319,9 +318,22 @@ class MpiProcesses:
         self._kill(range(self.size))
         for comm in self._own:
             comm.Revoke()
-        if self._others:
-            sweep()
         os._exit(code)
+
+    def _echoes(self, error: BaseException | None) -> str | None:
+        """Where ranks may be lost: what an error says that is there because one is; empty where that one has spoken."""
+        from mpi4py import MPI
+
+        names = ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
+        classes = [getattr(MPI, name, None) for name in names]
+        if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
+            return None
+        deadline = time.monotonic() + ECHO_S
+        while time.monotonic() < deadline:  # who ends the job speaks first, then revokes, then is gone
+            if any(comm.Is_revoked() for comm in self._own):
+                return ""
+            time.sleep(POLL_S)
+        return "ends, since a rank that it needs is gone"
 
     def post(self) -> Post:
         """Over a communicator of its own; all ranks come here together."""
@@ -571,14 +583,6 @@ def wait(request: Any, timeout_s: float) -> bool:
 def survives_losses() -> bool:
     """Whether the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
-
-
-def sweep() -> None:
-    """Remove the names of this job's shared memory: Open MPI may leave them where ranks end without its own end."""
-    mapped = Path("/proc/self/maps").read_text()
-    for stem in set(re.findall(r"/dev/shm/(sm_segment\.\S+)\.\d+$", mapped, re.M)):
-        for path in Path("/dev/shm").glob(f"{stem}.*"):
-            path.unlink(missing_ok=True)
 
 
 def is_mpi_error(error: BaseException) -> bool:

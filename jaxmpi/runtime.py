@@ -5,6 +5,7 @@ Set in-process, so that every launcher profits: mpirun, srun, or none.
 
 import atexit
 import ctypes
+import fcntl
 import itertools
 import os
 import shutil
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -128,7 +129,7 @@ def quota_cores(file: Path, default: int) -> int:
     try:
         quota, period = file.read_text().split()
         return default if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # no such control group, or not its format: no quota
         return default
 
 
@@ -138,6 +139,8 @@ def tune_mpi(here: Launch) -> None:
         os.environ.setdefault("OMPI_MCA_opal_abort_delay", "1")  # seconds
     if here.local_size > cores():  # a rank that spins while it waits takes the core that another needs
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if folder := os.environ.get(SEGMENTS):
+        hold(Path(folder))
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process where there is no such network
 
 
@@ -259,6 +262,52 @@ def forget_launcher() -> None:
     shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{os.getpid()}", ignore_errors=True)
 
 
+SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
+
+
+@contextmanager
+def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
+    """A folder of a job's own in this host's shared memory, as the setting for Open MPI; removed at the end.
+
+    Open MPI leaves 16 MiB a rank behind where its launcher is killed, and at times where that kills ranks. What others
+    have left goes here, too.
+    """
+    if SEGMENTS in os.environ or not os.access(root, os.W_OK):
+        yield {}
+        return
+    sweep(root)
+    folder = Path(tempfile.mkdtemp(prefix=f"jaxmpi-{os.getuid()}-", dir=root))
+    handle = hold(folder)
+    try:
+        yield {SEGMENTS: str(folder)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def hold(folder: Path) -> int:
+    """Keep a folder of `own_segments` from `sweep` until this process ends; made on hosts where it is not there."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(OSError):  # swept in between
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            if folder.is_dir():
+                return handle
+            os.close(handle)
+
+
+def sweep(root: Path) -> None:
+    """Remove folders of `own_segments` that no process holds any more."""
+    for folder in root.glob(f"jaxmpi-{os.getuid()}-*"):
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
+
+
 def cache_folder(name: str) -> Path:
     """A private folder of this user for what can be made again; made where it is not there.
 
@@ -298,6 +347,7 @@ class Job:
     size: int
     abort: Callable[[int], NoReturn]  # ends all ranks
     wait_for_all: Callable[[float], bool]  # False where time ran out
+    echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
     kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, where the others go on without them
 
@@ -396,7 +446,15 @@ def at() -> At:
 
 
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback."""
+    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback.
+
+    An error that is there because another rank has ended, by `Job.echoes`, is a line, or none where that rank has
+    said why.
+    """
+    echo = _job.echoes(error) if _job else None
+    if echo is not None:
+        sys.stderr.write(f"jaxmpi: {who()} ({_at.phase}) {echo}\n" if echo else "")
+        end_job(1 if echo else 0)  # so that the other rank's code is the job's
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
         time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
     phase = f" ({_at.phase})" if _job else ""

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import os
 import re
 import signal
 import subprocess
@@ -92,13 +93,15 @@ class Watch:
 
     def run(self, line: Sequence[str]) -> tuple[int, str]:
         """(exit code as shells have it, the end of its standard error)."""
-        self._job = job = subprocess.Popen(line, stderr=subprocess.PIPE, preexec_fn=become_launcher)
         tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        assert job.stderr is not None
-        relay = threading.Thread(target=pass_on, args=(job.stderr, tail), daemon=True)
-        relay.start()
-        code = job.wait()
-        relay.join(5.0)  # a process that outlives the job may hold the pipe
+        with runtime.own_segments() as setting:
+            env = os.environ | setting
+            self._job = job = subprocess.Popen(line, stderr=subprocess.PIPE, preexec_fn=become_launcher, env=env)
+            assert job.stderr is not None
+            relay = threading.Thread(target=pass_on, args=(job.stderr, tail), daemon=True)
+            relay.start()
+            code = job.wait()
+            relay.join(5.0)  # a process that outlives the job may hold the pipe
         return (code if code >= 0 else 128 - code), b"".join(tail).decode(errors="replace")
 
 
@@ -251,7 +254,7 @@ def wait_for_lock(folder: Path) -> None:
         try:
             with rundir.locked(folder):
                 return
-        except (UsageError, OSError):
+        except (UsageError, OSError):  # still held, or out of sight for a moment
             time.sleep(0.2)
 
 

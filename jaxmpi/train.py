@@ -136,10 +136,12 @@ def gather_all(experiment: Experiment) -> Workers:
 def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContextManager[str]:
     """The watchdog of these workers.
 
-    A rank that only serves gets no further, and one that dies is no reason to end: nobody waits for either.
+    A rank that only serves gets no further, and one that dies is no reason to end: the books tell who is late.
     """
-    stall_s = 0 if workers.apart else experiment.stall_s
-    return watching(workers.processes, stall_s, experiment.on_stall, is_mortal=experiment.ft == "shrink")
+    if workers.apart:
+        return contextlib.nullcontext("")
+    is_mortal = experiment.ft == "shrink"
+    return watching(workers.processes, experiment.stall_s, experiment.on_stall, is_mortal)
 
 
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> rundir.Stored | None:
@@ -189,7 +191,7 @@ def run_in(
     run = assembled(folder, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact)
     if isinstance(saved, asynchronous.Start):
         with contextlib.closing(recorder):
-            return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
+            return asynchronous.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start)
 
 
@@ -223,7 +225,7 @@ def assembled(
     )
 
 
-def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynchronous.Job:
+def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice, hosts: Sequence[str]) -> asynchronous.Job:
     """The run of workers that do not wait for each other, as this rank has it."""
     plan, feed, functions = run.plan, run.plan.feed, run.functions
     solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
@@ -261,9 +263,10 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynch
     home = checkpoint.Apart(run.folder / "checkpoints", run.workers.size, keep)
     run.recorder.start_window(int(start.tally.examples))
     wire = functions.strategy.partition(":")[2]
+    lookout = asynchronous.Lookout(run.experiment.stall_s, run.experiment.on_stall, hosts)
     return asynchronous.Job(
         *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
-        *(run.folder, step_range(run.experiment.trace, "trace"), run.profiler),
+        *(run.folder, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
     )
 
 
@@ -404,6 +407,7 @@ def loop(run: Run, begin: Begin) -> dict[str, float]:
     state, sums, result = begin.state, begin.sums, {}  # sums: since the last progress line
     if pact:
         pact.keep(start, state, sums, is_settled=begin.late is None)
+    run.guard.compare(state, start)  # as it came to the devices; what must be compiled for it is so from now on
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
     anatomy = Anatomy(run.workers.size, to_device(run.workers))
@@ -469,7 +473,7 @@ def after_step(
     if now.compare:
         run.guard.compare(state, k)
     if now.log:
-        seen = run.log.line(k, sums, anatomy.window())
+        seen = run.log.line(k, sums, anatomy.window(), distance(run, state))
         if look:
             look(anatomy, k, seen.source, state)
     if now.evaluate:
@@ -512,6 +516,12 @@ def leave(run: Run, step: int) -> None:
         run.pact.vote()
     run.recorder.say(f"asked to leave: saved at step {step}; go on with --resume --run-dir {run.folder}")
     raise guard.Preempted
+
+
+def distance(run: Run, state: TrainState) -> float | None:
+    """L2 of this process's workers from the mean or center that they met last, summed; None where no rule keeps it."""
+    of = run.functions.rule.distance
+    return rows(of(state.rule_state), run.workers).sum().item() if of else None
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:

@@ -67,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--saving", action="store_true", help="wait for a checkpoint in the making before most kills")
     parser.add_argument("--verify", action="store_true", help="compare with a run that nobody disturbs")
     parser.add_argument("--seed", type=int, default=0, help="of the kills (default: 0)")
+    parser.add_argument("--folder", default="", help="go on with the run in this folder (default: a new one)")
     parser.add_argument("--experiment", default="", help="what to train (default: a softmax on the digits)")
     return parser.parse_args()
 
@@ -77,6 +78,7 @@ def command(asked: argparse.Namespace, folder: Path, train_for: str) -> list[str
     cluster += ["--slots", str(-(-asked.ranks // asked.hosts)), "--rate", "1gbit", "--"]
     head = [sys.executable, "-m", "jaxmpi.cli", "train", "-n", str(asked.ranks), "--restarts", "1000000"]
     tail = ["--checkpoint-every", asked.checkpoint_every, "--eval-every", "1000st", "--train-for", train_for]
+    tail += ["--resume"] if (folder / "record.jsonl").exists() else []
     return [*(cluster if asked.hosts > 1 else []), *head, asked.experiment, "--run-dir", str(folder), *tail]
 
 
@@ -208,7 +210,7 @@ class Soak:
     def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
         self.asked, self.folder, self.draw = asked, folder, random.Random(asked.seed)
         self.seen, self.shm = Seen(folder), set(os.listdir("/dev/shm"))
-        self.kills, self.cut_off, self.step = 0, 0, 0
+        self.kills, self.cut_off, self.step = 0, 0, saved_step(folder)
         self.ends_s: list[float] = []
         self.wrong: list[str] = []  # kills of which another rank is blamed
         self.log = (folder / "log.txt").open("ab")
@@ -330,7 +332,7 @@ def differences(asked: argparse.Namespace, folder: Path, steps: int) -> list[str
 def main() -> None:
     """Soak, and say what was counted."""
     asked = parse()
-    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    folder = Path(asked.folder or tempfile.mkdtemp(prefix="soak-"))
     if not asked.experiment:
         asked.experiment = str(folder / "softmax.py")
         Path(asked.experiment).write_text(TINY)

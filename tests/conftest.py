@@ -28,6 +28,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first example of a property compiles, so a time limit per example says nothing; derandomized, so that a red run
 # is red again.
 hypothesis.settings.register_profile("jaxmpi", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("many", deadline=None, database=None, max_examples=10_000)  # --hypothesis-profile
 hypothesis.settings.load_profile("jaxmpi")
 
 

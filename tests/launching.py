@@ -1,5 +1,6 @@
 """Real jobs for tests: mpirun with a hard time limit, killed by session so that no rank outlives a test."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,22 +102,28 @@ def on_small_disk(folder: Path, script: str) -> Ended:
     return run([*enter, sys.executable, "-c", script, str(folder)], timeout_s=60)
 
 
-def leaked(before: set[str]) -> set[str]:
-    """Shared memory that nobody maps and that was not there before, some seconds after a job has ended."""
-    deadline = time.monotonic() + 5
-    while (more := shared_memory() - before) and time.monotonic() < deadline:
+def leaked(before: set[str], processes: Callable[[], list[int]] = list, patience_s: float = 5) -> set[str]:
+    """Shared memory that nobody maps and that was not there before, some seconds after a job has ended.
+
+    Args:
+        processes: some of every other host that the job was on.
+    """
+    deadline = time.monotonic() + patience_s
+    while (more := shared_memory(processes()) - before) and time.monotonic() < deadline:
         time.sleep(0.2)  # of other jobs that begin or end
     return more
 
 
-def shared_memory() -> set[str]:
-    """Names in /dev/shm that no process has mapped: leaked, once their job has ended."""
-    names = set(os.listdir("/dev/shm"))
+def shared_memory(processes: Sequence[int] = ()) -> set[str]:
+    """Files in /dev/shm, as this process and these see it, that nobody has mapped: leaked, once their job has ended."""
+    hosts: dict[str, int] = {}
+    for pid in {os.getpid(), *processes}:
+        with contextlib.suppress(OSError):
+            hosts[os.readlink(f"/proc/{pid}/ns/mnt")] = pid
+    roots = [Path(f"/proc/{pid}/root/dev/shm") for pid in hosts.values()]
+    names = {str(path.relative_to(root)) for root in roots for path in root.rglob("*") if not path.is_dir()}
     mapped: set[str] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            continue
-        mapped |= set(re.findall(r"/dev/shm/(\S+)", maps))
+        with contextlib.suppress(OSError):
+            mapped |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
     return names - mapped

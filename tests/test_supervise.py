@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from jaxmpi import launch, supervise
+from jaxmpi import launch, runtime, supervise
 from jaxmpi.config import UsageError
 from jaxmpi.supervise import Asked, Culprit, culprit
 from launching import ROOT
@@ -165,6 +166,25 @@ def test_what_a_job_says_comes_through_without_nul(tmp_path):
     )
     out, _ = job.communicate(timeout=60)
     assert "a rule\njaxmpi: rank 1/2 on vm (step 3):\nerror: x\n" in out
+
+
+def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
+    folder = f"echo ${runtime.SEGMENTS} > {tmp_path}/folder; touch ${runtime.SEGMENTS}/segment"
+    out, _ = supervised(tmp_path, f"{folder}; kill -9 $$", restarts=0).communicate(timeout=60)
+    left = Path((tmp_path / "folder").read_text().strip())
+    assert left.parent == Path("/dev/shm"), out
+    assert not left.exists()
+    (tmp_path / "folder").unlink()
+    job = supervised(tmp_path, f"{folder}; touch {tmp_path}/ready; exec sleep 100", restarts=0)
+    wait_for(tmp_path / "ready")
+    left = Path((tmp_path / "folder").read_text().strip())
+    runtime.sweep(left.parent)  # as another job does when it begins
+    assert (left / "segment").exists()
+    job.kill()
+    job.wait(10)
+    runtime.sweep(left.parent)
+    assert not left.exists()
+    job.communicate(timeout=30)
 
 
 def test_a_job_ends_with_its_supervisor(tmp_path):

@@ -30,6 +30,7 @@ from jaxmpi.function.team import Leaf, Order, Program, Team
 from jaxmpi.function.variable import Variable, check_numbers, check_one_host, where
 from jaxmpi.function.verbs import perform
 from jaxmpi.processes import broadcast, named_leaves
+from jaxmpi.programs import stablehlo
 
 PyTree = Any
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
@@ -46,7 +47,7 @@ class Function:
         function: Callable,
         inputs: Sequence[Marker] | Marker,
         outputs: Sequence[Output] | Output,
-        updates: Sequence[Any],
+        updates: Any,
         strategy: str | None,
     ) -> None:
         self.__wrapped__ = function
@@ -56,7 +57,9 @@ class Function:
         self.all_inputs = inputs
         self.single = isinstance(outputs, Output)
         self.outputs: tuple[Output, ...] = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
-        self.updates = tuple(update_of(update) for update in updates)
+        every = [updates] if isinstance(updates, Variable) else list(updates)
+        is_pair = [type(part) for part in every] == [Variable, Output]
+        self.updates = tuple(update_of(update) for update in ([updates] if is_pair else every))
         check_markers(inputs if several else [inputs], self.outputs)
         self.strategy = strategy
         if strategy is not None:
@@ -191,11 +194,9 @@ class Function:
         """A program for a process that does not have the function: header and body."""
         program = self.program(form, shapes)
         header = {"name": self.name, "leaves": program.leaves, "says": program.says, "module": ""}
-        try:
-            exported = jax.export.export(jax.jit(program.run))(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-            return header, bytes(exported.serialize())
-        except (NotImplementedError, ValueError):  # host callbacks stay in the process that made them
-            return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
+        if body := stablehlo(jax.jit(program.run), [jax.ShapeDtypeStruct(*shape) for shape in shapes]):
+            return header, body
+        return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
 
     # ------------------------------------------------------------ results
 
@@ -300,7 +301,9 @@ class Bound:
         return jax.tree_util.treedef_tuple(structures)
 
     def _add_argument(self, name: str, marker: Marker, tree: PyTree) -> Any:
-        for path, leaf in named_leaves(tree):
+        leaves = named_leaves(tree)
+        check(marker is broadcast or bool(leaves), f"{name}: got {tree!r:.80}; scatter needs arrays, rows of examples")
+        for path, leaf in leaves:
             where_ = f"{name}{f' leaf {path!r}' if path else ''}"
             array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
             if marker is broadcast:
