@@ -140,6 +140,12 @@ def check_fits(experiment: Experiment) -> None:
             "a step must end before the vote on it: take off, or --ft end",
         ),
         (
+            "batch_statistics",
+            experiment.batch_statistics,
+            experiment.batch_statistics != "synchronised",
+            "it has not been tried inside a backward pass: take averaged or local",
+        ),
+        (
             "data.memory",
             experiment.data.memory,
             experiment.data.memory == "none",

@@ -33,6 +33,7 @@ BAD: dict[str, dict[str, Any]] = {
     "exchange.strategy: got lowrank4 with --ft shrink": {"exchange": ExchangeConfig("lowrank4")},
     "exchange.strategy: got none with --ft shrink": {"exchange": ExchangeConfig("none")},
     "exchange.overlap: got delayed with --ft shrink": {"exchange": ExchangeConfig(overlap="delayed")},
+    "batch_statistics: got synchronised with --ft shrink": {"batch_statistics": "synchronised"},
     "data.memory: got partition with --ft shrink": {"data": Data(memory="partition")},
 }
 
