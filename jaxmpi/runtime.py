@@ -139,8 +139,11 @@ def tune_mpi(here: Launch) -> None:
         os.environ.setdefault("OMPI_MCA_opal_abort_delay", "1")  # seconds
     if here.local_size > cores():  # a rank that spins while it waits takes the core that another needs
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if folder := os.environ.get(SEGMENTS):
-        hold(Path(folder))
+    folder = Path(os.environ.get(SEGMENTS, ""))
+    if folder.name.startswith(OWN):
+        with suppress(OSError):  # without such memory Open MPI takes other
+            sweep(folder.parent)
+            hold(folder)
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process where there is no such network
 
 
@@ -263,6 +266,7 @@ def forget_launcher() -> None:
 
 
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
+OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
 
 
 @contextmanager
@@ -276,7 +280,7 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
         yield {}
         return
     sweep(root)
-    folder = Path(tempfile.mkdtemp(prefix=f"jaxmpi-{os.getuid()}-", dir=root))
+    folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
     handle = hold(folder)
     try:
         yield {SEGMENTS: str(folder)}
@@ -292,14 +296,14 @@ def hold(folder: Path) -> int:
         with suppress(OSError):  # swept in between
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(handle, fcntl.LOCK_SH)
-            if folder.is_dir():
+            if os.path.samestat(os.fstat(handle), folder.stat()):
                 return handle
             os.close(handle)
 
 
 def sweep(root: Path) -> None:
     """Remove folders of `own_segments` that no process holds any more."""
-    for folder in root.glob(f"jaxmpi-{os.getuid()}-*"):
+    for folder in root.glob(OWN + "*"):
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             with suppress(BlockingIOError):
