@@ -327,6 +327,12 @@ RECOVERIES = {
     "rollback": "back to the newest checkpoint; a step that fails twice is left out",
 }
 
+# What becomes of the other workers where one dies.
+LOSSES = {
+    "end": "the job ends; jaxmpi train --restarts starts it again",
+    "shrink": "they do the step again without it and go on, on one host under mpirun --with-ft ulfm; experimental",
+}
+
 # How batch norm's statistics cross workers: what training normalises with, what evaluation does.
 BATCH_STATISTICS = {
     "local": "a worker's own batch; a worker's own running ones",
@@ -379,6 +385,7 @@ class Experiment:
     recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     compare_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
+    ft: str = "end"  # end | shrink: where a worker dies the job ends, or the others go on without it (experimental)
     inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # of initialisation, order, augmentation and dropout
     batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
@@ -408,6 +415,7 @@ class Experiment:
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
         lookup(RECOVERIES, self.recover, "recover")
+        lookup(LOSSES, self.ft, "ft")
         lookup(COMMS, self.comm, "comm")
         check(
             self.form in ("auto", "fused", "split"),

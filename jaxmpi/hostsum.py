@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxmpi import handlers, spans
+from jaxmpi import handlers, runtime, spans
 from jaxmpi.config import TrainingError, check, seconds_from
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
@@ -290,7 +290,7 @@ class Board:
         # With a core for every rank a peer comes in microseconds. Else who sleeps at once is woken first; who yields
         # has to wait for all that others run on the core.
         self.yields = 0 if size > (os.cpu_count() or 1) else 20
-        self.words[rank * ROW + PID_SPACE] = pid_space()
+        self.words[rank * ROW + PID_SPACE] = runtime.pid_space()
         self.words[rank * ROW + PID] = os.getpid()
 
     def check_all_here(self) -> None:
@@ -386,7 +386,7 @@ class Board:
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank's process is gone, as far as this one can see."""
-        if not pid_space() or self.words[rank * ROW + PID_SPACE] != pid_space():
+        if not runtime.pid_space() or self.words[rank * ROW + PID_SPACE] != runtime.pid_space():
             return False
         try:
             with open(f"/proc/{self.words[rank * ROW + PID]}/stat") as file:
@@ -399,14 +399,6 @@ class Board:
 def digest(sizes: tuple[int, ...], divisor: float) -> int:
     """What must be the same on all ranks, in 63 bits."""
     return int.from_bytes(hashlib.sha256(repr((sizes, divisor)).encode()).digest()[:8]) >> 1
-
-
-def pid_space() -> int:
-    """Where this process's number means something; 0 where that is unknown."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 # ---------------------------------------------------------------- memory

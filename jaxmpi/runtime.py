@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -138,8 +139,11 @@ def tune_mpi(here: Launch) -> None:
         os.environ.setdefault("OMPI_MCA_opal_abort_delay", "1")  # seconds
     if here.local_size > cores():  # a rank that spins while it waits takes the core that another needs
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if folder := os.environ.get(SEGMENTS):
-        hold(Path(folder))
+    folder = Path(os.environ.get(SEGMENTS, ""))
+    if folder.name.startswith(OWN):
+        with suppress(OSError):  # without such memory Open MPI takes other
+            sweep(folder.parent)
+            hold(folder)
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process where there is no such network
 
 
@@ -262,6 +266,7 @@ def forget_launcher() -> None:
 
 
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
+OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
 
 
 @contextmanager
@@ -275,7 +280,7 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
         yield {}
         return
     sweep(root)
-    folder = Path(tempfile.mkdtemp(prefix=f"jaxmpi-{os.getuid()}-", dir=root))
+    folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
     handle = hold(folder)
     try:
         yield {SEGMENTS: str(folder)}
@@ -291,14 +296,14 @@ def hold(folder: Path) -> int:
         with suppress(OSError):  # swept in between
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(handle, fcntl.LOCK_SH)
-            if folder.is_dir():
+            if os.path.samestat(os.fstat(handle), folder.stat()):
                 return handle
             os.close(handle)
 
 
 def sweep(root: Path) -> None:
     """Remove folders of `own_segments` that no process holds any more."""
-    for folder in root.glob(f"jaxmpi-{os.getuid()}-*"):
+    for folder in root.glob(OWN + "*"):
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             with suppress(BlockingIOError):
@@ -348,6 +353,7 @@ class Job:
     wait_for_all: Callable[[float], bool]  # False where time ran out
     echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
+    kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, where the others go on without them
 
 
 _job: Job | None = None
@@ -359,6 +365,21 @@ def install_hooks(job: Job) -> None:
     _job = job
     install_excepthooks()
     atexit.register(leave)
+
+
+def outlive(kill: Callable[[Sequence[int]], bool]) -> None:
+    """From now on a rank of this job that fails by itself, not together with the others, goes alone.
+
+    Args:
+        kill: ends other ranks; False where one has ended already, though nobody has noticed.
+    """
+    if _job is not None:
+        _job.kill = kill
+
+
+def go_on_without(ranks: Sequence[int]) -> bool:
+    """End these ranks, where the others go on; False where they cannot."""
+    return _job is not None and _job.kill is not None and _job.kill(ranks)
 
 
 def install_excepthooks() -> None:
@@ -384,6 +405,14 @@ def my_rank() -> int:
     """This process's rank by the launcher's word, 0 where there is no launcher; needs no MPI."""
     here = launched()
     return here.rank if here else 0
+
+
+def pid_space() -> int:
+    """Where this process's number means something; 0 where that is unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def launched_workers() -> int:
@@ -440,7 +469,17 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     else:
         text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
     sys.stderr.write(f"jaxmpi: {who()}{phase}:\n{text}")  # at once: other ranks write too
+    if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
+        go_alone()
     end_job(exit_code(error))
+
+
+def go_alone() -> None:
+    """End this rank where the others go on without it: by a signal, since Open MPI would end them after a bad exit."""
+    if _job is not None and _job.kill:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_code(error: BaseException | None) -> int:
@@ -463,7 +502,9 @@ def leave() -> None:
     if _job is None or _job.size == 1:
         return
     if _job.working:
-        print(f"jaxmpi: {who()} left early ({_at.phase}); ending the job", file=sys.stderr)
+        end = "the others go on" if _job.kill else "ending the job"
+        print(f"jaxmpi: {who()} left early ({_at.phase}); {end}", file=sys.stderr)
+        go_alone()
         end_job(1)
     if not _job.wait_for_all(EXIT_TIMEOUT_S):
         print(

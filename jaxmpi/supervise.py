@@ -29,19 +29,28 @@ PROBE_S = 20.0  # for a host to answer
 class Culprit(NamedTuple):
     """Who ended a job."""
 
-    rank: str
+    rank: str  # empty where it is the whole host
     host: str  # empty where nobody said
     words: str  # the last
 
     def __str__(self) -> str:
+        if not self.rank:
+            return f"host {self.host} ended the job: {self.words}"
         place = f" on {self.host}" if self.host else ""
         return f"rank {self.rank}{place} ended the job: {self.words}"
 
 
+# A host is gone, and mpirun's daemon with it: mpirun ends with the daemon's exit code, which may be 0.
+HOST_GONE = re.compile(
+    r"(?P<words>daemon failed to report back|lost communication with a remote daemon)"
+    r".*?Remote (?:host:|daemon: \S+ on node)\s+(?P<host>\S+)",
+    re.S,
+)
 # Ways in which a job says who ended it, the surest first: groups rank, host and words.
 TRACES = [
     re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
     re.compile(r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*rank \[(?P<rank>[\d, ]+)\] did not answer in time)"),
+    HOST_GONE,
     re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)"),
     re.compile(
         r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
@@ -62,7 +71,8 @@ def culprit(text: str) -> Culprit | None:
         return None
     lines = [line.rstrip() for line in found["words"].strip().splitlines()]
     words = "\n".join(lines[-SHOWN_LINES:]) if len(lines) > 3 else " ".join(lines)
-    return Culprit(found["rank"].replace(" ", ""), found.groupdict().get("host") or "", words)
+    groups = found.groupdict()
+    return Culprit(groups.get("rank", "").replace(" ", ""), groups.get("host") or "", words)
 
 
 # ---------------------------------------------------------------- one job
@@ -102,7 +112,9 @@ class Watch:
             relay.start()
             code = job.wait()
             relay.join(5.0)  # a process that outlives the job may hold the pipe
-        return (code if code >= 0 else 128 - code), b"".join(tail).decode(errors="replace")
+        text = b"".join(tail).decode(errors="replace")
+        code = 1 if code == 0 and HOST_GONE.search(text) else code
+        return (code if code >= 0 else 128 - code), text
 
 
 def become_launcher() -> None:

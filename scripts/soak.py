@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 FOREVER = "100000000st"
+SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # jaxmpi.runtime's, which would import JAX
 PROGRESS_S = 600.0  # from a kill to the next checkpoint, on a machine that may be busy
 GONE_S = 60.0  # from a kill to the end of the job's last process
 LOOK_S = 1.0  # between looks at what processes hold
@@ -100,6 +101,7 @@ class Seen:
     def __init__(self, folder: Path) -> None:
         self._folder, self._next_s = folder, 0.0
         self.samples: dict[int, list[Sample]] = {}
+        self.folders: set[bytes] = set()  # of the job in shared memory
 
     def look(self) -> None:
         """Take a sample of every process that lives now, once a second at most."""
@@ -109,6 +111,7 @@ class Seen:
         for pid in [*ranks_of(self._folder), *supervisors_of(self._folder)]:
             try:
                 self.samples.setdefault(pid, []).append(sample_of(pid))
+                self.folders |= segments_of(pid)
             except (OSError, KeyError, ValueError, IndexError):  # has just ended
                 continue
 
@@ -164,10 +167,16 @@ def sample_of(pid: int) -> Sample:
     return Sample(time.monotonic(), int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), handles)
 
 
-def leaked(folder: Path, before: set[str]) -> set[str]:
-    """Names in the shared memory of the job's hosts, as its ranks see it, that no process maps."""
-    hosts = {os.readlink(f"/proc/{pid}/ns/mnt"): pid for pid in ranks_of(folder)} or {"": os.getpid()}
-    names = {name for pid in hosts.values() for name in os.listdir(f"/proc/{pid}/root/dev/shm")} - before
+def segments_of(pid: int) -> set[bytes]:
+    """The folder that a job has in the shared memory of each of its hosts."""
+    return set(re.findall(SEGMENTS.encode() + rb"=([^\0]+)", Path(f"/proc/{pid}/environ").read_bytes()))
+
+
+def leaked(folder: Path, folders: set[bytes]) -> set[str]:
+    """Files in the job's folders in shared memory, on this host and as its ranks see them, that no process maps."""
+    hosts = {os.readlink(f"/proc/{pid}/ns/mnt"): pid for pid in [*ranks_of(folder), os.getpid()]}
+    places = [Path(f"/proc/{pid}/root", os.fsdecode(name).lstrip("/")) for pid in hosts.values() for name in folders]
+    names = {path.name for place in places if place.is_dir() for path in place.iterdir()}
     for pid, _ in processes():
         try:
             names -= {Path(found).name for found in re.findall(r"/\S+", Path(f"/proc/{pid}/maps").read_text())}
@@ -209,7 +218,7 @@ class Soak:
 
     def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
         self.asked, self.folder, self.draw = asked, folder, random.Random(asked.seed)
-        self.seen, self.shm = Seen(folder), set(os.listdir("/dev/shm"))
+        self.seen = Seen(folder)
         self.kills, self.cut_off, self.step = 0, 0, saved_step(folder)
         self.ends_s: list[float] = []
         self.wrong: list[str] = []  # kills of which another rank is blamed
@@ -287,7 +296,7 @@ def soak(asked: argparse.Namespace, folder: Path) -> dict:
     quiet, ranks, supervisors = time.monotonic(), ranks_of(folder), supervisors_of(folder)
     self.spend(60 * asked.quiet - min(60.0, 30 * asked.quiet))
     counted = {"rank": self.seen.growth(ranks, quiet), "supervisor": self.seen.growth(supervisors, begin + 60)}
-    counted |= {"leaked_on_hosts": sorted(leaked(folder, self.shm))}
+    counted |= {"leaked_on_hosts": sorted(leaked(folder, self.seen.folders))}
     self.end()
     minutes = round((time.monotonic() - begin) / 60, 1)
     counts = {"kills": self.kills, "while_saving": self.cut_off, "steps": self.step, "minutes": minutes}
@@ -297,7 +306,7 @@ def soak(asked: argparse.Namespace, folder: Path) -> dict:
         | ends
         | counted
         | {"wrongly_blamed": self.wrong}
-        | {"leaked": sorted(leaked(folder, self.shm)), "orphans": ranks_of(folder)}
+        | {"leaked": sorted(leaked(folder, self.seen.folders)), "orphans": ranks_of(folder)}
     )
 
 

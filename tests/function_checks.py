@@ -175,6 +175,12 @@ def check_updates():
     def f(x, seen, largest):
         return x.size, seen + x.size * 0 + x.size, x.sum(), jnp.maximum(largest, x.max()), x
 
+    single = jm.variable(np.int32(1))  # a pair by itself, and a variable by itself
+    jm.function(lambda x: x.sum(), jm.scatter, (), (single, jm.add))(x, slices=2)
+    assert int(single.reduce("sum")) == x.sum() + k
+    jm.function(lambda old: 2 * old, single, (), single)()
+    assert int(single.reduce("sum")) == 2 * (x.sum() + k)
+
     updates = ((seen, jm.max), (total, jm.add), (largest, jm.max), (last, jm.gather))
     run = jm.function(f, (jm.scatter, seen, largest), (jm.sum,), updates)
     edges = bounds(n, k)
@@ -414,6 +420,8 @@ def check_refusals():
     fails(lambda: one(np.array([object()] * 3 * k)), "got an array of object")
     fails(lambda: one(np.array(["a"] * 3 * k)), "expected numbers")
     fails(lambda: one(jax.random.split(jax.random.key(0), 3 * k)), "random key")
+    fails(lambda: one(jm.variable(x)), "argument 0: got a jaxmpi.variable; name it in `inputs`")
+    fails(lambda: jm.function(lambda x: x, jm.scatter, (jm.sum,))(x), "returned an array; expected a tuple of 1")
     fails(lambda: one(None), "argument 0: got None; scatter needs arrays")
     fails(lambda: jax.jit(one)(x), "got a traced value; call functions and variables outside of jax.jit")
     fails(lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value")

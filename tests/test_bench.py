@@ -294,8 +294,8 @@ def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no
 
 
 NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alone
-    (("asa32",), ("mpi4jax", "psum")): (3, 2),
-    (("asa32", "shm"), ("mpi4jax-flat",)): (4, 2),
+    (("asa32",), ("mpi4jax", "psum")): (4, 2),
+    (("asa32", "shm"), ("mpi4jax-flat",)): (5, 2),
     (("shm",), ("mpi4py", "mpi4jax")): (4, 4),
     (("ring32", "auto"), ()): (5, 0),
     (("lowrank4/ring16",), ("torch",)): (9, 3),
@@ -308,7 +308,8 @@ def test_as_many_ranks_as_memory_holds(monkeypatch):
         own = memory.BASE_BYTES + memory.TORCH_BYTES * ("torch" in names)
         one, two = [(strategies, names)], [(strategies, names), ((), names)]
         for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
-            monkeypatch.setattr(memory, "free_bytes", lambda free=ranks * need: free)
+            of_mpi = 2 * len(every) * size_bytes if names else 0
+            monkeypatch.setattr(memory, "free_bytes", lambda free=ranks * need + of_mpi: free)
             assert memory.fitting(case, every, 8) == ranks
             assert memory.fitting(case, every, 3) == min(ranks, 3)
 

@@ -13,7 +13,7 @@ import jaxmpi as jm
 from jaxmpi.function import split
 from jaxmpi.function.drive import team
 
-QUICK = [(check, 2) for check in function_checks.CHECKS]
+QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
 SLOW = [pytest.param(c, w, marks=pytest.mark.slow) for c in function_checks.CHECKS for w in (1, 3, 8)]
 
 

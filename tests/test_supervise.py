@@ -46,6 +46,16 @@ ENDINGS = {
         'prterun has exited due to process rank 0 with PID 0 on node node0 calling\n"abort". This may\n',
         Culprit("0", "node0", 'calling "abort"'),
     ),
+    "a host that is gone": (
+        RULE + "A daemon failed to report back after being spawned. This could\nbe due to several\n\n"
+        "  Local host:    node0\n  Remote host:   node2\n  Daemon exit status: 0\n" + RULE,
+        Culprit("", "node2", "daemon failed to report back"),
+    ),
+    "a host that is lost": (
+        RULE + "PRTE has lost communication with a remote daemon.\n\n  HNP daemon   : [prterun-node0-7@0,0] on node "
+        "node0\n  Remote daemon: [prterun-node0-7@0,3] on node node2\n",
+        Culprit("", "node2", "lost communication with a remote daemon"),
+    ),
     "srun": ("srun: error: node01: task 2: Killed\n", Culprit("2", "node01", "Killed")),
     "nobody": ("a warning\n", None),
 }
@@ -135,6 +145,7 @@ def supervised(folder, script, restarts=2):
         ("exit 0", 0, 1, ""),
         ("exit 2", 2, 1, ""),
         ("exit 75", 75, 1, ""),
+        ("echo 'daemon failed to report back: Remote host: b' >&2; exit 0", 1, 2, "no progress"),
         ("exit 5", 5, 2, "not started again: no progress since the last restart: still at step 0"),
         ("kill -9 $$", 137, 2, "no progress"),
     ],

@@ -35,9 +35,9 @@ def function(
         outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
             `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
             on all workers instead of returning it; `local(mean)` says how pieces combine.
-        updates: variables, or pairs (variable, op), or one of these, that take what f returns after its outputs, each
-            worker for itself; op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to
-            the old value.
+        updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
+            op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
+            One may stand alone; with outputs=() it is what f returns.
         strategy: how sums and means travel, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over
             GPUs of one process, else `asa32`.
 

@@ -200,6 +200,7 @@ def check_numbers(what: str, leaf: Any) -> Any:
         f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these inside "
         "the function that jaxmpi.function wraps",
     )
+    check(not isinstance(leaf, Variable), f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     check(not is_key, f"{what}: got a random key; give jax.random.key_data(key), and wrap it in the function")
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)

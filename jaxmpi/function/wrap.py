@@ -60,6 +60,8 @@ class Function:
         every = [updates] if isinstance(updates, Variable) else list(updates)
         is_pair = [type(part) for part in every] == [Variable, Output]
         self.updates = tuple(update_of(update) for update in ([updates] if is_pair else every))
+        is_one_update = not self.outputs and (is_pair or isinstance(updates, Variable))
+        self.is_bare = is_one_update or (self.single and not self.updates)  # f returns that one, in no tuple
         check_markers(inputs if several else [inputs], self.outputs)
         self.strategy = strategy
         if strategy is not None:
@@ -178,10 +180,10 @@ class Function:
         """The user's function from leaves to one tree an output and an update."""
         result = self.__wrapped__(*jax.tree.unflatten(self.forms[form], flat))
         expected = len(self.outputs) + len(self.updates)
-        parts = (result,) if self.single and not self.updates else result
+        parts = (result,) if self.is_bare else result
         check(
             isinstance(parts, (tuple, list)) and len(parts) == expected,
-            f"{self.name} returned {type(result).__name__}"
+            f"{self.name} returned {'an array' if isinstance(result, jax.Array) else type(result).__name__}"
             f"{f' of {len(parts)}' if isinstance(parts, (tuple, list)) else ''}; expected a tuple of {expected}: "
             f"{len(self.outputs)} outputs, then {len(self.updates)} updates",
         )
