@@ -618,7 +618,7 @@ def test_a_host_that_is_gone_is_left_out(how, model, undisturbed, tmp_path):
     assert f"with {left} workers" in job.out
     share = -(-64 // left)  # more than the 64 / RANKS before: in slices, so that it takes no more memory
     assert f"{left} workers x local batch {share} = effective batch 64" in job.out
-    assert f"in slices of {-(-share // 2)}\n" in job.out
+    assert f"in slices of {-(-share // 2)}" in job.out
     same_examples(run_dir, undisturbed)
     note(f"a host is {how}, `--elastic`", "named; goes on with those left, the same examples a step", noticed_s, False)
 
