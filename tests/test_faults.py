@@ -576,11 +576,14 @@ def test_one_worker_fewer_after_a_death(model, undisturbed, tmp_path):
 
 
 def test_a_second_job_is_kept_out_of_a_run_directory(model, undisturbed, tmp_path):
-    first = start(trainer(model, tmp_path / "run", *inject("slow:rank=1,step=12,seconds=30")))
-    first.when("injecting")
+    first = start(trainer(model, tmp_path / "run", *SLOWLY))
+    first.when(UNDER_WAY)
+    held = process_of(first, "jaxmpi.train", 1)
+    os.kill(held, signal.SIGSTOP)  # so that it is there as long as it takes
     second = start(trainer(model, tmp_path / "run", "--resume"))
     assert second.end() == 2, second.out
     assert "is in use by process" in second.out
+    os.kill(held, signal.SIGCONT)
     assert first.end() == 0
     assert state_files(tmp_path / "run") == state_files(undisturbed)
     note("a second job in the run directory", "refused, the first is not disturbed", None, True)
