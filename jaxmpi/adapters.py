@@ -2,14 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmpi.config import UsageError, check
-from jaxmpi.model import Model, a, check_image, check_pair, shown
+from jaxmpi.model import Model, a, check_facts, check_image, check_pair, shown
 
 PyTree = Any
 
@@ -31,8 +31,8 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
         classes: number of logits.
 
     Raises:
-        UsageError: `make` is no function of one argument; by `init` and `apply`, where an image is
-            not of `input_shape`.
+        UsageError: `make` is no function of one argument; no name, shape or number of classes; by `init`
+            and `apply`, where an image is not of `input_shape`.
     """
     from flax import nnx  # here, since a model of another library need not pay for its import
 
@@ -42,6 +42,7 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
     def build(rngs: Any) -> Any:
         module = make(rngs)
         check(isinstance(module, nnx.Module), f"{name}: got {a(module)} from its maker; {way_out}")
+        check_bare(name, bare_arrays(module))
         return module
 
     @functools.cache  # building a Model costs nothing; the first apply pays
@@ -53,11 +54,8 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
         _, params, _, rest = nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
-        # While a module is built on abstract values, NNX does not know a JAX array that is no variable as a leaf.
-        bare = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest) if path not in structure()[2]]
-        check(
-            not bare,
-            f"{name}: {', '.join(bare)}: a JAX array that is no variable; make it a NumPy array or nnx.Variable",
+        check_bare(
+            name, ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest) if path not in structure()[2]]
         )
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
@@ -73,7 +71,33 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
         state = nnx.state(module, lambda path, _: path in state_paths)
         return outputs, nnx.to_pure_dict(state)
 
-    return checked(Model(name, init, apply, tuple(input_shape), classes))
+    return checked(name, init, apply, input_shape, classes)
+
+
+def bare_arrays(module: Any) -> list[str]:
+    """Paths of the JAX arrays in a module's attributes that are no variables.
+
+    NNX does not know them as leaves while a module is built on abstract values: they would be constants.
+    """
+    from flax import nnx
+
+    is_known = lambda node: isinstance(node, (nnx.Variable, nnx.Pytree))  # noqa: E731
+    return [
+        "/".join(map(str, (*path, name, path_name(inner)))).rstrip("/")
+        for path, part in nnx.iter_modules(module)
+        for name, value in vars(part).items()
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_known)
+        if isinstance(leaf, jax.Array) and not is_known(leaf)
+    ]
+
+
+def check_bare(name: str, paths: list[str]) -> None:
+    """Refuse arrays that would silently not be trained."""
+    check(
+        not paths,
+        f"{name}: {', '.join(paths)}: a JAX array that is no variable; make it nnx.Param to train it, else "
+        "nnx.Variable or a NumPy array",
+    )
 
 
 def fresh_streams(streams: list[tuple[Any, Any]], key: jax.Array) -> dict[Any, jax.Array]:
@@ -126,7 +150,7 @@ def linen_model(module: Any, *, name: str, input_shape: tuple[int, ...], classes
         )
         return outputs, unfreeze(updated) if train else model_state
 
-    return checked(Model(name, init, apply, tuple(input_shape), classes))
+    return checked(name, init, apply, input_shape, classes)
 
 
 def equinox_model(
@@ -197,7 +221,7 @@ def equinox_model(
         outputs, state = call(image, state, jax.random.split(key, len(image)))
         return outputs, model_state | by_name(empty, state) if train else model_state
 
-    return checked(Model(name, init, apply, tuple(input_shape), classes))
+    return checked(name, init, apply, input_shape, classes)
 
 
 def over_examples(name: str, module: Any, axis_name: str, stateful: bool) -> Callable:
@@ -311,7 +335,7 @@ def plain_model(
         outputs, state = pair(apply(params, *state, image, **by_name(key, train)), "apply: expected (outputs, state)")
         return outputs, state if train else model_state
 
-    return checked(Model(name, model_init, model_apply, tuple(input_shape), classes))
+    return checked(name, model_init, model_apply, input_shape, classes)
 
 
 # ---------------------------------------------------------------- arguments
@@ -346,18 +370,19 @@ def takes(function: Callable[..., Any], count: int, by_name: dict[str, Any] | No
 # ---------------------------------------------------------------- checks
 
 
-def checked(model: Model) -> Model:
-    """The same model, which checks its images."""
+def checked(name: str, init: Callable, apply: Callable, input_shape: Sequence[int], classes: int) -> Model:
+    """A model that checks its images. Raises: UsageError: no name, shape or number of classes."""
+    check_facts(name, input_shape, classes)
 
-    def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
-        check_image(model.name, image.shape, model.input_shape)
-        return model.init(key, image)
+    def checked_init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
+        check_image(name, image.shape, tuple(input_shape))
+        return init(key, image)
 
-    def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> tuple[Any, PyTree]:
-        check_image(model.name, image.shape, model.input_shape)
-        return model.apply(params, model_state, image, key, train)
+    def checked_apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> Any:
+        check_image(name, image.shape, tuple(input_shape))
+        return apply(params, model_state, image, key, train)
 
-    return model._replace(init=init, apply=apply)
+    return Model(name, checked_init, checked_apply, tuple(input_shape), classes)
 
 
 def check_maker(name: str, make: Any, not_of: type | tuple, way_out: str) -> None:

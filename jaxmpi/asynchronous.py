@@ -7,6 +7,7 @@ Worker 0 evaluates, keeps the record, and makes a checkpoint of what each worker
 
 import contextlib
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,15 +22,16 @@ import numpy as np
 
 from jaxmpi import checkpoint, faults, guard, optim, runtime, spans, trace
 from jaxmpi.anatomy import Anatomy, Window, by_name, summary_apart
-from jaxmpi.center import END, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
+from jaxmpi.center import END, LEAVE, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.checkpoint import Apart
-from jaxmpi.config import Experiment, RuleConfig, TrainingError, check
+from jaxmpi.config import ON_STALL, Experiment, RuleConfig, TrainingError, check
 from jaxmpi.post import Counter, FarLine, Gossiper, Line, NearLine, converse
 from jaxmpi.processes import MpiProcesses, named_leaves
 from jaxmpi.recorder import Recorder
 from jaxmpi.rules import Asynchronous, Rule
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.state import TrainState
+from jaxmpi.watchdog import STALLED
 from jaxmpi.workers import Workers, to_device
 
 PyTree = Any
@@ -157,21 +159,24 @@ def starting(
         folder: RUN/checkpoints.
         say: is told of damaged ones that are passed over.
     """
-    read = partial(start_of, state=state, worker=workers.mine[0], rule=rule)
+    read = partial(start_of, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
     found = checkpoint.first_whole(folder, workers.processes, read, say) if resume else None
     workers.processes.same("the checkpoint to resume from", {"step": found.step if found else 0})
     return found or Start(Flat.of(state.params).vector(state.params), state, Tally())
 
 
-def start_of(path: Path, state: TrainState, worker: int, rule: Asynchronous) -> Start:
-    """What a checkpoint holds for a worker; one whose part is not in it begins at the center."""
+def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> Start:
+    """What a checkpoint holds for a worker; one whose part is not in it begins at the center.
+
+    On another number of workers weights of gossip begin anew, so that they sum to 1.
+    """
     manifest = checkpoint.read_manifest(path)
     center = checkpoint.read_file(path, manifest, "common.bin", {"center": state.params})["center"]
     mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
     name = checkpoint.own_file(worker)
     if manifest["files"].get(name):
         own = checkpoint.read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
-        weight = float(own.pop("weight"))
+        weight = float(own.pop("weight")) * (manifest["workers"] == workers)
         mine = TrainState(**own)
     if rule.starts_at_center:
         mine = mine._replace(params=center)
@@ -343,10 +348,10 @@ class Worker:
             raise TrainingError(f"the checkpoint of step {save - 1} cannot be written: {error}") from error
         self.saved = save
 
-    def close(self) -> None:
-        """Worker 0: all is over."""
+    def close(self, is_left: bool) -> None:
+        """Worker 0: all is over, or is to be gone on with later."""
         self.tell({"closing": 1.0})
-        self._talk(END, None, None)
+        self._talk(LEAVE if is_left else END, None, None)
 
     def _talk(self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> Talk:
         talk = Talk(self.post.layout, kind, vector, report, self.workers)
@@ -400,9 +405,8 @@ class Keeper:
         self.result: dict[str, float] = {}
 
     def asks(self) -> dict[str, float]:
-        """What the next report says to all workers: to write their parts of a checkpoint, to stop."""
-        save = {"save": self.begun + 1.0} if self.is_writing else {}
-        return save | ({"leave": 1.0} if self.duties.is_called_away() else {})
+        """What the next report says to all workers: to write their parts of a checkpoint."""
+        return {"save": self.begun + 1.0} if self.is_writing else {}
 
     def look(self, state: TrainState, answer: Answer) -> None:
         """Do what is due."""
@@ -490,7 +494,8 @@ class Keeper:
             self.recorder.say(traced)
         lost = self.worker.workers - int(answer.books.alive)
         if answer.books.stop == 2:
-            self.recorder.say(f"asked to leave: saved at step {step}; go on with --resume")
+            folder = self.apart.folder.parent
+            self.recorder.say(f"asked to leave: saved at step {step}; go on with --resume --run-dir {folder}")
         if lost:
             self.recorder.say(f"finished with {self.worker.workers - lost} of {self.worker.workers} workers")
 
@@ -521,6 +526,38 @@ class Job(NamedTuple):
     folder: Path  # the run's
     traced: trace.Steps  # of each worker's own count
     profiler: trace.Profiler
+    lookout: "Lookout"
+
+
+@dataclass
+class Lookout:
+    """What the rank that keeps the books looks out for: workers that hang, which no other would notice, and signals.
+
+    A worker reports every tau steps or so. Worker 0 evaluates and saves in between, and is given more time.
+    """
+
+    stall_s: float  # without a word of a worker; 0: no limit
+    on_stall: str
+    hosts: Sequence[str]  # by rank
+    told: set[int] = field(default_factory=set)
+
+    def look(self, counter: Counter, is_called_away: bool) -> None:
+        """Name workers that have fallen silent, and end the job where it is to; pass on a signal to leave."""
+        if counter.server.ledger and is_called_away:
+            counter.server.ledger.leaving = 1.0
+        silent_s = counter.silent_s() if self.stall_s else {}
+        late = {w: s for w, s in silent_s.items() if s > self.stall_s * (1.0 if w else runtime.LONG)}
+        self.told &= set(late)
+        if late.keys() <= self.told:
+            return
+        self.told |= set(late)
+        names = ", ".join(f"rank {worker} on {self.hosts[worker]}" for worker in late)
+        sys.stderr.write(
+            f"jaxmpi: watchdog of {runtime.who()}: no progress for {max(late.values()):.0f} s; late: {names}; other "
+            f"workers go on, but no checkpoint is made\njaxmpi: on_stall {self.on_stall}: {ON_STALL[self.on_stall]}\n"
+        )
+        if self.on_stall == "abort":
+            runtime.end_job(STALLED)
 
 
 def run(job: Job) -> dict[str, float]:
@@ -535,11 +572,12 @@ def run(job: Job) -> dict[str, float]:
     post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
     source = job.duties.batches(int(job.start.state.step)) if post.lines else None
     step, state, batches = compiled_in_turn(job, source)
+    serve = partial(kept_open, job, post.counter) if post.counter else None
     if source is None or batches is None:
-        assert post.counter is not None
-        post.counter.run()
+        assert serve is not None
+        serve()
         return {}
-    thread = threading.Thread(target=post.counter.run, name="jaxmpi center", daemon=True) if post.counter else None
+    thread = threading.Thread(target=serve, name="jaxmpi center", daemon=True) if serve else None
     if thread:
         thread.start()
     worker = Worker(job, rule, post, tracer)
@@ -552,11 +590,22 @@ def run(job: Job) -> dict[str, float]:
         leave_where_asked(answer)
         return {}
     keeper.finish(state, answer)
-    worker.close()
+    worker.close(answer.books.stop == 2)
     if thread:
         thread.join()
     leave_where_asked(answer)
     return keeper.result
+
+
+def kept_open(job: Job, counter: Counter) -> None:
+    """Serve to the end, in this thread.
+
+    Raises:
+        guard.Preempted: on a rank that only serves, where the run is to be resumed later.
+    """
+    counter.run(lambda: job.lookout.look(counter, job.duties.is_called_away()))
+    if counter.server.is_left and job.workers.processes.rank >= job.workers.size:
+        raise guard.Preempted
 
 
 def leave_where_asked(answer: Answer) -> None:
@@ -608,7 +657,7 @@ def work(
         worker.spend(window)
         worker.tracer.add(window.spans, worker.number, k)
         pending.clear()
-        asks = keeper.asks() if keeper else {}
+        asks = (keeper.asks() if keeper else {}) | {"leave": float(job.duties.is_called_away())}
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
         worker.write_if_asked(job.apart, state, answer)
         if keeper:

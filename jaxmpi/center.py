@@ -18,7 +18,7 @@ import numpy as np
 from jaxmpi.hostcomm import HOST_WIRES, MESSAGE_BYTES, HostWire
 from jaxmpi.wires import BLOCK
 
-PUSH, READ, REPORT, TIMES, END = range(5)  # kinds of messages
+PUSH, READ, REPORT, TIMES, END, LEAVE = range(6)  # kinds of messages; LEAVE ends a run that is to be resumed
 HEADER_BYTES = 16
 PIECES = 64  # a shard is cut into so many segments at least, for then the answer trails by little
 WINDOW = 8  # messages to one server that may be unanswered
@@ -103,7 +103,7 @@ class Report(NamedTuple):
     saved: float  # the number of the last checkpoint that it has written its part of
     is_done: float = 0.0  # it has made its last exchange
     save: float = 0.0  # worker 0 only: the checkpoint that all are to write
-    leave: float = 0.0  # worker 0 only: the run is to stop before its end
+    leave: float = 0.0  # the run is to stop before its end
     closing: float = 0.0  # worker 0 only: all is over
 
 
@@ -162,9 +162,9 @@ class Ledger:
         self.tally = self.tally.plus(tally)
         self.spent[worker] += spent
         self.reports[worker] = report
+        self.leaving = max(self.leaving, report.leave)
         if worker == 0:
             self.save, self.closing = max(self.save, report.save), max(self.closing, report.closing)
-            self.leaving = max(self.leaving, report.leave)
         self._held.add(worker)
 
     def lose(self, worker: int) -> None:
@@ -195,6 +195,10 @@ class Ledger:
         books = Books(stop, self.save, self.closing, saved, len(reports), done)
         return Answer(books, self.tally, tuple(float(self.staleness[late]) for late in range(LONGEST + 1)))
 
+    def awaited(self) -> set[int]:
+        """Workers that are to say something next: none that is held back, or gone."""
+        return set(self.reports) - self._held - self.told
+
     def is_over(self) -> bool:
         """Whether everybody has heard the end."""
         return bool(self.closing) and self.told >= set(self.reports)
@@ -218,14 +222,14 @@ class Server:
         self.segments = [(a - begin, b - begin) for a, b in layout.segments(number)]
         self.layout, self.center, self.serve, self.ledger = layout, center, serve, ledger
         self.out: dict[int, deque[np.ndarray]] = {}  # by worker: answers not yet sent
-        self.is_closed = False
+        self.is_closed = self.is_left = False
 
     def take(self, worker: int, message: np.ndarray) -> None:
         """A message u8[..] of a worker; what is to be answered, to whomever, goes to `out`."""
         kind, number = message[:HEADER_BYTES].view(np.int64).tolist()
         body = message[HEADER_BYTES:]
-        if kind == END:
-            self.is_closed = True
+        if kind in (END, LEAVE):
+            self.is_closed, self.is_left = True, kind == LEAVE
             self.out.setdefault(worker, deque()).append(np.empty(0, np.uint8))
         elif kind == REPORT:
             self._report(worker, body)
@@ -351,8 +355,8 @@ class Talk:
             yield lambda: packed(REPORT, 0, numbers), REPORT, 8 * ANSWER_FLOATS
         if server == 0 and kind == TIMES:
             yield lambda: packed(TIMES, 0, np.empty(0, np.uint8)), TIMES, self.times.nbytes
-        if kind == END:
-            yield lambda: packed(END, 0, np.empty(0, np.uint8)), END, 0
+        if kind in (END, LEAVE):
+            yield lambda: packed(kind, 0, np.empty(0, np.uint8)), END, 0
 
     def _segment(self, kind: int, number: int, vector: np.ndarray, begin: int, end: int) -> np.ndarray:
         if kind == READ:

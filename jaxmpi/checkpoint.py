@@ -189,7 +189,7 @@ def score_of(path: Path) -> float | None:
     """The score of a checkpoint; None where it has none that can be read."""
     try:
         score = read_manifest(path).get("score")
-    except (UsageError, OSError):
+    except (UsageError, OSError):  # damaged: it is kept as one of the newest or goes, and resuming names it
         return None
     return float(score) if isinstance(score, (int, float)) else None
 
@@ -271,7 +271,7 @@ def newest(folder: Path) -> dict[str, Any] | None:
     for path in reversed(found(folder)):
         try:
             return read_manifest(path)
-        except Damaged:
+        except Damaged:  # told of where it is restored
             continue
     return None
 
@@ -472,7 +472,7 @@ def described(path: Path, file: BufferedReader, row: dict[str, Any]) -> jax.Shap
     """
     try:
         dtype = np.dtype(jnp.dtype(row["dtype"]))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # no type has this name
         dtype = np.dtype(object)
     size = math.prod(row["shape"]) * dtype.itemsize
     known = dtype.kind in "biufcV" and str(dtype) == row["dtype"] and min(row["shape"], default=0) >= 0

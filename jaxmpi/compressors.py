@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmpi import strategies
@@ -30,13 +31,16 @@ class Peers(NamedTuple):
     mean: Callable[[PyTree], PyTree]  # of a tree, by the chosen strategy and wire, the same bits on all
     rows: Callable[[PyTree], PyTree]  # leaves [...] of all workers as [w, ...], in rank order
     wire: Wire
+    local: Callable[[Callable], Callable]  # what a worker computes by itself, as a program that need not communicate
 
 
 class Compressor(NamedTuple):
     """Two pure functions.
 
     `init(params) -> state`; `compress(grads, state, peers) -> (grads, state)`: this worker's gradients in, what stands
-    for their mean over workers out, with the shapes and dtypes of grads, bitwise equal on all workers.
+    for their mean over workers out, with the shapes and dtypes of grads, bitwise equal on all workers. Inside a program
+    all of it is part of that; else each of its parts is a program, and those that do not communicate are compiled once
+    a host.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -67,29 +71,60 @@ def lowrank(rank: int) -> Compressor:
 
     def init(params: PyTree) -> LowRankState:
         leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
         error = [jnp.zeros(matrix_shape(leaf), jnp.float32) if is_thin(leaf) else None for leaf in leaves]
-        q = [
-            jax.random.normal(key, (leaf.shape[-1], rank), jnp.float32) if is_thin(leaf) else None
-            for key, leaf in zip(keys, leaves, strict=False)
-        ]
+        q = [drawn(i, (leaf.shape[-1], rank)) if is_thin(leaf) else None for i, leaf in enumerate(leaves)]
         return LowRankState(jax.tree.unflatten(structure, error), jax.tree.unflatten(structure, q))
 
     def compress(grads: PyTree, state: LowRankState, peers: Peers) -> tuple[PyTree, LowRankState]:
         leaves, structure = jax.tree.flatten(grads)
         error, q = structure.flatten_up_to(state.error), structure.flatten_up_to(state.q)
-        meant = {i: leaves[i].astype(jnp.float32).reshape(e.shape) + e for i, e in enumerate(error) if e is not None}
-        whole = {i: leaf for i, leaf in enumerate(leaves) if i not in meant}
-        p, out = peers.mean(({i: dot(m, q[i]) for i, m in meant.items()}, whole))
-        basis = {i: jnp.linalg.qr(columns)[0] for i, columns in p.items()}
-        mine = {i: transposed_dot(m, basis[i]) for i, m in meant.items()}
-        for i, mean in peers.mean(mine).items():
-            out[i] = dot(basis[i], mean.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
-            error[i], q[i] = meant[i] - dot(basis[i], mine[i].T), mean
-        state = LowRankState(jax.tree.unflatten(structure, error), jax.tree.unflatten(structure, q))
-        return jax.tree.unflatten(structure, [out[i] for i in range(len(leaves))]), state
+        thin = {i: leaf for i, leaf in enumerate(leaves) if error[i] is not None}
+        whole = {i: leaf for i, leaf in enumerate(leaves) if error[i] is None}
+        of_thin = [{i: every[i] for i in thin} for every in (error, q)]
+        meant, columns = peers.local(projected)(thin, *of_thin)
+        p, out = peers.mean((columns, whole))
+        basis, mine = peers.local(reprojected)(meant, p)
+        mean = peers.mean(mine)
+        sent, owed = peers.local(rebuilt)(thin, meant, basis, mine, mean)
+        changes = ((leaves, out | sent), (error, owed), (q, mean))
+        out, error, q = (jax.tree.unflatten(structure, changed(old, new)) for old, new in changes)
+        return out, LowRankState(error, q)
 
     return Compressor(init, compress)
+
+
+def drawn(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Standard normal f32[shape], the same on all workers.
+
+    By NumPy: every rank would compile `jax.random.normal` for every shape.
+    """
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+Thin = dict[int, jax.Array]  # an array for every leaf that is compressed, by its place among all
+
+
+def changed(every: list, some: Thin) -> list:
+    """A list with some of its entries replaced."""
+    return [some.get(i, old) for i, old in enumerate(every)]
+
+
+def projected(grads: Thin, error: Thin, q: Thin) -> tuple[Thin, Thin]:
+    """M = G + E and M Q."""
+    meant = {i: leaf.astype(jnp.float32).reshape(error[i].shape) + error[i] for i, leaf in grads.items()}
+    return meant, {i: dot(m, q[i]) for i, m in meant.items()}
+
+
+def reprojected(meant: Thin, p: Thin) -> tuple[Thin, Thin]:
+    """P, made orthonormal, and M^T P."""
+    basis = {i: jnp.linalg.qr(columns)[0] for i, columns in p.items()}
+    return basis, {i: transposed_dot(m, basis[i]) for i, m in meant.items()}
+
+
+def rebuilt(grads: Thin, meant: Thin, basis: Thin, mine: Thin, mean: Thin) -> tuple[Thin, Thin]:
+    """P Q^T of all workers' mean Q, in the shapes and dtypes of the gradients, and M - P Q^T of this worker's own."""
+    sent = {i: dot(basis[i], q.T).reshape(grads[i].shape).astype(grads[i].dtype) for i, q in mean.items()}
+    return sent, {i: m - dot(basis[i], mine[i].T) for i, m in meant.items()}
 
 
 def matrix_shape(leaf: jax.Array) -> tuple[int, int]:
@@ -143,36 +178,42 @@ def topk(percent: float) -> Compressor:
             jax.tree.map(lambda leaf: jnp.zeros(leaf.size, jnp.float32) if is_sparse(leaf) else None, params)
         )
 
+    def chosen(grads: Thin, error: Thin) -> tuple[Thin, jax.Array, jax.Array]:
+        """What is meant, g + e, f32[n] each; of all of them the places of the largest, and what stands there."""
+        meant = {i: leaf.astype(jnp.float32).reshape(-1) + error[i] for i, leaf in grads.items()}
+        places = {i: lax.top_k(jnp.abs(m), count(m))[1] for i, m in meant.items()}
+        return (
+            meant,
+            jnp.concatenate(list(places.values())),
+            jnp.concatenate([meant[i][at] for i, at in places.items()]),
+        )
+
+    def added(grads: Thin, meant: Thin, own: tuple, every: tuple) -> tuple[Thin, Thin]:
+        """Of what all workers sent the mean, as gradients, and what this one kept; own: places, values; every: rows."""
+        totals, owed, end = {}, {}, 0
+        for i, m in meant.items():
+            part = slice(end, end := end + count(m))
+            total = add_sparse(every[0][:, part], every[1][:, part], m.size) / len(every[0])
+            totals[i] = total.reshape(grads[i].shape).astype(grads[i].dtype)
+            owed[i] = m.at[own[0][part]].add(-own[1][part], unique_indices=True)
+        return totals, owed
+
     def compress(grads: PyTree, state: TopKState, peers: Peers) -> tuple[PyTree, TopKState]:
         leaves, structure = jax.tree.flatten(grads)
         error = structure.flatten_up_to(state.error)
-        meant = {i: leaves[i].astype(jnp.float32).reshape(-1) + e for i, e in enumerate(error) if e is not None}
-        out = peers.mean({i: leaf for i, leaf in enumerate(leaves) if i not in meant})
-        totals, owed = share_largest(meant, {i: count(leaves[i]) for i in meant}, peers)
-        for i in meant:
-            out[i], error[i] = totals[i].reshape(leaves[i].shape).astype(leaves[i].dtype), owed[i]
-        state = TopKState(jax.tree.unflatten(structure, error))
-        return jax.tree.unflatten(structure, [out[i] for i in range(len(leaves))]), state
+        thin = {i: leaf for i, leaf in enumerate(leaves) if error[i] is not None}
+        out = peers.mean({i: leaf for i, leaf in enumerate(leaves) if error[i] is None})
+        if not thin:
+            return jax.tree.unflatten(structure, changed(leaves, out)), state
+        meant, places, values = peers.local(chosen)(thin, {i: error[i] for i in thin})
+        encode, decode = peers.local(peers.wire.encode), peers.local(peers.wire.decode)
+        sent = encode(values)
+        all_places, all_sent = peers.rows((places, sent))
+        totals, owed = peers.local(added)(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
+        state = TopKState(jax.tree.unflatten(structure, changed(error, owed)))
+        return jax.tree.unflatten(structure, changed(leaves, out | totals)), state
 
     return Compressor(init, compress)
-
-
-def share_largest(
-    meant: dict[int, jax.Array], counts: dict[int, int], peers: Peers
-) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-    """Of each f32[n] the mean over workers of what each sent, and what this one kept; one message for all of them."""
-    if not meant:
-        return {}, {}
-    places = {i: lax.top_k(jnp.abs(m), counts[i])[1] for i, m in meant.items()}
-    sent = peers.wire.encode(jnp.concatenate([m[places[i]] for i, m in meant.items()]))
-    all_places, all_sent = peers.rows((jnp.concatenate(list(places.values())), sent))
-    own, all_values = peers.wire.decode(sent), peers.wire.decode(all_sent)
-    totals, owed, end = {}, {}, 0
-    for i, m in meant.items():
-        part = slice(end, end := end + counts[i])
-        totals[i] = add_sparse(all_places[:, part], all_values[:, part], m.size) / len(all_places)
-        owed[i] = m.at[places[i]].add(-own[part], unique_indices=True)
-    return totals, owed
 
 
 def add_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:

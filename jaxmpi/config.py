@@ -258,19 +258,28 @@ class RuleConfig:
 
     def __post_init__(self) -> None:
         shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
-        why = "beyond 1 a worker would end on the far side of the center"
+        far = "beyond 1 a worker would end on the far side of the center, at 0 they would never meet"
         for name in shares:
             value = getattr(self, name)
             is_open = name != "p"
             check(
                 0 <= value <= 1 and not (is_open and value == 0),
-                f"rule.{name}: got {value}; expected {'(0' if is_open else '[0'}, 1]" + f": {why}" * is_open,
+                f"rule.{name}: got {value}; expected "
+                + (f"(0, 1]: {far}" if is_open else "[0, 1]: it is a probability"),
             )
         check(0 <= self.momentum < 1, f"rule.momentum: got {self.momentum}; expected [0, 1): at 1 it never forgets")
-        for name, least in (("tau", 1), ("staleness", 0), ("servers", 0)):
-            check(getattr(self, name) >= least, f"rule.{name}: got {getattr(self, name)}; expected >= {least}")
-        check(self.local_steps >= 1, f"rule.local_steps: got {self.local_steps}; expected >= 1")
-        check(self.outer_lr > 0 and math.isfinite(self.outer_lr), f"rule.outer_lr: got {self.outer_lr}; expected > 0")
+        for name, least, why in (
+            ("tau", 1, "it counts steps from one exchange to the next"),
+            ("local_steps", 1, "it counts steps from one exchange to the next"),
+            ("staleness", 0, "nobody can be ahead of the slowest by less; 0 is no bound"),
+            ("servers", 0, "with 0 a thread of rank 0 keeps the center"),
+        ):
+            got = getattr(self, name)
+            check(got >= least, f"rule.{name}: got {got}; expected >= {least}: {why}")
+        check(
+            self.outer_lr > 0 and math.isfinite(self.outer_lr),
+            f"rule.outer_lr: got {self.outer_lr}; expected > 0: at 0 nothing that workers learn would stay",
+        )
         check(
             0 <= self.outer_momentum < 1,
             f"rule.outer_momentum: got {self.outer_momentum}; expected [0, 1): at 1 it never forgets",
@@ -316,6 +325,12 @@ RECOVERIES = {
     "stop": "the run stops",
     "skip": "the step changes nothing; params that differ between workers stop the run",
     "rollback": "back to the newest checkpoint; a step that fails twice is left out",
+}
+
+# What becomes of the other workers where one dies.
+LOSSES = {
+    "end": "the job ends; jaxmpi train --restarts starts it again",
+    "shrink": "they do the step again without it and go on, on one host under mpirun --with-ft ulfm; experimental",
 }
 
 # How batch norm's statistics cross workers: what training normalises with, what evaluation does.
@@ -370,6 +385,7 @@ class Experiment:
     recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     compare_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
+    ft: str = "end"  # end | shrink: where a worker dies the job ends, or the others go on without it (experimental)
     inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # of initialisation, order, augmentation and dropout
     batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
@@ -399,6 +415,7 @@ class Experiment:
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
         lookup(RECOVERIES, self.recover, "recover")
+        lookup(LOSSES, self.ft, "ft")
         lookup(COMMS, self.comm, "comm")
         check(
             self.form in ("auto", "fused", "split"),

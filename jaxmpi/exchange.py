@@ -57,7 +57,7 @@ def exchange(
     Raises:
         UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
             16- or 32-bit float (by path); ranks whose trees or options differ (rank, path, got, expected); a call under
-            `jax.grad`.
+            `jax.grad`, or over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
     """
     check_op(op)
     check(
@@ -77,7 +77,7 @@ def exchange(
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
     if is_traced(leaves):
         choice.comm.sign(choice.statement(tree))
-        return jax.tree.unflatten(structure, choice.inside_jit([not_differentiable(leaf) for leaf in leaves]))
+        return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, choice.comm) for leaf in leaves]))
     return _outside_jit(choice)(tree)
 
 
@@ -226,6 +226,26 @@ def _refuse(primals: tuple, tangents: tuple) -> NamedTuple:
     raise UsageError("exchange cannot be differentiated; take jax.grad first, then exchange the gradients")
 
 
+@jax.custom_batching.custom_vmap
+def not_mapped(x: jax.Array) -> jax.Array:
+    """The identity, which `jax.vmap` cannot map."""
+    return x
+
+
+@not_mapped.def_vmap
+def _refuse_to_map(*_: Any) -> NamedTuple:
+    raise UsageError(
+        "jax.vmap cannot map an exchange over MPI ranks, which is one message for all; exchange what is mapped, as in "
+        "exchange(jax.vmap(f)(xs)): a mean over workers is taken entry by entry, so it is the same"
+    )
+
+
+def guarded(leaf: jax.Array, comm: Comm) -> jax.Array:
+    """The leaf, for which neither a derivative is offered nor, where it travels over MPI, a mapping."""
+    leaf = not_differentiable(leaf)
+    return not_mapped(leaf) if isinstance(comm, MpiComm) and comm.size > 1 else leaf
+
+
 def exchange_gradients(
     strategy: str = "asa32",
     op: Op = "mean",
@@ -251,17 +271,19 @@ def exchange_gradients(
 def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | None) -> optax.GradientTransformation:
     """A compressor as an Optax transformation; with one worker nothing is compressed."""
     compressor, strategy = compressors.parse(spelling)
+    mean = functools.partial(exchange, strategy=strategy.name, bucket_bytes=bucket_bytes)
 
     @jax.jit
     def run(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         workers: Comm = comm or world()
-        peers = Peers(
-            mean=lambda tree: exchange(tree, strategy.name, "mean", workers, bucket_bytes),
-            rows=lambda tree: allgather(tree, workers),
-            wire=strategy.wire,
-        )
-        mean, state = compressor.compress(jax.tree.map(not_differentiable, updates), state, peers)
-        return mean if op == "mean" else jax.tree.map(lambda x: x * workers.size, mean), state
+        rows = functools.partial(allgather, comm=workers)
+        peers = Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=lambda function: function)
+        return compressor.compress(jax.tree.map(lambda x: guarded(x, workers), updates), state, peers)
+
+    @functools.cache
+    def outside_jit(workers: Comm) -> Peers:
+        rows = jax.jit(functools.partial(allgather, comm=workers))
+        return Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=functools.cache(workers.jit))
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
@@ -271,6 +293,10 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
             return updates, state
         choice = Choice(spelling, op, workers, bucket_bytes)
         workers.sign(choice.statement(updates))
-        return run(updates, state)
+        if is_traced(jax.tree.leaves((updates, state))):
+            total, state = run(updates, state)
+        else:
+            total, state = compressor.compress(updates, state, outside_jit(workers))
+        return total if op == "mean" else jax.tree.map(lambda x: x * workers.size, total), state
 
     return optax.GradientTransformation(lambda params: compressor.init(params), update)

@@ -164,5 +164,5 @@ def commit(root: Path | None) -> str:
         git = partial(subprocess.run, cwd=root, capture_output=True, text=True, timeout=10, check=True)
         head = git(["git", "rev-parse", "HEAD"]).stdout.strip()
         return head + ("+" if git(["git", "status", "--porcelain"]).stdout.strip() else "")
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):  # there is no git, no repository, or no answer in time
         return ""

@@ -1,9 +1,11 @@
 """Examples of one kind on their way to the devices: who reads which when, and what the wait for them was."""
 
 import collections
+import dataclasses
 import hashlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,9 @@ def open_feed(
         )
     crew = crew or Crew(kind_for(data, source), data.loaders * len(workers.mine), data.stall_s)
     return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory)
+
+
+def dealt_anew(feed: Feed, workers: Workers, micro_batch: int = 0) -> Feed:
+    """The same examples in the same order, between other workers; what was counted so far stays counted."""
+    deal = partial(dataclasses.replace, feed.samplers[0], size=workers.size, multiple=micro_batch or 1)
+    return dataclasses.replace(feed, samplers=tuple(deal(rank=rank) for rank in workers.mine))

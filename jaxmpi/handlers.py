@@ -10,10 +10,11 @@ import ctypes
 import functools
 import math
 import os
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast, string_at
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,17 +82,9 @@ class Scalar(ctypes.Structure):
     _fields_ = (("dtype", c_int), ("value", c_void_p))
 
 
-class Buffer(ctypes.Structure):
-    """XLA_FFI_Buffer."""
-
-    _fields_ = (
-        ("struct_size", c_size_t),
-        ("extension", c_void_p),
-        ("dtype", c_int),
-        ("data", c_void_p),
-        ("rank", c_int64),
-        ("dims", POINTER(c_int64)),
-    )
+# XLA_FFI_Buffer: struct_size, extension, dtype, data, rank, dims. A program may have hundreds of them, and a field of a
+# ctypes structure takes longer to read than all of these.
+BUFFER = struct.Struct("@NPiPqP")
 
 
 class Buffers(ctypes.Structure):
@@ -102,7 +95,7 @@ class Buffers(ctypes.Structure):
         ("extension", c_void_p),
         ("size", c_int64),
         ("kinds", POINTER(c_int)),
-        ("items", POINTER(POINTER(Buffer))),
+        ("items", c_void_p),  # XLA_FFI_Buffer**
     )
 
 
@@ -329,19 +322,27 @@ def _handle(frame: Frame) -> None:
 
 
 def _views(buffers: Buffers, writable: bool) -> list[np.ndarray]:
-    every = [buffers.items[i].contents for i in range(buffers.size)]
-    return [_view(buffer, writable) for buffer in every if buffer.dtype != TOKEN]
+    pointers = _read(f"{buffers.size}P", buffers.items)
+    every = [BUFFER.unpack(string_at(pointer, BUFFER.size)) for pointer in pointers]
+    mode = WRITE if writable else READ
+    return [
+        _view(dtype, data, _read(f"{rank}q", dims), mode) for _, _, dtype, data, rank, dims in every if dtype != TOKEN
+    ]
 
 
-def _view(buffer: Buffer, writable: bool) -> np.ndarray:
+def _read(format: str, address: int | None) -> tuple[int, ...]:
+    """Numbers in memory; none where there is no address."""
+    return struct.unpack(format, string_at(address, struct.calcsize(format))) if address else ()
+
+
+def _view(number: int, data: int, shape: tuple[int, ...], mode: int) -> np.ndarray:
     """XLA's buffer, row-major, without a copy."""
-    check(buffer.dtype in DTYPES, f"XLA's type number {buffer.dtype} cannot go to Python; cast it to 8 bits or more")
-    dtype, shape = DTYPES[buffer.dtype], tuple(buffer.dims[: buffer.rank])
+    check(number in DTYPES, f"XLA's type number {number} cannot go to Python; cast it to 8 bits or more")
+    dtype = DTYPES[number]
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes == 0:  # the pointer may be null
         return np.empty(shape, dtype)
-    memory = _memory_at(buffer.data, size_bytes, WRITE if writable else READ)
-    return np.frombuffer(memory, dtype).reshape(shape)
+    return np.ndarray(shape, dtype, _memory_at(data, size_bytes, mode))
 
 
 READ, WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
@@ -361,12 +362,12 @@ def _decode(attributes: Attributes) -> dict[str, Any]:
 
 
 def _text(span: Span) -> str:
-    return ctypes.string_at(span.text, span.length).decode()
+    return string_at(span.text, span.length).decode()
 
 
 def _scalar(scalar: Scalar) -> Any:
     dtype = DTYPES[scalar.dtype]
-    return np.frombuffer(ctypes.string_at(scalar.value, dtype.itemsize), dtype)[0].item()
+    return np.frombuffer(string_at(scalar.value, dtype.itemsize), dtype)[0].item()
 
 
 def _as_xla_error(frame: Frame, error: BaseException) -> int:
@@ -398,7 +399,7 @@ def why_not() -> str:
     try:
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(cast(_handler, c_void_p).value), platform="cpu")
         _probe()
-    except Exception as error:
+    except Exception as error:  # an interface of another age may fail in any way; it is said, and there is another way
         reason = f"{type(error).__name__}: {error}"
         if runtime.my_rank() == 0:
             print(f"jaxmpi: Python in programs goes through io_callback, with copies: {reason}", file=sys.stderr)

@@ -158,6 +158,11 @@ class HostComm:
         receiving = [self.mpi.Irecv(part, source, tag) for part in cut(received)]
         return [*receiving, *(self.mpi.Isend(part, to, tag) for part in cut(sent))]
 
+    def swap_each(self, sent: Rows, received: Rows, to: int, tag: int) -> Requests:
+        """Send arrays to a rank, and receive as many of any dtype from it, in the same order."""
+        pairs = zip(sent, received, strict=True)
+        return [request for a, b in pairs for request in self.swap(a.view(np.uint8), to, b.view(np.uint8), to, tag)]
+
     def shift(self, sent: np.ndarray, received: np.ndarray, tag: int) -> Requests:
         """Send to the next place, receive from the one before."""
         before, after = (self.order[(self.place + step) % self.size] for step in (-1, 1))
@@ -225,31 +230,59 @@ def hierarchical_ring(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> I
     mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
     theirs = {i: [np.empty_like(row) for row in mine] for i in peers}
     if peers:
-        yield [request for i in peers for request in swap_rows(parts[i], theirs[i], inside, i, tag)]
+        yield [request for i in peers for request in inside.swap_each(parts[i], theirs[i], inside.order[i], tag)]
     for c, row in enumerate(mine):
         every = [row if i == inside.place else theirs[i][c] for i in range(inside.size)]
         row[:] = functools.reduce(np.add, every)
     if between.size > 1:
         yield from ring(mine, between, wire, tag)
     if peers:
-        yield [request for i in peers for request in swap_rows(mine, parts[i], inside, i, tag)]
+        yield [request for i in peers for request in inside.swap_each(mine, parts[i], inside.order[i], tag)]
 
 
-def swap_rows(sent: Rows, received: Rows, comm: HostComm, place: int, tag: int) -> Requests:
-    """Send rows to the rank at a place, and receive as many from it."""
-    to = comm.order[place]
-    pairs = zip(sent, received, strict=True)
-    return [request for a, b in pairs for request in comm.swap(a.view(np.uint8), to, b.view(np.uint8), to, tag)]
+def pairwise(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """Halve and add between partners 1, 2, 4, ... places apart, then double the way back; as `strategies.pairwise`."""
+    partners = [comm.order[comm.place ^ 1 << level] for level in range(comm.size.bit_length() - 1)]
+    mine = list(range(comm.size))  # rows that are still summed here
+    for level, partner in enumerate(partners):
+        low, high = mine[: len(mine) // 2], mine[len(mine) // 2 :]
+        given, mine = (low, high) if comm.place >> level & 1 else (high, low)
+        received = [np.empty(wire.size_bytes(rows[i].size), np.uint8) for i in mine]
+        yield comm.swap_each([wire.encode(rows[i]) for i in given], received, partner, tag)
+        for i, theirs in zip(mine, received, strict=True):
+            np.add(wire.decode(theirs), rows[i], out=rows[i])
+    results = {mine[0]: wire.encode(rows[mine[0]])}
+    rows[mine[0]][:] = wire.decode(results[mine[0]])
+    for partner in reversed(partners):
+        theirs = sorted(i ^ len(results) for i in results)
+        received = [
+            rows[i].view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(rows[i].size), np.uint8)
+            for i in theirs
+        ]
+        yield comm.swap_each([results[i] for i in sorted(results)], received, partner, tag)
+        for i, sent in zip(theirs, received, strict=True):
+            results[i] = sent
+            if not wire.is_exact:
+                rows[i][:] = wire.decode(sent)
 
 
-HOST_SUMS: dict[str, Sum] = {"ring": ring, "asa": alltoall_sum_allgather, "hier-ring": hierarchical_ring}
+HOST_SUMS: dict[str, Sum] = {
+    "ring": ring,
+    "asa": alltoall_sum_allgather,
+    "hier-ring": hierarchical_ring,
+    "tree": pairwise,
+}
+FITS: dict[str, Callable[[Sequence[int]], bool]] = {  # by the hosts of all ranks, where not all will do
+    "hier-ring": lambda hosts: len(set(collections.Counter(hosts).values())) == 1,
+    "tree": lambda hosts: len(hosts).bit_count() == 1,
+}
 
 
 def has(strategy: Strategy, hosts: Sequence[int]) -> bool:
     """Whether there is a sum in NumPy that gives this strategy's bits over ranks on these hosts."""
     algorithm, _, wire = strategy.name.partition(":")
-    is_even = len(set(collections.Counter(hosts).values())) == 1
-    return algorithm in HOST_SUMS and wire in HOST_WIRES and (is_even or not algorithm.startswith("hier-"))
+    fits = FITS.get(algorithm)
+    return algorithm in HOST_SUMS and wire in HOST_WIRES and (fits is None or fits(hosts))
 
 
 class HostSum(NamedTuple):

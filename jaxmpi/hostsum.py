@@ -10,6 +10,7 @@ The order of additions is that of the ranks, however the vectors are cut: the sa
 import ctypes
 import functools
 import hashlib
+import math
 import mmap
 import os
 import platform
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxmpi import handlers, spans
+from jaxmpi import handlers, runtime, spans
 from jaxmpi.config import TrainingError, check, seconds_from
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
@@ -183,7 +184,8 @@ class SharedSum:
                 self.board.check_same(self.rank - 1)
             add_to(slot, chunk, vectors)
         if self.rank == self.size - 1 and not self.each_divides and divisor != 1:
-            np.divide(slot[: chunk.floats], divisor, out=slot[: chunk.floats])
+            divide, number = division(float(divisor))
+            divide(slot[: chunk.floats], number, slot[: chunk.floats])
         self.board.post(SUMMED, k + 1)
 
 
@@ -230,16 +232,26 @@ def copy_in(vectors: Sequence[np.ndarray], chunk: Chunk, slot: np.ndarray) -> No
 def add_to(slot: np.ndarray, chunk: Chunk, vectors: Sequence[np.ndarray]) -> None:
     """Add a chunk of the vectors to the slot."""
     for vector, part, place in chunk.pieces:
-        np.add(slot[place], vectors[vector][part], out=slot[place])
+        there = slot[place]
+        np.add(there, vectors[vector][part], there)
 
 
 def copy_out(slot: np.ndarray, chunk: Chunk, totals: Sequence[np.ndarray], divisor: np.float32 | None) -> None:
     """The slot, divided where there is a divisor, to its places in the results."""
-    for vector, part, place in chunk.pieces:
-        if divisor is None or divisor == 1:
+    if divisor is None or divisor == 1:
+        for vector, part, place in chunk.pieces:
             np.copyto(totals[vector][part], slot[place])
-        else:
-            np.divide(slot[place], divisor, out=totals[vector][part])
+        return
+    divide, number = division(float(divisor))
+    for vector, part, place in chunk.pieces:
+        divide(slot[place], number, totals[vector][part])
+
+
+@functools.lru_cache(maxsize=64)
+def division(divisor: float) -> tuple[np.ufunc, np.float32]:
+    """How to divide by it: by a power of two the product with its inverse has the same bits, and is quicker."""
+    is_power = math.frexp(divisor)[0] == 0.5 and 2.0**-126 <= abs(divisor) <= 2.0**126
+    return (np.multiply, np.float32(1 / divisor)) if is_power else (np.divide, np.float32(divisor))
 
 
 def flat(array: np.ndarray) -> np.ndarray:
@@ -278,7 +290,7 @@ class Board:
         # With a core for every rank a peer comes in microseconds. Else who sleeps at once is woken first; who yields
         # has to wait for all that others run on the core.
         self.yields = 0 if size > (os.cpu_count() or 1) else 20
-        self.words[rank * ROW + PID_SPACE] = pid_space()
+        self.words[rank * ROW + PID_SPACE] = runtime.pid_space()
         self.words[rank * ROW + PID] = os.getpid()
 
     def check_all_here(self) -> None:
@@ -374,7 +386,7 @@ class Board:
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank's process is gone, as far as this one can see."""
-        if not pid_space() or self.words[rank * ROW + PID_SPACE] != pid_space():
+        if not runtime.pid_space() or self.words[rank * ROW + PID_SPACE] != runtime.pid_space():
             return False
         try:
             with open(f"/proc/{self.words[rank * ROW + PID]}/stat") as file:
@@ -387,14 +399,6 @@ class Board:
 def digest(sizes: tuple[int, ...], divisor: float) -> int:
     """What must be the same on all ranks, in 63 bits."""
     return int.from_bytes(hashlib.sha256(repr((sizes, divisor)).encode()).digest()[:8]) >> 1
-
-
-def pid_space() -> int:
-    """Where this process's number means something; 0 where that is unknown."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 # ---------------------------------------------------------------- memory
@@ -422,7 +426,7 @@ def map_together(host: Host, slots: int) -> tuple[mmap.mmap, int]:
     try:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), size_bytes)
-    except OSError:
+    except OSError:  # the first call finds that ranks do not see each other
         memory = mmap.mmap(-1, size_bytes)
     host.host_barrier()
     if host.local_rank == 0:

@@ -128,16 +128,18 @@ def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
 
 
 def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
-    """Whether the run goes on without workers that die: by an asynchronous rule, where this Open MPI can."""
+    """Whether the run goes on without workers that die: by an asynchronous rule or `--ft shrink`, where this Open MPI
+    can.
+    """
     release = re.search(r"(\d+)\.\d+", version)
     if not train_args or release is None or int(release[1]) < 5:
         return False
     file = Path(train_args[0])
     text = " ".join([*train_args, file.read_text() if file.is_file() else ""])
-    if not any(name in text for name, row in rules.RULES.items() if row.is_asynchronous):
+    if not any(name in text for name in ("shrink", *(n for n, row in rules.RULES.items() if row.is_asynchronous))):
         return False  # most runs need not wait for the experiment file here
     experiment, _ = experiments.parse(list(train_args))
-    return rules.is_asynchronous(experiment.rule)
+    return rules.is_asynchronous(experiment.rule) or experiment.ft == "shrink"
 
 
 def srun(options: Options, cores: int, is_root: bool) -> list[str]:

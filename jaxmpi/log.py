@@ -46,16 +46,19 @@ class Log:
             return [0.0] * 3
         return [squares.sum(), rows(metrics.mean_square, self.workers).sum(dtype=np.float64), float(squares.size)]
 
-    def line(self, step: int, sums: np.ndarray, window: Window) -> Summary:
+    def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
         """The mean loss of all workers' examples since the last line, and where the time went.
+
+        Args:
+            distance: of this process's workers from what they met, summed, where the rule keeps it.
 
         Raises:
             TrainingError: more data is skipped than may be.
         """
         plan, feed = self.plan, self.plan.feed
-        mine = np.array([*sums, feed.skipped, feed.wait_s])
+        mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
         every = self.workers.processes.rows(np.concatenate([mine, flat(window)]))
-        loss, count, squares, *measured, skipped, wait_s = every[:, : len(mine)].sum(axis=0).tolist()
+        loss, count, squares, *measured, skipped, wait_s, apart = every[:, : len(mine)].sum(axis=0).tolist()
         seen = summary(every[:, len(mine) :], window.steps)
         self.recorder.train(
             step=step,
@@ -71,6 +74,7 @@ class Log:
             images=plan.examples(step) - plan.examples(step - window.steps),
             noted=window.spans,
             **self._noise(*measured),
+            **({} if distance is None else {"distance": apart / self.workers.size}),
         )
         if traced := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
             self.recorder.say(traced)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmpi.config import check
 
@@ -39,6 +40,23 @@ class Model(NamedTuple):
     def takes_tokens(self) -> bool:
         """Whether inputs are whole numbers, which are neither normalised nor cast to a float."""
         return jnp.issubdtype(self.input_dtype, jnp.integer)
+
+
+def check_whole(what: str, value: Any, least: int = 1) -> None:
+    """Raise `UsageError` unless `value` is a whole number >= `least`."""
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    check(is_whole and bool(value >= least), f"{what}: got {value!r}; expected a whole number >= {least}")
+
+
+def check_facts(name: Any, input_shape: Any, classes: Any) -> None:
+    """Raise `UsageError` unless these can be a model's name, the shape of its input and the number of its logits."""
+    check(isinstance(name, str) and bool(name), f"a model's name: got {name!r}; expected text")
+    expected = "expected (height, width, channels), or (window,) of tokens"
+    is_shape = isinstance(input_shape, (tuple, list)) and len(input_shape) > 0
+    check(is_shape, f"{name}: input_shape: got {input_shape!r}; {expected}")
+    for length in input_shape:
+        check_whole(f"{name}: input_shape {tuple(input_shape)}", length)
+    check_whole(f"{name}: classes", classes)
 
 
 def check_pair(result: Any, what: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmpi.adapters import by_path
 from jaxmpi.config import UsageError, check
-from jaxmpi.model import Model, a, check_pair, shown
+from jaxmpi.model import Model, a, check_facts, check_pair, shown
 
 PyTree = Any
 
@@ -36,6 +36,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
         f"got {a(model)} as the experiment's model; expected a jaxmpi.model.Model: nnx_model, linen_model, "
         "equinox_model and plain_model make one",
     )
+    check_facts(model.name, model.input_shape, model.classes)
     params, model_state = shapes_of_init(model)
     for train in (True, False):
         outputs = shapes_of_outputs(model, params, model_state, train, compute_dtype)

@@ -17,7 +17,7 @@ from jaxmpi.comm import Comm, world
 from jaxmpi.config import OVERLAPS, check, check_bucket_bytes, lookup
 from jaxmpi.courier import COLLECT, OPEN, SEND
 from jaxmpi.engine import TICKET, Calls, labelled, like, travelled, why_not
-from jaxmpi.exchange import BUCKET_BYTES, Choice, Op, check_leaves, check_op, is_traced, not_differentiable
+from jaxmpi.exchange import BUCKET_BYTES, Choice, Op, check_leaves, check_op, guarded, is_traced
 from jaxmpi.processes import named_leaves
 from jaxmpi.strategies import parse
 
@@ -107,7 +107,7 @@ def chosen_for(
 
 def fused(tree: PyTree, choice: Choice) -> list[jax.Array]:
     """Leaves -> buckets f32[n]."""
-    leaves = [not_differentiable(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree)]
+    leaves = [guarded(jnp.asarray(leaf), choice.comm) for leaf in jax.tree.leaves(tree)]
     return [fuse([leaves[i] for i in bucket]) for bucket in choice.buckets(leaves)]
 
 

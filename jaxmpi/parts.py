@@ -19,11 +19,11 @@ from jaxmpi.comm import Comm
 from jaxmpi.config import Experiment
 from jaxmpi.courier import courier
 from jaxmpi.exchange import exchange, exchange_gradients
-from jaxmpi.feed import Feed, open_feed
+from jaxmpi.feed import Feed, dealt_anew, open_feed
 from jaxmpi.plan import choose, is_auto
 from jaxmpi.processes import MpiProcesses, Processes
 from jaxmpi.programs import loaded_jit
-from jaxmpi.replicas import fingerprints, tree_digest
+from jaxmpi.replicas import fingerprints_by, tree_digest
 from jaxmpi.rules import Rule
 from jaxmpi.state import TrainState, create
 from jaxmpi.workers import Workers, alone
@@ -58,11 +58,12 @@ class Plan(NamedTuple):
         return step / self.clock.steps_per_epoch
 
 
-def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0) -> Plan:
+def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: Plan | None = None) -> Plan:
     """Batches, steps and learning rate.
 
     Args:
         scaled_for: workers that the run began with; 0: these.
+        before: of a run that goes on with fewer workers, whose data is open.
 
     Raises:
         UsageError: a batch that does not divide, data that is missing, a learning-rate scaling the rule refuses.
@@ -72,12 +73,16 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0) -> 
     local_batch = config.local_batch(experiment, workers.size, uneven=is_other)
     effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
     micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
-    feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
-    # Workers that do not meet cannot share an evaluation.
-    evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
-    validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
-    facts = {"train": feed.facts(), "validation": validation.facts()}
-    workers.processes.same("the data", facts)
+    if before:
+        feed, validation = dealt_anew(before.feed, workers, micro_batch), dealt_anew(before.validation, workers)
+        facts = before.data["the data"]
+    else:
+        feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
+        # Workers that do not meet cannot share an evaluation.
+        evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
+        validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
+        facts = {"train": feed.facts(), "validation": validation.facts()}
+        workers.processes.same("the data", facts)
     epoch_steps = feed.samplers[0].steps_per_epoch
     total_steps = max(config.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = optim.Clock(epoch_steps, effective_batch, total_steps)
@@ -126,7 +131,7 @@ class Functions(NamedTuple):
     eval_step: Callable[[PyTree, PyTree, steps.Batch], steps.EvalMetrics]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
-    fingerprints: Callable[[PyTree], jax.Array]  # of what is equal on all workers
+    fingerprints: Callable[[PyTree], np.ndarray]  # u32[workers of this process, leaves]
     strategy: str
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
@@ -157,7 +162,9 @@ def settle_exchange(
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
-    among = tuple(hostcomm.HOST_SUMS) if is_beside else ()  # what can run beside the backward pass
+    hosts = workers.comm.hosts
+    beside = tuple(name for name in hostcomm.HOST_SUMS if hostcomm.has(strategies.parse(name), hosts))
+    among = beside if is_beside else ()  # what can run beside the backward pass
     verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
     return dataclasses.replace(experiment, exchange=exchange), verdict.why
@@ -196,32 +203,34 @@ def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Fun
     is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, workers, strategy, order)
-    keeps = experiment.recover == "skip"
+    skips = experiment.recover == "skip"
+    keeps = skips or experiment.ft == "shrink"  # the state before a step, until that step counts
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = rules.Mute()
         rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
-        checked = once(steps.or_before) if keeps else None
+        checked = once(steps.or_before) if skips else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
         eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
-        hashed = once(fingerprints)
+        hashed = fingerprints_by(once, workers)
         return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
     eval_params = rule.eval_params or own_params
-    checked = steps.or_before if keeps else None
+    checked = steps.or_before if skips else None
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
     still = rules.Mute(is_on=True).of(exchange_of(False))
     quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
-        jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=(0,))
+        jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=() if experiment.ft == "shrink" else (0,))
         form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(quiet), False)
-        hashed = once(fingerprints)
+        hashed = fingerprints_by(once, workers)
         return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
-    evaluate, mean, params, hashed = map(over, (evaluate, mean_state, eval_params, fingerprints))
+    evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
+    hashed = fingerprints_by(over, workers)
     train_step, lone = over(step, donate=(0,)), Lone(over(quiet), False)
     return Functions(rule, train_step, evaluate, mean, params, hashed, strategy, form, lone=lone)
 
@@ -267,6 +276,8 @@ def unfit_for_overlap(experiment: Experiment, plan: Plan) -> str:
     """Why this step cannot hide an exchange; empty where it can."""
     if experiment.form == "split":
         return "the step is split (form split)"
+    if experiment.ft == "shrink":
+        return "a step ends before the vote on it (ft shrink)"
     if rules.is_periodic(experiment.rule):
         return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
     if compressors.is_compressor(experiment.exchange.strategy):

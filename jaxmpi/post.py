@@ -20,6 +20,7 @@ from jaxmpi.processes import is_loss
 
 HURRY_S, CALM_S, IDLE_S = 0.0003, 0.002, 0.005  # between looks: something has just come; for a while nothing has
 SOON_S, LATER_S = 0.02, 0.5  # how long that while is
+LOOK_S = 0.5  # between two looks at who has fallen silent
 
 
 class Pauses:
@@ -86,14 +87,30 @@ class Counter:
         self._outbox, self._message_bytes = Outbox(mpi), message_bytes
         self._coming = {worker: deque(self._expect(worker) for _ in range(WINDOW + 1)) for worker in workers}
         self.lost: list[int] = []
+        self.heard_s: dict[int, float] = {}  # by worker: when it last said or was told something
 
-    def run(self) -> None:
-        """Serve until all is over."""
+    def run(self, look: Callable[[], None] = lambda: None) -> None:
+        """Serve until all is over.
+
+        Args:
+            look: called about once a second.
+        """
         hostcomm.take_short_turns()
         pauses = Pauses()
         with np.errstate(all="ignore"):  # NaN and infinity pass through; workers look for them
+            looked_s = time.monotonic()
             while not (self.server.is_over() and self._outbox.is_empty()):
                 pauses.after(self.poll())
+                if time.monotonic() - looked_s > LOOK_S:
+                    looked_s = time.monotonic()
+                    look()
+
+    def silent_s(self) -> dict[int, float]:
+        """Of server 0: for how long each worker has said nothing, but for those that wait for a word themselves."""
+        now_s, ledger = time.monotonic(), self.server.ledger
+        with self.lock:
+            awaited = {worker for worker in (ledger.awaited() if ledger else ()) if not self.server.out.get(worker)}
+            return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
 
     def poll(self) -> bool:
         """Look once at everything; False where nothing has come."""
@@ -106,6 +123,7 @@ class Counter:
                 for _ in [*answers]
             ]
         for worker, answer in out:
+            self.heard_s[worker] = time.monotonic()
             self._guarded(worker, lambda worker=worker, answer=answer: self._outbox.send(answer, worker))
         self._outbox.is_empty()
         return moved or bool(out)
@@ -121,6 +139,7 @@ class Counter:
             message = coming.popleft()[1]
             with self.lock:
                 self.server.take(worker, message)
+            self.heard_s[worker] = time.monotonic()
             moved = True
             self._guarded(worker, lambda: coming.append(self._expect(worker)))
         return moved
@@ -189,11 +208,14 @@ class NearLine:
         """See Line."""
         with self._counter.lock:
             self._counter.server.take(self._worker, message)
+            self._counter.heard_s[self._worker] = time.monotonic()
 
     def answer(self) -> np.ndarray | None:
         """See Line."""
         with self._counter.lock:
             answers = self._counter.server.out.get(self._worker)
+            if answers:
+                self._counter.heard_s[self._worker] = time.monotonic()
             return answers.popleft() if answers else None
 
 

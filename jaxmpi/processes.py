@@ -4,6 +4,7 @@ Importing mpi4py starts MPI, so it happens inside functions.
 """
 
 import collections
+import contextlib
 import copy
 import ctypes
 import functools
@@ -11,10 +12,12 @@ import hashlib
 import itertools
 import json
 import os
+import select
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import runtime
-from jaxmpi.config import TrainingError, UsageError, check, seconds_from
+from jaxmpi.config import AgreedError, TrainingError, UsageError, check, seconds_from
 
 PyTree = Any
 
 POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
 YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
+ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 PINGS = 20  # round trips between two clocks
 TRIPS = 2  # round trips between two ranks whose link is timed
@@ -166,19 +170,119 @@ class MpiProcesses:
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self._own: list[Any] = []  # communicators
-        self.world, self._max, self._in_place = self.clone(MPI.COMM_WORLD), MPI.MAX, MPI.IN_PLACE
+        self._others: dict[int, int] = {}  # where ranks are outlived: handles of the others' processes
+        self._max, self._in_place, self._on_host = MPI.MAX, MPI.IN_PLACE, MPI.COMM_TYPE_SHARED
+        self._votes = self.clone(MPI.COMM_WORLD)
+        self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
+        self._meet()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
-        self.rank, self.size = self.world.rank, self.world.size
-        self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
-        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit))
-        self._local = self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        self._own.append(self._local)
-        self.local_rank, self.local_size = self._local.rank, self._local.size
+        runtime.install_hooks(runtime.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         runtime.share_mask(self._local.allgather(runtime.core_mask()), self.local_rank)
         here = [tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), runtime.my_gpu()]))]
         names = [host for host, _ in here]
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
         runtime.share_gpu(max(collections.Counter(place for place in here if place[1]).values(), default=1))
+
+    def _meet(self) -> None:
+        """Communicators of the ranks that vote together; all of them come here together."""
+        self.world = self.clone(self._votes)
+        self.rank, self.size = self.world.rank, self.world.size
+        self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
+        self._local = self.world.Split_type(self._on_host, key=self.rank)
+        self._own.append(self._local)
+        self.local_rank, self.local_size = self._local.rank, self._local.size
+
+    def outlive(self) -> None:
+        """From now on a rank that fails by itself goes alone, and those that live can `shrink`. For ranks of one host.
+
+        Raises:
+            UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
+        """
+        pids = [json.loads(text) for text in self.gather(json.dumps([os.getpid(), runtime.pid_space()]))]
+        is_one = len(set(self.hosts)) == 1 and len({space for _, space in pids}) == 1 and runtime.pid_space() != 0
+        check(is_one, "ft: got shrink with ranks on several hosts, or in several containers; take --ft end")
+        self._know([pid for pid, _ in pids])
+        runtime.outlive(self._kill)
+
+    def _know(self, pids: list[int]) -> None:
+        """The other ranks' processes, by handles that never stand for another process."""
+        for handle in self._others.values():
+            os.close(handle)
+        self._others = {}
+        for rank in set(range(self.size)) - {self.rank}:
+            with contextlib.suppress(ProcessLookupError):  # it has died meanwhile
+                self._others[rank] = os.pidfd_open(pids[rank])
+
+    def _kill(self, ranks: Sequence[int]) -> bool:
+        """End other ranks, where they are outlived; False where one of them has ended already."""
+        handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
+        ended = select.select(handles, [], [], 0)[0]
+        for handle in set(handles) - set(ended):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return not ended
+
+    def vote(self, holds: bool) -> bool:
+        """Whether all ranks are alive and say so: one answer for all that live, whoever dies meanwhile (ULFM's agree).
+
+        After False all of them must `shrink`. Needs a launcher that goes on without ranks that die.
+        """
+        try:
+            return bool(self._votes.Agree(int(holds)))
+        except Exception as error:
+            if not is_mpi_error(error):
+                raise
+            return False
+
+    def revoke(self) -> None:
+        """Have everything fail that ranks wait for among themselves, so that nobody waits for one that is gone."""
+        for comm in list(self._own):
+            if not comm.Is_revoked():
+                comm.Revoke()
+
+    def can_shrink(self) -> bool:
+        """Whether this MPI and mpi4py have what that takes."""
+        return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
+
+    def shrink(self, why: str) -> list[int]:
+        """Become the ranks that are left, numbered anew; who is gone, by the launcher's numbers.
+
+        All that live come here together, once a vote has failed, with no message under way. Copies of before, for other
+        threads, are of no more use.
+
+        Args:
+            why: the error after which this is done.
+
+        Raises:
+            AgreedError: nobody is gone, so something else was wrong.
+        """
+        self.revoke()
+        before = self.numbers
+        while True:
+            self._votes = self._votes.Shrink()
+            self._own = [self._votes]
+            if self._has_met():
+                break
+        gone = sorted(set(before) - set(self.numbers))
+        if not gone:
+            raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
+        self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
+        return gone
+
+    def _has_met(self) -> bool:
+        """Make communicators of those that are left; False, on all alike, where another has died meanwhile."""
+        met = False
+        try:
+            self._meet()
+            rows = np.empty((self.size, 2), np.int64)
+            self.world.Allgather(np.array([self._number, os.getpid()], np.int64), rows)
+            self.numbers, met = tuple(rows[:, 0].tolist()), True
+            self._know(rows[:, 1].tolist())
+        except Exception as error:
+            if not is_mpi_error(error):
+                raise
+            self.revoke()
+        return self.vote(met)
 
     def apart(self) -> "MpiProcesses":
         """The same over a communicator of its own, for another thread; all ranks come here together."""
@@ -205,12 +309,31 @@ class MpiProcesses:
         return made
 
     def _abort(self, code: int) -> NoReturn:
-        """End every rank. Where ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too."""
+        """End every rank. Where ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too.
+
+        Where they would go on after that, they are killed.
+        """
         if not survives_losses():
             abort(code)
+        self._kill(range(self.size))
         for comm in self._own:
             comm.Revoke()
         os._exit(code)
+
+    def _echoes(self, error: BaseException | None) -> str | None:
+        """Where ranks may be lost: what an error says that is there because one is; empty where that one has spoken."""
+        from mpi4py import MPI
+
+        names = ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
+        classes = [getattr(MPI, name, None) for name in names]
+        if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
+            return None
+        deadline = time.monotonic() + ECHO_S
+        while time.monotonic() < deadline:  # who ends the job speaks first, then revokes, then is gone
+            if any(comm.Is_revoked() for comm in self._own):
+                return ""
+            time.sleep(POLL_S)
+        return "ends, since a rank that it needs is gone"
 
     def post(self) -> Post:
         """Over a communicator of its own; all ranks come here together."""
@@ -319,14 +442,17 @@ class MpiProcesses:
         self._arrive(self.world.Iallgather(mine, out), "what every rank has seen")
         return out
 
-    def _arrive(self, request: Any, what: str) -> None:
-        """Wait for a message of all ranks.
+    def _arrive(self, request: Any, what: str, timeout_s: float | None = None) -> None:
+        """Wait for a message of all ranks; where those that are late are outlived they are killed, and it fails.
 
         Raises:
             TrainingError: who did not come within AGREE_TIMEOUT_S.
         """
-        if not wait(request, AGREE_TIMEOUT_S):
-            raise TrainingError(f"{what}: rank {self.late()} did not answer in time; all ranks must call it")
+        if wait(request, timeout_s or AGREE_TIMEOUT_S):
+            return
+        late = self.late()
+        if not (runtime.go_on_without(late) and wait(request, 4 * LATE_S)):
+            raise TrainingError(f"{what}: rank {late} did not answer in time; all ranks must call it")
 
     def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the largest over ranks of i64[n]; it is there when asked for.
@@ -393,8 +519,7 @@ class MpiProcesses:
         self._let_exchanges_end()
         digest = np.frombuffer(mine.digest, np.uint8)
         rows = np.empty((self.size, digest.size), np.uint8)
-        if not wait(self.world.Iallgather(digest, rows), timeout_s or AGREE_TIMEOUT_S):
-            raise TrainingError(f"{mine.what}: rank {self.late()} did not answer in time; all ranks must call it")
+        self._arrive(self.world.Iallgather(digest, rows), mine.what, timeout_s)
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
             places = self.gather(mine.what)
@@ -460,12 +585,19 @@ def survives_losses() -> bool:
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
+def is_mpi_error(error: BaseException) -> bool:
+    """Whether MPI has raised it."""
+    from mpi4py import MPI
+
+    return isinstance(error, MPI.Exception)
+
+
 def is_loss(error: Exception) -> bool:
     """Whether an error says that a peer is gone, and the job goes on; not where the whole job ends."""
     from mpi4py import MPI
 
     revoked = getattr(MPI, "ERR_REVOKED", None)
-    return survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() != revoked
+    return survives_losses() and is_mpi_error(error) and error.Get_error_class() != revoked  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def abort(code: int) -> NoReturn:

@@ -101,15 +101,20 @@ def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]
         made.append(out)
         return result
 
+    body = stablehlo(jax.jit(flat), shapes, EXPORTABLE)
+    return Program(body, made[0] if body else None)
+
+
+def stablehlo(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], disabled_checks: Sequence[Any] = ()) -> bytes:
+    """A program as StableHLO; empty where it cannot travel."""
     try:
-        exported = jax.export.export(jax.jit(flat), disabled_checks=EXPORTABLE)(*shapes).serialize()
+        return bytes(jax.export.export(jitted, disabled_checks=disabled_checks)(*shapes).serialize())
     except NotImplementedError:  # host callbacks stay in the process that made them
-        return Program(b"", None)
+        return b""
     except ValueError as error:  # of XLA's own calls only those of some age may be exported
         if "custom calls" not in str(error):
             raise
-        return Program(b"", None)
-    return Program(bytes(exported), made[0])
+        return b""
 
 
 # ---------------------------------------------------------------- programs over the devices of several processes

@@ -191,9 +191,9 @@ class Buckets:
     def __init__(self) -> None:
         """Nothing seen yet."""
         self.seconds: dict[str, np.ndarray] = {}
-        self.steps = 0
+        self.steps = 0.0
 
-    def add(self, noted: Sequence[Span], steps: int) -> None:
+    def add(self, noted: Sequence[Span], steps: float) -> None:
         """The spans of so many steps."""
         self.steps += steps
         for span in noted:
@@ -204,7 +204,7 @@ class Buckets:
     def taken(self) -> list[list[Any]]:
         """[label, seconds under way, seconds waited for] a step of each since the last call."""
         rows = [[name, *map(jsonable, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())]
-        self.seconds, self.steps = {}, 0
+        self.seconds, self.steps = {}, 0.0
         return rows
 
 

@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -128,7 +129,7 @@ def quota_cores(file: Path, default: int) -> int:
     try:
         quota, period = file.read_text().split()
         return default if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # no such control group, or not its format: no quota
         return default
 
 
@@ -350,7 +351,9 @@ class Job:
     size: int
     abort: Callable[[int], NoReturn]  # ends all ranks
     wait_for_all: Callable[[float], bool]  # False where time ran out
+    echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
+    kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, where the others go on without them
 
 
 _job: Job | None = None
@@ -362,6 +365,21 @@ def install_hooks(job: Job) -> None:
     _job = job
     install_excepthooks()
     atexit.register(leave)
+
+
+def outlive(kill: Callable[[Sequence[int]], bool]) -> None:
+    """From now on a rank of this job that fails by itself, not together with the others, goes alone.
+
+    Args:
+        kill: ends other ranks; False where one has ended already, though nobody has noticed.
+    """
+    if _job is not None:
+        _job.kill = kill
+
+
+def go_on_without(ranks: Sequence[int]) -> bool:
+    """End these ranks, where the others go on; False where they cannot."""
+    return _job is not None and _job.kill is not None and _job.kill(ranks)
 
 
 def install_excepthooks() -> None:
@@ -387,6 +405,14 @@ def my_rank() -> int:
     """This process's rank by the launcher's word, 0 where there is no launcher; needs no MPI."""
     here = launched()
     return here.rank if here else 0
+
+
+def pid_space() -> int:
+    """Where this process's number means something; 0 where that is unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def launched_workers() -> int:
@@ -424,7 +450,15 @@ def at() -> At:
 
 
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback."""
+    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback.
+
+    An error that is there because another rank has ended, by `Job.echoes`, is a line, or none where that rank has
+    said why.
+    """
+    echo = _job.echoes(error) if _job else None
+    if echo is not None:
+        sys.stderr.write(f"jaxmpi: {who()} ({_at.phase}) {echo}\n" if echo else "")
+        end_job(1 if echo else 0)  # so that the other rank's code is the job's
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
         time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
     phase = f" ({_at.phase})" if _job else ""
@@ -435,7 +469,17 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     else:
         text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
     sys.stderr.write(f"jaxmpi: {who()}{phase}:\n{text}")  # at once: other ranks write too
+    if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
+        go_alone()
     end_job(exit_code(error))
+
+
+def go_alone() -> None:
+    """End this rank where the others go on without it: by a signal, since Open MPI would end them after a bad exit."""
+    if _job is not None and _job.kill:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_code(error: BaseException | None) -> int:
@@ -458,7 +502,9 @@ def leave() -> None:
     if _job is None or _job.size == 1:
         return
     if _job.working:
-        print(f"jaxmpi: {who()} left early ({_at.phase}); ending the job", file=sys.stderr)
+        end = "the others go on" if _job.kill else "ending the job"
+        print(f"jaxmpi: {who()} left early ({_at.phase}); {end}", file=sys.stderr)
+        go_alone()
         end_job(1)
     if not _job.wait_for_all(EXIT_TIMEOUT_S):
         print(

@@ -94,6 +94,13 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
+    def abandon(self) -> bool:
+        """Drop what is being written, once its messages have failed; whether there was something that is not whole."""
+        if self._thread:
+            self._thread.join()
+        is_half, self._thread, self._error = self._error is not None, None, None
+        return is_half
+
     def wait(self) -> None:
         """`poll`, once what is being written is on disk."""
         while self._thread and self._thread.is_alive():

@@ -57,7 +57,7 @@ def send(sinks: list[Sink], row: dict[str, Any]) -> None:
     for sink in list(sinks):
         try:
             sink(dict(row))
-        except Exception as error:
+        except Exception as error:  # the user's code: the run is worth more than a sink
             sinks.remove(sink)
             name = getattr(sink, "__name__", type(sink).__name__)
             print(

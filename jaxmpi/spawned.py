@@ -61,8 +61,8 @@ def file_words(make: Make, name: str) -> bytes:
 
 def make_of(job: int, words: bytes) -> Make:
     """The inverse of `file_words`."""
-    *rest, indices = json.loads(words.rpartition(b"\0")[2])
-    return Make(job, *rest, np.array(indices, np.int64))
+    ticket, slot, epoch, first, stride, indices = json.loads(words.rpartition(b"\0")[2])
+    return Make(job, ticket, slot, epoch, first, stride, np.array(indices, np.int64))
 
 
 def answer_words(answer: Answer) -> bytes:

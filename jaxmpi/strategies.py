@@ -75,15 +75,15 @@ def pairwise(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     p, order, place = 1 << levels, comm.order, place_of(comm)
     folds = [(order[i], order[i - p]) for i in range(p, comm.size)]
     partners = [[(order[i], order[i ^ (1 << level)]) for i in range(p)] for level in range(levels)]
-    partial = pad(x, p)
+    rows = pad(x, p).reshape(p, -1)  # each is encoded by itself
     if folds:
-        partial = partial + wire.decode(comm.permute(wire.encode(partial), folds))
-    mine = 0  # the block, of p, that is summed here
+        rows = rows + wire.decode(comm.permute(wire.encode(rows), folds))
+    mine = 0  # the row that is summed here
     for level, pairs in enumerate(partners):
-        halves, side = partial.reshape(2, -1), (place >> level) & 1
-        partial = halves[side] + wire.decode(comm.permute(wire.encode(halves[1 - side]), pairs))
+        halves, side = rows.reshape(2, -1, rows.shape[-1]), (place >> level) & 1
+        rows = halves[side] + wire.decode(comm.permute(wire.encode(halves[1 - side]), pairs))
         mine = 2 * mine + side
-    blocks = jax.tree.map(lambda leaf: spread(leaf, p, mine), wire.encode(partial))
+    blocks = jax.tree.map(lambda leaf: spread(leaf, p, mine), wire.encode(rows[0]))
     for level, pairs in reversed(list(enumerate(partners))):
         blocks = double(blocks, comm, pairs, mine, p >> (level + 1))
     if folds:

@@ -7,12 +7,19 @@ import jax.numpy as jnp
 
 from jaxmpi import engine
 from jaxmpi.comm import Comm, MpiComm, world
+from jaxmpi.config import check
 from jaxmpi.engine import Calls, travelled
 from jaxmpi.strategies import Strategy, parse
 
+MPI_COUNTS = 2**31  # what MPI's counts stay below
+
 
 def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1) -> list[jax.Array]:
-    """Sums over workers, by a strategy in full such as asa:32, of f32 arrays of any shape; over `divisor`."""
+    """Sums over workers, by a strategy in full such as asa:32, of f32 arrays of any shape; over `divisor`.
+
+    Raises:
+        UsageError: an array has more floats than one MPI message may.
+    """
     strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
     if strategy.means:
         return strategy.means(list(vectors), comm, divisor)
@@ -21,6 +28,7 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
         plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}
         totals = travelled(flat, Calls.of(name, comm, plan, flat, labels, portable=False))
     else:
+        check_counts(flat, name, comm)
         totals = [sum_bucket(x, strategy, comm) for x in flat]
     return [(total / divisor).reshape(x.shape) for x, total in zip(vectors, totals, strict=True)]
 
@@ -38,3 +46,14 @@ def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
     missing = -flat.size % comm.size
     padded = jnp.pad(flat, (0, missing)) if missing else flat
     return strategy.sum(padded, comm, strategy.wire)[: flat.size]
+
+
+def check_counts(vectors: Sequence[jax.Array], name: str, comm: Comm) -> None:
+    """Refuse what MPI, whose counts are C's int, cannot send at once."""
+    longest = max((x.size for x in vectors), default=0)
+    check(
+        not isinstance(comm, MpiComm) or longest < MPI_COUNTS,
+        f"strategy {name}: got a bucket of {longest:,} floats; expected fewer than 2^31 ({MPI_COUNTS:,}), to which MPI "
+        "counts: lower bucket_bytes where leaves are fused, cut a longer leaf up, or use shm on one host, asa or ring "
+        "between hosts",
+    )

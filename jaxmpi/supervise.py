@@ -277,7 +277,7 @@ def wait_for_lock(folder: Path) -> None:
         try:
             with rundir.locked(folder):
                 return
-        except (UsageError, OSError):
+        except (UsageError, OSError):  # still held, or out of sight for a moment
             time.sleep(0.2)
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi import asynchronous, checkpoint, faults, guard, rules, rundir, runtime
+from jaxmpi import asynchronous, checkpoint, faults, guard, rules, rundir, runtime, survive
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
 from jaxmpi.anatomy import Anatomy, LoneSteps
@@ -28,14 +28,14 @@ from jaxmpi.log import SUMS, Log, open_recorder
 from jaxmpi.modelcheck import check_model
 from jaxmpi.noise import Noise
 from jaxmpi.parts import Functions, Plan, build_functions, initial_states, make_plan, settle_exchange
-from jaxmpi.processes import SoloProcesses, named_leaves, processes
+from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, named_leaves, processes
 from jaxmpi.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.rules import Rule
 from jaxmpi.saver import Saver, extra_of, identity, open_saver, restored, warn
-from jaxmpi.state import TrainState
+from jaxmpi.state import TrainState, worker_key
 from jaxmpi.trace import Profiler, Tracer
 from jaxmpi.watchdog import watching
-from jaxmpi.workers import Workers, gather_apart, gather_workers, put, rows, take, to_device
+from jaxmpi.workers import Workers, gather_apart, gather_mortal, gather_workers, put, rows, take, to_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,8 +89,7 @@ def train_until(
 ) -> dict[str, float]:
     """`train`, until it is noticed that it is to leave."""
     is_apart = rules.is_asynchronous(experiment.rule)
-    gather = partial(gather_apart, experiment.rule.servers) if is_apart else partial(gather_workers, experiment.devices)
-    workers = gather(experiment.comm)
+    workers = gather_all(experiment)
     ranks = workers.processes.size if is_apart else workers.size
     rules.check_ranks(experiment.rule, ranks, experiment.optim.name)
     if is_apart:
@@ -110,14 +109,39 @@ def train_until(
     functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     rules.check_wire(experiment.rule, functions.strategy)
     with (
-        # A rank that only serves gets no further, and one that dies is no reason to end: nobody waits for either.
-        watching(workers.processes, 0 if is_apart else experiment.stall_s, experiment.on_stall) as unwatched,
+        watch(experiment, workers) as unwatched,
         rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
         plan.feed.crew,
     ):
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         faults.order(experiment.inject, max(begun, workers.size), workers.mine, folder)
         return run_in(folder, experiment, workers, plan, functions, root, notice)
+
+
+def gather_all(experiment: Experiment) -> Workers:
+    """The workers of the job, in the way that the experiment asks for."""
+    control = processes()
+    control.same("what becomes of workers where one dies", {"ft": experiment.ft})
+    if experiment.ft == "shrink":
+        survive.check_fits(experiment)
+    if experiment.ft == "shrink" and isinstance(control, MpiProcesses):
+        survive.check_mpi(control)
+        control.outlive()
+        return gather_mortal(control)
+    if rules.is_asynchronous(experiment.rule):
+        return gather_apart(experiment.rule.servers, experiment.comm)
+    return gather_workers(experiment.devices, experiment.comm)
+
+
+def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContextManager[str]:
+    """The watchdog of these workers.
+
+    A rank that only serves gets no further, and one that dies is no reason to end: the books tell who is late.
+    """
+    if workers.apart:
+        return contextlib.nullcontext("")
+    is_mortal = experiment.ft == "shrink"
+    return watching(workers.processes, experiment.stall_s, experiment.on_stall, is_mortal)
 
 
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> rundir.Stored | None:
@@ -145,7 +169,8 @@ def run_in(
     hosts = workers.processes.gather(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     bytes_each = plan.feed.bytes_each
-    recorder = open_recorder(experiment, folder, elapsed_s, hosts, bytes_each) if is_first else Recorder(None)
+    each = (elapsed_s, hosts, bytes_each)
+    recorder = open_recorder(experiment, folder, *each) if is_first else Recorder(None, elapsed_s)
     if is_first:
         facts = rundir.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
             "asked": functions.asked,
@@ -160,25 +185,47 @@ def run_in(
         recorder.say(functions.why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
-    saver = open_saver(experiment, workers, functions, folder, states)
-    leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
-    votes = guard.Votes(workers.processes, notice, leaves)
     recovery = guard.Recovery(experiment.recover, experiment.recover_limit)
-    tracer = Tracer(step_range(experiment.trace, "trace"), workers.processes, hosts, folder / "trace.json")
-    noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None
-    run = Run(
-        *(experiment, workers, plan, functions, recorder, folder, saver),
-        guard.Guard(votes, recovery, workers, functions, saver, recorder),
-        Log(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
-        Profiler(step_range(experiment.profile, "profile"), folder / "profile"),
-    )
+    pact = survive.pact(experiment, workers, recorder if is_first else None)
+    profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile")
+    run = assembled(folder, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact)
     if isinstance(saved, asynchronous.Start):
         with contextlib.closing(recorder):
-            return asynchronous.run(apart(run, saved, notice)) if start < plan.clock.total_steps else {}
+            return asynchronous.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start)
 
 
-def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynchronous.Job:
+def assembled(
+    folder: Path,
+    experiment: Experiment,
+    workers: Workers,
+    plan: Plan,
+    functions: Functions,
+    recorder: Recorder,
+    states: dict[int, TrainState],
+    notice: guard.Notice,
+    recovery: guard.Recovery,
+    profiler: Profiler,
+    pact: survive.Pact | None,
+) -> "Run":
+    """All that the loop needs, for these workers; all ranks come here together."""
+    control = workers.processes
+    hosts = control.gather(socket.gethostname())
+    saver = open_saver(experiment, workers, functions, folder, states)
+    leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
+    votes = guard.Votes(control, notice, leaves)
+    tracer = Tracer(step_range(experiment.trace, "trace"), control, hosts, folder / "trace.json")
+    noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None
+    return Run(
+        *(experiment, workers, plan, functions, recorder, folder, saver, notice),
+        guard.Guard(votes, recovery, workers, functions, saver, recorder),
+        Log(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
+        profiler,
+        pact,
+    )
+
+
+def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice, hosts: Sequence[str]) -> asynchronous.Job:
     """The run of workers that do not wait for each other, as this rank has it."""
     plan, feed, functions = run.plan, run.plan.feed, run.functions
     solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
@@ -216,9 +263,10 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice) -> asynch
     home = checkpoint.Apart(run.folder / "checkpoints", run.workers.size, keep)
     run.recorder.start_window(int(start.tally.examples))
     wire = functions.strategy.partition(":")[2]
+    lookout = asynchronous.Lookout(run.experiment.stall_s, run.experiment.on_stall, hosts)
     return asynchronous.Job(
         *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
-        *(run.folder, step_range(run.experiment.trace, "trace"), run.profiler),
+        *(run.folder, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
     )
 
 
@@ -232,26 +280,43 @@ class Run(NamedTuple):
     recorder: Recorder
     folder: Path
     saver: Saver
+    notice: guard.Notice
     guard: guard.Guard
     log: Log
     profiler: Profiler
+    pact: survive.Pact | None  # between ranks that go on without each other
+
+
+class Begin(NamedTuple):
+    """Where the loop begins."""
+
+    step: int
+    state: TrainState  # after it
+    sums: np.ndarray  # f64[SUMS], since the last progress line
+    late: "Due | None" = None  # what was due after the step, and is not done
 
 
 def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str, float]:
-    """The loop, again from the newest checkpoint as often as `recover` has it go back."""
-    try:
+    """The loop, again from the newest checkpoint as often as `recover` has it go back, or without ranks that died."""
+    begin: Callable[[], tuple[Run, Begin]] = lambda: (run, Begin(start, put(states, run.workers), np.zeros(SUMS)))  # noqa: E731
+    with contextlib.ExitStack() as ends:
+        ends.callback(run.profiler.close)
+        ends.callback(run.recorder.close)
         while True:
             try:
-                return loop(run, put(states, run.workers), start)
+                run, at = begin()
+                return loop(run, at)
             except guard.RollBack as back:
-                states, start = rolled_back(run, back)
-    finally:
-        run.profiler.close()
-        run.recorder.close()
+                begin = partial(rolled_back, run, back)
+            except Exception as error:
+                if run.pact is None:
+                    raise
+                run.pact.after(error, run.saver)
+                begin = partial(gone_on, run, ends)
 
 
-def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], int]:
-    """The newest checkpoint's states and step; the record is cut there."""
+def rolled_back(run: Run, back: guard.RollBack) -> tuple[Run, Begin]:
+    """From the newest checkpoint; the record is cut there."""
     run.guard.votes.count()  # on a step that counts no more
     run.saver.wait()
     experiment = dataclasses.replace(run.experiment, resume=True)
@@ -260,16 +325,95 @@ def rolled_back(run: Run, back: guard.RollBack) -> tuple[dict[int, TrainState], 
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
-    return states, start
+    return run, Begin(start, put(states, run.workers), np.zeros(SUMS))
 
 
-def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
-    """Steps start + 1 to the last; progress, evaluations and checkpoints when they are due."""
-    plan, last = run.plan, run.plan.clock.total_steps
+def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[Run, Begin]:
+    """The run of those that are left, from the state that they hold."""
+    pact, folder = run.pact, run.folder
+    assert pact is not None
+    assert pact.held is not None
+    step, state, sums, is_settled = pact.held
+    runtime.doing(f"going on without others after step {step}", runtime.LONG)
+    control = pact.control
+    told = [json.loads(text) for text in control.gather(json.dumps([is_settled, pact.is_unsaved]))]
+    is_late, is_unsaved = not all(settled for settled, _ in told), any(unsaved for _, unsaved in told)
+    workers = gather_mortal(control)
+    pact.renew(workers)
+    ends.enter_context(watch(run.experiment, workers))
+    effective_batch, begun = run.plan.clock.effective_batch, run.plan.scaled_for
+    experiment = rundir.as_begun(run.experiment, rundir.Stored(begun, begun, effective_batch, {}), workers.size)
+    plan = make_plan(experiment, workers, begun, before=run.plan)
+    functions = build_functions(experiment, workers, plan)._replace(asked=run.functions.asked)
+    worker = workers.mine[0]
+    state = state._replace(key=worker_key(experiment.seed, worker))
+    recorder = handed_over(run, control, step - is_late, ends)
+    states = {worker: jax.tree.map(np.asarray, state)}
+    parts = (states, run.notice, run.guard.recovery, run.profiler, pact)
+    run = assembled(folder, experiment, workers, plan, functions, recorder, *parts)
+    recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
+    recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
+    pact.gone, pact.is_unsaved = [], False
+    late = due(run, step, is_first=False, leaving=False) if is_late else Due()
+    late = late._replace(save=late.save or is_unsaved)
+    return run, Begin(step, put(states, workers), sums, late if any(late) else None)
+
+
+def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitStack) -> Recorder:
+    """The recorder of a rank among those that are left; what is to be done again after `step` is dropped.
+
+    Whoever is rank 0 now has the record and the run directory.
+    """
+    if control.rank != 0:
+        return run.recorder
+    pact = run.pact
+    assert pact is not None
+    if pact.recorder is None:
+        ends.enter_context(rundir.locked(run.folder))
+        hosts = [socket.gethostname()] * control.size
+        each = (run.recorder.elapsed_s(), hosts, run.plan.feed.bytes_each)
+        pact.recorder = open_recorder(run.experiment, run.folder, *each)
+        ends.callback(pact.recorder.close)
+    pact.recorder.go_back(step)
+    return pact.recorder
+
+
+class Due(NamedTuple):
+    """What is to be done after a step."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    compare: bool = False
+    leave: bool = False
+
+
+def due(run: Run, k: int, is_first: bool, leaving: bool) -> Due:
+    """After step k."""
+    plan, is_last = run.plan, k == run.plan.clock.total_steps
+    save = k % plan.save_every == 0 or is_last or leaving
+    return Due(
+        is_first or k % run.experiment.log_every == 0 or is_last,
+        k % plan.eval_every == 0 or is_last,
+        save,
+        k % plan.compare_every == 0 or save,
+        leaving,
+    )
+
+
+def loop(run: Run, begin: Begin) -> dict[str, float]:
+    """Steps begin.step + 1 to the last; progress, evaluations and checkpoints when they are due."""
+    plan, pact, start, last = run.plan, run.pact, begin.step, run.plan.clock.total_steps
+    state, sums, result = begin.state, begin.sums, {}  # sums: since the last progress line
+    if pact:
+        pact.keep(start, state, sums, is_settled=begin.late is None)
+    run.guard.compare(state, start)  # as it came to the devices; what must be compiled for it is so from now on
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
-    sums, result = np.zeros(SUMS), {}  # since the last progress line
     anatomy = Anatomy(run.workers.size, to_device(run.workers))
+    if begin.late:
+        result = after_step(run, start, state, sums, begin.late, anatomy) or result
+        sums = np.zeros(SUMS) if begin.late.log else sums
     lone = LoneSteps(
         run.functions.lone if run.functions.exchanges else None,
         start,
@@ -280,42 +424,67 @@ def loop(run: Run, state: TrainState, start: int) -> dict[str, float]:
         for k, batch in enumerate(anatomy.batches(batches, start + 1), start + 1):
             runtime.doing(f"step {k}", runtime.LONG if k == start + 1 else 1.0)
             run.saver.poll()
-            leaving = run.guard.votes.leaving
+            now = due(run, k, k == start + 1, run.guard.votes.leaving)
             state, batch = faults.reach("step", k, (state, batch))
             run.profiler.before(k)
             state, metrics = update(run, k, state, batch)
             run.profiler.after(k, state)
             anatomy.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=k == start + 1)
+            if pact:
+                pact.keep(k, state, sums)
             pending.append((k, metrics))
-            log_due = k == start + 1 or k % run.experiment.log_every == 0 or k == last
-            eval_due = k % plan.eval_every == 0 or k == last
-            save_due = k % plan.save_every == 0 or k == last or leaving
-            compare_due = k % plan.compare_every == 0 or save_due
             # One step late, so that the device never waits for the log.
-            while len(pending) > (0 if log_due or save_due or compare_due else 1):
-                sums += looked_at(run, *pending.pop(0))
-            if log_due or eval_due or compare_due:
-                jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
-                anatomy.pause()
-                run.guard.settle()
-            if compare_due:
-                run.guard.compare(state, k)
-            if log_due:
-                seen = run.log.line(k, sums, anatomy.window())
-                sums = np.zeros(SUMS)
-                lone.now(anatomy, k, seen.source, state, batch)
-                if k == start + 1:
-                    anatomy.restart()  # ranks are through with compiling at different times
-            if eval_due:
-                result = evaluate(run, state, k)
-            if save_due:
-                save(run, state, k, result.get("eval_loss") if eval_due else None)
-            if leaving:
-                leave(run, k)
-            if eval_due or save_due:
-                run.recorder.start_window(plan.examples(k))
-                anatomy.restart()
+            while len(pending) > (0 if now.log or now.save or now.compare or pact else 1):
+                sums = sums + looked_at(run, *pending.pop(0))
+            seen = after_step(run, k, state, sums, now, anatomy, partial(lone.now, batch=batch))
+            result = seen or result
+            sums = np.zeros(SUMS) if now.log else sums
+            if k == start + 1:
+                anatomy.restart()  # ranks are through with compiling at different times
+            if pact:
+                pact.settle(sums)
     run.saver.wait()
+    if pact:
+        pact.vote()
+        if pact.control.size < pact.began:
+            run.recorder.say(f"finished with {pact.control.size} of {pact.began} workers")
+    return result
+
+
+def after_step(
+    run: Run,
+    k: int,
+    state: TrainState,
+    sums: np.ndarray,
+    now: Due,
+    anatomy: Anatomy,
+    look: Callable[[Anatomy, int, str, TrainState], None] | None = None,
+) -> dict[str, float] | None:
+    """What is due after step k; the evaluation, where there is one.
+
+    Args:
+        look: what looks at the time of exchanges after a progress line.
+    """
+    result = None
+    if now.log or now.evaluate or now.compare:
+        jax.block_until_ready(state)  # the control plane speaks only when the exchange is silent
+        anatomy.pause()
+        run.guard.settle()
+    if now.compare:
+        run.guard.compare(state, k)
+    if now.log:
+        seen = run.log.line(k, sums, anatomy.window(), distance(run, state))
+        if look:
+            look(anatomy, k, seen.source, state)
+    if now.evaluate:
+        result = evaluate(run, state, k)
+    if now.save:
+        save(run, state, k, result.get("eval_loss") if result else None)
+    if now.leave:
+        leave(run, k)
+    if now.evaluate or now.save:
+        run.recorder.start_window(run.plan.examples(k))
+        anatomy.restart()
     return result
 
 
@@ -343,8 +512,16 @@ def leave(run: Run, step: int) -> None:
         guard.Preempted: once its checkpoint is on disk.
     """
     run.saver.wait()
+    if run.pact:
+        run.pact.vote()
     run.recorder.say(f"asked to leave: saved at step {step}; go on with --resume --run-dir {run.folder}")
     raise guard.Preempted
+
+
+def distance(run: Run, state: TrainState) -> float | None:
+    """L2 of this process's workers from the mean or center that they met last, summed; None where no rule keeps it."""
+    of = run.functions.rule.distance
+    return rows(of(state.rule_state), run.workers).sum().item() if of else None
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
@@ -355,6 +532,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     sums = np.zeros(len(steps.EvalMetrics._fields))
     for batch in run.plan.validation.batches():
         runtime.doing(f"evaluation after step {step}", runtime.LONG)  # another batch, so it gets on
+        faults.reach("eval", step)
         metrics = run.functions.eval_step(params, model_state, batch)
         sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
     loss, top1, top5, count = run.workers.processes.sum(sums).tolist()

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from jaxmpi import runtime, spans
 from jaxmpi.config import ON_STALL, lookup
-from jaxmpi.processes import MpiProcesses, Post, Processes, survives_losses
+from jaxmpi.processes import MpiProcesses, Post, Processes, is_mpi_error, survives_losses
 
 JUDGES = (0, 1)  # ranks that are told
 BEAT_S = 1.0  # between two words of a rank; of more than RANKS ranks, less often
@@ -121,8 +121,10 @@ class Watchdog:
                 self.told_s = None
         elif self.told_s is None:
             self.told_s = self.now_s
-            self._tell(max(idle_s, silent_s))
+            late = self._tell(max(idle_s, silent_s))
             if self.on_stall == "abort":
+                if len(late) < len(self.known) and self.rank not in late and runtime.go_on_without(late):
+                    return self._say("killed; the others go on")
                 runtime.end_job(STALLED)
 
     def late(self) -> list[int]:
@@ -133,7 +135,8 @@ class Watchdog:
         busy = [rank for rank in behind if not self.known[rank].beat["waits"]]
         return sorted(silent or (behind if len(behind) < len(self.known) else busy) or behind)
 
-    def _tell(self, idle_s: float) -> None:
+    def _tell(self, idle_s: float) -> list[int]:
+        """Name those who are late."""
         late = self.late()
         order = [*late, *sorted(set(self.known) - set(late))]
         names = ", ".join(f"rank {rank} on {self.known[rank].beat['host']}" for rank in late[:SHOWN])
@@ -146,6 +149,7 @@ class Watchdog:
             if rank in self.stacks:
                 self._print(f"stacks of rank {rank}:\n{self.stacks.pop(rank)}")
         self._say(f"on_stall {self.on_stall}: {ON_STALL[self.on_stall]}")
+        return late
 
     def _described(self, heard: Heard) -> str:
         beat = heard.beat
@@ -201,8 +205,11 @@ def own_stacks() -> str:
 
 
 @contextmanager
-def watching(processes: Processes, stall_s: float, on_stall: str) -> Iterator[str]:
+def watching(processes: Processes, stall_s: float, on_stall: str, is_mortal: bool = False) -> Iterator[str]:
     """Watch while this lasts; gives why it does not, empty where it does. All ranks come here together.
+
+    Args:
+        is_mortal: those that live come here again when a rank has died; until then nobody watches.
 
     Raises:
         UsageError: `on_stall` is none of ON_STALL.
@@ -212,7 +219,7 @@ def watching(processes: Processes, stall_s: float, on_stall: str) -> Iterator[st
         yield "watchdog off: as asked"
     elif isinstance(processes, MpiProcesses) and not processes.may_overlap:
         yield "watchdog off: MPI gives MPI_THREAD_SERIALIZED, and a thread of its own needs MPI_THREAD_MULTIPLE"
-    elif survives_losses():
+    elif survives_losses() and not is_mortal:
         yield "watchdog off: this job goes on without ranks that die"
     else:
         dog, ended = Watchdog(processes.post(), processes.rank, processes.size, stall_s, on_stall), threading.Event()
@@ -226,6 +233,10 @@ def watching(processes: Processes, stall_s: float, on_stall: str) -> Iterator[st
 
 
 def _run(dog: Watchdog, ended: threading.Event) -> None:
-    while not ended.wait(dog.beat_s):
-        dog.turn(time.monotonic())
-    dog.leave()
+    try:
+        while not ended.wait(dog.beat_s):
+            dog.turn(time.monotonic())
+        dog.leave()
+    except Exception as error:
+        if not (survives_losses() and is_mpi_error(error)):
+            raise

@@ -11,7 +11,8 @@ import numpy as np
 from jaxmpi.comm import Comm, SoloComm, is_cuda_aware, world
 from jaxmpi.config import check
 from jaxmpi.mesh import global_mesh
-from jaxmpi.processes import Processes, SoloProcesses, processes
+from jaxmpi.mortal import MortalComm
+from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, processes
 from jaxmpi.state import TrainState
 from jaxmpi.step import AXIS, stack
 
@@ -55,6 +56,12 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
     )
     mesh, over_axis = global_mesh(AXIS, devices)
     return Workers(over_axis, control, tuple(range(control.rank * devices, (control.rank + 1) * devices)), mesh)
+
+
+def gather_mortal(control: MpiProcesses) -> Workers:
+    """One worker a process, of which some may die; all that live come here together."""
+    comm = MortalComm(control) if control.size > 1 else SoloComm()
+    return Workers(comm, control, (control.rank,), None)
 
 
 def gather_apart(servers: int, comm: str) -> Workers:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxmpi.adapters import nnx_model
-from jaxmpi.config import check, lookup
+from jaxmpi.config import lookup
 from jaxmpi.model import Model
 from models.layers import (
     Array,
@@ -14,6 +14,7 @@ from models.layers import (
     Init,
     Start,
     adaptive_max_pool,
+    check_sizes,
     he_start,
     local_response_norm,
     max_pool,
@@ -109,7 +110,7 @@ def alexnet_tiny(classes: int = 10, image_size: int = 64, channels: int = 3, ini
 
 def _model(name: str, classes: int, image_size: int, channels: int, init: str, **sizes: Any) -> Model:
     start = lookup(STARTS, init, "init")
-    check(image_size >= SMALLEST, f"{name}: got image_size {image_size} px; expected >= {SMALLEST}")
+    check_sizes(name, classes, image_size, channels, SMALLEST)
     return nnx_model(
         lambda rngs: AlexNet(classes, channels, start, rngs, **sizes),
         name=name,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmpi.adapters import nnx_model
-from jaxmpi.config import check, lookup
+from jaxmpi.config import lookup
 from jaxmpi.model import Model
 from models.layers import (
     Array,
@@ -17,6 +17,7 @@ from models.layers import (
     Init,
     at_least_32,
     average_pool,
+    check_sizes,
     he_normal,
     local_response_norm,
     max_pool,
@@ -191,7 +192,7 @@ def googlenet_tiny(classes: int = 10, image_size: int = 32, channels: int = 3, i
 
 def _model(name: str, classes: int, image_size: int, channels: int, init: str, **sizes: Any) -> Model:
     start = lookup(STARTS, init, "init")
-    check(image_size >= 16, f"{name}: got image_size {image_size} px; expected >= 16")
+    check_sizes(name, classes, image_size, channels, 16)
     return nnx_model(
         lambda rngs: GoogLeNet(classes, channels, start, rngs, **sizes),
         name=name,

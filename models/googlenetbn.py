@@ -10,9 +10,8 @@ from flax import nnx
 from jax import lax
 
 from jaxmpi.adapters import nnx_model
-from jaxmpi.config import check
 from jaxmpi.model import Model
-from models.layers import Array, Dense, average_pool, max_pool, normal
+from models.layers import Array, Dense, average_pool, check_sizes, max_pool, normal
 from models.norm import ConvNorm
 
 conv_norm = functools.partial(ConvNorm, eps=1e-3, bias=True)  # momentum 0.9
@@ -180,7 +179,7 @@ def googlenetbn_tiny(classes: int = 10, image_size: int = 64, channels: int = 3)
 
 
 def _model(name: str, classes: int, image_size: int, channels: int, **sizes: Any) -> Model:
-    check(image_size >= 32, f"{name}: got image_size {image_size} px; expected >= 32")
+    check_sizes(name, classes, image_size, channels, 32)
     return nnx_model(
         lambda rngs: GoogLeNetBN(classes, channels, rngs, **sizes),
         name=name,

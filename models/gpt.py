@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxmpi.adapters import nnx_model
 from jaxmpi.config import check
-from jaxmpi.model import Model
+from jaxmpi.model import Model, check_whole
 from models.layers import Array, Dense, normal
 
 STD = 0.02  # of all kernels but those that add to the residual stream
@@ -105,12 +105,14 @@ def gpt(
         name: in errors and records.
 
     Raises:
-        UsageError: a width that does not divide by the heads.
+        UsageError: a size that is no whole number > 0; a width that does not divide by the heads.
 
     Reference: Radford et al. 2019. The kernel of the logits is not that of the embedding, and nothing is dropped.
     """
-    check(width % heads == 0, f"{name}: got width {width} and {heads} heads; expected a width that divides by them")
     shape = Shape(classes, window, width, heads, layers)
+    for what, value in shape._asdict().items():
+        check_whole(f"{name}: {what}", value)
+    check(width % heads == 0, f"{name}: got width {width} and {heads} heads; expected a width that divides by them")
     model = nnx_model(lambda rngs: Gpt(shape, rngs), name=name, input_shape=(window,), classes=classes)
     return model._replace(input_dtype=jnp.int32, label_shape=(window,))
 

@@ -12,9 +12,18 @@ from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
+from jaxmpi.model import check_whole
+
 Array = jax.Array
 Init = Callable[..., Array]  # (key, shape, dtype) -> array
 Start = Callable[[str], tuple[Init, float]]  # how params begin: place -> (initialiser of the kernel, bias)
+
+
+def check_sizes(name: str, classes: int, image_size: int, channels: int, smallest: int) -> None:
+    """Raise `UsageError` unless these are whole numbers, and an image has at least `smallest` px."""
+    check_whole(f"{name}: classes", classes)
+    check_whole(f"{name}: image_size, px", image_size, smallest)
+    check_whole(f"{name}: channels", channels)
 
 
 def normal(std: float) -> Init:

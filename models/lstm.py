@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jaxmpi.adapters import nnx_model
-from jaxmpi.model import Model
+from jaxmpi.model import Model, check_whole
 from models.layers import Array, Dense, normal
 
 FORGET_BIAS = 1.0  # Jozefowicz et al. 2015: a cell keeps what it holds until it has learnt otherwise
@@ -108,6 +108,8 @@ def lm300m_tiny(classes: int = 256, window: int = 20) -> Model:
 
 
 def _model(name: str, classes: int, window: int, layers: int, widths: Widths) -> Model:
+    for what, value in {"classes": classes, "window": window, "layers": layers, **widths._asdict()}.items():
+        check_whole(f"{name}: {what}", value)
     model = nnx_model(
         lambda rngs: LstmLanguageModel(classes, layers, widths, rngs),
         name=name,

@@ -7,9 +7,9 @@ import jax
 from flax import nnx
 
 from jaxmpi.adapters import nnx_model
-from jaxmpi.config import check, lookup
+from jaxmpi.config import lookup
 from jaxmpi.model import Model
-from models.layers import Array, Dense, max_pool, normal
+from models.layers import Array, Dense, check_sizes, max_pool, normal
 from models.norm import ConvNorm
 
 conv_norm = functools.partial(ConvNorm, eps=1e-4)  # momentum 0.9: as Theano-MPI's ResNet-50
@@ -145,7 +145,7 @@ def _model(
     name: str, image: tuple[int, int], classes: int, block: Block, stages: tuple[int, ...], width: int = WIDTH
 ) -> Model:
     size, channels = image
-    check(size >= 32, f"{name}: got image_size {size} px; expected >= 32")
+    check_sizes(name, classes, size, channels, 32)
     return nnx_model(
         lambda rngs: ResNet(classes, channels, block, stages, width, rngs),
         name=name,

@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 from jaxmpi.adapters import nnx_model
-from jaxmpi.config import check, lookup
+from jaxmpi.config import lookup
 from jaxmpi.model import Model
 from models.layers import (
     Array,
@@ -13,6 +13,7 @@ from models.layers import (
     Conv,
     Start,
     adaptive_max_pool,
+    check_sizes,
     glorot_uniform,
     he_start,
     max_pool,
@@ -93,7 +94,7 @@ def vgg19_tiny(classes: int = 10, image_size: int = 32, channels: int = 3, init:
 
 def _model(name: str, depths: str, classes: int, image_size: int, channels: int, init: str, **sizes: Any) -> Model:
     start = lookup(STARTS, init, "init")
-    check(image_size >= SMALLEST, f"{name}: got image_size {image_size} px; expected >= {SMALLEST}")
+    check_sizes(name, classes, image_size, channels, SMALLEST)
     return nnx_model(
         lambda rngs: Vgg(DEPTHS[depths], classes, channels, start, rngs, **sizes),
         name=name,

@@ -1,12 +1,14 @@
 """Seconds to one loss over slow links: DiLoCo beside a mean of gradients at every step, ours and PyTorch DDP's.
 
     python scripts/bench_diloco.py [--hosts 8] [--rate 50mbit] [--steps 300] [--seeds 3] [--json FILE] [--tiny]
+    python scripts/bench_diloco.py --json FILE --part losses      # and, when the machine is quiet, --part seconds
 
 A GPT of 10.9 million params on the source of Python's standard library, one rank a host; hosts share this machine's
 cores. What a step learns does not depend on the link, so held-out losses are recorded without a cluster, and multiplied
 by the time of a step on the cluster: the median, and for DiLoCo the mean over a whole period after the first. The goal
-is what `ring32` has come to after --steps; the others may take twice as many. All contenders have the same initial
-params, order of examples, AdamW and learning rate. `none` never exchanges: what is left is compute.
+is what `ring32` has come to after --steps; the others stop when they are there, after twice as many at most. All
+contenders have the same initial params, order of examples, AdamW and learning rate. `none` never exchanges: what is
+left is compute. With --json losses that are there are not recorded again, and seconds are added to those that are.
 """
 
 import argparse
@@ -36,6 +38,10 @@ HERE = Path(__file__).resolve().parent
 NOT_PERMITTED = 77  # exit code of scripts/cluster.py where there can be no cluster
 DECAY, LR = 0.1, 1e-3
 HELD_OUT = 4  # batches of an evaluation
+Losses = dict[str, float]  # held out, by step
+
+
+PARTS = ("losses", "seconds")
 
 
 class Contender(NamedTuple):
@@ -62,16 +68,16 @@ class Sizes(NamedTuple):
     """Of a measurement."""
 
     steps: int  # of ring32, to the goal
-    timed: int  # steps on the cluster after the first
     period: int  # H
     local_batch: int
+    window: int  # tokens of an example
     every: int  # steps from one evaluation to the next
     tiny: bool
 
 
 def recipe(contender: Contender, sizes: Sizes, seed: int) -> Experiment:
     """The experiment of one of ours, or the data and rates of PyTorch's."""
-    model = gpt_tiny() if sizes.tiny else gpt()
+    model = gpt_tiny(window=sizes.window) if sizes.tiny else gpt(window=sizes.window)
     return Experiment(
         model=model,
         data=Data("stdlib", window=model.input_shape[0]),
@@ -203,8 +209,8 @@ def torch_gpt(params: Any, heads: int) -> Any:
     return Gpt()
 
 
-def run_job(name: str, sizes: Sizes, seed: int, steps: int, evaluates: bool, file: Path) -> None:
-    """Be a rank: train; FILE holds seconds of every step, and held-out losses by step."""
+def run_job(name: str, sizes: Sizes, seed: int, steps: int, goal: float | None, file: Path) -> None:
+    """Be a rank: train; FILE holds seconds of every step, and held-out losses by step until one is at the goal."""
     workers = gather_workers(1)
     control, contender = workers.processes, CONTENDERS[name]
     config = recipe(contender, sizes, seed)
@@ -213,16 +219,19 @@ def run_job(name: str, sizes: Sizes, seed: int, steps: int, evaluates: bool, fil
     with runtime.at_work():
         plan = parts.make_plan(config, workers)
         made = ddp(config, workers, plan, contender.hook) if contender.hook else ours(config, workers, plan)
-        held_out = list(plan.validation.batches(0, HELD_OUT)) if evaluates else []
+        held_out = list(plan.validation.batches(0, HELD_OUT)) if goal is not None else []
         for k, batch in enumerate(plan.feed.batches(0, steps)):
-            if evaluates and k % sizes.every == 0:
+            if goal is not None and k % sizes.every == 0:
                 losses[k] = mean_loss(made, held_out, workers)
+                if losses[k] <= goal:
+                    break
             control.barrier()
             begin = time.perf_counter()
             made.step(batch)
             seconds.append(max(map(float, control.gather(str(time.perf_counter() - begin)))))
-        if evaluates:
-            losses[steps] = mean_loss(made, held_out, workers)
+        else:
+            if goal is not None:
+                losses[steps] = mean_loss(made, held_out, workers)
         control.barrier()
     if control.rank == 0:
         file.write_text(json.dumps({"seconds": seconds, "losses": losses}))
@@ -236,75 +245,108 @@ def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) ->
 # ---------------------------------------------------------------- outside
 
 
-def job(line: list[str], name: str, sizes: Sizes, seed: int, steps: int, evaluates: bool) -> dict[str, Any]:
-    """Start a job and wait for it; what its rank 0 wrote."""
+def job(line: list[str], name: str, sizes: Sizes, seed: int, steps: int, goal: float | None) -> dict[str, Any]:
+    """Start a job and wait for it; what its rank 0 wrote. Without a goal nothing is evaluated."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        what = json.dumps([name, sizes._asdict(), seed, steps, evaluates, str(file)])
+        what = json.dumps([name, sizes._asdict(), seed, steps, goal, str(file)])
         environ = os.environ | {"PYTHONPATH": str(HERE.parent), "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run([*line, sys.executable, __file__, "--job", what], env=environ)
         if ended.returncode:
             raise SystemExit(NOT_PERMITTED if ended.returncode == NOT_PERMITTED else f"the job of {name} failed")
-        result = json.loads(file.read_text())
-    return result | {"losses": {int(step): loss for step, loss in result["losses"].items()}}
+        return json.loads(file.read_text())
 
 
-def step_s(name: str, seconds: list[float], sizes: Sizes) -> float:
-    """Of one step, exchanges that come once a period included: the last whole period's mean."""
+def step_s(name: str, pieces: list[list[float]], sizes: Sizes) -> float:
+    """Of one step, exchanges that come once a period included: there the last whole period's mean."""
     if CONTENDERS[name].rule != "diloco":
-        return statistics.median(seconds[1:])
-    periods = len(seconds) // sizes.period
-    return statistics.mean(seconds[(periods - 1) * sizes.period : periods * sizes.period])
+        return statistics.median(itertools.chain(*(seconds[1:] for seconds in pieces)))
+    ends = [len(seconds) // sizes.period * sizes.period for seconds in pieces]
+    periods = (seconds[end - sizes.period : end] for seconds, end in zip(pieces, ends, strict=True))
+    return statistics.median(statistics.mean(period) for period in periods)
 
 
-def steps_to(goal: float, losses: dict[int, float]) -> float:
+def steps_to(goal: float, losses: Losses) -> float:
     """Steps until the loss is at the goal, between two evaluations in a straight line; infinite where it never is."""
-    points = sorted(losses.items())
+    points = sorted((int(step), loss) for step, loss in losses.items())
     for (before, high), (after, low) in itertools.pairwise(points):
         if low <= goal:
             return after if high <= low else before + (after - before) * max(high - goal, 0.0) / (high - low)
     return math.inf
 
 
-def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
-    """Losses on this host, then seconds of a step on the cluster."""
-    here = launch.mpirun(launch.Options(options.hosts, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
-    cluster = [sys.executable, str(HERE / "cluster.py"), "--hosts", str(options.hosts), "--rate", options.rate]
-    there = [*cluster, "--", "mpirun", "-n", str(options.hosts)]
-    results: dict[str, Any] = {}
-    for name in options.contenders:
-        at_once = CONTENDERS[name].rule != "diloco"
-        timed = job(there, name, sizes, 0, 1 + (sizes.timed if at_once else 2 * sizes.period), evaluates=False)
-        found = {"step_s": step_s(name, timed["seconds"], sizes), "losses": []}
-        for seed in range(options.seeds if name != "none" else 0):
-            steps = sizes.steps * (1 if name == "ring32" else 2)
-            found["losses"].append(job(here, name, sizes, seed, steps, evaluates=True)["losses"])
-            print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-        results[name] = found
+class Found(NamedTuple):
+    """Of a contender."""
+
+    losses: dict[str, Losses]  # by seed
+    seconds: list[list[float]]  # of steps on the cluster, job by job
+
+
+def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Found]:
+    """Losses on this host, then seconds of steps on the cluster; what --json holds already is kept."""
+    results = {name: Found({}, []) for name in options.contenders} | kept(options.json, sizes)
+    if "losses" in options.part:
+        for seed, name in itertools.product(map(str, range(options.seeds)), options.contenders):
+            if name != "none" and seed not in results[name].losses:
+                record(options, sizes, name, seed, results)
+                keep(options.json, sizes, results)
+    if "seconds" in options.part:
+        cluster = [sys.executable, str(HERE / "cluster.py"), "--hosts", str(options.hosts), "--rate", options.rate]
+        line = [*cluster, "--", "mpirun", "-n", str(options.hosts)]
+        for name in options.contenders:
+            steps = 2 * sizes.period if CONTENDERS[name].rule == "diloco" else options.timed
+            results[name].seconds.append(job(line, name, sizes, 0, 1 + steps, None)["seconds"])
+            keep(options.json, sizes, results)
     return results
 
 
-def table(results: dict[str, Any], sizes: Sizes) -> str:
-    """As Markdown; ratios are to ring32, seed by seed."""
-    reference = results["ring32"]
-    goals = [losses[sizes.steps] for losses in reference["losses"]]
-    compute = results.get("none", {}).get("step_s", math.nan)
-    lines = [f"goal: ring32's held-out loss after {sizes.steps} steps: {', '.join(f'{x:.4f}' for x in goals)}", ""]
-    lines += [
-        "| contender | s a step | compute | steps to the goal | s to the goal | of ring32's |",
-        "|---|---|---|---|---|---|",
+def record(options: argparse.Namespace, sizes: Sizes, name: str, seed: str, results: dict[str, Found]) -> None:
+    """Losses of a contender, as far as the goal."""
+    line = launch.mpirun(launch.Options(options.hosts, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    is_first = name == "ring32"
+    goal = 0.0 if is_first else results["ring32"].losses[seed][str(sizes.steps)]
+    ended = job(line, name, sizes, int(seed), sizes.steps * (1 if is_first else 2), goal)
+    results[name].losses[seed] = ended["losses"]
+    print(f"{name}, seed {seed}: {max(map(int, ended['losses']))} steps", file=sys.stderr, flush=True)
+
+
+def kept(file: Path | None, sizes: Sizes) -> dict[str, Found]:
+    """What an earlier call has written; nothing where it had other sizes."""
+    if file is None or not file.exists():
+        return {}
+    written = json.loads(file.read_text())
+    if written["sizes"] != sizes._asdict():
+        raise SystemExit(f"{file} holds figures of other sizes, {written['sizes']}: name another file")
+    return {name: Found(**found) for name, found in written["results"].items()}
+
+
+def keep(file: Path | None, sizes: Sizes, results: dict[str, Found]) -> None:
+    """Write all figures so far."""
+    if file is not None:
+        figures = {name: found._asdict() for name, found in results.items()}
+        file.write_text(json.dumps({"sizes": sizes._asdict(), "results": figures}, indent=2) + "\n")
+
+
+def table(results: dict[str, Found], sizes: Sizes) -> str:
+    """As Markdown, of contenders with losses and seconds; ratios are to ring32, seed by seed."""
+    seconds = {name: step_s(name, found.seconds, sizes) for name, found in results.items() if found.seconds}
+    goals = {seed: losses[str(sizes.steps)] for seed, losses in results["ring32"].losses.items()}
+    compute = seconds.get("none", math.nan)
+    lines = [
+        f"goal: ring32's held-out loss after {sizes.steps} steps: {', '.join(map('{:.4f}'.format, goals.values()))}"
     ]
+    lines += ["", "| contender | s a step | compute | steps to the goal | s to the goal | of ring32's |"]
+    lines += ["|---|---|---|---|---|---|"]
     for name, found in results.items():
-        if not found["losses"]:
+        if not found.losses or name not in seconds:
             continue
-        steps = [steps_to(goal, losses) for goal, losses in zip(goals, found["losses"], strict=True)]
-        seconds = [n * found["step_s"] for n in steps]
-        shares = [s / (sizes.steps * reference["step_s"]) for s in seconds]
+        steps = [steps_to(goals[seed], losses) for seed, losses in found.losses.items()]
+        shares = [n * seconds[name] / (sizes.steps * seconds["ring32"]) for n in steps]
         cells = [
-            f"{found['step_s']:.3f}",
-            f"{100 * compute / found['step_s']:.0f} %",
+            f"{seconds[name]:.3f}",
+            f"{100 * compute / seconds[name]:.0f} %",
             spread(steps, 0),
-            spread(seconds, 0),
+            spread([n * seconds[name] for n in steps], 0),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} | {spread(shares, 3)} |")
     return "\n".join(lines)
@@ -325,23 +367,23 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=20, help="steps that are timed on the cluster")
     parser.add_argument("--period", type=int, default=50, help="H of DiLoCo")
     parser.add_argument("--local-batch", type=int, default=4, help="windows a rank and step")
+    parser.add_argument("--window", type=int, default=128, help="tokens of an example")
     parser.add_argument("--every", type=int, default=10, help="steps from one evaluation to the next")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--tiny", action="store_true", help="a model of 82,240 params, to see that it works")
-    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--json", type=Path, help="file for all figures; what it holds is kept")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="losses here, seconds on the cluster")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        name, sizes, seed, steps, evaluates, file = options.job
-        return run_job(name, Sizes(**sizes), seed, steps, evaluates, Path(file))
+        name, sizes, seed, steps, goal, file = options.job
+        return run_job(name, Sizes(**sizes), seed, steps, goal, Path(file))
     if "ring32" not in options.contenders:
         parser.error("--contenders: ring32 sets the goal; name it too")
     sizes = Sizes(*(getattr(options, name) for name in Sizes._fields))
     results = measure(options, sizes)
     print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores; {table(results, sizes)}")
-    if options.json:
-        options.json.write_text(json.dumps({"sizes": sizes._asdict(), "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def bytes_moved(line: Any, f: Callable, x: np.ndarray, y: np.ndarray, params: An
 
 def shuffle(options: argparse.Namespace) -> Result:
     """In a rank: rows by index out of shared memory, beside np.take of the share."""
+    import jax
     import jax.numpy as jnp
 
     import jaxmpi as jm
@@ -113,7 +114,14 @@ def shuffle(options: argparse.Namespace) -> Result:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     spent: dict[str, float] = defaultdict(float)
     fetches: list[float] = []
-    timed(compute, "take", "fetch_s", spent)
+    given = compute.given
+
+    def timed_source(*args: Any) -> Any:
+        """Rows taken and on the device."""
+        source = given(*args)
+        return source._replace(fetch=counted(lambda a, b: jax.block_until_ready(source.fetch(a, b)), "fetch_s", spent))
+
+    compute.given = timed_source
 
     def shuffled() -> Any:
         spent.clear()
@@ -180,12 +188,16 @@ def resnet(options: argparse.Namespace) -> Result:
     if hasattr(team(), "line"):
         timed(team().line, "reports", "straggler_s", spent)  # type: ignore[attr-defined]
 
-    def step() -> None:
-        first(x, y, batch=rng.permutation(len(x))[:batch])
+    def all_reduce() -> None:
         begin, waited = time.perf_counter(), spent["straggler_s"]
         flat.all_reduce("mean")
         jax.block_until_ready(flat.value)
         spent["all_reduce_s"] += time.perf_counter() - begin - (spent["straggler_s"] - waited)
+
+    def step() -> None:
+        first(x, y, batch=batch if "shuffle" in options.without else rng.permutation(len(x))[:batch])
+        if "all-reduce" not in options.without:
+            all_reduce()
         second()
 
     step()
@@ -201,16 +213,20 @@ def resnet(options: argparse.Namespace) -> Result:
 
 def timed(owner: Any, name: str, key: str, spent: dict[str, float]) -> None:
     """Count the seconds in a function of the package."""
-    function = getattr(owner, name)
+    setattr(owner, name, counted(getattr(owner, name), key, spent))
 
-    def counted(*args: Any) -> Any:
+
+def counted(function: Callable, key: str, spent: dict[str, float]) -> Callable:
+    """The function, whose seconds are added up."""
+
+    def call(*args: Any) -> Any:
         begin = time.perf_counter()
         try:
             return function(*args)
         finally:
             spent[key] += time.perf_counter() - begin
 
-    setattr(owner, name, counted)
+    return call
 
 
 def bare_resnet(
@@ -309,6 +325,10 @@ def show_resnet(options: argparse.Namespace) -> Result:
         rows[f"weak, {workers}"] = job("resnet", workers, *fixed, "--batch", str(options.batch * workers))
         if workers > 1:
             rows[f"strong, {workers}"] = job("resnet", workers, *fixed, "--batch", str(options.batch))
+            weak = (*fixed, "--batch", str(options.batch * workers))
+            rows |= {
+                f"weak without {part}, {workers}": job("resnet", workers, *weak, "--without", part) for part in PARTS
+            }
     cores = len(os.sched_getaffinity(0))
     print("| | ms an example | speedup | function | shuffle | straggler | all-reduce |\n|---|---|---|---|---|---|---|")
     for name, row in rows.items():
@@ -320,6 +340,7 @@ def show_resnet(options: argparse.Namespace) -> Result:
     return rows
 
 
+PARTS = ("shuffle", "all-reduce")  # of a step, that Fig. 2 leaves out in turn
 SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
 
 
@@ -332,6 +353,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="examples a worker, of weak scaling")
     parser.add_argument("--steps", type=int, default=4, help="measured steps")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--without", choices=PARTS, nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="where results go")
     for flag in ("--job", "--led", "--bare"):
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)

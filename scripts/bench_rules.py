@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmpi import launch, runtime
+
 STEP_S = 0.02  # of computing, in `slow`
 SLOW = 5  # times as long, for the slow worker
 IDLE_S = 4.0
@@ -209,14 +211,8 @@ def run(job: Job, name: str, options: argparse.Namespace) -> list[float]:
         line = [sys.executable, __file__, "--job", name, "--out", str(out), "--servers", str(job.servers), *job.options]
         floats = options.floats if job.is_on_cluster else 1000
         line += ["--floats", str(floats), "--rounds", str(options.rounds)]
-        mpirun = [
-            "mpirun",
-            "--bind-to",
-            "none",
-            "-n",
-            str(job.ranks),
-            *([] if job.is_on_cluster else ["--oversubscribe"]),
-        ]
+        here = launch.mpirun(launch.Options(job.ranks, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+        mpirun = ["mpirun", "--bind-to", "none", "-n", str(job.ranks)] if job.is_on_cluster else here
         cluster = [
             sys.executable,
             str(root / "scripts" / "cluster.py"),

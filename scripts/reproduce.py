@@ -215,7 +215,8 @@ JOBS = {
             name.split(", ")[1]: value for name, value in over("root", "ring32")(printed, files).items()
         },
         {"root / ring32": 4.0},
-        "The formula is for 8 ranks, each with a link of its own; inside one host links are memory, which ranks share.",
+        "Their formula, for 8 ranks, counts what the one rank receives; ours sends the sum back after that, "
+        "which makes N. Inside one host links are memory, which ranks share.",
     ),
     "multicolor": Job(
         "Kumar et al. 2017: multi-colour trees over Open MPI's Allreduce, GoogLeNetBN",

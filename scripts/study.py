@@ -1,6 +1,6 @@
 """A grid of runs with several seeds each: what a rule, a batch, a wire or a period costs in accuracy, with error bars.
 
-    python scripts/study.py batch wires periods --seeds 5 --out runs/study.jsonl [--png runs/study.png]
+    python scripts/study.py batch wires periods elastic text --seeds 5 --out runs/study.jsonl [--png runs/study.png]
     python scripts/study.py --experiment experiments/digits.py --workers 1 8 --vary local-batch=8,64 optim.lr=0.02,0.1
 
 A study of STUDIES by name, or a grid: all combinations of --workers and of the values of --vary, which takes any flag
@@ -8,7 +8,8 @@ of the trainer. Every run is a line of --out as soon as it is done; what is ther
 that was stopped goes on, and one with more seeds only adds them. The first cell is what the others are compared with,
 seed by seed: same seed, same initial params and same order of examples.
 
-Workers are devices of one process. With --launch they are ranks under mpirun, as rules between steps need it.
+Workers are devices of one process. With --launch, and in `elastic`, they are ranks under mpirun, as asynchronous rules
+need it.
 """
 
 import argparse
@@ -53,6 +54,7 @@ class Study(NamedTuple):
     question: str
     experiment: str
     grids: Sequence[Grid]
+    launched: bool = False  # as ranks, which rules without a common step need
 
     def cells(self) -> list[Cell]:
         """Of all grids."""
@@ -82,8 +84,21 @@ STUDIES = {
         [
             Grid({}, EIGHT | {"rule.name": "gradients", "optim.lr": "0.05"}),
             Grid({"rule.local-steps": PERIODS}, EIGHT | {"rule.name": "local_sgd", "optim.lr": "0.05"}),
-            Grid({"rule.local-steps": PERIODS[2:]}, EIGHT | {"rule.name": "diloco", "optim.lr": "0.05"}),
+            # The outer optimizer multiplies what workers move by eta / (1 - mu) = 7 in the long run.
+            Grid({"rule.local-steps": PERIODS[2:]}, EIGHT | {"rule.name": "diloco", "optim.lr": "0.007"}),
         ],
+    ),
+    "elastic": Study(
+        "Which alpha and tau for EASGD?",
+        DIGITS,
+        [
+            Grid({}, FOUR := {"workers": "4", "local-batch": "8", "train-for": "20ep", "eval-every": "5ep"}),
+            Grid(
+                {"rule.tau": ("1", "4", "16"), "rule.alpha": ("0.1", "0.25", "0.5", "0.9")},
+                FOUR | {"rule.name": "easgd"},
+            ),
+        ],
+        launched=True,
     ),
     "text": Study(
         "The same on text, bits per byte.",
@@ -114,8 +129,14 @@ def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launc
                 train.train(dataclasses.replace(chosen, seed=seed, run_dir=str(folder), resume=False), path.stem)
                 row = {"experiment": experiment, "cell": cell, "seed": seed, **outcome(folder)}
             if runtime.my_rank() == 0:
-                with out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(out, row)
+
+
+def append(out: Path, row: dict[str, Any]) -> None:
+    """A line; after one that was cut off, on a line of its own."""
+    is_cut = out.exists() and out.read_bytes()[-1:] not in (b"", b"\n")
+    with out.open("a") as file:
+        file.write("\n" * is_cut + json.dumps(row) + "\n")
 
 
 @contextlib.contextmanager
@@ -294,7 +315,7 @@ def main() -> None:
     drawn: list[plots.Panel] = []
     for study in asked(options):
         if not options.show:
-            run_missing(study, range(options.seeds), options.out, options.launch)
+            run_missing(study, range(options.seeds), options.out, options.launch or study.launched)
         rows = rows_of(options.out)
         made = summaries(study, rows)
         print(table(study, made) + "\n", flush=True)

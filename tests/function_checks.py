@@ -175,6 +175,12 @@ def check_updates():
     def f(x, seen, largest):
         return x.size, seen + x.size * 0 + x.size, x.sum(), jnp.maximum(largest, x.max()), x
 
+    single = jm.variable(np.int32(1))  # a pair by itself, and a variable by itself
+    jm.function(lambda x: x.sum(), jm.scatter, (), (single, jm.add))(x, slices=2)
+    assert int(single.reduce("sum")) == x.sum() + k
+    jm.function(lambda old: 2 * old, single, (), single)()
+    assert int(single.reduce("sum")) == 2 * (x.sum() + k)
+
     updates = ((seen, jm.max), (total, jm.add), (largest, jm.max), (last, jm.gather))
     run = jm.function(f, (jm.scatter, seen, largest), (jm.sum,), updates)
     edges = bounds(n, k)
@@ -266,6 +272,34 @@ def check_variable():
     v.broadcast(root=k - 1)
     assert (v.get(0)["a"] == 7).all()
     assert v.value["a"].shape == (3,)
+
+
+STRATEGIES = {
+    "shm": 0,
+    "ar": 0,
+    "asabf16": 0,
+    "ring16": 0,
+    "tree": 0,
+    "color4": 0,
+    "root": 0,
+    "hier-asa:16": 0,
+    "asa8": 1.01 / 253,
+}
+
+
+def check_strategies():
+    """Whole numbers below 2^8 are exact on all wires but `8`, which rounds a share and then a sum."""
+    k = workers()
+    x = np.random.default_rng(k).integers(-9, 9, (k, 3001)).astype(np.float32)  # a length that no k divides
+    total = x.sum(0)
+    for strategy, rounding in STRATEGIES.items():
+        v = jm.variable(x[0])
+        for rank in range(1, k):
+            v.set(rank, x[rank])
+        v.all_reduce("sum", strategy=strategy)
+        bound = rounding * (abs(x).max() * k + abs(total).max())  # every worker's part, then the sum
+        assert (abs(v.get(k - 1) - total) <= bound).all(), strategy
+        assert v.get(0).tobytes() == v.get(k - 1).tobytes()
 
 
 def check_unequal_lengths():
@@ -386,6 +420,12 @@ def check_refusals():
     fails(lambda: one(np.array([object()] * 3 * k)), "got an array of object")
     fails(lambda: one(np.array(["a"] * 3 * k)), "expected numbers")
     fails(lambda: one(jax.random.split(jax.random.key(0), 3 * k)), "random key")
+    fails(lambda: one(jm.variable(x)), "argument 0: got a jaxmpi.variable; name it in `inputs`")
+    fails(lambda: jm.function(lambda x: x, jm.scatter, (jm.sum,))(x), "returned an array; expected a tuple of 1")
+    fails(lambda: one(None), "argument 0: got None; scatter needs arrays")
+    fails(lambda: jax.jit(one)(x), "got a traced value; call functions and variables outside of jax.jit")
+    fails(lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value")
+    fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, 0.1), "tx: got 0.1; expected an Optax transformation")
     fails(lambda: one(np.float32(3)), "scatter needs an array with a first axis")
     fails(lambda: one(x, slices=0), "slices: got 0")
     fails(lambda: one(x, batch=[[0]]), "indices in one axis")
@@ -407,6 +447,9 @@ def check_refusals():
     fails(lambda: jm.function(lambda x: x, jm.scatter, jm.add), "outputs: got")
     fails(lambda: jm.function(lambda x: x, "scatter"), "inputs: got 'scatter'")
     fails(lambda: jm.function(lambda x: x, strategy="rings"), "rings")
+    fails(
+        lambda: jm.function(lambda x: x, jm.scatter, (), "params"), "updates: got 'params'; expected a jaxmpi.variable"
+    )
     if k > 1:
         fails(lambda: jm.function(lambda x: x, jm.scatter, jm.sum)(data(3 * k + 1)), "differs between workers")
     assert float(one(x)) == float(jm.function(lambda x: x.sum(), jm.scatter, jm.mean)(x))  # the next call works

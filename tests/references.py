@@ -97,14 +97,20 @@ def tree(rows: Rows, wire: str, order: Sequence[int]) -> np.ndarray:
     levels = len(rows).bit_length() - 1
     p = 1 << levels
     rows = padded(rows[list(order)], p)
-    parts = [rows[i] + round_to_wire(rows[p + i], wire) if p + i < len(rows) else rows[i] for i in range(p)]
+    rows = rows.reshape(len(rows), p, rows.shape[1] // p)  # [place, block, n / p]
+    parts = [rows[i] + arrived(rows[p + i], wire) if p + i < len(rows) else rows[i] for i in range(p)]
     blocks = [0] * p  # which block each place ends up with
     for level in range(levels):
-        halves = [part.reshape(2, -1) for part in parts]
+        halves = [np.split(part, 2) for part in parts]
         sides = [(i >> level) & 1 for i in range(p)]
-        parts = [halves[i][side] + round_to_wire(halves[i ^ (1 << level)][side], wire) for i, side in enumerate(sides)]
+        parts = [halves[i][side] + arrived(halves[i ^ (1 << level)][side], wire) for i, side in enumerate(sides)]
         blocks = [2 * block + side for block, side in zip(blocks, sides, strict=True)]
-    return np.concatenate([round_to_wire(parts[blocks.index(block)], wire) for block in range(p)])
+    return np.concatenate([round_to_wire(parts[blocks.index(block)][0], wire) for block in range(p)])
+
+
+def arrived(blocks: np.ndarray, wire: str) -> np.ndarray:
+    """What arrives of f32[blocks, n], each encoded by itself."""
+    return np.stack([round_to_wire(block, wire) for block in blocks])
 
 
 def color(rows: Rows, wire: str, order: Sequence[int], colours: int, packets: int = 1) -> np.ndarray:

@@ -653,6 +653,33 @@ def test_a_model_that_is_not_initialised(case):
         check_model(adapter(*args, name="net", input_shape=(8, 8, 1), classes=10))
 
 
+NO_FACTS = {
+    "classes of text": ({"classes": "10"}, "net: classes: got '10'; expected a whole number >= 1"),
+    "no classes": ({"classes": 0}, "net: classes: got 0; expected a whole number >= 1"),
+    "fewer": ({"classes": -1}, "net: classes: got -1; expected"),
+    "a shape that is one number": ({"input_shape": 8}, "net: input_shape: got 8; expected (height, width, channels)"),
+    "an empty shape": ({"input_shape": ()}, "net: input_shape: got (); expected"),
+    "no channels": ({"input_shape": (8, 8, 0)}, "net: input_shape (8, 8, 0): got 0; expected a whole number >= 1"),
+    "a shape of text": ({"input_shape": ("8", 8, 1)}, "got '8'; expected a whole number >= 1"),
+    "no name": ({"name": None}, "a model's name: got None; expected text"),
+}
+
+
+@pytest.mark.parametrize("case", NO_FACTS)
+def test_what_a_model_says_of_itself(case):
+    facts, message = NO_FACTS[case]
+    facts = {"name": "net", "input_shape": (8, 8, 1), "classes": 10} | facts
+    net = lambda rngs: Bare(rngs=rngs)  # noqa: E731
+    pair = (lambda key: W, logits)
+    made = ((nnx_model, (net,)), (linen_model, (LinenNet(),)), (equinox_model, (EquinoxNet,)), (plain_model, pair))
+    for adapter, args in made:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            adapter(*args, **facts)
+    by_hand = with_init((W, {}))._replace(**facts)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_model(by_hand)
+
+
 def with_init(made: Any) -> Model:
     return Model("net", lambda key, image: made, lambda *args: (None, {}), (8, 8, 1), 10)
 
@@ -731,8 +758,35 @@ def test_an_nnx_module_may_have_arrays_of_numpy_that_are_no_variables():
 
 def test_an_array_of_jax_that_is_no_variable_is_named():
     model = nnx_model(lambda rngs: Masked(jnp.ones, rngs), name="masked", input_shape=(8, 8, 1), classes=10)
-    with pytest.raises(UsageError, match="masked: mask: a JAX array that is no variable; make it a NumPy array or nnx"):
-        model.init(KEY, IMAGE[:1])
+    for begin in (lambda: check_model(model), lambda: model.init(KEY, IMAGE[:1])):  # on shapes, and for real
+        with pytest.raises(UsageError, match="masked: mask: a JAX array that is no variable; make it nnx"):
+            begin()
+
+
+HIDDEN: dict[str, Any] = {
+    "inner/mask": lambda rngs: Masked(jnp.ones, rngs),
+    "inner/0/mask": lambda rngs: nnx.List([Masked(jnp.ones, rngs)]),
+    "inner/a": lambda rngs: nnx.Dict({"a": jnp.ones(3)}),
+    "inner/1": lambda rngs: (0, jnp.ones(3)),
+    "inner/b/0": lambda rngs: {"b": [jnp.ones(3)]},
+}
+
+
+class Holder(nnx.Module):
+    """Something in an attribute, and a param."""
+
+    def __init__(self, inner, rngs: nnx.Rngs):
+        self.dense, self.inner = nnx.Linear(64, 10, rngs=rngs), inner
+
+    def __call__(self, x):
+        return self.dense(x.reshape(len(x), -1))
+
+
+@pytest.mark.parametrize("path", HIDDEN)
+def test_an_array_of_jax_is_found_wherever_it_hides(path):
+    net = lambda rngs: Holder(HIDDEN[path](rngs), rngs)  # noqa: E731
+    with pytest.raises(UsageError, match=f"net: {path}: a JAX array that is no variable"):
+        check_model(nnx_model(net, name="net", input_shape=(8, 8, 1), classes=10))
 
 
 class Inference(nnx.Module):

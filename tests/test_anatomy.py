@@ -2,6 +2,8 @@
 
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from jaxmpi.anatomy import (
     PARTS,
     SOURCES,
     Anatomy,
+    Lone,
     Row,
     folded,
     summary,
@@ -215,3 +218,11 @@ def test_spans():
     assert spans.length([(0, 2), (1, 4), (6, 7)]) == 5
     assert set(spans.TRACKS) >= {"data", "compute", "travel", "wait"}
     assert anatomy.LATER[0] == float("inf")
+
+
+def test_a_step_without_exchange_leaves_the_state_as_it_was():
+    """It donates its state, so a copy that shares memory would take the run's away."""
+    state = {"w": jnp.arange(4.0), "step": jnp.int32(7)}
+    step = jax.jit(lambda state, batch: jax.tree.map(lambda x: x + x, state), donate_argnums=0)
+    assert Lone(step, False).seconds(state, ()) > 0
+    assert (state["w"].tolist(), state["step"].item()) == ([0, 1, 2, 3], 7)

@@ -68,7 +68,7 @@ x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
 carried, of_thread = {}, engine.why_not
 for is_carried in (True, False):
     engine.why_not = of_thread if is_carried else lambda *args: "asked for"
-    for strategy in ("ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16"):
+    for strategy in ("ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16", "tree:32", "tree:16"):
         total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
         processes().same(strategy, bits.hex())
@@ -149,3 +149,16 @@ def test_where_tools_are_missing_it_says_so():
     ended = run([*CLUSTER, "--", "true"], timeout_s=30, cwd=ROOT, env={"PATH": ""})
     assert ended.code == NOT_PERMITTED
     assert "not found; install iproute2 and util-linux" in ended.out
+
+
+def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
+    """A tool of its name that is refused, as unshare is by the kernel of many containers."""
+    refused = tmp_path / "unshare"
+    refused.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2; exit 1\n")
+    refused.chmod(0o755)
+    ended = run([*CLUSTER, "--", "true"], timeout_s=30, cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    if "not found" in ended.out:
+        pytest.skip(ended.out.strip())
+    assert ended.code == NOT_PERMITTED
+    assert "no emulated cluster: not permitted here (unshare: unshare failed: Operation not permitted)" in ended.out
+    assert "run as root, or allow user namespaces" in ended.out

@@ -524,7 +524,7 @@ def test_a_launcher_that_has_no_room_for_loaders(experiment, tmp_path):
     job = [sys.executable, "-m", "jaxmpi.train", str(experiment), "--run-dir", str(tmp_path / "run")]
     ended = run([launcher, "--hostfile", str(hosts), *options, *job, "--data.loader", "spawn"], timeout_s=60)
     assert not ended.timed_out, ended.out[-3000:]
-    assert ended.code == 2, ended.out[-3000:]
+    assert ended.code != 0, ended.out[-3000:]  # the launcher's own, for what it could not start
     assert "data.loader: got spawn, but MPI cannot start 2 loaders a worker" in ended.out
     assert "start the job with more slots than ranks, or use processes" in ended.out
     wait_until(lambda: leftovers(tmp_path) == [])

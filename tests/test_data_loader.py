@@ -170,6 +170,22 @@ def test_batches_that_are_kept_stay_as_they_are():
         assert not owns(next(batches).image)
 
 
+def test_labels_of_a_copied_batch_are_its_own(monkeypatch):
+    """Its slot is filled again as soon as its images are copied: here before anything else can happen."""
+    ask = Loader._ask
+
+    def ask_and_wait(self) -> None:
+        ask(self)
+        while self._ahead and not self.ready():
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Loader, "_ask", ask_and_wait)
+    with loader(numbered(40), 4, train=False, data=Data(prefetch=1)) as batches:
+        kept = list(batches)
+    assert [batch.label.tolist() for batch in kept] == np.arange(40).reshape(10, 4).tolist()
+    assert all(np.array_equal(batch.image[:, 0, 0, 0], batch.label) for batch in kept)
+
+
 def owns(image: np.ndarray) -> bool:
     """Whether a view is of memory of its own, not of a slot."""
     assert image.base is not None

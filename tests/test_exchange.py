@@ -324,6 +324,15 @@ def test_under_grad_it_raises(call, no_launcher):
         call()
 
 
+@pytest.mark.parametrize("strategy", ["ar", "asa32", "ring:16", "tree:8", "color2", "shm"])
+def test_another_axis_may_be_mapped_inside_and_outside_that_of_the_workers(strategy):
+    x, each = noise(9, (4, 7)), functools.partial(exchange, strategy=strategy, comm=AxisComm("w", WORKERS))
+    expected = np.stack([over_workers(exchange, strategy=strategy)(x[:, i]) for i in range(4)], 1)
+    for maps in [({"axis_name": "w"}, {}), ({"in_axes": 1, "out_axes": 1}, {"axis_name": "w"})]:
+        outer, inner = (functools.partial(jax.vmap, **kwargs) for kwargs in maps)
+        assert np.array_equal(jax.jit(outer(inner(each)))(x), expected)
+
+
 def test_exchanged_gradients_of_a_loss_are_fine(no_launcher):
     assert np.asarray(exchange(jax.grad(lambda x: (x**2).sum())(jnp.ones(2)))).tolist() == [2, 2]
 

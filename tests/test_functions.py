@@ -13,7 +13,7 @@ import jaxmpi as jm
 from jaxmpi.function import split
 from jaxmpi.function.drive import team
 
-QUICK = [(check, 2) for check in function_checks.CHECKS]
+QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
 SLOW = [pytest.param(c, w, marks=pytest.mark.slow) for c in function_checks.CHECKS for w in (1, 3, 8)]
 
 
@@ -176,6 +176,23 @@ def test_shared_reads_and_writes_as_numpy():
     x.free()
     with pytest.raises(jm.UsageError, match="has been freed"):
         x[0]
+
+
+def test_shared_calculates_as_numpy():
+    plain = np.arange(6, dtype=np.float32).reshape(2, 3)
+    x = jm.shared(plain)
+    for got, expected in ((x / 2, plain / 2), (2 - x, 2 - plain), (x > 1, plain > 1), (x == x, plain == plain)):
+        assert type(got) is np.ndarray
+        assert got.tolist() == expected.tolist()
+    assert (x.mean(), x.sum(0).tolist(), x.T.shape) == (2.5, [3, 5, 7], (3, 2))
+    assert [row.sum() for row in x] == [3, 12]
+    same = x
+    x *= 2
+    np.add(x, 1, out=x)
+    assert x is same
+    assert x[:].tolist() == (2 * plain + 1).tolist()
+    with pytest.raises(AttributeError, match="no attribute 'average'"):
+        x.average()
 
 
 def test_shared_grows_in_its_room_and_beyond():

@@ -37,7 +37,12 @@ def lead(tmp_path, text: str, n: int, timeout_s: float = 100, ranks: int = 0):
 
 QUICK = [(2, 0, "CORE")]
 WHOLE = [
-    pytest.param(n, r, "CHECKS", marks=pytest.mark.slow) for n, r in [(2, 0), (3, 0), (4, 0), (0, 2), (0, 3), (0, 4)]
+    pytest.param(n, r, which, marks=pytest.mark.slow)
+    for which, jobs in {
+        "CHECKS": [(1, 0), (2, 0), (3, 0), (4, 0), (0, 2), (0, 3), (0, 4)],
+        "CORE": [(8, 0), (0, 8)],
+    }.items()
+    for n, r in jobs
 ]
 
 
@@ -112,7 +117,7 @@ EXPECTED = [
     "WorkerFailed: forks: worker 1 of 2 failed:",
     "fork: this process is a worker already",
     "UsageError: function '<lambda>' calls back into Python",
-    "take strategy shm",
+    "got 6.0",
     "got 6.0",
     "WorkerDied: worker 1 of 2 (process ",
     "has ended: killed by SIGKILL",

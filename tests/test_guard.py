@@ -17,6 +17,7 @@ from jaxmpi.config import AgreedError, TrainingError, UsageError
 from jaxmpi.guard import Failure, Recovery, RollBack, Votes
 from jaxmpi.processes import SoloProcesses
 from jaxmpi.state import create
+from jaxmpi.workers import gather_workers, spread
 
 
 class Silent(guard.Notice):
@@ -110,6 +111,7 @@ def test_every_flipped_bit_changes_the_fingerprint(dtype, at, bit, seed):
         changed.view(np.uint8).reshape(17, -1)[at, bit // 8 % values.itemsize] ^= 1 << bit % 8
     one, other = (np.asarray(replicas.fingerprint(jnp.asarray(x))) for x in (values, changed))
     assert one != other
+    assert replicas.checksum(values) != replicas.checksum(changed)
 
 
 ROWS = {
@@ -129,12 +131,19 @@ def test_whose_params_differ(case):
 
 
 def test_a_flipped_bit_is_found_among_the_workers_of_one_process():
-    tree = {"w": jnp.arange(6.0).reshape(2, 3).repeat(2, 0).reshape(4, 3)}
-    same = {"w": jnp.broadcast_to(jnp.arange(3.0), (4, 3))}
-    for params, is_same in ((tree, False), (same, True)):
-        found = np.asarray(jax.vmap(replicas.fingerprints)(params))
-        text = replicas.compare_replicas(params, found, (0, 1, 2, 3), SoloProcesses(), 1)
-        assert (text == "") == is_same
+    workers = gather_workers(4)
+    assert workers.mesh is not None
+    tree = {"b": np.float32(1), "none": np.zeros((0, 2), np.float32), "w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    flipped = {**tree, "w": tree["w"].copy()}
+    flipped["w"].view(np.uint32)[1, 2] ^= 1
+    for third, expected in ((tree, ""), (flipped, "worker 2 differs from the other 3 in w")):
+        params = spread([tree, tree, third, tree], workers.mesh)
+        by_device = np.asarray(jax.vmap(replicas.fingerprints)(params))
+        for found in (replicas.checksums(params, workers), by_device):
+            assert found.shape == (4, 3)
+            text = replicas.compare_replicas(params, found, workers.mine, workers.processes, 1)
+            assert text.endswith(expected)
+            assert bool(text) == bool(expected)
 
 
 def test_the_budget_of_skipped_data():

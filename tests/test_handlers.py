@@ -1,6 +1,5 @@
 """Python functions as XLA handlers: what they see, in which order they run, and what becomes of their errors."""
 
-import ctypes
 import os
 import sys
 import time
@@ -106,10 +105,9 @@ def test_in_place_results_take_the_operands_buffers(python):
 
 def test_a_view_of_more_than_2_to_the_31_entries():
     size = 2**31 + 5
-    dims = (ctypes.c_int64 * 2)(size, 1)
     memory = np.zeros(size, np.uint8)  # pages that are not written need no memory
     memory[-1] = 7
-    view = handlers._view(handlers.Buffer(0, None, 6, memory.ctypes.data, 2, dims), False)
+    view = handlers._view(6, memory.ctypes.data, (size, 1), handlers.READ)
     assert view.shape == (size, 1)
     assert view[-1, 0] == 7
 

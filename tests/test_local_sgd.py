@@ -176,6 +176,29 @@ def test_a_coarse_wire_keeps_more_of_differences_than_of_weights():
     assert local < 0.001 < 0.1 < np.abs(np.asarray(weights) - mean).max()
 
 
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "easgd_sync"])
+def test_the_distance_of_workers_is_that_of_the_last_meeting(name):
+    """From their mean, or the center, before they move; easgd_sync meets at steps 1, 4, ..., before it steps."""
+    period, start = 3, np.tile(START, (K, 1))
+    config = RuleConfig(name, local_steps=period, tau=period, alpha=0.25)
+    rule = built(config, MOMENTUM, AxisComm("w", K))
+    assert rule.distance
+    step, params = jax.jit(jax.vmap(rule.update, axis_name="w")), {"w": jnp.asarray(start, jnp.float32)}
+    state, expected, apart = jax.vmap(rule.init)(params), np.zeros(K), np.zeros((K, N))
+    velocity = np.zeros((K, N))
+    for t in range(5):
+        if name == "easgd_sync" and t == period:  # the center has not moved since the first meeting
+            expected = np.linalg.norm(apart, axis=1)
+        velocity = 0.5 * velocity + GRADS[t]
+        apart = apart - ETA * velocity
+        if name != "easgd_sync" and t + 1 == period:
+            expected = np.linalg.norm(apart - apart.mean(0), axis=1)
+        params, state = step({"w": constant(None, t)}, state, params)
+        # N squares, their sum, a root, a mean of K: each rounds once, relatively.
+        np.testing.assert_allclose(np.asarray(rule.distance(state)), expected, rtol=(N + K + 4) * 2.0**-24)
+    assert expected.min() > 0.1
+
+
 def test_one_worker_stays_as_it_is():
     row = RNG.standard_normal((1, 10)).astype(np.float32)
     agreed = np.zeros(10, np.float32)

@@ -115,7 +115,7 @@ def _stds(start):
 def test_unknown_start_and_size_are_refused():
     with pytest.raises(UsageError, match="did you mean 'published'"):
         googlenet(init="publishd")
-    with pytest.raises(UsageError, match="got image_size 8 px; expected >= 16"):
+    with pytest.raises(UsageError, match="image_size, px: got 8; expected a whole number >= 16"):
         googlenet(image_size=8)
 
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from jaxmpi import hostsum
 from launching import ROOT, mpirun, run, session_of
 
 HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\n"
@@ -32,9 +33,12 @@ FAULTS = {
     "exit_3_early": ("sys.exit(3)", "others had not"),
     "hard_exit": ("os._exit(0)", ""),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    "terminated": ("os.kill(os.getpid(), signal.SIGTERM)", ""),
     "agreed_tree_at_another_time": ("jaxmpi.exchange(x)", "got float32[1000], expected float32[998]"),
     "other_tree": ("jaxmpi.exchange(np.ones(999, np.float32))", "got float32[999], expected float32[998]"),
 }
+
+IN_SHARED_MEMORY = ("raise", "hard_exit", "killed", "terminated")  # what ranks do then
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -42,8 +46,11 @@ def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
     code, message = FAULTS[fault]
     other = "jaxmpi.exchange(np.ones(998, np.float32))\n"
     before, others = (other * fault.startswith("agreed"), other) if "tree" in fault else ("", WORK)
+    if fault in IN_SHARED_MEMORY:
+        others = WORK.replace("(x)", "(x, 'shm')")
+        before = "jaxmpi.exchange(x, 'shm').block_until_ready()\n"
     (tmp_path / "job.py").write_text(f"{HEAD}{before}if comm.rank == 1:\n    {code}\n{others}\n")
-    begin = time.monotonic()
+    begin, segments = time.monotonic(), shared_memory()
     ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_EXIT_TIMEOUT_S": "3"})
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
@@ -52,6 +59,14 @@ def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
         assert "rank 1/3 on " in ended.out
     assert time.monotonic() - begin < 50
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and is_job(pid, str(tmp_path))]
+    left = shared_memory() - segments
+    time.sleep(bool(left))  # other jobs beside this one have some for a moment, too
+    assert not left & shared_memory()
+
+
+def shared_memory() -> set[str]:
+    """Segments that still have a name."""
+    return {name for name in os.listdir(hostsum.folder()) if name.startswith("jaxmpi-")}
 
 
 def is_job(pid: str, path: str) -> bool:

@@ -288,10 +288,10 @@ def test_a_delayed_run_is_resumed_with_the_same_bits(tmp_path):
 
 def test_a_run_that_cannot_overlap_says_why(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
-    args = ("--exchange.strategy", "tree", "--exchange.overlap", "on", "--run-dir", str(tmp_path / "run"))
+    args = ("--exchange.strategy", "root", "--exchange.overlap", "on", "--run-dir", str(tmp_path / "run"))
     ended = train(2, str(tmp_path / "tiny.py"), *args)
     assert ended.code == 2
-    expected = "exchange.overlap: got on, but strategy tree:32 is not among ring, asa, hier-ring"
+    expected = "exchange.overlap: got on, but strategy root:32 is not among ring, asa, hier-ring, tree, or"
     assert expected in ended.out, ended.out[-3000:]
 
 

@@ -187,6 +187,7 @@ TABLES = {
     "warm-up": [*optim.WARMUPS],
     "fault": [*faults.KINDS],
     "recovery": [*config.RECOVERIES],
+    "way with losses": [*config.LOSSES],
 }
 
 

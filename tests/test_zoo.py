@@ -1,8 +1,10 @@
 """AlexNet and VGG: exact counts and depth, start, dropout, small images, and the layers under them."""
 
 import functools
+import inspect
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +93,7 @@ def test_other_image_sizes_change_only_the_class_layer(make, size):
 
 @pytest.mark.parametrize(("make", "smallest"), [(alexnet, 35), (vgg16, 16)])
 def test_what_does_not_fit_is_refused(make, smallest):
-    with pytest.raises(UsageError, match=f"got image_size {smallest - 1} px; expected >= {smallest}"):
+    with pytest.raises(UsageError, match=f"image_size, px: got {smallest - 1}; expected a whole number >= {smallest}"):
         make(image_size=smallest - 1)
     with pytest.raises(UsageError, match="did you mean 'published'"):
         make(init="publish")
@@ -102,6 +104,27 @@ def test_what_does_not_fit_is_refused(make, smallest):
         with pytest.raises(UsageError, match="got images") as error:
             jax.eval_shape(lambda p, x: model.apply(p, state, x, KEY, False), params, image)
         assert f"{shape[1:]}; expected (64, 64, 3)" in str(error.value)
+
+
+WRONG = {
+    "classes": ("10", 0, -1, 10.0, True, None),
+    "image_size": ("227", 224.0, (224, 224), None),
+    "channels": ("3", 0, -3, None),
+    "window": ("128", 0, 16.0),
+    "width": ("384", 0),
+    "layers": (2.0, 0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_size_that_is_no_whole_number_is_refused_by_its_name(name):
+    make = MODELS[name]
+    for argument in inspect.signature(make).parameters.keys() & WRONG.keys():
+        for value in WRONG[argument]:
+            got = re.escape(f"{name}: {argument}") + f".*: got {re.escape(repr(value))}; expected a whole number >= "
+            with pytest.raises(UsageError, match=got):
+                make(**{argument: value})
+    assert make(classes=np.int64(7)).classes == 7  # as NumPy and JSON readers give them
 
 
 # ---------------------------------------------------------------- how params begin

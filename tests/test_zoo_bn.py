@@ -100,7 +100,7 @@ def test_any_image_from_32_px_on(make, size):
     params, state, image = report.shapes(model)
     outputs = jax.eval_shape(lambda *args: model.apply(*args, KEY, True)[0], params, state, image)
     assert {logits.shape for logits in jax.tree.leaves(outputs)} == {(1, 10)}
-    with pytest.raises(UsageError, match="got image_size 31 px; expected >= 32"):
+    with pytest.raises(UsageError, match="image_size, px: got 31; expected a whole number >= 32"):
         make(image_size=31)
 
 

@@ -63,12 +63,12 @@ def start(argv: Sequence[str]) -> None:
 
 def run_here(plan: Plan, wanted: int, options: argparse.Namespace) -> list[Json]:
     """What is measured by a job for every number of ranks, up to those wanted, that memory allows."""
-    jobs, least = 1 + options.as_it_comes, min(2, wanted)
+    jobs, least = [(plan.strategies, plan.peers), *([((), plan.peers)] if options.as_it_comes else [])], min(2, wanted)
     cases_by_ranks: dict[int, list[Case]] = {}
     for case in plan.cases:
-        ranks = fitting(case, plan.peers, wanted, jobs)
+        ranks = fitting(case, jobs, wanted)
         if ranks < least:
-            print(left_out(case, plan.peers, least * jobs))
+            print(left_out(case, jobs, least))
         else:
             cases_by_ranks.setdefault(ranks, []).append(case)
     check(bool(cases_by_ranks), "no case fits into memory")
@@ -123,10 +123,11 @@ def my_plan(options: argparse.Namespace) -> Plan:
     local = here.local_size if here else 1
     check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
     plan = make_plan(options)
-    fits = [case for case in plan.cases if fitting(case, plan.peers, local, 1) >= local]
+    jobs = [(plan.strategies, plan.peers)]
+    fits = [case for case in plan.cases if fitting(case, jobs, local) >= local]
     for case in plan.cases:
         if case not in fits:
-            print(left_out(case, plan.peers, local), flush=True)
+            print(left_out(case, jobs, local), flush=True)
     check(bool(fits), "no case fits into memory")
     return dataclasses.replace(plan, cases=tuple(fits))
 

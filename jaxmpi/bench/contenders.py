@@ -33,6 +33,7 @@ class Inputs:
         """Take the leaves' shapes."""
         self.shapes, self.control = [tuple(shape) or (1,) for shape in shapes], control
         self.floats = sum(math.prod(shape) for shape in shapes)
+        self.picked: dict[str, dict[str, Any]] = {}  # by contender that chooses for itself: what it took, and why
 
     @functools.cached_property
     def leaves(self) -> list[jax.Array]:
@@ -80,6 +81,7 @@ def automatic(name: str) -> Contender:
 
     def start(inputs: Inputs) -> Run:
         picked = choose(world(), [math.prod(shape) for shape in inputs.shapes], name)
+        inputs.picked[name] = {k: v for k, v in picked._asdict().items() if k != "overlap"}
         if inputs.control.rank == 0:
             print(f"jaxmpi: {picked.why}", flush=True)
 

@@ -39,6 +39,7 @@ def of_case(jobs: Sequence[Json], rate_mbit: float | None) -> Json:
     facts |= {"bound_s": bound_s(first, speed), "bound_bytes_per_s": speed}
     rows = [
         {"by": name, "is_peer": name in PEERS, "allocator": job["allocator"], "seconds": seconds, **job["sent"][name]}
+        | {"picked": job["picked"].get(name)}
         for job in jobs
         for name, seconds in job["seconds"].items()
         if name not in (COPY.name, LINK.name)
@@ -142,8 +143,9 @@ def with_blanks(lines: list[str], rows: int) -> list[str]:
 
 
 def label(row: Json) -> str:
-    """A row's name, with the allocator where it is not the usual one."""
-    return row["by"] if row["allocator"] == TUNED else f"{row['by']}, {row['allocator']}"
+    """A row's name, with what it picked, and with the allocator where it is not the usual one."""
+    name = f"{row['by']}, {row['picked']['strategy']}" if row["picked"] else row["by"]
+    return name if row["allocator"] == TUNED else f"{name}, {row['allocator']}"
 
 
 def cells(row: Json, several_hosts: bool, allocators: Sequence[str]) -> list[str]:

@@ -27,6 +27,7 @@ class Peer(NamedTuple):
     op: Op  # mean of the tree, or the easier work: sum of one flat array
     connect: Callable[[MpiProcesses], None]  # once a job, before the device starts
     start: Callable[[Inputs], Run]
+    receives: bool = False  # into an array of its own, or in place
 
 
 def nothing_to_connect(control: MpiProcesses) -> None:
@@ -110,11 +111,11 @@ def torch_allreduce(inputs: Inputs) -> Run:
 
 
 PEERS = {
-    "mpi4py": Peer("mpi4py", "sum", nothing_to_connect, mpi4py_allreduce),
+    "mpi4py": Peer("mpi4py", "sum", nothing_to_connect, mpi4py_allreduce, receives=True),
     "mpi4jax": Peer("mpi4jax", "mean", nothing_to_connect, mpi4jax_tree),
     "mpi4jax-flat": Peer("mpi4jax", "sum", nothing_to_connect, mpi4jax_flat),
     "psum": Peer("jax", "mean", connect_jax, psum),
-    "torch": Peer("torch", "sum", connect_torch, torch_allreduce),
+    "torch": Peer("torch", "sum", connect_torch, torch_allreduce, receives=True),
 }
 
 

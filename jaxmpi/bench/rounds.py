@@ -66,6 +66,7 @@ def measure_case(
         "ranks": control.size,
         "hosts": len(set(control.hosts)) if isinstance(control, MpiProcesses) else 1,
         "seconds": {name: slowest([s[name].seconds for s in counted], control) for name in runs},
+        "picked": inputs.picked,
         "sent": {name: {"sent_bytes": median_sent([s[name].sent for s in counted], control)} for name in runs},
     }
 
@@ -98,6 +99,7 @@ def sample(run: Run, repeats: int, control: Processes) -> Sample:
     for _ in range(repeats):
         run()
     seconds = (time.perf_counter() - begin) / repeats
+    control.barrier()  # what this rank has sent may still wait for its card
     return Sample(seconds, (card_bytes() - before) / (repeats + (repeats > 1)))
 
 

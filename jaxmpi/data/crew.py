@@ -395,7 +395,7 @@ class LoaderProcesses:
             try:
                 while pipe.poll():
                     found.append(pickle.loads(pipe.recv_bytes()))
-            except (EOFError, OSError):
+            except (EOFError, OSError):  # it has ended; `ended` says how
                 del self.open_pipes[pipe]
         return found
 

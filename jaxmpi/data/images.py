@@ -37,7 +37,7 @@ def corrupt_if_it_fails(blob: Any, where: str, index: int) -> Iterator[None]:
     """What decoding `blob` raises, as `CorruptExample`: there is no one error for damaged files."""
     try:
         yield
-    except MemoryError:
+    except (MemoryError, ImportError):  # the machine's fault, and the installation's: no example is corrupt for them
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}" if len(blob) else "the file is empty"
@@ -68,7 +68,7 @@ def opened(blob: Any, channels: int) -> Picture:
     """
     import simplejpeg
 
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # no JPEG, or one that is not sound: Pillow says which
         header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(blob)
         height, width, space = header[:3]
         if space in ("YCbCr", "Gray", "RGB") and height * width <= MAX_PIXELS:

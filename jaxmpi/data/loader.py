@@ -226,9 +226,10 @@ class Loader:
         elif len(empty):
             images[empty], labels[empty] = self._good_row()
         weight = self._sampler.size / share.count if self._recipe.augment.train else 1.0
+        labels = labels.copy()  # first: lending may have the slot filled again
         return Batch(
             image=self._lent(making, ring),
-            label=labels.copy(),
+            label=labels,
             weight=is_real.astype(np.float32) * np.float32(weight),
             epoch=share.epoch,
             step=making.step,

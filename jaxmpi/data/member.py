@@ -236,7 +236,7 @@ def read_all(worker: Connection, put: Callable[[bytes], None]) -> None:
     try:
         while True:
             put(worker.recv_bytes())
-    except (EOFError, OSError):
+    except (EOFError, OSError):  # the worker has closed its end, or is gone
         os._exit(0)
 
 
@@ -270,8 +270,8 @@ def packed(answer: Answer) -> bytes:
         failure.error.add_note("in a loader process:\n" + "".join(traceback.format_exception(failure.error)))
     try:
         data = pickle.dumps(answer)
-        pickle.loads(data)  # some exceptions can be taken apart and not be put together
-    except Exception:
+        pickle.loads(data)
+    except Exception:  # some errors cannot be taken apart, or not be put together: whatever theirs is
         texts = [f"{type(f.error).__name__}: {f.error}" for f in answer.failures]
         told = [Failure(f.position, RuntimeError(t)) for f, t in zip(answer.failures, texts, strict=True)]
         data = pickle.dumps(answer._replace(failures=told))

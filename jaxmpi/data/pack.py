@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar
 import numpy as np
 
 from jaxmpi.config import Data, UsageError, check, lookup
-from jaxmpi.data.images import CorruptExample, encoded, encoded_again, resized
+from jaxmpi.data.images import CorruptExample, corrupt_if_it_fails, encoded, encoded_again, resized
 from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Manifest, Packed, checked, shard_name, write_manifest
 from jaxmpi.data.sources import SOURCES, PackedSource, Source, open_source, where
 
@@ -103,13 +103,9 @@ def _compressed(source: Source, index: int, recipe: Recipe, name: str) -> tuple[
         check(not recipe.resize or image.ndim == 3, f"{name}: got shape {image.shape}; no image to resize")
         return _encoded(image, recipe), label
     blob, label = compressed(index)
-    try:
+    with corrupt_if_it_fails(blob, name, index):
         check(len(blob) > 0, "the file is empty")
         return encoded_again(blob, recipe.resize, recipe.quality), label
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise CorruptExample(name, index, f"{type(error).__name__}: {error}") from error
 
 
 def _encoded(image: np.ndarray, recipe: Recipe) -> bytes:

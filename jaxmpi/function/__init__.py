@@ -23,7 +23,7 @@ def function(
     f: Callable,
     inputs: Sequence[Marker] | Marker = scatter,
     outputs: Sequence[Output] | Output = mean,
-    updates: Sequence[Any] = (),
+    updates: Any = (),
     strategy: str | None = None,
 ) -> Function:
     """`f` over all workers: y = op_r f(x_r, ...), x_r the r-th share of the examples.
@@ -37,13 +37,21 @@ def function(
             on all workers instead of returning it; `local(mean)` says how pieces combine.
         updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
             op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
+            One may stand alone; with outputs=() it is what f returns.
         strategy: how sums and means travel, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over
             GPUs of one process, else `asa32`.
 
     Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
     """
     check(callable(f), f"function: got {f!r}; expected a function")
-    check(isinstance(outputs, (Output, tuple, list)), f"outputs: got {outputs!r}; expected mean, sum, ... or several")
+    check(
+        isinstance(updates, (Variable, tuple, list)),
+        f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several",
+    )
+    check(
+        isinstance(outputs, (Output, tuple, list)),
+        f"outputs: got {outputs!r}; expected jaxmpi.mean, sum, ... or several",
+    )
     return Function(f, inputs, outputs, updates, strategy)
 
 

@@ -10,20 +10,19 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
-from jaxmpi import handlers, runtime
-from jaxmpi.comm import MpiComm, SoloComm, world
-from jaxmpi.config import TrainingError, UsageError, check
+from jaxmpi import runtime
+from jaxmpi.comm import MpiComm, world
+from jaxmpi.config import TrainingError, check
+from jaxmpi.function.forkcomm import ForkComm
 from jaxmpi.function.lines import MpiLine, SocketLine, WorkerDied
-from jaxmpi.function.team import DeviceTeam, MissingPrograms, Order, ProcessTeam, SocketTeam, Team
+from jaxmpi.function.team import DeviceTeam, Order, ProcessTeam, SocketTeam, Team
 from jaxmpi.function.verbs import VERBS
-from jaxmpi.hostsum import SharedSum
 from jaxmpi.processes import MpiProcesses, processes
 
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
@@ -221,41 +220,6 @@ def forked_team(line: SocketLine, number: int) -> SocketTeam:
     return SocketTeam(line, ForkComm(line, number), "shm", is_serial=True)
 
 
-@dataclass(frozen=True)
-class Turn(handlers.Ordered):
-    """What keeps the sums of one fork in order: a failed one leaves nothing to those of the next."""
-
-    number: int
-
-
-handlers.admit(Turn(0))
-
-
-class ForkComm(SoloComm):
-    """Workers are processes of one host that share memory: they sum there, and need no MPI."""
-
-    def __init__(self, line: SocketLine, number: int) -> None:
-        self.rank, self.size = line.rank, line.size  # pyright: ignore[reportAttributeAccessIssue]
-        self.hosts, self.order = (0,) * self.size, tuple(range(self.size))  # pyright: ignore[reportAttributeAccessIssue]
-        if self.size > 1:
-            self.shared = SharedSum(line, f"sum of fork {number}", effect=Turn(number))
-
-    def sum_on_host(self, vectors: Any, divisor: float = 1) -> list[jax.Array]:
-        """In rank order, over `divisor`."""
-        return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        if self.size > 1:
-            self.shared.close()
-            del self.shared
-
-    def _only_sums(self, *_: Any, **__: Any) -> NoReturn:
-        raise UsageError("workers made by fork share memory: they take strategy shm; for others start ranks by mpirun")
-
-    allreduce = alltoall = allgather = permute = bcast = _only_sums  # pyright: ignore[reportAssignmentType]
-
-
 # ---------------------------------------------------------------- waiting for orders
 
 
@@ -271,5 +235,5 @@ def serve(waiting: ProcessTeam) -> None:
             VERBS[order.verb](waiting, order)
         except WorkerDied:
             return
-        except (MissingPrograms, Exception):
-            waiting.is_exchanging = False  # the master has the report
+        except Exception:  # of a worker's own part, or that others' parts failed: the master has had the report
+            waiting.is_exchanging = False

@@ -27,8 +27,12 @@ PAGE = 4096
 FREED: list[str] = []  # keys of arrays that this process has freed, until it has told its workers
 
 
-class SharedArray:
-    """An array in shared memory. Reads and writes as a NumPy array; `array` is one, without a copy."""
+class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array in shared memory. Reads and writes as a NumPy array; `array` is one, without a copy.
+
+    Operators, NumPy's functions and the methods of its arrays give plain arrays; `x += 1` and `out=x` write here. Only
+    `resize` and `reshape` are its own: they change the array itself.
+    """
 
     _is_free = True
 
@@ -53,6 +57,18 @@ class SharedArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.array, dtype=dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        plain = lambda x: x.array if isinstance(x, SharedArray) else x  # noqa: E731
+        out = options.get("out", ())
+        options |= {"out": tuple(map(plain, out))} if out else {}
+        result = getattr(ufunc, method)(*map(plain, inputs), **options)
+        return out[0] if len(out) == 1 else result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what this object lacks, and what libraries ask of any object
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.array, name)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.array[index]
@@ -231,9 +247,9 @@ def forget_the_dead(path: str) -> None:
     try:
         said = json.loads(Path(path).open("rb").read(PAGE).rstrip(b"\0"))
         os.kill(said["pid"], 0)
-    except FileNotFoundError:
+    except FileNotFoundError:  # nobody has it
         return
-    except (ProcessLookupError, ValueError):
+    except (ProcessLookupError, ValueError):  # its maker has ended, or did before it had said who it is
         Path(path).unlink(missing_ok=True)
 
 

@@ -29,6 +29,8 @@ class Optimizer:
         inputs: Sequence[Marker],
         strategy: str | None,
     ) -> None:
+        is_optax = isinstance(tx, optax.GradientTransformation)
+        check(is_optax, f"optimizer: tx: got {tx!r:.80}; expected an Optax transformation, such as optax.sgd(0.1)")
         numbers(params)  # refuse what is no tree of arrays before anything is placed
         like = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)]
         odd = sorted({str(x.dtype) for x in like if x.dtype != np.float32})

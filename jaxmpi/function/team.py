@@ -363,7 +363,7 @@ class SocketTeam(ProcessTeam):
         try:
             if not self.gone:
                 self.tell(Order("end", {}))
-        except WorkerDied:
+        except WorkerDied:  # as it was to
             pass
         for connection in self.line.ends.values():
             connection.close()

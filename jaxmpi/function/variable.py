@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxmpi.config import check
 from jaxmpi.exchange import check_strategy
@@ -194,7 +195,13 @@ def check_numbers(what: str, leaf: Any) -> Any:
     Raises:
         UsageError: it holds no numbers.
     """
-    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    check(
+        not isinstance(leaf, Tracer),
+        f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these inside "
+        "the function that jaxmpi.function wraps",
+    )
+    check(not isinstance(leaf, Variable), f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     check(not is_key, f"{what}: got a random key; give jax.random.key_data(key), and wrap it in the function")
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
     check(

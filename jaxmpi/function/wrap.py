@@ -30,6 +30,7 @@ from jaxmpi.function.team import Leaf, Order, Program, Team
 from jaxmpi.function.variable import Variable, check_numbers, check_one_host, where
 from jaxmpi.function.verbs import perform
 from jaxmpi.processes import broadcast, named_leaves
+from jaxmpi.programs import stablehlo
 
 PyTree = Any
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
@@ -46,7 +47,7 @@ class Function:
         function: Callable,
         inputs: Sequence[Marker] | Marker,
         outputs: Sequence[Output] | Output,
-        updates: Sequence[Any],
+        updates: Any,
         strategy: str | None,
     ) -> None:
         self.__wrapped__ = function
@@ -56,7 +57,11 @@ class Function:
         self.all_inputs = inputs
         self.single = isinstance(outputs, Output)
         self.outputs: tuple[Output, ...] = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
-        self.updates = tuple(update_of(update) for update in updates)
+        every = [updates] if isinstance(updates, Variable) else list(updates)
+        is_pair = [type(part) for part in every] == [Variable, Output]
+        self.updates = tuple(update_of(update) for update in ([updates] if is_pair else every))
+        is_one_update = not self.outputs and (is_pair or isinstance(updates, Variable))
+        self.is_bare = is_one_update or (self.single and not self.updates)  # f returns that one, in no tuple
         check_markers(inputs if several else [inputs], self.outputs)
         self.strategy = strategy
         if strategy is not None:
@@ -175,10 +180,10 @@ class Function:
         """The user's function from leaves to one tree an output and an update."""
         result = self.__wrapped__(*jax.tree.unflatten(self.forms[form], flat))
         expected = len(self.outputs) + len(self.updates)
-        parts = (result,) if self.single and not self.updates else result
+        parts = (result,) if self.is_bare else result
         check(
             isinstance(parts, (tuple, list)) and len(parts) == expected,
-            f"{self.name} returned {type(result).__name__}"
+            f"{self.name} returned {'an array' if isinstance(result, jax.Array) else type(result).__name__}"
             f"{f' of {len(parts)}' if isinstance(parts, (tuple, list)) else ''}; expected a tuple of {expected}: "
             f"{len(self.outputs)} outputs, then {len(self.updates)} updates",
         )
@@ -191,11 +196,9 @@ class Function:
         """A program for a process that does not have the function: header and body."""
         program = self.program(form, shapes)
         header = {"name": self.name, "leaves": program.leaves, "says": program.says, "module": ""}
-        try:
-            exported = jax.export.export(jax.jit(program.run))(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-            return header, bytes(exported.serialize())
-        except (NotImplementedError, ValueError):  # host callbacks stay in the process that made them
-            return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
+        if body := stablehlo(jax.jit(program.run), [jax.ShapeDtypeStruct(*shape) for shape in shapes]):
+            return header, body
+        return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
 
     # ------------------------------------------------------------ results
 
@@ -300,7 +303,9 @@ class Bound:
         return jax.tree_util.treedef_tuple(structures)
 
     def _add_argument(self, name: str, marker: Marker, tree: PyTree) -> Any:
-        for path, leaf in named_leaves(tree):
+        leaves = named_leaves(tree)
+        check(marker is broadcast or bool(leaves), f"{name}: got {tree!r:.80}; scatter needs arrays, rows of examples")
+        for path, leaf in leaves:
             where_ = f"{name}{f' leaf {path!r}' if path else ''}"
             array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
             if marker is broadcast:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxmpi.config import RuleConfig
-from jaxmpi.rules.rule import Asynchronous, Exchange, Rule, descend, either
+from jaxmpi.rules.rule import Asynchronous, Exchange, Rule, descend, either, l2
 
 PyTree = Any
 
@@ -71,18 +71,20 @@ def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: Rul
     add = exchange.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
     less = exchange.jit(lambda a, b: jax.tree.map(jnp.subtract, a, b))
 
-    def init(params: PyTree) -> PyTree:
-        return np.zeros((), np.int32), jax.tree.map(jnp.array, params), tx.init(params)
+    length = exchange.jit(lambda pulls: l2(pulls) / config.alpha)
 
-    def meet(params: PyTree, center: PyTree) -> tuple[PyTree, PyTree]:
+    def init(params: PyTree) -> PyTree:
+        return np.zeros((), np.int32), jax.tree.map(jnp.array, params), tx.init(params), np.zeros((), np.float32)
+
+    def meet(params: PyTree, center: PyTree, _: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         pulls = pull(params, center)
-        return less(params, pulls), add(center, exchange.sum(pulls))
+        return less(params, pulls), add(center, exchange.sum(pulls)), length(pulls)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        steps, center, inner = state
+        steps, center, inner, distance = state
         updates, inner = descent(grads, inner, params)
-        params, center = either(steps % config.tau == 0, meet, params, center)
-        return add(params, updates), (steps + 1, center, inner)
+        params, center, distance = either(steps % config.tau == 0, meet, params, center, distance)
+        return add(params, updates), (steps + 1, center, inner, distance)
 
     return Rule(
         init,
@@ -90,4 +92,5 @@ def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: Rul
         state_is_replicated=False,
         params_are_replicated=False,
         eval_params=lambda params, state: state[1],
+        distance=lambda state: state[3],
     )

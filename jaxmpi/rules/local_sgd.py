@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxmpi.config import RuleConfig
-from jaxmpi.rules.rule import Exchange, Rule, descend, either
+from jaxmpi.rules.rule import Exchange, Rule, descend, either, l2
 
 PyTree = Any
 
@@ -32,6 +32,7 @@ class Apart(NamedTuple):
     agreed: PyTree  # w', the weights that all had when they met last
     outer: PyTree  # state of the outer optimizer, equal on all workers
     inner: PyTree  # state of the inner one, this worker's
+    distance: Any  # f32[]: L2 of this worker's weights from the mean, when they met last
 
 
 def every(
@@ -44,21 +45,27 @@ def every(
     step, step_outer = descend(tx, exchange.jit), descend(outer, exchange.jit)
     gone = exchange.jit(lambda agreed, params: jax.tree.map(jnp.subtract, agreed, params))
     copy = exchange.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # the next step donates its params
+    between = exchange.jit(lambda mine, mean: l2(jax.tree.map(jnp.subtract, mine, mean)))
 
     def init(params: PyTree) -> PyTree:
-        return Apart(np.zeros((), np.int32), jax.tree.map(jnp.array, params), outer.init(params), tx.init(params))
+        agreed, far = jax.tree.map(jnp.array, params), np.zeros((), np.float32)
+        return Apart(np.zeros((), np.int32), agreed, outer.init(params), tx.init(params), far)
 
-    def meet(params: PyTree, agreed: PyTree, state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        agreed, state = step_outer(exchange.mean(gone(agreed, params)), state, agreed)
-        return copy(agreed), agreed, state
+    def meet(params: PyTree, agreed: PyTree, state: PyTree, _: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+        mine = gone(agreed, params)
+        mean = exchange.mean(mine)
+        distance = between(mine, mean)
+        agreed, state = step_outer(mean, state, agreed)
+        return copy(agreed), agreed, state, distance
 
     def update(grads: PyTree, state: Apart, params: PyTree) -> tuple[PyTree, PyTree]:
         params, inner = step(grads, state.inner, params)
         steps = state.steps + 1
-        params, agreed, outer = either(steps % period == 0, meet, params, state.agreed, state.outer)
-        return params, Apart(steps, agreed, outer, inner)
+        is_due, held = steps % period == 0, (state.agreed, state.outer, state.distance)
+        params, agreed, outer, distance = either(is_due, meet, params, *held)
+        return params, Apart(steps, agreed, outer, inner, distance)
 
     def mean(params: PyTree, state: Apart) -> PyTree:
         return gone(state.agreed, exchange.mean(gone(state.agreed, params)))
 
-    return Rule(init, update, state_is_replicated=False, params_are_replicated=False, eval_params=mean)
+    return Rule(init, update, False, mean, params_are_replicated=False, distance=lambda state: state.distance)

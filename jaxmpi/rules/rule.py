@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
@@ -64,6 +65,7 @@ class Rule(NamedTuple):
 
     A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
     `measured` is an `update` that gives |g|^2 as well, f32[], g the mean gradient: for the noise scale.
+    `distance(state) -> f32[]` is the L2 of this worker from the mean or center at the last meeting.
     `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
     """
 
@@ -74,6 +76,7 @@ class Rule(NamedTuple):
     params_are_replicated: bool = True  # whether all workers hold the same params after each step
     measured: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]] | None = None
     asynchronous: "Asynchronous | None" = None
+    distance: Callable[[PyTree], Any] | None = None
 
 
 class Asynchronous(NamedTuple):
@@ -90,6 +93,11 @@ class Asynchronous(NamedTuple):
     starts_at_center: bool = False  # where a run is resumed
     outward: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
     inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
+
+
+def l2(tree: PyTree) -> jax.Array:
+    """The root of the sum of squares of all entries, f32[]."""
+    return jnp.sqrt(sum((jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)), jnp.zeros(())))
 
 
 def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:

@@ -119,6 +119,37 @@ def test_dtypes_and_shapes_are_kept_inside_and_outside_jit():
         assert float(mean["b"][0]) == (SIZE - 1) / 2
 
 
+@pytest.mark.parametrize("strategy", ["asa32", "shm", "lowrank1"])
+def test_what_is_mapped_may_be_exchanged_but_no_exchange_mapped(strategy):
+    xs = jnp.full((3, 4, 5), RANK, jnp.float32)
+    tx = jaxmpi.exchange_gradients(strategy)
+    run: Any = lambda x: tx.update(x, tx.init(x))[0]  # noqa: E731
+    assert np.allclose(run(jax.vmap(lambda x: 2 * x)(xs)), SIZE - 1)
+    for mapped in (jax.vmap(run), jax.jit(jax.vmap(run)), jax.vmap(jax.jit(run))):
+        if SIZE == 1:
+            assert np.array_equal(mapped(xs), xs)
+        else:
+            with pytest.raises(jaxmpi.UsageError, match=r"cannot map an exchange over MPI ranks.*exchange\(jax.vmap"):
+                mapped(xs)
+
+
+def test_a_bucket_that_mpi_cannot_count_is_refused_before_it_is_there():
+    """Traced only: it would have 8 GiB. Shared memory has no such limit."""
+    if SIZE == 1:
+        pytest.skip("nothing travels from one rank")
+    half, whole = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (2**30, 2**31))
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (whole, {}),
+        ([half, half], {"bucket_bytes": None}),
+        (whole, {"strategy": "ring16"}),
+    ]
+    for tree, options in cases:
+        with pytest.raises(jaxmpi.UsageError, match=r"got a bucket of 2,147,483,648 floats; expected fewer than 2\^31"):
+            jax.eval_shape(lambda x, options=options: jaxmpi.exchange(x, **options), tree)
+    assert jax.eval_shape(lambda x: jaxmpi.exchange(x, "shm"), whole).shape == (2**31,)
+    assert jax.eval_shape(jaxmpi.exchange, [half, half])[1].shape == (2**30,)
+
+
 def test_permute_with_idle_ranks():
     moved = jax.jit(lambda x: COMM.permute(x, [(0, SIZE - 1)]))(jnp.full(3, RANK + 1.0))
     assert np.asarray(moved).tolist() == [1.0 if RANK == SIZE - 1 else 0.0] * 3
@@ -233,5 +264,9 @@ def test_what_differs_is_named_by_rank_and_path():
         jaxmpi.UsageError, match=r"rank 1: leaf.conv1/kernel: got float32\[3, 4\], expected float32\[3, 3\]"
     ):
         jaxmpi.exchange(tree)
+    with pytest.raises(jaxmpi.UsageError, match=r"rank 1: leaf.b: got float16\[2\], expected bfloat16\[2\]"):
+        jaxmpi.exchange({"b": jnp.zeros(2, jnp.float16 if RANK == 1 else jnp.bfloat16)})
+    with pytest.raises(jaxmpi.UsageError, match=r"rank 1: bucket_bytes: got 8, expected 4 \(rank 0\)"):
+        jaxmpi.exchange(np.zeros(3, np.float32), bucket_bytes=8 if RANK == 1 else 4)
     with pytest.raises(jaxmpi.UsageError, match=r"strategy: got ring:32, expected asa:32 \(rank 0\)"):
         jaxmpi.exchange(np.zeros(3, np.float32), "ring:32" if RANK == 1 else "asa:32")

@@ -21,6 +21,7 @@ from jaxmpi.buckets import Order
 from jaxmpi.comm import MpiComm
 from jaxmpi.courier import THREAD, WINDOW, courier
 from jaxmpi.processes import MpiProcesses
+from jaxmpi.strategies import parse
 from jaxmpi.wires import BLOCK
 
 COMM = jaxmpi.world()
@@ -28,7 +29,8 @@ if COMM.size == 1:
     pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
 CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
 SIZE, RANK = COMM.size, int(COMM.rank)
-STRATEGIES = [f"{name}:{wire}" for name in hostcomm.HOST_SUMS for wire in hostcomm.HOST_WIRES]
+EVERY = [f"{name}:{wire}" for name in hostcomm.HOST_SUMS for wire in hostcomm.HOST_WIRES]
+STRATEGIES = [name for name in EVERY if hostcomm.has(parse(name), COMM.hosts)]
 ROW = hostcomm.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
 # The last has more segments than may be under way at once, its last rows are short or empty.
 LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (WINDOW + 2) + BLOCK + 1]
@@ -48,6 +50,7 @@ def oracle(strategy: str, rows: np.ndarray) -> np.ndarray:
         "ring": lambda: references.ring(padded, wire, COMM.order),
         "asa": lambda: references.asa(padded, wire),
         "hier-ring": lambda: references.asa(padded, "32"),  # on one host; on several: tests/test_cluster.py
+        "tree": lambda: references.tree(padded, wire, COMM.order),
     }
     return sums[algorithm]()[: rows.shape[1]]
 
