@@ -102,18 +102,29 @@ class Watch:
             self._job.send_signal(number)
 
     def run(self, line: Sequence[str]) -> tuple[int, str]:
-        """(exit code as shells have it, the end of its standard error)."""
+        """(exit code as shells have it, the end of its standard error and what mpirun says of hosts)."""
         tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        said: deque[bytes] = deque(maxlen=TAIL_LINES)
         with runtime.own_segments() as setting:
-            env = os.environ | setting
-            self._job = job = subprocess.Popen(line, stderr=subprocess.PIPE, preexec_fn=become_launcher, env=env)
-            assert job.stderr is not None
-            relay = threading.Thread(target=pass_on, args=(job.stderr, tail), daemon=True)
-            relay.start()
+            self._job = job = subprocess.Popen(
+                line,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=become_launcher,
+                env=os.environ | setting,
+            )
+            relays = [
+                threading.Thread(target=pass_on, args=pipes, daemon=True)
+                for pipes in ((job.stderr, sys.stderr, tail), (job.stdout, sys.stdout, said))
+            ]
+            for relay in relays:
+                relay.start()
             code = job.wait()
-            relay.join(5.0)  # a process that outlives the job may hold the pipe
+            for relay in relays:
+                relay.join(5.0)  # a process that outlives the job may hold the pipe
         text = b"".join(tail).decode(errors="replace")
-        code = 1 if code == 0 and HOST_GONE.search(text) else code
+        if gone := HOST_GONE.search(b"".join([*said, *tail]).decode(errors="replace")):
+            text, code = text + gone[0], code or 1
         return (code if code >= 0 else 128 - code), text
 
 
@@ -131,12 +142,12 @@ def end_with_parent() -> None:
         prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def pass_on(pipe, tail: deque[bytes]) -> None:
-    """Standard error as it comes, without the NUL that Open MPI ends some of its notices with, and its end kept."""
+def pass_on(pipe, to, tail: deque[bytes]) -> None:
+    """A stream as it comes, without the NUL that Open MPI ends some of its notices with, and its end kept."""
     for line in (raw.replace(b"\0", b"") for raw in iter(pipe.readline, b"")):
         tail.append(line)
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
+        to.buffer.write(line)
+        to.buffer.flush()
 
 
 # ---------------------------------------------------------------- again

@@ -145,7 +145,7 @@ def supervised(folder, script, restarts=2):
         ("exit 0", 0, 1, ""),
         ("exit 2", 2, 1, ""),
         ("exit 75", 75, 1, ""),
-        ("echo 'daemon failed to report back: Remote host: b' >&2; exit 0", 1, 2, "no progress"),
+        ("echo 'daemon failed to report back: Remote host: b'; exit 0", 1, 2, "no progress"),
         ("exit 5", 5, 2, "not started again: no progress since the last restart: still at step 0"),
         ("kill -9 $$", 137, 2, "no progress"),
     ],
