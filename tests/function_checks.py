@@ -6,6 +6,7 @@ workers. Expected values come from NumPy or from the bare function on all the da
 
 import itertools
 import re
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -425,7 +426,9 @@ def check_refusals():
     fails(lambda: one(None), "argument 0: got None; scatter needs arrays")
     fails(lambda: jax.jit(one)(x), "got a traced value; call functions and variables outside of jax.jit")
     fails(lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value")
-    fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, 0.1), "tx: got 0.1; expected an Optax transformation")
+    fails(
+        lambda: jm.optimizer(lambda p, x: x, {"w": x}, cast(Any, 0.1)), "tx: got 0.1; expected an Optax transformation"
+    )
     fails(lambda: one(np.float32(3)), "scatter needs an array with a first axis")
     fails(lambda: one(x, slices=0), "slices: got 0")
     fails(lambda: one(x, batch=[[0]]), "indices in one axis")

@@ -671,7 +671,7 @@ def test_what_a_model_says_of_itself(case):
     facts = {"name": "net", "input_shape": (8, 8, 1), "classes": 10} | facts
     net = lambda rngs: Bare(rngs=rngs)  # noqa: E731
     pair = (lambda key: W, logits)
-    made = ((nnx_model, (net,)), (linen_model, (LinenNet(),)), (equinox_model, (EquinoxNet,)), (plain_model, pair))
+    made: Any = ((nnx_model, (net,)), (linen_model, (LinenNet(),)), (equinox_model, (EquinoxNet,)), (plain_model, pair))
     for adapter, args in made:
         with pytest.raises(UsageError, match=re.escape(message)):
             adapter(*args, **facts)
