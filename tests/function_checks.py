@@ -6,7 +6,7 @@ workers. Expected values come from NumPy or from the bare function on all the da
 
 import itertools
 import re
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
