@@ -426,9 +426,8 @@ def check_refusals():
     fails(lambda: one(None), "argument 0: got None; scatter needs arrays")
     fails(lambda: jax.jit(one)(x), "got a traced value; call functions and variables outside of jax.jit")
     fails(lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value")
-    fails(
-        lambda: jm.optimizer(lambda p, x: x, {"w": x}, cast(Any, 0.1)), "tx: got 0.1; expected an Optax transformation"
-    )
+    no_tx: Any = 0.1
+    fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, no_tx), "tx: got 0.1; expected an Optax transformation")
     fails(lambda: one(np.float32(3)), "scatter needs an array with a first axis")
     fails(lambda: one(x, slices=0), "slices: got 0")
     fails(lambda: one(x, batch=[[0]]), "indices in one axis")
