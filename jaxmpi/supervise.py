@@ -1,5 +1,6 @@
 """Keep a job going: hand signals on, say who ended it, start it again from the newest good checkpoint."""
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -7,13 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
-from collections import deque
+import tty
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from jaxmpi import checkpoint, rundir, runtime
 from jaxmpi.config import Experiment, UsageError
@@ -21,7 +23,7 @@ from jaxmpi.config import Experiment, UsageError
 # What a job ends with that starting it again would not mend: done, misused, to be resumed later, interrupted.
 FINAL = (0, runtime.MISUSED, runtime.PREEMPTED, runtime.INTERRUPTED)
 UNLOCK_S = 30.0  # for the last process of a job that has ended to be gone
-TAIL_LINES = 2000  # of stderr, searched for the culprit
+TAIL_BYTES = 200_000  # of what a job writes, searched for the culprit
 SHOWN_LINES = 12  # of its last words
 PROBE_S = 20.0  # for a host to answer
 
@@ -103,29 +105,57 @@ class Watch:
 
     def run(self, line: Sequence[str]) -> tuple[int, str]:
         """(exit code as shells have it, the end of its standard error and what mpirun says of hosts)."""
-        tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        said: deque[bytes] = deque(maxlen=TAIL_LINES)
+        said, told = Relay(sys.stdout), Relay(sys.stderr)
         with runtime.own_segments() as setting:
             self._job = job = subprocess.Popen(
                 line,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=said.end,
+                stderr=told.end,
                 preexec_fn=become_launcher,
                 env=os.environ | setting,
             )
-            relays = [
-                threading.Thread(target=pass_on, args=pipes, daemon=True)
-                for pipes in ((job.stderr, sys.stderr, tail), (job.stdout, sys.stdout, said))
-            ]
-            for relay in relays:
-                relay.start()
+            said.start()
+            told.start()
             code = job.wait()
-            for relay in relays:
-                relay.join(5.0)  # a process that outlives the job may hold the pipe
-        text = b"".join(tail).decode(errors="replace")
-        if gone := HOST_GONE.search(b"".join([*said, *tail]).decode(errors="replace")):
+            text = told.tail()
+        if gone := HOST_GONE.search(said.tail() + text):
             text, code = text + gone[0], code or 1
         return (code if code >= 0 else 128 - code), text
+
+
+class Relay(threading.Thread):
+    """Passes on what a job writes as it comes, without the NUL that Open MPI ends some of its notices with."""
+
+    def __init__(self, to: TextIO) -> None:
+        """Give the job `end` to write to: a terminal as large as the one that `to` leads to, else a pipe."""
+        super().__init__(daemon=True)
+        self._to, self._kept = to, b""
+        if not to.isatty():
+            self._mine, self.end = os.pipe()
+            return
+        self._mine, self.end = os.openpty()
+        tty.setraw(self.end)
+        termios.tcsetwinsize(self.end, termios.tcgetwinsize(to.fileno()))
+
+    def start(self) -> None:
+        """Once the job has its end."""
+        os.close(self.end)
+        super().start()
+
+    def run(self) -> None:
+        """Until nobody holds the other end."""
+        with contextlib.suppress(OSError):  # so ends a terminal
+            while some := os.read(self._mine, 65536):
+                some = some.replace(b"\0", b"")
+                self._kept = (self._kept + some)[-TAIL_BYTES:]
+                self._to.buffer.write(some)
+                self._to.buffer.flush()
+        os.close(self._mine)
+
+    def tail(self) -> str:
+        """The end of what the job wrote; after the job."""
+        self.join(5.0)  # a process that outlives the job may hold the other end
+        return self._kept.decode(errors="replace")
 
 
 def become_launcher() -> None:
@@ -140,14 +170,6 @@ def end_with_parent() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def pass_on(pipe, to, tail: deque[bytes]) -> None:
-    """A stream as it comes, without the NUL that Open MPI ends some of its notices with, and its end kept."""
-    for line in (raw.replace(b"\0", b"") for raw in iter(pipe.readline, b"")):
-        tail.append(line)
-        to.buffer.write(line)
-        to.buffer.flush()
 
 
 # ---------------------------------------------------------------- again

@@ -120,7 +120,19 @@ def seen_columns(line: list[str], columns: int) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("launcher", [[], mpirun_line(1)], ids=["alone", "mpirun"])
+KEPT_GOING = """
+import sys
+from jaxmpi.supervise import Asked, keep_going
+sys.exit(keep_going(Asked(1, 1, 0, (), ()), lambda *_: sys.argv[1:], lambda host: True))
+"""
+ABOVE = {
+    "alone": [],
+    "mpirun": mpirun_line(1),
+    "jaxmpi train": [sys.executable, "-c", KEPT_GOING, *mpirun_line(1)],
+}
+
+
+@pytest.mark.parametrize("launcher", ABOVE.values(), ids=ABOVE)
 def test_a_terminal_behind_the_launcher_is_found(launcher, no_launcher):
     line = [*launcher, sys.executable, "-c", ASK]
     assert seen_columns(line, 47) == 47
