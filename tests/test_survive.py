@@ -237,13 +237,12 @@ def parts_of(ranks: int, lost: list[dict[str, Any]]) -> list[Part]:
 
 
 def told_times(job, row: Row, lost: list[dict[str, Any]]) -> None:
-    """How long it took to notice, and to the end of the next step."""
-    fault = job.when("injecting")
-    noticed = job.when(r"is gone; \d go on") - fault
-    print(f"noticed and shrunk after {noticed:.2f} s", end="")
-    assert noticed < row.within_s
+    """How long it took to notice, and to the next line of progress, which comes with the next step or some later."""
+    fault, gone = job.when("injecting"), job.when(r"is gone; \d go on")
+    print(f"noticed and shrunk after {gone - fault:.2f} s", end="")
+    assert gone - fault < row.within_s
     if lost[0]["after"] < STEPS:
-        following = job.when(rf"^step {lost[0]['after'] + 1}/{STEPS} .*", 1) - fault
-        print(f", next step ended after {following:.2f} s", end="")
-        assert following < row.within_s + NEXT_S
+        following = min(at for at, line in job.lines if at > gone and re.match(rf"step \d+/{STEPS} ", line))
+        print(f", trained on after {following - fault:.2f} s", end="")
+        assert following - fault < row.within_s + NEXT_S
     print()
