@@ -344,8 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check(not options.train_args, f"got {' '.join(options.train_args)}\n{USAGE}")
     if options.workers > 1:
         line = launch.command(options, cores=runtime.cores(), is_root=os.geteuid() == 0, module="jaxmpi.doctor")
-        runtime.forget_launcher()
-        os.execv(line[0], line)
+        os.execv("/bin/sh", runtime.over_leftovers(line))
     runtime.install_excepthooks()
     runtime.prepare()
     with runtime.at_work():

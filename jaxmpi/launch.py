@@ -184,9 +184,6 @@ def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
     """Whether a process can be started on a host."""
     line = [*mpirun(options._replace(workers=1), cores, is_root), "--host", f"{host}:1", "true"]
     try:
-        return (
-            subprocess.run(line, capture_output=True, timeout=PROBE_S, preexec_fn=runtime.forget_launcher).returncode
-            == 0
-        )
+        return subprocess.run(runtime.over_leftovers(line), capture_output=True, timeout=PROBE_S).returncode == 0
     except subprocess.TimeoutExpired:
         return False

@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -257,12 +258,13 @@ def make_cpu_devices(devices: int) -> None:
         )
 
 
-def forget_launcher() -> None:
-    """Remove what a killed Open MPI launcher with this process's id left behind: another refuses to start over it.
+def over_leftovers(line: Sequence[str]) -> list[str]:
+    """The line, begun over what a killed Open MPI launcher with the same process id left: a launcher refuses to start.
 
-    For the moment before exec: process ids come round again, folders in /tmp stay.
+    Process ids come round again, folders in /tmp stay. The line gets the process id of the shell that is run here.
     """
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{os.getpid()}", ignore_errors=True)
+    folder = shlex.quote(f"{tempfile.gettempdir()}/ompi.")
+    return ["/bin/sh", "-c", f'rm -rf {folder}$$; exec "$@"', "sh", *line]
 
 
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share

@@ -108,10 +108,10 @@ class Watch:
         said, told = Relay(sys.stdout), Relay(sys.stderr)
         with runtime.own_segments() as setting:
             self._job = job = subprocess.Popen(
-                line,
+                runtime.over_leftovers(line),
                 stdout=said.end,
                 stderr=told.end,
-                preexec_fn=become_launcher,
+                preexec_fn=end_with_parent,
                 env=os.environ | setting,
             )
             said.start()
@@ -156,12 +156,6 @@ class Relay(threading.Thread):
         """The end of what the job wrote; after the job."""
         self.join(5.0)  # a process that outlives the job may hold the other end
         return self._kept.decode(errors="replace")
-
-
-def become_launcher() -> None:
-    """What a launcher's process does before it is one."""
-    end_with_parent()
-    runtime.forget_launcher()
 
 
 def end_with_parent() -> None:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import launch
+from jaxmpi import launch, runtime
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PYTEST_XDIST_")
@@ -33,7 +32,7 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
     """Run a command line in a session of its own; everything in it is killed when time is up."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     job = subprocess.Popen(
-        fresh(line),
+        runtime.over_leftovers(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -48,11 +47,6 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
         kill_session(job.pid)
         out, _ = job.communicate()
         return Ended(-9, out, True)
-
-
-def fresh(line: list[str]) -> list[str]:
-    """The line, begun where no killed launcher with its process id has left anything; without forking this process."""
-    return ["sh", "-c", f'rm -rf "{tempfile.gettempdir()}/ompi.$$"; exec "$@"', "sh", *line]
 
 
 def kill_session(leader: int) -> None:

@@ -22,7 +22,7 @@ from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
-from launching import ROOT, fresh, kill_session, mpirun_line, run, train
+from launching import ROOT, kill_session, mpirun_line, run, train
 from test_trace import check_schema
 from tolerances import U
 
@@ -141,7 +141,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     args += ["--run-dir", str(run_dir)]
     line = surviving(fault.ranks, *args)
     with (tmp_path / "out").open("w") as out:
-        job = subprocess.Popen(fresh(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+        job = subprocess.Popen(runtime.over_leftovers(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
         deadline = time.monotonic() + 90
         while not found(run_dir / "checkpoints") and time.monotonic() < deadline:
@@ -159,8 +159,9 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
         assert record(run_dir, "workers")[-1]["alive"] == 2
         last = record(run_dir, "train")[-1]
         assert last["examples"] >= 12 * EXAMPLES
-        assert [seconds > 0 for seconds in last["own_s"]] == [rank != fault.killed for rank in range(3)]
-        assert last["anatomy"]["compute"][3] != fault.killed
+        seen = [row for row in record(run_dir, "train") if "own_s" in row][-1]  # no step, no anatomy
+        assert seen["own_s"][fault.killed] == 0 < max(seen["own_s"])
+        assert seen["anatomy"]["compute"][3] != fault.killed
         assert steps[-1] == 12 * 30
     else:
         ended = train(fault.ranks, *args, "--resume")  # from the last checkpoint, to the end
@@ -230,7 +231,7 @@ def test_what_rank_0_refuses_is_said_once(tmp_path):
 def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(told, ranks, tmp_path):
     """By a signal to one rank alone; nothing is lost, since all have reported and saved when they leave."""
     args = (*COMMON, *RULES["easgd-servers"], "--eval-every", "9ep", "--run-dir", str(tmp_path / "run"))
-    line = fresh(surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"))
+    line = runtime.over_leftovers(surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"))
     job = subprocess.Popen(
         line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

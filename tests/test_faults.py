@@ -25,7 +25,8 @@ from typing import IO, NamedTuple
 
 import pytest
 
-from launching import LAUNCHER_PREFIXES, ROOT, fresh, kill_session, leaked, shared_memory
+from jaxmpi import runtime
+from launching import LAUNCHER_PREFIXES, ROOT, kill_session, leaked, shared_memory
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RANKS, STEPS = int(os.environ.get("JAXMPI_FAULTS_RANKS", "4")), 40
@@ -143,7 +144,7 @@ def start(line: list[str], env: dict[str, str] | None = None) -> Job:
     if HOSTS > 1:
         line = [*cluster(HOSTS), "sh", "-c", LINGER, str(seen(mark)), *line]
     process = subprocess.Popen(
-        fresh(line),
+        runtime.over_leftovers(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

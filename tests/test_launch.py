@@ -142,8 +142,8 @@ from jaxmpi import runtime
 folder = f"{os.environ['TMPDIR']}/ompi.{os.getpid()}"
 os.mkdir(folder)
 open(f"{folder}/pmix.{socket.gethostname()}.tool", "w").close()
-runtime.forget_launcher()
-os.execv(sys.argv[1], sys.argv[1:])
+line = runtime.over_leftovers(sys.argv[1:])
+os.execv(line[0], line)
 """
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi import checkpoint
+from jaxmpi import checkpoint, runtime
 from jaxmpi.config import Experiment
 from jaxmpi.data import Sampler
-from launching import ROOT, Ended, fresh, kill_session, mpirun_line, run, train
+from launching import ROOT, Ended, kill_session, mpirun_line, run, train
 
 DIGITS = "experiments/digits.py"
 TINY = ("--exchange.strategy", "ring16", "--effective-batch", "60", "--log-every", "5")
@@ -119,7 +119,7 @@ def kill_one_rank_after(step: int, args: list[str], run_dir: Path) -> int:
     """Start two ranks, SIGKILL rank 1 once the checkpoint of `step` is whole; the job's exit code."""
     line = [*mpirun_line(2), sys.executable, "-m", "jaxmpi.train", *args]
     job = subprocess.Popen(
-        fresh(line),
+        runtime.over_leftovers(line),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

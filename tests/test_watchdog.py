@@ -15,7 +15,7 @@ from jaxmpi import runtime, spans, watchdog
 from jaxmpi.config import UsageError
 from jaxmpi.processes import Post, SoloProcesses
 from jaxmpi.watchdog import Watchdog, mine, watching
-from launching import ROOT, fresh, kill_session, mpirun_line, run
+from launching import ROOT, kill_session, mpirun_line, run
 
 
 class Letters(Post):
@@ -221,7 +221,7 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     with said.open("w") as out:
         job = subprocess.Popen(
-            fresh(line),
+            runtime.over_leftovers(line),
             stdout=out,
             stderr=out,
             cwd=ROOT,

@@ -60,7 +60,7 @@ def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
     try:
         for line, environ in jobs:
             print("+ " + shlex.join(line), flush=True)
-            running.append(subprocess.Popen(line, env=os.environ | environ, preexec_fn=runtime.forget_launcher))
+            running.append(subprocess.Popen(runtime.over_leftovers(line), env=os.environ | environ))
         codes: list[int | None] = [None]
         while None in codes:
             time.sleep(0.05)
