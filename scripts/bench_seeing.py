@@ -69,11 +69,11 @@ class Turns(Anatomy):
 class Lines(Log):
     """The trainer's line, or one without anatomy."""
 
-    def line(self, step: int, sums: np.ndarray, window: Window) -> Summary:
+    def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
         """As of the class above, or what is left of it without."""
         turns, seen = Turns.made, NOTHING
         if turns.is_on:
-            seen = super().line(step, sums, window)
+            seen = super().line(step, sums, window, distance)
         else:
             loss, count, *_ = self.workers.processes.sum(np.array([*sums, 0.0, 0.0])).tolist()
             place: dict[str, Any] = {"step": step, "total_steps": self.plan.clock.total_steps}
