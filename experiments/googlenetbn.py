@@ -7,7 +7,7 @@ Batch b = 64 a worker; the rate rises from 0.1 to 0.1 b n / 256 with n workers o
 the paper gives no length) and is divided by 10 every 30 of 90; with another batch give --optim.lr 0.1 b / 256. Crops of
 random area and aspect. Not run on ImageNet here.
 
-The second line on digits: 99 % top-1 with 2 workers (docs/results.md).
+The second line on digits: 98 % top-1 with 2 workers (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
