@@ -145,6 +145,7 @@ def tune_mpi(here: Launch) -> None:
         with suppress(OSError):  # without such memory Open MPI takes other
             sweep(folder.parent)
             hold(folder)
+        mark(BEGAN)
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process where there is no such network
 
 
@@ -269,6 +270,15 @@ def over_leftovers(line: Sequence[str]) -> list[str]:
 
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
 OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
+BEGAN, FINISHED = "began", "finished"  # files there: a rank of this host has done so
+
+
+def mark(name: str) -> None:
+    """Leave word for whoever has made the folder of `own_segments`."""
+    folder = Path(os.environ.get(SEGMENTS, ""))
+    if folder.name.startswith(OWN):
+        with suppress(OSError):  # gone, or full: then there is no word
+            (folder / name).touch()
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class Saver:
         self._processes = processes.apart() if processes.may_overlap else processes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_whole = True  # what was saved last, on this rank
 
     def save(self, states: Mapping[int, TrainState], extra: dict[str, Any], score: float | None) -> None:
         """Copy what this process writes, and have it written; what went wrong is raised by a later call.
@@ -58,7 +59,7 @@ class Saver:
         step = int(next(iter(states.values())).step)
         files = jax.tree.map(lambda x: np.array(x, order="C"), checkpoint.files_of(states, *self._equal))
         write = threading.Thread(target=self._write, args=(files, step, extra, score), name=f"jaxmpi-save-{step}")
-        self._thread = write
+        self._thread, self._is_whole = write, False
         write.start()
         if not self._processes.may_overlap:
             self.wait()
@@ -74,6 +75,7 @@ class Saver:
                 keep=self._keep,
                 score=score,
             )
+            self._is_whole = True
         except OSError as error:
             kept = last_good(self._folder)
             self._error = TrainingError(f"the checkpoint of step {step} cannot be written: {error}; {kept}")
@@ -98,7 +100,7 @@ class Saver:
         """Drop what is being written, once its messages have failed; whether there was something that is not whole."""
         if self._thread:
             self._thread.join()
-        is_half, self._thread, self._error = self._error is not None, None, None
+        is_half, self._thread, self._error, self._is_whole = not self._is_whole, None, None, True
         return is_half
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
@@ -118,9 +118,18 @@ class Watch:
             told.start()
             code = job.wait()
             text = told.tail()
+            if code == 0 and is_unfinished(setting):
+                code = 128 + signal.SIGKILL
+                say("all ranks of this host ended before their time")
         if gone := HOST_GONE.search(said.tail() + text):
             text, code = text + gone[0], code or 1
         return (code if code >= 0 else 128 - code), text
+
+
+def is_unfinished(setting: Mapping[str, str]) -> bool:
+    """Whether ranks of this host began and none came to its end: mpirun --with-ft ends with 0 where all are killed."""
+    folder = Path(setting.get(runtime.SEGMENTS, os.devnull))
+    return (folder / runtime.BEGAN).exists() and not (folder / runtime.FINISHED).exists()
 
 
 class Relay(threading.Thread):

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
         except guard.Preempted:
             code = runtime.PREEMPTED
+        if not code:
+            runtime.mark(runtime.FINISHED)
         control.leave(code)
     if code:
         sys.exit(code)

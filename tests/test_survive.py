@@ -203,7 +203,7 @@ def test_a_bad_exit_that_nobody_is_told_of_ends_the_job(model, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (inject("nan:rank=2,step=25"), 1, "the loss of worker 2 is not finite at step 25"),
+        (inject("nan:rank=2,step=25"), 1, "of worker 2 is not finite at step 25"),
         (inject("sigterm:rank=2,step=25"), 75, "asked to leave: saved at step"),
         (inject("kill:rank=all,step=25"), 137, "injecting kill:rank=all"),
     ],
