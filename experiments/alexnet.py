@@ -8,7 +8,7 @@ the rate and without decay. SUBGD sums the workers' updates, so the rate is not 
 give --optim.lr 0.005; --local-batch 32 is the table's other row of 8 workers. Not run on ImageNet here.
 It differs from the paper in taking a mean per channel and not a mean image, and the shorter side, aspect kept.
 
-The second line on digits: 97 % top-1 (docs/results.md).
+The second line on digits, with 2 workers: 97 % top-1 (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

@@ -7,7 +7,7 @@ Batch 32 a worker; rate 0.002, divided by 10 after 15, 30 and 35 of 40 epochs, b
 decay. Theano-MPI's table 1 has no row for it; batch from section 4 of the paper, the rest from its code. Not run on
 ImageNet here.
 
-The second line on digits: 97 % top-1 (docs/results.md).
+The second line on digits, with 2 workers: 97 % top-1 (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

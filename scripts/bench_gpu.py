@@ -423,12 +423,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="of the job that shows which rank has which device")
     parser.add_argument("--only-devices", action="store_true", help="show that, and measure nothing")
     parser.add_argument("--out", type=Path, help="FILE.json and FILE.md")
-    parser.add_argument("--dry", action="store_true", help="all of it on the CPU at tiny size, in about a minute")
+    parser.add_argument("--dry", action="store_true", help="all of it on the CPU at tiny size, in some minutes")
     parser.add_argument("--side", choices=[*SIDES, "rank"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name, value in SIZES[options.dry].items():
         setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
-    for name in ("rounds", "steps", "ranks"):
+    for name in ("rounds", "steps", "ranks", "batch"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: got {getattr(options, name)}; expected 1 or more")
     if options.out and not os.access(options.out.absolute().parent, os.W_OK):
