@@ -428,7 +428,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     for name, value in SIZES[options.dry].items():
         setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
-    for name in ("rounds", "steps", "ranks", "batch"):
+    for name in ("rounds", "steps", "ranks"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: got {getattr(options, name)}; expected 1 or more")
     if options.out and not os.access(options.out.absolute().parent, os.W_OK):
