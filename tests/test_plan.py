@@ -21,6 +21,7 @@ from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Experiment, UsageError
 from jaxmpi.costs import COSTS, Fit, Link, Net
 from jaxmpi.exchange import exchange
+from jaxmpi.parts import can_go_on
 from jaxmpi.strategies import PRICE, STRATEGIES, parse
 from jaxmpi.wires import WIRES
 from launching import ROOT, train
@@ -479,6 +480,25 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     assert (last / "common.bin").read_bytes() == expected
     stored = json.loads((last / "manifest.json").read_text())["extra"]["exchange"]
     assert stored == {"asked": "auto", "strategy": "ring:32", "bucket_bytes": 65536}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "overlap", "goes_on"),
+    [
+        ("shm:32", (0, 0), "auto", True),
+        ("shm:32", (0, 1), "auto", False),  # begun on one host
+        ("shm:32", (0, 0), "on", False),
+        ("shm:32", (0,), "on", True),  # one worker exchanges nothing
+        ("hier-asa:16", (0, 0, 1, 1), "auto", True),
+        ("hier-asa:16", (0, 0, 1), "auto", False),
+        ("hier-asa:16", (0, 0, 1, 1), "on", False),
+        ("hier-ring:16", (0, 1, 0, 1), "delayed", True),
+        ("tree:32", (0, 1, 2), "auto", True),
+        ("tree:32", (0, 1, 2), "delayed", False),
+    ],
+)
+def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
+    assert can_go_on(strategy, overlap, AxisComm("w", len(hosts), hosts)) == goes_on
 
 
 @pytest.mark.parametrize(
