@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import launching
 from jaxmpi import cli, costs, forecast, plan, rundir, runtime
 from jaxmpi.checkpoint import sealed
 from jaxmpi.comm import AxisComm, SoloComm
@@ -430,6 +432,19 @@ WRONG = [
 def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
     with pytest.raises(UsageError, match=message):
         run(*argv)
+
+
+def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
+    script = (
+        "from jax._src import xla_bridge\nfrom jaxmpi import forecast, runtime\n"
+        "runtime.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
+        "forecast.main(['--experiment', 'experiments/digits.py'])\n"
+    )
+    env = {f"OMPI_COMM_WORLD_{name}": "2" if name.endswith("SIZE") else "0" for name in NAMES}
+    assert "started: False" in launching.run([sys.executable, "-c", script], timeout_s=60, env=env).out
+
+
+NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # of a launcher's variables
 
 
 def test_it_is_a_command():
