@@ -73,9 +73,9 @@ def trainings(options: argparse.Namespace) -> list[list[str]]:
 
 
 def accuracies(options: argparse.Namespace) -> list[list[str]]:
-    """Digits with every rule and strategy."""
+    """Digits with every synchronous rule, 32 and 16 bits."""
     n = options.hosts or options.n
-    return [[*cluster(options, n), *script("digits_table", "-n", str(n))]]
+    return [[*cluster(options, n), *script("digits_table", "-n", str(n), "--strategies", "asa32", "asa16")]]
 
 
 def shuffles(options: argparse.Namespace) -> list[list[str]]:
