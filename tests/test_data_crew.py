@@ -253,6 +253,26 @@ class TestErrors:
             path.unlink(missing_ok=True)
             path.symlink_to("/proc/self/mem")  # reading it gives EIO
 
+    def test_many_examples_may_take_longer_than_one_may(self):
+        """A loader that gets on is well, also while it copies: here it does nothing else."""
+
+        class Late:
+            """Pixels that come when they are copied, as from an array on disk."""
+
+            shape, dtype = (4, 4, 3), np.dtype("f4")
+
+            def __array__(self, dtype=None, copy=None):
+                time.sleep(0.02)
+                return np.zeros(self.shape, "f4")
+
+        class Lazy(Numbered):
+            def __getitem__(self, index):
+                return Late(), index
+
+        with loader(Lazy(40), 40, Data(loader="threads", loaders=1, stall_s=0.3), stop_step=1) as batches:
+            assert len(next(batches).label) == 40
+            assert batches.wait_s > 0.6
+
     def test_a_slow_file_is_waited_for(self):
         with loader(Numbered(4, sleep_s=0.1), data=PROCESSES, train=False) as batches:
             assert next(batches).label.tolist() == [0, 1, 2, 3]
@@ -501,6 +521,32 @@ def test_loaders_that_mpi_starts(own, end):
     assert ended.out.count("words: True 4 True") == 2, ended.out[-3000:]
     assert (ended.code == 0) == (end == "well"), ended.out[-3000:]
     wait_until(lambda: leftovers(own) == [])
+
+
+@pytest.mark.slow
+def test_a_loader_that_mpi_started_and_that_stalls_is_named_with_its_file(experiment):
+    path = stick(experiment.parent)
+    options = ("--data.loader", "spawn", "--data.stall-s", "2", "--run-dir", str(experiment.parent / "run"))
+    ended = train(2, str(experiment), *options, timeout_s=100)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.code != 0
+    assert re.search(rf"loader \d of 2 has been at {path} \(example 4\) for \d+ s", ended.out), ended.out[-3000:]
+    wait_until(lambda: leftovers(experiment.parent) == [])
+
+
+def test_loaders_that_are_stuck_are_ended_and_nobody_else(monkeypatch):
+    """One has not said which process it is, one has ended, one is stuck."""
+    ended, stuck = (subprocess.Popen(["sleep", seconds]) for seconds in ("0", "60"))
+    ended.wait()
+    kill = os.kill
+
+    def only_one(pid: int, number: int) -> None:
+        assert pid > 0, "a whole group"
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", only_one)
+    spawned.end_all([0, ended.pid, stuck.pid])
+    assert stuck.wait(10) == -signal.SIGKILL
 
 
 def test_the_papers_words():
