@@ -24,7 +24,7 @@ from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open
 from jaxmpi.data.member import HERE, Answer, Failure, Make
 from jaxmpi.data.segments import Parcel, Segment
 from launching import ROOT, mpirun, mpirun_line, run, train
-from loader_sources import Numbered, TwoArguments, Unpicklable
+from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
 AREA = {"crop": 24, "crop_area": (0.2, 1.0), "mirror": True}
 IN_PROCESSES = {"loader": "processes", "loaders": 2}
@@ -388,19 +388,22 @@ def test_no_loader_outlives_its_worker(end, own):
 
 
 EXPERIMENT = """
+import sys
 import jax.numpy as jnp
+sys.path.insert(0, {tests!r})
+from loader_sources import Numbered
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
 from jaxmpi.model import Model
 
 def init(key, image):
-    return {{"w": jnp.zeros((24 * 24 * 3, 2))}}, {{}}
+    return {{"w": jnp.zeros(({px} * {px} * 3, {classes}))}}, {{}}
 
 def apply(params, model_state, image, key, train):
     return image.reshape(len(image), -1) @ params["w"], model_state
 
 experiment = Experiment(
-    model=Model("softmax", init, apply, input_shape=(24, 24, 3), classes=2),
-    data=Data("imagefolder", {folder!r}, crop=24, crop_area=(0.3, 1.0), mirror=True, validation_split="train"),
+    model=Model("softmax", init, apply, input_shape=({px}, {px}, 3), classes={classes}),
+    data={data},
     optim=Optim("sgd", lr=0.01, lr_scaling="none"),
     exchange=ExchangeConfig("asa32"),
     effective_batch=4,
@@ -415,8 +418,14 @@ def experiment(own) -> Path:
     """Six photographs, one of them damaged, and an experiment that trains on them."""
     damaged = own / "train" / "dog" / "1.jpg"
     damaged.write_bytes(damaged.read_bytes()[:200])
-    path = own / "experiment.py"
-    path.write_text(EXPERIMENT.format(folder=str(own)))
+    options = 'crop=24, crop_area=(0.3, 1.0), mirror=True, validation_split="train"'
+    return write_experiment(own, f"Data('imagefolder', {str(own)!r}, {options})", px=24, classes=2)
+
+
+def write_experiment(folder: Path, data: str, px: int, classes: int) -> Path:
+    """A linear model on these data."""
+    path = folder / "experiment.py"
+    path.write_text(EXPERIMENT.format(tests=str(ROOT / "tests"), data=data, px=px, classes=classes))
     return path
 
 
@@ -524,14 +533,13 @@ def test_loaders_that_mpi_starts(own, end):
 
 
 @pytest.mark.slow
-def test_a_loader_that_mpi_started_and_that_stalls_is_named_with_its_file(experiment):
-    path = stick(experiment.parent)
-    options = ("--data.loader", "spawn", "--data.stall-s", "2", "--run-dir", str(experiment.parent / "run"))
-    ended = train(2, str(experiment), *options, timeout_s=100)
+def test_a_loader_that_mpi_started_and_that_stalls_is_named_with_its_file(tmp_path):
+    data = "Data('array', train=Numbered(6, sleep_s=100), validation=Numbered(6), loader='spawn', stall_s=2)"
+    ended = train(2, str(write_experiment(tmp_path, data, PX, 6)), "--run-dir", str(tmp_path / "run"), timeout_s=100)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
-    assert re.search(rf"loader \d of 2 has been at {path} \(example 4\) for \d+ s", ended.out), ended.out[-3000:]
-    wait_until(lambda: leftovers(experiment.parent) == [])
+    assert re.search(r"loader 0 of 2 has been at file\d\.jpg \(example \d\) for \d+ s", ended.out), ended.out[-3000:]
+    wait_until(lambda: leftovers(tmp_path) == [])
 
 
 def test_loaders_that_are_stuck_are_ended_and_nobody_else(monkeypatch):
