@@ -125,7 +125,8 @@ def shuffle(options: argparse.Namespace) -> Result:
         return spent["rows_s"], spent["placed_s"]
 
     def take() -> tuple[float, float]:
-        return (once(lambda: np.take(data.array, mine, axis=0)),) * 2
+        took_s = once(lambda: np.take(data.array, mine, axis=0))
+        return took_s, took_s
 
     rounds = [[fetch(), take(), take(), fetch()] for _ in range(options.rounds + 3)][3:]  # slow drifts cancel
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
