@@ -60,11 +60,6 @@ def exchange(
             `jax.grad`, or over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
     """
     check_op(op)
-    check(
-        not compressors.is_compressor(strategy),
-        f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
-        f"use exchange_gradients({strategy!r}), which holds it in its state",
-    )
     check_bucket_bytes(bucket_bytes)
     check_strategy(strategy)
     check_leaves(tree)
@@ -83,23 +78,30 @@ def exchange(
 
 def check_strategy(strategy: str) -> None:
     """Refuse what is neither a strategy nor `auto`, with a wire or without."""
+    check(
+        not (isinstance(strategy, str) and compressors.is_compressor(strategy)),
+        f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
+        f"use exchange_gradients({strategy!r}), which holds it in its state",
+    )
     if is_auto(strategy):
         allowed_wires(strategy)
     else:
         parse(strategy)
 
 
-_settled: dict[tuple[Comm, str, int | None], Verdict] = {}
+_settled: dict[tuple[Comm, str, int | None, tuple[str, ...]], Verdict] = {}
 
 
-def settle(comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int]) -> Verdict:
-    """What `auto` stands for from the first call on, for these workers; said by rank 0."""
-    key = comm, strategy, bucket_bytes
+def settle(
+    comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int], among: tuple[str, ...] = ()
+) -> Verdict:
+    """What `auto` stands for from the first call on, for these workers and algorithms; said by rank 0."""
+    key = comm, strategy, bucket_bytes, among
     if not isinstance(comm, MpiComm):
         return choose(comm, sizes, strategy, bucket_bytes)
     if key not in _settled:
         with jax.ensure_compile_time_eval():  # a probe runs now, though the caller's program may only be traced
-            _settled[key] = choose(comm, sizes, strategy, bucket_bytes)
+            _settled[key] = choose(comm, sizes, strategy, bucket_bytes, among)
         if comm.rank == 0:
             print(f"jaxmpi: {_settled[key].why}", flush=True)
     return _settled[key]

@@ -168,8 +168,8 @@ def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
 def test_a_host_that_cannot_be_made_is_named(tmp_path):
     """As beyond /proc/sys/user/max_net_namespaces."""
     refused = tmp_path / "unshare"
-    real = shutil.which("unshare")
-    refused.write_text(f"#!/bin/sh\n[ $5 = infinity ] && echo 'No space left on device' && exit 1\nexec {real} \"$@\"\n")
+    fails = "[ $5 = infinity ] && echo 'No space left on device' && exit 1"
+    refused.write_text(f'#!/bin/sh\n{fails}\nexec {shutil.which("unshare")} "$@"\n')
     refused.chmod(0o755)
     line = [*CLUSTER, "--hosts", "2", "--", "true"]
     ended = run(line, timeout_s=30, cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
