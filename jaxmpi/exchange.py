@@ -23,6 +23,7 @@ from jaxmpi.sums import sums
 PyTree = Any
 Op = Literal["mean", "sum"]
 BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is
+TRACED = "exchange in a program that ranks trace together, for the same shapes"
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -71,7 +72,7 @@ def exchange(
         strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
     if is_traced(leaves):
-        choice.comm.sign(choice.statement(tree))
+        choice.comm.sign(choice.statement(tree, TRACED))
         return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, choice.comm) for leaf in leaves]))
     return _outside_jit(choice)(tree)
 
@@ -122,11 +123,11 @@ class Choice(NamedTuple):
     bucket_bytes: int | None
     order: Order | None = None
 
-    def statement(self, tree: PyTree) -> Statement:
-        """What must be the same on all ranks."""
+    def statement(self, tree: PyTree, what: str = "exchange") -> Statement:
+        """What must be the same on all ranks, for messages by the name `what`."""
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
-        return statement("exchange", {**options, "leaf": signature(tree)})
+        return statement(what, {**options, "leaf": signature(tree)})
 
     def ready(self, count: int) -> list[int] | None:
         """Leaves in the order in which they come to exist, where that counts."""
@@ -293,9 +294,9 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
         check_leaves(updates)
         if workers.size == 1:
             return updates, state
-        choice = Choice(spelling, op, workers, bucket_bytes)
-        workers.sign(choice.statement(updates))
-        if is_traced(jax.tree.leaves((updates, state))):
+        choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
+        workers.sign(choice.statement(updates, TRACED if traced else "exchange"))
+        if traced:
             total, state = run(updates, state)
         else:
             total, state = compressor.compress(updates, state, outside_jit(workers))
