@@ -21,7 +21,8 @@ WHOLE = [pytest.param(ranks, ["tests/ranks"], marks=pytest.mark.slow) for ranks 
 
 @pytest.mark.parametrize(("ranks", "suite"), [*SUITES.items(), *WHOLE])
 def test_suite_over_mpi(ranks, suite):
-    ended = mpirun(ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suite, timeout_s=280)
+    limit_s = 280 if ranks < 8 else 560
+    ended = mpirun(ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suite, timeout_s=limit_s)
     assert ended.code == 0, ended.out[-4000:]
     assert ended.out.count(" passed") == ranks
 
