@@ -292,20 +292,52 @@ def check_one_host(hosts: Sequence[int]) -> None:
     )
 
 
-_numbers = itertools.count()  # of Comms that sum in shared memory, the same on all ranks
+class RankComm:
+    """Workers are MPI ranks, each a process that drives one device: what their Comms have in common."""
 
-
-class MpiComm:
-    """Workers are MPI ranks; mpi4jax's collectives inside jit. One process drives one device."""
-
-    def __init__(self, processes: MpiProcesses) -> None:
-        """Clone the world: mpi4py and mpi4jax must never share a communicator."""
-        self.processes = processes
-        self.mpi = processes.world.Clone()
+    def __init__(self, processes: MpiProcesses, mpi: Any) -> None:
+        """`mpi` is this Comm's alone: mpi4py and mpi4jax must never share a communicator."""
+        self.processes, self.mpi = processes, mpi
         self.rank: int = processes.rank
         self.size: int = processes.size
         self.hosts = processes.hosts
         self.order = ring_order(self.hosts)
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`."""
+        return lax.fori_loop(0, turns, turn, carry)
+
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """Through shared memory, all vectors in one call."""
+        check_one_host(self.hosts)
+        return self._shared_sum.sum(vectors, divisor)
+
+    @functools.cached_property
+    def _shared_sum(self) -> SharedSum:
+        """Made at the first use, at which all ranks trace the same program."""
+        return self._make_shared_sum()
+
+    def _make_shared_sum(self) -> SharedSum:
+        raise NotImplementedError
+
+    def sign(self, statement: Statement) -> None:
+        """Compare over the control plane: microseconds where ranks are in step."""
+        self.processes.compare(statement)
+
+    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
+        """One rank a host traces and compiles, the others take its program. Ranks must call it together."""
+        return shared_jit(function, donate_argnums, self.processes)
+
+
+_numbers = itertools.count()  # of Comms that sum in shared memory, the same on all ranks
+
+
+class MpiComm(RankComm):
+    """mpi4jax's collectives inside jit."""
+
+    def __init__(self, processes: MpiProcesses) -> None:
+        """Clone the world."""
+        super().__init__(processes, processes.world.Clone())
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """`MPI_Allreduce`, sum."""
@@ -350,28 +382,10 @@ class MpiComm:
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
 
-    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        """`lax.fori_loop`."""
-        return lax.fori_loop(0, turns, turn, carry)
-
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """Through shared memory, all vectors in one call, in order among mpi4jax's."""
-        check_one_host(self.hosts)
-        return self._shared.sum(vectors, divisor)
-
-    @functools.cached_property
-    def _shared(self) -> SharedSum:
-        """Made at the first use, at which all ranks trace the same program."""
+    def _make_shared_sum(self) -> SharedSum:
+        """In order among mpi4jax's collectives."""
         [effect] = jax.make_jaxpr(self.allreduce)(0.0).effects
         return SharedSum(self.processes, f"sum of comm {next(_numbers)}", effect=effect)
-
-    def sign(self, statement: Statement) -> None:
-        """Compare over the control plane: microseconds where ranks are in step."""
-        self.processes.compare(statement)
-
-    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """One rank a host traces and compiles, the others take its program. Ranks must call it together."""
-        return shared_jit(function, donate_argnums, self.processes)
 
 
 def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

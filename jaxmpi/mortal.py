@@ -11,30 +11,24 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from jaxmpi import handlers
-from jaxmpi.comm import Pairs, Turn, check_one_host, ring_order
+from jaxmpi.comm import Pairs, RankComm
 from jaxmpi.config import TrainingError
 from jaxmpi.hostsum import SharedSum
-from jaxmpi.processes import MpiProcesses, Statement, is_mpi_error
-from jaxmpi.programs import shared_jit
+from jaxmpi.processes import MpiProcesses, is_mpi_error
 
 PyTree = Any
 Buffers = Sequence[np.ndarray]
 _numbers = itertools.count()  # of comms, the same on all ranks
 
 
-class MortalComm:
-    """Workers are MPI ranks under a launcher that goes on without those that die. One process drives one device."""
+class MortalComm(RankComm):
+    """The ranks of a launcher that goes on without those that die."""
 
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world; all ranks come here together, again after `processes.shrink`."""
-        self.processes, self.mpi = processes, processes.clone()
-        self.rank: int = processes.rank
-        self.size: int = processes.size
-        self.hosts = processes.hosts
-        self.order = ring_order(self.hosts)
+        super().__init__(processes, processes.clone())
         self.is_lost = False  # whether a collective has failed, so that results are worth nothing
         self._name, self._names = f"mortal comm {next(_numbers)}", list[str]()
         for move in (self._allreduce, self._alltoall, self._allgather, self._permute, self._bcast):
@@ -108,18 +102,7 @@ class MortalComm:
         np.copyto(results[0], operands[0])
         self.mpi.Bcast(bits(results[0]), root)
 
-    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        """`lax.fori_loop`."""
-        return lax.fori_loop(0, turns, turn, carry)
-
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """Through shared memory, all vectors in one call."""
-        check_one_host(self.hosts)
-        return self._shared.sum(vectors, divisor)
-
-    @functools.cached_property
-    def _shared(self) -> SharedSum:
-        """Made at the first use, at which all ranks trace the same program."""
+    def _make_shared_sum(self) -> SharedSum:
         name = f"{self._name}: sum"
         shared = SharedSum(self.processes, name)
         handlers.forget(name)
@@ -130,15 +113,7 @@ class MortalComm:
         """Let go of what programs call, and of shared memory."""
         for name in self._names:
             handlers.forget(name)
-        self.__dict__.pop("_shared", None)
-
-    def sign(self, statement: Statement) -> None:
-        """Compare over the control plane."""
-        self.processes.compare(statement)
-
-    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """One rank traces and compiles, the others take its program. Ranks must call it together."""
-        return shared_jit(function, donate_argnums, self.processes)
+        self.__dict__.pop("_shared_sum", None)
 
 
 def bits(x: np.ndarray) -> np.ndarray:

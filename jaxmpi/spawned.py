@@ -12,6 +12,7 @@ The paper's messages, between a worker and each of its loaders:
 As any image may stand in any batch, the name is that of the first one; the others follow by their numbers.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -142,10 +143,17 @@ class SpawnedLoaders:
             left -= self._received().count(STOP)
             time.sleep(POLL_S)
         if left:  # stuck in a read; with them gone MPI ends the job, which a stop with stuck loaders is about to do
-            for pid in self.rows[:, HERE].tolist():
-                os.kill(pid, signal.SIGKILL)
+            end_all(self.rows[:, HERE].tolist())
         else:
             self.comm.Disconnect()
+
+
+def end_all(pids: list[int]) -> None:
+    """SIGKILL for processes; 0 stands for one that has not said which it is, and would mean all of this group."""
+    for pid in pids:
+        if pid:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, signal.SIGKILL)
 
 
 def _spawned(size: int) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Images per second and core of jaxmpi's loaders beside others', and what of loading a step waits for.
 
-    python scripts/bench_data.py [--part peers formats steps] [--rounds 3] [--seconds 3] [--images 512] [--cores 0 1]
+    python scripts/bench_data.py [--part peers formats steps epochs] [--rounds 3] [--images 512] [--cores 0 1]
 
 JPEG files of 500 x 375 px, quality 90, are cut from scikit-learn's two photographs. All contenders read the same files
 and give u8[64, 224, 224, 3] batches of random-resized crops, mirrored half of the time. Each is a job of its own, with
@@ -10,9 +10,11 @@ peers    bare: simplejpeg's decode of whole files, nothing else. Others: as thei
          Pillow or OpenCV as the name says; TFDS decodes by itself, with OpenCV. The last line is the time to normalise
          such a batch in a step, which no contender does.
 formats  the same photographs as a folder of JPEG files, packed with the shorter side 256 px, and as their centres of
-         256 x 256 px in batch files and in an array in memory.
+         256 x 256 px in batch files and in an array in memory; and the packed ones loaded into memory.
 steps    a consumer that sleeps for its step, on one core, and loaders on the other: what is waited for, and step /
          max(load, compute).
+epochs   the time of whole epochs with each format, beside that with the folder: where nothing is computed, and where
+         the step, a sleep, takes so much of the time that loading from the folder takes.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ import numpy as np
 
 BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
+EPOCHS, COMPUTE = 6, (0.0, 0.67, 0.75)  # measured; steps of them, to the folder's loading
+WARM = 8  # steps until what was made ahead is used up
 SHORTER = 256  # px, of the images in batch files and in memory
 
 
@@ -165,20 +169,26 @@ def bare(folder: Path) -> Iterator[int]:
             yield 1
 
 
+FOLDERS = {"batchfiles": "batches", "array": "batches", "tfds": "tfds", "packed": "packed", "memory": "packed"}
+
+
 def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefetch: int = 2) -> Any:
     """A loader of jaxmpi."""
     from jaxmpi.config import Data
     from jaxmpi.data import ArraySource, Loader, Sampler, open_source
+    from jaxmpi.data.memory import MemorySource
 
     crop: dict[str, Any] = {"crop": PX, "crop_area": AREA, "mirror": True}
     data = Data(dir=str(folder), name="photographs", loader=kind, loaders=loaders, prefetch=prefetch, **crop)
+    place = folder / FOLDERS.get(source, "")
     if source == "array":
-        files = open_source(Data("batchfiles", str(folder / "batches")), "train")
+        files = open_source(Data("batchfiles", str(place)), "train")
         images, labels = zip(*[files[i] for i in range(len(files))], strict=True)
         opened: Any = ArraySource(np.stack(images), labels)
+    elif source == "memory":
+        opened = MemorySource(open_source(Data("packed", str(place)), "train"), data)
+        opened.load(np.arange(len(opened)))
     else:
-        folders = {"batchfiles": "batches", "tfds": "tfds", "packed": "packed"}
-        place = folder / folders.get(source, "")
         opened = open_source(Data(source, str(place), "photographs"), "train")
     return Loader(opened, Sampler(len(opened), BATCH), data, train=True)
 
@@ -261,11 +271,12 @@ CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
     "grain, OpenCV": grain_by(by_opencv),
     "tfds, OpenCV": tfds_source,
 }
-FORMATS: dict[str, Callable[[Path], Iterator[int]]] = {
-    "imagefolder": jaxmpi("imagefolder", "processes"),
-    "packed": jaxmpi("packed", "processes"),
-    "batchfiles": jaxmpi("batchfiles", "threads"),
-    "array in memory": jaxmpi("array", "threads"),
+FORMATS = {
+    "imagefolder": ("imagefolder", "processes"),
+    "packed": ("packed", "processes"),
+    "packed, in memory": ("memory", "threads"),
+    "batchfiles": ("batchfiles", "threads"),
+    "array in memory": ("array", "threads"),
 }
 
 
@@ -303,29 +314,49 @@ def job(*arguments: str, folder: Path, options: argparse.Namespace) -> Any:
 # ---------------------------------------------------------------- steps
 
 
+def apart(formats: Sequence[tuple[str, str]], folder: Path, options: argparse.Namespace) -> list[Any]:
+    """Loaders on the last core, each started, and this thread on the first."""
+    os.sched_setaffinity(0, {options.cores[-1]})
+    loaders = [jaxmpi_loader(source, folder, kind) for source, kind in formats]
+    for loader in loaders:
+        next(loader)
+    os.sched_setaffinity(0, {options.cores[0]})  # loaders stay where they are
+    return loaders
+
+
+def walk(loader: Any, number: int, compute_s: float) -> tuple[float, float]:
+    """Seconds of a step whose computing is a sleep, and what of them was waited."""
+    begin, waited_s = 0.0, 0.0
+    for i in range(number + WARM):
+        if i == WARM:
+            begin, waited_s = time.perf_counter(), loader.wait_s
+        batch = next(loader)
+        time.sleep(compute_s)
+        del batch
+    return (time.perf_counter() - begin) / number, (loader.wait_s - waited_s) / number
+
+
 def steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
     """For computing that takes so many times what loading takes: wait share, and step / max(load, compute)."""
-    os.sched_setaffinity(0, {options.cores[-1]})
-    loader = jaxmpi_loader("imagefolder", folder, "processes")
-    next(loader)
-    os.sched_setaffinity(0, {options.cores[0]})  # the loader stays where it is
+    (loader,) = apart([("imagefolder", "processes")], folder, options)
     load_s = BATCH / measure((len(batch.image) for batch in loader), options.seconds)
     found = []
     for ratio in (0.5, 0.9, 1.1, 1.5, 2.0):
-        compute_s, waited_s = ratio * load_s, 0.0
+        compute_s = ratio * load_s
         number = max(int(2 * options.seconds / max(load_s, compute_s)), 8)
-        for i in range(number + 8):
-            if i == 8:  # what was made ahead is used up
-                begin, waited_s = time.perf_counter(), loader.wait_s
-            batch = next(loader)
-            time.sleep(compute_s)
-            del batch
-        step_s = (time.perf_counter() - begin) / number
-        waited_s = (loader.wait_s - waited_s) / number
+        step_s, waited_s = walk(loader, number, compute_s)
         bound_s = max(load_s, compute_s)
         found.append({"compute / load": ratio, "wait share": waited_s / step_s, "step / bound": step_s / bound_s})
     loader.close()
     return found
+
+
+def epochs(folder: Path, options: argparse.Namespace) -> list[list[float]]:
+    """For each format seconds of an epoch, for each of COMPUTE."""
+    loaders = apart(list(FORMATS.values()), folder, options)
+    steps_each = len(files(folder)) // BATCH
+    load_s, _ = walk(loaders[0], EPOCHS * steps_each, 0.0)
+    return [[steps_each * walk(loader, EPOCHS * steps_each, c * load_s)[0] for c in COMPUTE] for loader in loaders]
 
 
 def normalise_ms() -> float:
@@ -351,9 +382,7 @@ def normalise_ms() -> float:
 def main() -> None:
     """Run the parts asked for, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--part", nargs="*", default=["peers", "formats", "steps"], choices=["peers", "formats", "steps"]
-    )
+    parser.add_argument("--part", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--only", nargs="*", default=[], help="contenders; all where none is named")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
@@ -366,21 +395,21 @@ def main() -> None:
         return run_one(options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, options.images, "formats" in options.part)
+        write(folder, options.images, bool({"formats", "epochs"} & set(options.part)))
         for part in options.part:
             PARTS[part](folder, options)
 
 
 def run_one(options: argparse.Namespace) -> None:
     """One job."""
-    if options.run == "steps":
-        return print(json.dumps(steps(options.folder, options)))
+    if options.run in WHOLE:
+        return print(json.dumps(WHOLE[options.run](options.folder, options)))
     if options.run == "normalise":
         os.sched_setaffinity(0, {options.cores[0]})
         return print(json.dumps(normalise_ms()))
     os.sched_setaffinity(0, {options.cores[0]})
-    counts = (CONTENDERS | FORMATS)[options.run](options.folder)
-    print(json.dumps(measure(counts, options.seconds)), flush=True)
+    contender = CONTENDERS[options.run] if options.run in CONTENDERS else jaxmpi(*FORMATS[options.run])
+    print(json.dumps(measure(contender(options.folder), options.seconds)), flush=True)
     os._exit(0)
 
 
@@ -419,7 +448,17 @@ def show_steps(folder: Path, options: argparse.Namespace) -> None:
         print(f"{rows[0]['compute / load']:<26} {statistics.median(waits):11.4f} {statistics.median(bounds):26.3f}")
 
 
-PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps}
+def show_epochs(folder: Path, options: argparse.Namespace) -> None:
+    """What each format saves of an epoch."""
+    runs = [job("--run", "epochs", folder=folder, options=options) for _ in range(options.rounds)]
+    found = np.median(np.array(runs), axis=0)
+    print(f"{'epoch, to that from the folder':32}" + "".join(f"compute {c:<9}" for c in COMPUTE))
+    for name, row, ratios in zip(FORMATS, found, found / found[0], strict=True):
+        print(f"{name:32}" + "".join(f"{r:.2f} ({s:.2f} s)    " for r, s in zip(ratios, row, strict=True)))
+
+
+WHOLE = {"steps": steps, "epochs": epochs}
+PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps, "epochs": show_epochs}
 
 if __name__ == "__main__":
     main()

@@ -39,7 +39,7 @@ from models import MODELS
 from models.googlenet import googlenet_loss
 
 TINY = [name for name in MODELS if name.endswith("_tiny")]
-FULL = [name for name in MODELS if name not in TINY and name != "digits_cnn"]
+FULL = [name for name in MODELS if name not in TINY]
 ALONE = Workers(SoloComm(), SoloProcesses(), (0,), None)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 

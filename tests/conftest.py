@@ -15,6 +15,8 @@ import pytest
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     os.environ["XDG_CACHE_HOME"] = os.path.join(caches, worker)
+    # Jobs of a few steps: machine code takes longer to optimise than to run. Files run by hand have it as users do.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from jaxmpi import runtime
 from jaxmpi.processes import processes

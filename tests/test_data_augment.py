@@ -167,6 +167,17 @@ def test_area_and_aspect_of_windows_are_what_was_asked_for():
     assert abs(np.log(aspect[small]).mean()) < 5 * np.log(16 / 9) / np.sqrt(12 * small.sum())
 
 
+def test_places_of_windows_are_all_as_likely():
+    """Those at the edges too, and the last one where a share is 1 itself."""
+    shares = np.random.default_rng(0).random((4000, 1, 4))
+    windows = np.array([random_window((10, 12), (70 / 120, 70 / 120), (7 / 10, 7 / 10), s) for s in shares])
+    assert {tuple(sides) for sides in windows[:, 2:]} == {(10, 7)}
+    counts = np.bincount(windows[:, 1])
+    assert counts.shape == (6,)
+    assert np.abs(counts - 4000 / 6).max() < 5 * np.sqrt(4000 * 1 / 6 * 5 / 6)  # standard deviations of a binomial
+    assert random_window((10, 12), (70 / 120, 70 / 120), (7 / 10, 7 / 10), [[0.0, 0.0, 1.0, 1.0]])[:2] == (0, 5)
+
+
 @pytest.mark.parametrize(("size", "expected"), [((10, 100), (10, 13)), ((100, 10), (13, 10))])
 def test_where_no_window_fits_the_largest_allowed_one_is_taken_from_the_centre(size, expected):
     top, left, *sides = random_window(size, (1.0, 1.0), (3 / 4, 4 / 3), np.full((10, 4), 0.5))

@@ -24,7 +24,7 @@ from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open
 from jaxmpi.data.member import HERE, Answer, Failure, Make
 from jaxmpi.data.segments import Parcel, Segment
 from launching import ROOT, mpirun, mpirun_line, run, train
-from loader_sources import Numbered, TwoArguments, Unpicklable
+from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
 AREA = {"crop": 24, "crop_area": (0.2, 1.0), "mirror": True}
 IN_PROCESSES = {"loader": "processes", "loaders": 2}
@@ -253,6 +253,26 @@ class TestErrors:
             path.unlink(missing_ok=True)
             path.symlink_to("/proc/self/mem")  # reading it gives EIO
 
+    def test_many_examples_may_take_longer_than_one_may(self):
+        """A loader that gets on is well, also while it copies: here it does nothing else."""
+
+        class Late:
+            """Pixels that come when they are copied, as from an array on disk."""
+
+            shape, dtype = (4, 4, 3), np.dtype("f4")
+
+            def __array__(self, dtype=None, copy=None):
+                time.sleep(0.02)
+                return np.zeros(self.shape, "f4")
+
+        class Lazy(Numbered):
+            def __getitem__(self, index):
+                return Late(), index
+
+        with loader(Lazy(40), 40, Data(loader="threads", loaders=1, stall_s=0.3), stop_step=1) as batches:
+            assert len(next(batches).label) == 40
+            assert batches.wait_s > 0.6
+
     def test_a_slow_file_is_waited_for(self):
         with loader(Numbered(4, sleep_s=0.1), data=PROCESSES, train=False) as batches:
             assert next(batches).label.tolist() == [0, 1, 2, 3]
@@ -368,19 +388,22 @@ def test_no_loader_outlives_its_worker(end, own):
 
 
 EXPERIMENT = """
+import sys
 import jax.numpy as jnp
+sys.path.insert(0, {tests!r})
+from loader_sources import Numbered
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
 from jaxmpi.model import Model
 
 def init(key, image):
-    return {{"w": jnp.zeros((24 * 24 * 3, 2))}}, {{}}
+    return {{"w": jnp.zeros(({px} * {px} * 3, {classes}))}}, {{}}
 
 def apply(params, model_state, image, key, train):
     return image.reshape(len(image), -1) @ params["w"], model_state
 
 experiment = Experiment(
-    model=Model("softmax", init, apply, input_shape=(24, 24, 3), classes=2),
-    data=Data("imagefolder", {folder!r}, crop=24, crop_area=(0.3, 1.0), mirror=True, validation_split="train"),
+    model=Model("softmax", init, apply, input_shape=({px}, {px}, 3), classes={classes}),
+    data={data},
     optim=Optim("sgd", lr=0.01, lr_scaling="none"),
     exchange=ExchangeConfig("asa32"),
     effective_batch=4,
@@ -395,8 +418,14 @@ def experiment(own) -> Path:
     """Six photographs, one of them damaged, and an experiment that trains on them."""
     damaged = own / "train" / "dog" / "1.jpg"
     damaged.write_bytes(damaged.read_bytes()[:200])
-    path = own / "experiment.py"
-    path.write_text(EXPERIMENT.format(folder=str(own)))
+    options = 'crop=24, crop_area=(0.3, 1.0), mirror=True, validation_split="train"'
+    return write_experiment(own, f"Data('imagefolder', {str(own)!r}, {options})", px=24, classes=2)
+
+
+def write_experiment(folder: Path, data: str, px: int, classes: int) -> Path:
+    """A linear model on these data."""
+    path = folder / "experiment.py"
+    path.write_text(EXPERIMENT.format(tests=str(ROOT / "tests"), data=data, px=px, classes=classes))
     return path
 
 
@@ -501,6 +530,31 @@ def test_loaders_that_mpi_starts(own, end):
     assert ended.out.count("words: True 4 True") == 2, ended.out[-3000:]
     assert (ended.code == 0) == (end == "well"), ended.out[-3000:]
     wait_until(lambda: leftovers(own) == [])
+
+
+@pytest.mark.slow
+def test_a_loader_that_mpi_started_and_that_stalls_is_named_with_its_file(tmp_path):
+    data = "Data('array', train=Numbered(6, sleep_s=100), validation=Numbered(6), loader='spawn', stall_s=2)"
+    ended = train(2, str(write_experiment(tmp_path, data, PX, 6)), "--run-dir", str(tmp_path / "run"), timeout_s=100)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.code != 0
+    assert re.search(r"loader 0 of 2 has been at file\d\.jpg \(example \d\) for \d+ s", ended.out), ended.out[-3000:]
+    wait_until(lambda: leftovers(tmp_path) == [])
+
+
+def test_loaders_that_are_stuck_are_ended_and_nobody_else(monkeypatch):
+    """One has not said which process it is, one has ended, one is stuck."""
+    ended, stuck = (subprocess.Popen(["sleep", seconds]) for seconds in ("0", "60"))
+    ended.wait()
+    kill = os.kill
+
+    def only_one(pid: int, number: int) -> None:
+        assert pid > 0, "a whole group"
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", only_one)
+    spawned.end_all([0, ended.pid, stuck.pid])
+    assert stuck.wait(10) == -signal.SIGKILL
 
 
 def test_the_papers_words():

@@ -8,6 +8,7 @@ import pytest
 
 from jaxmpi.config import Data, UsageError
 from jaxmpi.data import Loader, Sampler, open_source
+from jaxmpi.data.memory import MemorySource
 from jaxmpi.data.text import TextSource, is_held_out, library_files, module_of, names
 
 
@@ -118,6 +119,12 @@ def test_modules_are_held_out_whole():
     assert [module_of(file) for file in files[1:4]] == ["test/test_asyncio", "test/test_ast.py", "curses"]
     assert library_files(files, held_out=True) == ["curses/ascii.py"]
     assert sum(map(is_held_out, map(str, range(5000)))) == pytest.approx(100, abs=5 * (5000 * 0.02 * 0.98) ** 0.5)
+
+
+def test_text_is_not_for_the_memory_of_a_group(folder):
+    """Its labels are rows of tokens, and all of it is in memory anyway."""
+    with pytest.raises(UsageError, match=r"data\.memory: got partition; text is text, which every worker holds"):
+        MemorySource(opened(folder), Data())
 
 
 def test_names_are_in_one_order_everywhere(tmp_path):

@@ -147,10 +147,15 @@ def random_window(
         ratio = aspect[0] * (aspect[1] / aspect[0]) ** of_aspect
         height, width = max(round((px / ratio) ** 0.5), 1), max(round((px * ratio) ** 0.5), 1)
         if height <= high and width <= wide:
-            return round(of_top * (high - height)), round(of_left * (wide - width)), height, width
+            return _place(of_top, high - height), _place(of_left, wide - width), height, width
     ratio = min(max(wide / high, aspect[0]), aspect[1])
     height, width = min(high, round(wide / ratio)), min(wide, round(high * ratio))
     return (high - height) // 2, (wide - width) // 2, height, width
+
+
+def _place(share: float, spare: int) -> int:
+    """A share in [0, 1] as one of the places 0 to `spare`, all as likely."""
+    return min(int(share * (spare + 1)), spare)
 
 
 def _window(image: np.ndarray, row: int, column: int, px: int) -> np.ndarray:

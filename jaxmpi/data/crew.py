@@ -31,6 +31,7 @@ from jaxmpi.data.member import (
     HERE,
     INDEX,
     JOB,
+    NOTHING,
     SINCE,
     STOP,
     Answer,
@@ -98,7 +99,7 @@ class Crew:
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
         self._end: weakref.finalize | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a loader that is collected in here closes its job
 
     def open(self, recipe: Recipe) -> int:
         """A new job for all loaders.
@@ -168,7 +169,8 @@ class Crew:
 
     def _receive(self, timeout_s: float) -> bool:
         with self._lock:
-            answers = self._loaders.answers(timeout_s) if self._loaders is not None else []
+            loaders = self._loaders  # another thread may stop the crew
+            answers = loaders.answers(timeout_s) if loaders is not None else []
             for answer in answers:
                 if answer.ticket in self._tickets:
                     self._answers[answer.ticket] = answer
@@ -181,7 +183,7 @@ class Crew:
         number = job_number[1]
         how, (at, since_s) = self._loaders.ended(number), self.doing(number)
         check_well(not how, f"loader {number} of {self.size} {how} {at or 'between examples'}")
-        silent_s = time.monotonic() - (since_s if at else begin)
+        silent_s = time.monotonic() - (since_s if at else max(begin, since_s))  # since its last word
         limit_s = self.stall_s if self._board[number, HERE] else max(self.stall_s, START_S)
         check_well(
             silent_s <= limit_s,
@@ -190,10 +192,10 @@ class Crew:
         )
 
     def doing(self, number: int) -> tuple[str, float]:
-        """What a loader is at, empty where it is at nothing, and since when by `time.monotonic`."""
+        """What a loader is at, empty where it is at nothing, and since when by `time.monotonic`; 0 before its start."""
         job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
-        if not since_ns or job not in self._jobs:
-            return "", 0.0
+        if not since_ns or index == NOTHING or job not in self._jobs:
+            return "", since_ns / 1e9
         return f"at {where(self._jobs[job][0].source, index)} (example {index})", since_ns / 1e9
 
     def close(self, job: int) -> None:

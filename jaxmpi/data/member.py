@@ -24,9 +24,11 @@ from jaxmpi.data.recipe import Recipe, Row
 from jaxmpi.data.segments import GoneError, Parcel, Ring, Segment
 from jaxmpi.data.sources import where
 
-# Of a loader's row on the board: what it is at, since when (time.monotonic_ns; 0 where it is at nothing).
+# Of a loader's row on the board: the example that it is at, NOTHING between two messages, and since when by
+# time.monotonic_ns, 0 before its first message.
 # HERE is its process once it has started; STOP is the worker's word that all work is to be dropped.
 JOB, INDEX, SINCE, HERE, STOP = range(5)
+NOTHING = -1
 BOARD_ROW = 8  # i64 a loader: one line of cache
 
 
@@ -116,6 +118,8 @@ class Member:
                 return self._make(message) if isinstance(message, Make) else self._sample(message)
             except BaseException as error:  # whatever it is, the worker raises it
                 return Answer(message.ticket, [Failure(0, error)])
+            finally:
+                self._at(message.job, NOTHING)
         return None
 
     def _recipe(self, job: int) -> Recipe:
@@ -124,21 +128,18 @@ class Member:
             return recipe
         raise recipe or UsageError(f"a loader knows nothing of job {job}")
 
-    def _row(self, job: int, recipe: Recipe, epoch: int, index: int) -> Row:
+    def _at(self, job: int, index: int) -> None:
+        self.board[SINCE] = time.monotonic_ns()  # first: who reads between two of these must not see an old one
         self.board[JOB], self.board[INDEX] = job, index
-        self.board[SINCE] = time.monotonic_ns()
-        try:
-            return recipe.row(epoch, index)
-        finally:
-            self.board[SINCE] = 0
 
     def _sample(self, message: Sample) -> Answer:
         recipe = self._recipe(message.job)
         for index in message.indices:
             if self.board[STOP]:
                 break
+            self._at(message.job, int(index))
             try:
-                return Answer(message.ticket, [], self._row(message.job, recipe, message.epoch, int(index)))
+                return Answer(message.ticket, [], recipe.row(message.epoch, int(index)))
             except CorruptExample as error:
                 if not recipe.skip:
                     return Answer(message.ticket, [Failure(0, error)])
@@ -152,8 +153,9 @@ class Member:
             if ring.closed[0] or self.board[STOP]:
                 break
             position = message.first + i * message.stride
+            self._at(message.job, index)
             try:
-                row = self._row(message.job, recipe, message.epoch, index)
+                row = recipe.row(message.epoch, index)
                 place(row, images[position], labels[position : position + 1], recipe, index)
             except BaseException as error:
                 failures.append(Failure(position, error))

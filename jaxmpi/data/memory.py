@@ -10,9 +10,7 @@ All here is index arithmetic and memory of one process; what sends the bytes is 
 
 import functools
 import json
-import math
 import mmap
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from jaxmpi.data.pack import in_order
 from jaxmpi.data.packed import MAX_RECORD_BYTES, checked
 from jaxmpi.data.recipe import unreadable
 from jaxmpi.data.sampler import Sampler, random_bits
+from jaxmpi.data.segments import available_bytes
 from jaxmpi.data.sources import Source, _decoded, where
 
 SEGMENT_BYTES = 32 << 20  # a worker's part of what travels at once
@@ -246,16 +245,6 @@ def _joined(blobs: list) -> np.ndarray:
     return joined
 
 
-def available_bytes() -> float:
-    """What the kernel holds for available on this machine, page cache included; infinite where it does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            found = re.search(r"^MemAvailable: +(\d+) kB", file.read(), re.M)
-    except OSError:
-        found = None
-    return 1024 * int(found[1]) if found else math.inf
-
-
 def bytes_of(array: np.ndarray, where: str) -> bytes:
     """Length of a head, head, elements. No .npy: reading its head is not safe in threads of Python 3.11.
 
@@ -289,11 +278,18 @@ class MemorySource:
     Attributes:
         lengths, labels, is_corrupt: i64, i32 and bool[n]; of the records that have been loaded.
         read_again: how often a record was read from the source because it was not in memory.
+
+    Raises:
+        UsageError: the source is text.
     """
 
     in_process = True  # records come and go while it is read
 
     def __init__(self, inner: Source, data: Data) -> None:
+        check(
+            not getattr(inner, "bytes_each", 0),
+            f"data.memory: got partition; {inner.name} is text, which every worker holds in memory as it is; use none",
+        )
         self.inner, self.data = inner, data
         self.name, self.classes = inner.name, inner.classes
         self.is_compressed = getattr(inner, "encoded", None) is not None

@@ -60,11 +60,13 @@ class Segment:
 
 
 def available_bytes() -> int:
-    """Memory of this machine that programs may still take."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return sys.maxsize
+    """What the kernel holds for available on this machine, page cache included; no limit where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return next(found, sys.maxsize)
 
 
 def attached(pid: int, fd: int, inode: int, size: int) -> Segment:
