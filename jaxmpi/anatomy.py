@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxmpi import spans
-from jaxmpi.spans import Span, clipped, length, minus
+from jaxmpi.spans import Span, clipped, inside, length, minus
 
 PyTree = Any
 Interval = tuple[float, float]
@@ -33,6 +33,7 @@ PARTS = {
 }
 LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # what a process knows by itself
 LATER = float("inf"), float("inf")  # than the loop has had its next batch
+MOST_SPANS = 1 << 20  # of a window; later ones are lost
 MOST_ROWS = 128  # of a window that ranks compare; of a longer one, several steps together
 # How the time of an exchange is known.
 SOURCES = ("none", "unknown", "estimated", "measured")
@@ -74,6 +75,7 @@ class Anatomy:
         self.has_exchange, self.to_device = workers > 1, to_device
         self._lone_s: deque[float] = deque(maxlen=3)  # of steps without exchange
         self._rows: list[Row] = []
+        self._noted: list[Span] = []  # of a long window
         self._under_way: Any = None  # a result of the last step
         self._step_s: float | None = None  # of a step, as last known
         self._last_s: float | None = None  # end of the last iteration of this window or the one before
@@ -105,6 +107,8 @@ class Anatomy:
         now = time.perf_counter()
         if self._rows and not self._rows[-1].end_s:
             self._rows[-1].end_s = now
+        if spans.is_crowded() and len(self._noted) < MOST_SPANS:
+            self._noted += spans.drain()
         row = Row(step, now, gap_s=now - (self._last_s or now))
         self._last_s = None
         return row
@@ -135,8 +139,9 @@ class Anatomy:
     def window(self) -> Window:
         """End a window, in a pause."""
         rows, self._rows = self._rows, []
+        noted, self._noted = self._noted + spans.drain(), []
         lone_s = float(np.median(self._lone_s)) if self._lone_s else None
-        return taken_apart(rows, self._step_s, lone_s, self.has_exchange, spans.drain())
+        return taken_apart(rows, self._step_s, lone_s, self.has_exchange, noted)
 
     def lone(self, seconds: float) -> None:
         """A step without exchange has taken so long."""
@@ -169,7 +174,7 @@ def taken_apart(
         data, transfer = (length(clipped([part], *idle)) for part in waits_of(row))
         idle_s = max(0.0, row.start_s - ended_s)
         busy_s = row.end_s - row.begin_s - idle_s
-        mine = waits_in(row, waits)
+        mine = inside(waits, row.begin_s, row.end_s)
         exposed[i] = min(length(mine), busy_s) if source == 3 else max(0.0, busy_s - (lone_s or busy_s)) * (source == 2)
         parts += data, transfer, busy_s - exposed[i], exposed[i], 0, idle_s - data - transfer + row.gap_s
         noted += compute_spans(row, max(row.begin_s, min(ended_s, row.start_s)), mine)
@@ -182,11 +187,6 @@ def taken_apart(
 def waits_of(row: Row) -> tuple[Interval, Interval]:
     """When an iteration waited for its batch, and handed it over."""
     return (row.begin_s, row.batch_s), (row.batch_s, row.handed_s)
-
-
-def waits_in(row: Row, waits: list[Interval]) -> list[Interval]:
-    """Waits for exchanges within an iteration."""
-    return clipped(waits, row.begin_s, row.end_s)
 
 
 def compute_spans(row: Row, idle_from_s: float, waits: list[Interval]) -> list[Span]:
@@ -247,20 +247,19 @@ class LoneSteps:
 # ---------------------------------------------------------------- over ranks
 
 
+Spread = tuple[float, float, float, int]  # least, median, most, the rank that has the most
+
+
 class Summary(NamedTuple):
-    """A window over all ranks; seconds a step."""
+    """A window over all ranks; seconds a step, but for `spent`."""
 
     steps: float  # where workers do not keep step, their mean
     source: str  # of SOURCES: how the time of exchanges is known
-    table: dict[str, tuple[float, float, float, int]]  # part: least, median, most, the rank that has the most
+    table: dict[str, Spread]  # by part
     means: dict[str, float]  # part: mean over ranks
     own_s: list[float]  # of every rank: what it neither waited for others nor for their messages
     step_s: float  # mean over ranks
-
-    @property
-    def slowest(self) -> int:
-        """The rank that the others wait for."""
-        return int(np.argmax(self.own_s))
+    spent: np.ndarray  # f64[PARTS, ranks], seconds of all steps; zeros of a worker that is gone
 
 
 def by_name(window: Window) -> dict[str, float]:
@@ -283,31 +282,37 @@ def summary(rows: np.ndarray, steps: int) -> Summary:
     shared = exposed.min(axis=0)
     local["sync"] = (exposed - shared).sum(axis=1)
     local["exchange"] = local.pop("exposed") - local["sync"]
-    each = {part: local[part] / max(steps, 1) for part in PARTS}
-    return over_ranks(each, np.arange(len(rows)), steps, SOURCES[int(rows[:, len(LOCAL)].max())])
+    spent = np.array([local[part] for part in PARTS])
+    return over_ranks(spent, np.full(len(rows), max(steps, 1)), steps, SOURCES[int(rows[:, len(LOCAL)].max())])
 
 
 def summary_apart(spent: dict[str, np.ndarray]) -> Summary:
     """The same of workers that do not keep step: f64[workers] each, `steps` of a worker and seconds of its parts.
 
-    Those that made no step in this window count in nothing but the length of `own_s`, as 0.
+    Those that made no step in this window count in nothing but `own_s`, as 0, and `spent`.
     """
-    active = np.flatnonzero(spent["steps"] > 0)
-    steps = spent["steps"][active]
-    each = {part: spent[part][active] / steps if part in spent else np.zeros(len(active)) for part in PARTS}
-    seen = over_ranks(each, active, float(steps.mean()), "measured")
-    own = np.zeros(len(spent["steps"]))
-    own[active] = seen.own_s
-    return seen._replace(own_s=own.tolist())
+    steps = spent["steps"]
+    parts = np.array([spent.get(part, np.zeros(len(steps))) for part in PARTS])
+    return over_ranks(parts, steps, float(steps[steps > 0].mean()), "measured")
 
 
-def over_ranks(each: dict[str, np.ndarray], ranks: np.ndarray, steps: float, source: str) -> Summary:
-    """Of seconds a step by part, f64[n] each, of these n ranks."""
-    table = {
-        part: (float(v.min()), float(np.median(v)), float(v.max()), int(ranks[np.argmax(v)]))
-        for part, v in each.items()
-    }
-    means = {part: float(values.mean()) for part, values in each.items()}
-    own = each["data"] + each["transfer"] + each["compute"]
+def over_ranks(spent: np.ndarray, made: np.ndarray, steps: float, source: str) -> Summary:
+    """Of f64[PARTS, ranks] seconds in which each rank has made so many steps."""
+    each = spent / np.maximum(made, 1)
+    means = dict(zip(PARTS, each[:, made > 0].mean(axis=1).tolist(), strict=True))
     step_s = sum(value for part, value in means.items() if part != "hidden")
-    return Summary(steps, source, table, means, own.tolist(), step_s)
+    return Summary(steps, source, spreads(each, made > 0), means, own_of(each).tolist(), step_s, spent)
+
+
+def spreads(each: np.ndarray, counted: np.ndarray) -> dict[str, Spread]:
+    """By part, of f64[PARTS, ranks], over the ranks that are counted."""
+    ranks = np.flatnonzero(counted)
+    return {
+        part: (float(v.min()), float(np.median(v)), float(v.max()), int(ranks[np.argmax(v)]))
+        for part, v in zip(PARTS, each[:, ranks], strict=True)
+    }
+
+
+def own_of(each: np.ndarray) -> np.ndarray:
+    """Of f64[PARTS, ranks], what each rank neither waited for others nor for their messages."""
+    return each[[[*PARTS].index(part) for part in ("data", "transfer", "compute")]].sum(axis=0)

@@ -110,7 +110,7 @@ class Duties(NamedTuple):
     """What the run does in its own way: steps, batches, evaluation."""
 
     step: Any  # jitted: (state, batch) -> (state, metrics)
-    sums: Callable[[int, Any], np.ndarray]  # (step, metrics) -> [loss, examples, ...] of this worker, finite
+    sums: Callable[[int, Any], np.ndarray]  # (step, metrics) -> [loss, examples, |g|^2, ...] of this worker, finite
     batches: Callable[[int], Generator[Any, None, None]]  # of this worker, from a step of its own on
     waits: Callable[[], tuple[int, float]]  # corrupt examples, and seconds waited for batches, so far
     is_called_away: Callable[[], bool]  # a signal has asked to leave
@@ -182,8 +182,10 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
         mine = mine._replace(params=center)
     extra = manifest["extra"]
     tally = extra.get("tally")
-    is_tally = isinstance(tally, list) and len(tally) == len(Tally._fields) and all(type(x) is float for x in tally)
-    checkpoint.undamaged(is_tally, f"{path}: tally: got {tally!r:.80}; expected {len(Tally._fields)} numbers: damaged")
+    # Of an older version: what it did not count begins at 0.
+    is_tally = isinstance(tally, list) and len(tally) <= len(Tally._fields) and all(type(x) is float for x in tally)
+    most = len(Tally._fields)
+    checkpoint.undamaged(is_tally, f"{path}: tally: got {tally!r:.80}; expected at most {most} numbers: damaged")
     return Start(Flat.of(state.params).vector(center), mine, Tally(*extra["tally"]), manifest["step"], extra, weight)
 
 
@@ -256,10 +258,10 @@ class Worker:
         self.gossip = Gossip(self.number, size, job.config.p, seed, start.weight)
 
     def count(self, sums: np.ndarray, steps: int, skipped: int, wait_s: float) -> None:
-        """Steps that were done: [loss, examples], and what feed counts since its start."""
-        loss, examples = map(float, sums[:2])
+        """Steps that were done: [loss, examples, |g|^2], and what feed counts since its start."""
+        loss, examples, square = map(float, sums[:3])
         before, self._waited = self._waited, (skipped, wait_s)
-        new = Tally(steps, examples, loss, skipped - before[0], wait_s - before[1])
+        new = Tally(steps, examples, loss, skipped - before[0], wait_s - before[1], square=square)
         self.new = self.new.plus(new)
 
     def spend(self, window: Window) -> None:
@@ -462,6 +464,7 @@ class Keeper:
             lr=self.duties.lr(step),
             wait_s=now.wait_s / max(alive, 1),
             skipped=int(now.skipped),
+            gradient_norm=(since.square / max(since.steps, 1.0)) ** 0.5,
             anatomy=summary_apart(spent) if spent["steps"].any() else None,
             images=int(since.examples),
         )

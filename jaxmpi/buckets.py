@@ -1,6 +1,6 @@
 """Leaves as buckets and back: which of them travel together, in which order, as flat vectors."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -79,22 +79,28 @@ def plan(sizes: Sequence[int], bucket_bytes: int | None, ready: Sequence[int] | 
         sizes: of all leaves, in floats.
         bucket_bytes: None is one bucket for all.
         ready: the leaves as they come to exist. The first bucket is then closed once it holds a quarter of
-            `bucket_bytes`: nothing travels until it has left. Default: in order, all buckets alike.
+            `bucket_bytes`, for nothing travels until it has left; and the last, behind which nothing is left to
+            compute, holds a quarter at most. Default: in order, all buckets alike.
     """
     leaves = [i for i in (range(len(sizes)) if ready is None else ready) if sizes[i]]
+    if ready is None or bucket_bytes is None:
+        return fill(leaves, sizes, bucket_bytes)
     first, held = 0, 0
-    if ready is not None and bucket_bytes is not None:
-        while first < len(leaves) and 4 * held < bucket_bytes and 4 * sizes[leaves[first]] < bucket_bytes:
-            held += 4 * sizes[leaves[first]]
-            first += 1
-    buckets = [leaves[:first], *fill(leaves[first:], sizes, bucket_bytes)]
+    while first < len(leaves) and 4 * held < bucket_bytes and 4 * sizes[leaves[first]] < bucket_bytes:
+        held += 4 * sizes[leaves[first]]
+        first += 1
+    last, held = len(leaves), 0
+    while last > first and 4 * (held + 4 * sizes[leaves[last - 1]]) <= bucket_bytes:
+        held += 4 * sizes[leaves[last - 1]]
+        last -= 1
+    buckets = [leaves[:first], *fill(leaves[first:last], sizes, bucket_bytes), leaves[last:]]
     return [bucket for bucket in buckets if bucket]
 
 
-def fill(leaves: Iterable[int], sizes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:
+def fill(leaves: Sequence[int], sizes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:
     """Buckets of leaves that hold something, one after another."""
     if bucket_bytes is None:
-        return [list(leaves)]
+        return [list(leaves)] if leaves else []
     buckets: list[list[int]] = []
     fused: list[int] = []  # the bucket that small leaves still go into
     room = 0

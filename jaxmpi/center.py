@@ -74,6 +74,7 @@ class Tally(NamedTuple):
     exchange_s: float = 0.0
     sent_bytes: float = 0.0  # by workers, which get as many back
     distance: float = 0.0  # L2, of a worker from what it met, summed over exchanges
+    square: float = 0.0  # of the norms of gradients, summed over steps
 
     def plus(self, other: Sequence[float]) -> "Tally":
         """The sum."""

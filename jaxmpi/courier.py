@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxmpi import handlers, hostcomm, spans
@@ -93,7 +94,8 @@ class Courier:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread once what is under way has arrived."""
+        """End the thread once programs that still run have had their sums, and what is under way has arrived."""
+        jax.effects_barrier()
         with self._wake:
             self._is_ending = True
             self._wake.notify()

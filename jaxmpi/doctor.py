@@ -28,7 +28,8 @@ from jaxmpi.watchdog import watching
 
 TEST_S = 5.0  # of exchanges, in all
 LENGTHS = (1 << 10, 1 << 20)  # floats
-MOST_ROUNDS = 20
+TRIALS = 3  # before them, to see how many there is time for
+MOST_ROUNDS = 1000
 PAIR_FLOATS = 1 << 17  # f64, to another rank and back
 SLOW = 4  # times slower than the median of pairs: told of
 STALL_S = 30.0  # for ranks that never come
@@ -110,9 +111,11 @@ def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Ti
         mean = np.asarray(exchange(x, strategy))
         return time.perf_counter() - begin, bool((mean == expected).all())
 
+    begin = time.perf_counter()
     once()  # compiles
-    first_s = control.rows(np.array([once()[0]])).max()
-    rounds = int(min(MOST_ROUNDS, max(1, budget_s / 2 / first_s)))
+    tried = np.array([once()[0] for _ in range(TRIALS)])
+    *each_s, spent_s = control.rows(np.append(tried, time.perf_counter() - begin)).max(axis=0)
+    rounds = int(min(MOST_ROUNDS, max(1, (budget_s - spent_s) / np.median(each_s))))
     took, right = zip(*(once() for _ in range(rounds)), strict=True)
     rows = control.rows(np.array([*took, float(all(right))]))
     seconds = float(np.median(rows[:, :-1].max(axis=0)))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmpi import costs, plan, plots
+from jaxmpi import costs, plan, plots, runtime
 from jaxmpi import experiment as experiments
 from jaxmpi.comm import MpiComm, world
 from jaxmpi.config import UsageError, check
@@ -83,8 +83,10 @@ def ask(options: argparse.Namespace) -> Question | None:
     Raises:
         UsageError: options that contradict one another, or nothing to go by.
     """
-    sizes, wires = leaf_sizes(options), tuple(options.wires)
     check_options(options)
+    if options.alpha_s is None and runtime.launched_workers() > 1:
+        runtime.prepare()  # an experiment starts the device, and what is measured later depends on this rank's cores
+    sizes, wires = leaf_sizes(options), tuple(options.wires)
     comm = None if options.alpha_s is not None else world()
     if options.alpha_s is not None:
         probe, source = given(options), "given prices"

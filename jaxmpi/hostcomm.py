@@ -5,7 +5,6 @@ one thread carries any number of sums at once; a link is busy with one while ano
 roundings are those of `strategies` and `wires` in jit: the same bits.
 """
 
-import collections
 import ctypes
 import functools
 import os
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxmpi.strategies import Strategy
+from jaxmpi.strategies import Strategy, is_even
 from jaxmpi.wires import BLOCK, SMALLEST_NORMAL
 
 Rows = Sequence[np.ndarray]  # f32[<= n / size] each, views of one vector; row i is worker i's to sum
@@ -273,7 +272,7 @@ HOST_SUMS: dict[str, Sum] = {
     "tree": pairwise,
 }
 FITS: dict[str, Callable[[Sequence[int]], bool]] = {  # by the hosts of all ranks, where not all will do
-    "hier-ring": lambda hosts: len(set(collections.Counter(hosts).values())) == 1,
+    "hier-ring": is_even,
     "tree": lambda hosts: len(hosts).bit_count() == 1,
 }
 

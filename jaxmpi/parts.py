@@ -147,8 +147,10 @@ class Functions(NamedTuple):
 def settle_exchange(
     experiment: Experiment, plan: Plan, workers: Workers, kept: rundir.Stored | None
 ) -> tuple[Experiment, str]:
-    """`auto` as a strategy and a bucket size: those of the run that is resumed, so that it goes on bit for bit, or
-    those that a probe finds; and a line that says why, empty where nothing was left open.
+    """`auto` as a strategy and a bucket size, and a line that says why; empty where nothing was left open.
+
+    They are those of the run that is resumed, so that it goes on bit for bit; where there are none, or these ranks
+    cannot have them, those that a probe finds.
     """
     asked = experiment.exchange
     if rules.is_asynchronous(experiment.rule):
@@ -156,7 +158,7 @@ def settle_exchange(
     if not is_auto(asked.strategy):
         return experiment, ""
     stored = rundir.settled_exchange(kept, asked.strategy)
-    if stored:
+    if stored and can_go_on(stored["strategy"], asked.overlap, workers.comm):
         exchange = dataclasses.replace(asked, **stored)
         return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
@@ -167,7 +169,14 @@ def settle_exchange(
     among = beside if is_beside else ()  # what can run beside the backward pass
     verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
-    return dataclasses.replace(experiment, exchange=exchange), verdict.why
+    gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
+    return dataclasses.replace(experiment, exchange=exchange), gone + verdict.why
+
+
+def can_go_on(name: str, asked: str, comm: Comm) -> bool:
+    """Whether a strategy that `auto` took before is possible on these ranks, with the overlap that is asked for now."""
+    strategy, must = strategies.parse(name), asked in ("on", "delayed") and comm.size > 1
+    return strategy.fits(comm.hosts) and (not must or hostcomm.has(strategy, comm.hosts))
 
 
 def to_center(asked: config.ExchangeConfig) -> str:

@@ -4,20 +4,21 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxmpi import sinks as plugs
-from jaxmpi.anatomy import Summary
+from jaxmpi.anatomy import PARTS, Summary, own_of, spreads
 from jaxmpi.sinks import Sink
 from jaxmpi.spans import Span
 from jaxmpi.terminal import Plain, Progress, Silent, Terminal
 
 FORMAT = 2  # of the record; 1 had no anatomy
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
+COMPUTE = [*PARTS].index("compute")
 BEHIND = 1.1  # times the median: a rank that is told of as slow
 MOST_RANKS = 64  # listed in a line one by one; of more, the slowest of as many together
 
@@ -106,7 +107,7 @@ class Recorder:
         told |= {"gradient_norm": gradient_norm, **more}
         shown = Progress(step, total_steps, epoch, loss, per_s, lr, told["elapsed_s"], skipped, unit=self._unit)
         if anatomy:
-            slowest = self._slowest(anatomy)
+            slowest = self._slowest(anatomy.own_s)
             told |= self._of_anatomy(anatomy, now) | {"slowest": slowest}
             self._buckets.add(noted, anatomy.steps)
             shown = shown._replace(slowest=slowest, **shares(anatomy))
@@ -114,26 +115,27 @@ class Recorder:
         self._terminal.progress(shown)
         # What the first line of a start tells of has compiled the step: that is no time of images.
         if anatomy and self._is_warm and (line := self._classic.add(anatomy, images, examples)):
-            self.write("window", step=step, **line)
-            self.say(classic_line(line))
+            own_s = line.pop("own_s")
+            self.write("window", step=step, **line, slowest=self._slowest(own_s))
+            self._terminal.classic(classic_line(line))
         self._is_warm |= anatomy is not None
 
     def _of_anatomy(self, anatomy: Summary, now: float) -> dict[str, Any]:
         """Its fields of a line of the record."""
-        self._compute_s += anatomy.means["compute"] * anatomy.steps
+        self._compute_s += float(anatomy.spent[COMPUTE].mean())
         return {
             "step_s": anatomy.step_s,
             "goodput": self._compute_s / max(now - self._begin, 1e-9),
             "exchange_time": anatomy.source,
-            "anatomy": {part: [*map(jsonable, row)] for part, row in anatomy.table.items()},
+            "anatomy": listed(anatomy.table),
             "own_s": [*map(jsonable, blocks(anatomy.own_s))],
         }
 
-    def _slowest(self, anatomy: Summary) -> str:
+    def _slowest(self, own_s: Sequence[float]) -> str:
         """The rank that the others wait for; empty where none is far behind."""
-        own = [seconds for seconds in anatomy.own_s if seconds]  # 0: a worker that is gone
+        own = [seconds for seconds in own_s if seconds]  # 0: a worker that is gone
         is_behind = bool(own) and max(own) > BEHIND * float(np.median(own))
-        return self.name(anatomy.slowest) if is_behind else ""
+        return self.name(int(np.argmax(own_s))) if is_behind else ""
 
     def name(self, rank: int) -> str:
         """`rank 3 on node07`."""
@@ -178,6 +180,11 @@ class Recorder:
             self._file.close()
 
 
+def listed(table: Mapping[str, Sequence[float]]) -> dict[str, list[Any]]:
+    """Rows as JSON has them."""
+    return {part: [*map(jsonable, row)] for part, row in table.items()}
+
+
 def shares(anatomy: Summary) -> dict[str, Any]:
     """Parts of the time that the terminal shows."""
     total = anatomy.step_s or 1.0
@@ -213,7 +220,7 @@ class Classic:
 
     def __init__(self) -> None:
         """Nothing measured yet."""
-        self.seconds, self.images = np.zeros(4), 0
+        self.spent, self.images = np.zeros((len(PARTS), 0)), 0  # seconds of every rank
 
     def add(self, anatomy: Summary, images: int, examples: int) -> dict[str, Any] | None:
         """Fields of a line where another 5,120 images are through, else None.
@@ -222,16 +229,20 @@ class Classic:
             images: of the window that the anatomy is of.
             examples: so far.
         """
-        part = anatomy.means
-        train = part["compute"] + part["transfer"] + part["other"]
-        self.seconds += np.array([train, part["sync"], part["exchange"], part["data"]]) * anatomy.steps
+        if self.spent.shape != anatomy.spent.shape:  # the first, or ranks are gone
+            self.spent, self.images = np.zeros_like(anatomy.spent), 0
+        self.spent = self.spent + anatomy.spent
         self.images += images
         if images <= 0 or examples // CLASSIC == (examples - images) // CLASSIC:
             return None
-        each = self.seconds * (CLASSIC / self.images)
-        self.seconds, self.images = np.zeros(4), 0
-        names = ("train_s", "sync_s", "comm_s", "wait_s")
-        return {"images": CLASSIC, "time_s": float(each.sum()), **dict(zip(names, each.tolist(), strict=True))}
+        each, counted = self.spent * (CLASSIC / self.images), self.spent.any(axis=0)
+        self.spent, self.images = np.zeros_like(each), 0
+        mean = dict(zip(PARTS, each[:, counted].mean(axis=1).tolist(), strict=True))
+        train_s = mean["compute"] + mean["transfer"] + mean["other"]
+        told = {"train_s": train_s, "sync_s": mean["sync"], "comm_s": mean["exchange"], "wait_s": mean["data"]}
+        own_s = own_of(each).tolist()
+        place = {"images": CLASSIC, "time_s": sum(told.values()), **told}
+        return {**place, "anatomy": listed(spreads(each, counted)), "own_s": own_s}
 
 
 def classic_line(fields: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import datetime
 import html
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from jaxmpi.plots import Areas, Bars, Lines, Map, Panel, Quantity
 from jaxmpi.processes import flatten_json
 from jaxmpi.recorder import FORMAT
 
-MOST_LINES = 20_000  # of steps that are read; of a longer record every n-th
+MOST_LINES = 8_000  # of steps that are read; of a longer record every n-th
 POINTS = 400  # of a line; of a longer record, means of neighbours
 COLUMNS = 200  # of a map
 MOST_BUCKETS = 40  # drawn; the slowest
@@ -51,6 +52,7 @@ class Record(NamedTuple):
     own: np.ndarray  # f64[lines, ranks], NaN where unknown
     evaluations: list[dict[str, Any]]
     buckets: list[list[Any]]  # of the last line of kind `exchange`
+    slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty where none did
     notes: list[str]  # what a reader of the page should know
 
 
@@ -73,14 +75,14 @@ def read(folder: Path, name: str = "") -> Record:
     facts = next((row for row in reversed(rows) if row.get("kind") == "run"), {})
     notes = notes_on(facts, broken, [row.get("kind") for row in rows])
     trains = without_starts(rows)
-    exchanges = [row for row in rows if row.get("kind") == "exchange"]
     return Record(
         name or folder.name,
         facts,
         columns(trains),
         own_times(trains),
         [row for row in rows if row.get("kind") == "eval"],
-        exchanges[-1].get("buckets", []) if exchanges else [],
+        buckets_of(rows),
+        [row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
         notes,
     )
 
@@ -121,11 +123,12 @@ def parsed(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
 def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
     """What may be missing, and why."""
     version = facts.get("format", 1)
+    order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
     return [
         *([f"{broken} lines are damaged and left out"] if broken else []),
         *(["no line tells the configuration"] if not facts else []),
-        *([f"record of format {version}, older than {FORMAT}: no anatomy"] if facts and version < FORMAT else []),
-        *([f"record of format {version}, newer than {FORMAT}: what is new is left out"] if version > FORMAT else []),
+        *([f"record of format {version}, older than {FORMAT}: no anatomy"] if facts and order < 0 else []),
+        *([f"record of format {version}, newer than {FORMAT}: what is new is left out"] if order > 0 else []),
         *([f"{kinds.count('skipped')} steps were not finite and left out"] if "skipped" in kinds else []),
         *([f"{kinds.count('rollback')} times back to a checkpoint"] if "rollback" in kinds else []),
         *(["no step yet"] if "train" not in kinds else []),
@@ -135,20 +138,33 @@ def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> lis
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Numbers of all lines by name; parts of a step are their medians over ranks."""
     found = {name: np.array([number(row.get(name)) for row in rows]) for name in NUMBERS}
-    medians = [row.get("anatomy") or {} for row in rows]
-    return found | {part: np.array([number(m.get(part, [None] * 2)[1]) for m in medians]) for part in PARTS}
+    return found | {part: np.array([median_of(row, part) for row in rows]) for part in PARTS}
 
 
 def number(value: Any) -> float:
-    """A float, NaN for what is none."""
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    """A float, NaN for what is none or not finite."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+
+
+def median_of(row: Mapping[str, Any], part: str) -> float:
+    """Of [least, median, most, rank] of a part, NaN where a line has none."""
+    anatomy = row.get("anatomy")
+    spread = anatomy.get(part) if isinstance(anatomy, dict) else None
+    return number(spread[1]) if isinstance(spread, list) and len(spread) > 1 else math.nan
+
+
+def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """[label, seconds under way, seconds waited for] of the last line that has them."""
+    last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
+    whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
+    return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
 
 
 def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """f64[columns, ranks]: seconds of a step in which a rank waits for no other; means of neighbouring lines."""
-    lists = [row.get("own_s") or [] for row in rows]
+    lists = [values for row in rows if isinstance(values := row.get("own_s"), list)]
     ranks = max(map(len, lists), default=0)
-    full = [values for values in lists if ranks and len(values) == ranks]
+    full = [[number(value) for value in values] for values in lists if ranks and len(values) == ranks]
     return thinned(np.array(full, float).reshape(len(full), ranks), COLUMNS)
 
 
@@ -175,8 +191,8 @@ def points(record: Record, x: str, y: str) -> list[plots.Point]:
 
 def evaluated(record: Record, x: str, y: str, factor: float = 1.0) -> list[plots.Point]:
     """(x, y) of the evaluations that have both."""
-    both = [(row.get(x), row.get(y)) for row in record.evaluations]
-    return [(a, factor * b) for a, b in both if a is not None and b is not None]
+    both = [(number(row.get(x)), factor * number(row.get(y))) for row in record.evaluations]
+    return [(a, b) for a, b in both if a == a and b == b]
 
 
 def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
@@ -232,12 +248,11 @@ def areas(record: Record) -> list[Panel]:
 
 def rank_map(record: Record) -> list[Panel]:
     """Own time of every rank over the median of its time: who is slow, and when."""
-    own = record.own
-    if own.shape[0] < 2 or own.shape[1] < 2:
+    own, steps = record.own, record.train["step"][~np.isnan(record.train["step"])]
+    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps):
         return []
     median = np.median(own, axis=1, keepdims=True)
     relative = np.divide(own, median, out=np.ones_like(own), where=median > 0)
-    steps = record.train["step"]
     title = f"{record.name}: a rank's own time, over the median of ranks"
     ends = [float(steps[0]), float(steps[-1])]
     return [Map(title, STEP, Quantity("rank"), Quantity("times the median"), ends, relative.T.tolist())]
@@ -307,8 +322,12 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         return f"{np.nanmedian(record.train[name]):.6g}" if last(record, name) else ""
 
     def best(record: Record) -> str:
-        found = [row["eval_top1"] for row in record.evaluations if row.get("eval_top1") is not None]
+        found = [value for row in record.evaluations if (value := number(row.get("eval_top1"))) == value]
         return f"{100 * found[-1]:.2f} % (best {100 * max(found):.2f} %)" if found else ""
+
+    def slowest(record: Record) -> str:
+        named = Counter(filter(None, record.slowest)).most_common(1)
+        return "".join(f"{rank}, in {times} of {len(record.slowest)} lines" for rank, times in named)
 
     rows: dict[str, Any] = {
         "workers": lambda r: r.facts.get("workers", ""),
@@ -319,6 +338,7 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         "goodput": lambda r: last(r, "goodput"),
         "loss, last": lambda r: last(r, "loss"),
         "top-1, last": best,
+        "waited for most often": slowest,
     }
     found = [[name, *(str(value(record)) for record in records)] for name, value in rows.items()]
     return [row for row in found if any(row[1:])]

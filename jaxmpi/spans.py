@@ -5,6 +5,7 @@ Times are seconds of `time.perf_counter`, which a change of the wall clock does 
 
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,11 @@ def under_way() -> list[Span]:
     return list(_open.values())
 
 
+def is_crowded() -> bool:
+    """Whether the oldest will soon be dropped."""
+    return len(_spans) > MOST // 2
+
+
 def drain() -> list[Span]:
     """All spans since the last call, and forget them."""
     return [_spans.popleft() for _ in range(len(_spans))]
@@ -82,6 +88,12 @@ def clipped(spans: list[tuple[float, float]], begin: float, end: float) -> list[
     return [(max(b, begin), min(e, end)) for b, e in spans if b < end and e > begin]
 
 
+def inside(merged: list[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
+    """`clipped`, of many intervals that `union` has given."""
+    first = bisect_right(merged, begin, key=lambda one: one[1])
+    return clipped(merged[first : bisect_left(merged, end, lo=first, key=lambda one: one[0])], begin, end)
+
+
 def length(spans: list[tuple[float, float]]) -> float:
     """Seconds that intervals cover, what lies in several of them counted once."""
     return sum(end - begin for begin, end in union(spans))
@@ -89,9 +101,9 @@ def length(spans: list[tuple[float, float]]) -> float:
 
 def minus(spans: list[tuple[float, float]], holes: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """What intervals cover and holes do not."""
-    left = []
+    left, merged = [], union(holes)
     for begin, end in union(spans):
-        for hole_begin, hole_end in union(clipped(holes, begin, end)):
+        for hole_begin, hole_end in inside(merged, begin, end):
             left.append((begin, hole_begin))
             begin = hole_end
         left.append((begin, end))

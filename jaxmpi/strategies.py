@@ -8,6 +8,7 @@ What a sum was encoded to is what all workers decode, the one that made it inclu
 place is an index into `comm.order`: ranks of one host are neighbours.
 """
 
+import collections
 import functools
 import math
 import re
@@ -410,6 +411,17 @@ class Row(NamedTuple):
     wires: tuple[str, ...]
     crosses: bool = False  # whether it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
     means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, where that is faster
+    fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
+
+
+def is_even(hosts: Sequence[int]) -> bool:
+    """Whether all hosts have equally many ranks."""
+    return len(set(collections.Counter(hosts).values())) == 1
+
+
+def is_one(hosts: Sequence[int]) -> bool:
+    """Whether all ranks are on one host."""
+    return len(set(hosts)) == 1
 
 
 ALL = tuple(WIRES)
@@ -421,8 +433,8 @@ STRATEGIES: dict[str, Row] = {
     "color<k>": Row(coloured_trees, ALL, crosses=True),
     "pipering": Row(functools.partial(coloured_trees, colours=1), ALL, crosses=True),
     "root": Row(all_to_root, ALL, crosses=True),
-    "hier-<cross>": Row(hierarchical, ALL),
-    "shm": Row(shared_memory, ("32",), means=shared_memory_means),
+    "hier-<cross>": Row(hierarchical, ALL, fits=is_even),
+    "shm": Row(shared_memory, ("32",), means=shared_memory_means, fits=is_one),
     "none": Row(none, ("32",)),
 }
 ALIASES = {
@@ -444,6 +456,7 @@ class Strategy(NamedTuple):
     sum: Sum
     wire: Wire
     means: Means | None
+    fits: Callable[[Sequence[int]], bool]  # whether it can sum over ranks on these hosts
 
 
 def parse(spelling: str) -> Strategy:
@@ -459,7 +472,7 @@ def parse(spelling: str) -> Strategy:
     encoding = lookup(WIRES, wire, "wire")
     if wire not in row.wires:
         raise UsageError(f"strategy {algorithm!r} cannot use wire {wire!r}; it takes {', '.join(row.wires)}")
-    return Strategy(f"{algorithm}:{wire}", row.sum, encoding, row.means)
+    return Strategy(f"{algorithm}:{wire}", row.sum, encoding, row.means, row.fits)
 
 
 def find(algorithm: str) -> Row:

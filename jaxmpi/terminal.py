@@ -70,6 +70,10 @@ class Terminal(Protocol):
         """How far the run is."""
         ...
 
+    def classic(self, text: str) -> None:
+        """The time of 5,120 images."""
+        ...
+
     def evaluated(self, top1: float) -> None:
         """Accuracy on held-out data, in [0, 1]."""
         ...
@@ -88,6 +92,9 @@ class Silent:
     def progress(self, progress: Progress) -> None:
         """Nothing."""
 
+    def classic(self, text: str) -> None:
+        """Nothing."""
+
     def evaluated(self, top1: float) -> None:
         """Nothing."""
 
@@ -100,7 +107,8 @@ class Plain(Silent):
 
     def __init__(self, out: TextIO, line_s: float = LINE_S) -> None:
         """Write to `out`, a progress line every `line_s` seconds at most."""
-        self.out, self.line_s, self._last_s = out, line_s, -float("inf")
+        self.out, self.line_s = out, line_s
+        self._last_s = self._classic_s = -float("inf")
 
     def say(self, text: str) -> None:
         """A line."""
@@ -112,18 +120,26 @@ class Plain(Silent):
             self._last_s = time.monotonic()
             self.say(progress.line)
 
+    def classic(self, text: str) -> None:
+        """A line, unless one has just been: of a fast run there would be many a second."""
+        if time.monotonic() - self._classic_s >= self.line_s:
+            self._classic_s = time.monotonic()
+            self.say(text)
+
 
 class Panel(Silent):
     """A panel that is drawn anew in place, under the lines that stay."""
 
     def __init__(self, out: TextIO, columns: int) -> None:
-        """Draw on `out`, which shows so many columns."""
+        """Draw on `out`, which shows so many columns at first."""
+        self.out = out
         self.console = Console(file=out, force_terminal=True, width=columns, highlight=False)
         self.live = Live(console=self.console, refresh_per_second=4, transient=False, redirect_stdout=False)
         self.losses: deque[float] = deque(maxlen=400)
         self.top1: deque[float] = deque(maxlen=100)
         self._first: Progress | None = None
         self._now: Progress | None = None
+        self._classic = ""
         self._is_live = False
 
     def say(self, text: str) -> None:
@@ -134,10 +150,16 @@ class Panel(Silent):
         """Draw anew."""
         self._first, self._now = self._first or progress, progress
         self.losses.append(progress.loss)
+        self.console.width = columns_of(self.out) or self.console.width  # a window may have changed
         if not self._is_live:
             self.live.start()
+            self.console.show_cursor(True)  # who is killed cannot bring it back
             self._is_live = True
         self.live.update(self.drawn(progress))
+
+    def classic(self, text: str) -> None:
+        """A row of the panel, from the next drawing on."""
+        self._classic = text
 
     def evaluated(self, top1: float) -> None:
         """Draw anew."""
@@ -159,6 +181,8 @@ class Panel(Silent):
         rows.append(fitted(f"{now.per_s:.1f} {now.unit}/s  lr {now.lr:.3g}  {now.elapsed_s:.0f} s", width))
         if now.shares:
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
+        if self._classic:
+            rows.append(fitted(self._classic, width))
         if now.slowest:
             rows.append(fitted(f"slowest {now.slowest}", width))
         return Group(*rows)

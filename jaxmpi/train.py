@@ -189,7 +189,8 @@ def run_in(
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     recovery = guard.Recovery(experiment.recover, experiment.recover_limit)
     pact = survive.pact(experiment, workers, recorder if is_first else None)
-    profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile")
+    of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
+    profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
     run = assembled(folder, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact)
     if isinstance(saved, asynchronous.Start):
         with contextlib.closing(recorder):

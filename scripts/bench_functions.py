@@ -4,12 +4,13 @@
     python scripts/bench_functions.py shuffle   # rows by index beside one worker's own np.take
     python scripts/bench_functions.py resnet    # Figs. 2 and 3 and Table 1 of Stooke and Abbeel 2017, in shape
 
-Two workers, a core each; options: [--rounds 200] [--size 32] [--batch 8] [--steps 4] [--workers 1 2]. All ranks
-of mpirun run the script; for `calls` there is also one that leads forked processes.
+Two workers, a core each; options: [--rounds 200] [--size 32] [--batch 8] [--steps 20] [--workers 1 2] [--only weak].
+All ranks of mpirun run the script; for `calls` there is also one that leads forked processes.
 """
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -18,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -97,12 +98,10 @@ def bytes_moved(line: Any, f: Callable, x: np.ndarray, y: np.ndarray, params: An
 
 
 def shuffle(options: argparse.Namespace) -> Result:
-    """In a rank: rows by index out of shared memory, beside np.take of the share."""
-    import jax
+    """In a rank: rows by index out of shared memory, beside np.take of the share; all ranks do the same at a time."""
     import jax.numpy as jnp
 
     import jaxmpi as jm
-    from jaxmpi.function import compute
     from jaxmpi.processes import processes
 
     size, rank, rows = processes().size, processes().rank, 20_000
@@ -112,56 +111,91 @@ def shuffle(options: argparse.Namespace) -> Result:
     f = jm.function(lambda x: jnp.sum(x[:, 0]), jm.scatter, jm.sum)
     f(data, batch=order)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    spent: dict[str, float] = defaultdict(float)
-    fetches: list[float] = []
-    given = compute.given
+    spent = timed_fetches()
 
-    def timed_source(*args: Any) -> Any:
-        """Rows taken and on the device."""
-        source = given(*args)
-        return source._replace(fetch=counted(lambda a, b: jax.block_until_ready(source.fetch(a, b)), "fetch_s", spent))
+    def once(call: Callable[[], Any]) -> float:
+        processes().barrier()
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
 
-    compute.given = timed_source
-
-    def shuffled() -> Any:
+    def fetch() -> float:
         spent.clear()
-        total = f(data, batch=order)
-        fetches.append(spent["fetch_s"])
-        return total
+        once(lambda: f(data, batch=order))
+        return spent["fetch_s"]
 
-    parts = {"call": shuffled, "take": lambda: np.take(data.array, mine, axis=0)}
-    seconds = times(parts, max(options.rounds // 10, 5))
-    fetches = fetches[-len(seconds["take"]) :]
+    def take() -> float:
+        return once(lambda: np.take(data.array, mine, axis=0))
+
+    rounds = [[fetch(), take(), take(), fetch()] for _ in range(options.rounds + 3)][3:]  # slow drifts cancel
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}
-    return result | {
-        "fetch_ms": 1e3 * float(np.median(fetches)),
-        "to_take": float(np.median(np.array(fetches) / np.array(seconds["take"]))),
+    fetches, takes = (np.take(np.array(rounds), places, axis=1) for places in ((0, 3), (1, 2)))
+    mine_of_all = [*middle(fetches.sum(1) / takes.sum(1)), 1e3 * np.median(fetches), 1e3 * np.median(takes)]
+    return {
+        "workers": processes().rows(np.array(mine_of_all)).tolist(),
         "memory_grown_mb": grown / 1024,
         "data_mb": data.nbytes / 2**20,
         "share_mb": mine.size * 512 * 4 / 2**20,
     }
 
 
+def timed_fetches() -> dict[str, float]:
+    """Where the seconds add up in which a worker's rows are taken and put on its device, from now on."""
+    import jax
+
+    from jaxmpi.function import compute
+
+    spent: dict[str, float] = defaultdict(float)
+    given = compute.given
+
+    def timed_source(*args: Any) -> Any:
+        source = given(*args)
+        return source._replace(fetch=counted(lambda a, b: jax.block_until_ready(source.fetch(a, b)), "fetch_s", spent))
+
+    compute.given = timed_source
+    return spent
+
+
+def middle(values: np.ndarray) -> tuple[float, float, float]:
+    """The median, and between what it lies with 95 %: order statistics of a binomial count."""
+    ordered, n = np.sort(values), len(values)
+    away = 0.98 * math.sqrt(n)
+    low, high = max(0, math.floor(n / 2 - away)), min(n - 1, math.ceil(n / 2 + away))
+    return float(np.median(values)), float(ordered[low]), float(ordered[high])
+
+
 # ---------------------------------------------------------------- ResNet-50
 
 
+class Net(NamedTuple):
+    """ResNet-50 with examples, and the two functions of a step."""
+
+    x: np.ndarray  # f32[4 batch, size, size, 3]
+    y: np.ndarray  # i32[4 batch]
+    params: Any
+    stats: Any
+    gradient: Callable  # (x, y, params, stats) -> loss, flat gradient, stats
+    update: Callable  # (flat gradient, params) -> params
+
+
 def resnet(options: argparse.Namespace) -> Result:
-    """In a rank: seconds by part of `steps` steps with `batch` examples over all workers."""
+    """In a rank: seconds by part of a step with `batch` examples over all workers, medians."""
+    net = build_net(options)
+    return (bare_resnet if options.bare else spread_resnet)(options, net)
+
+
+def build_net(options: argparse.Namespace) -> Net:
+    """The model, and random examples for four batches."""
     import jax
     import optax
 
-    import jaxmpi as jm
     from jaxmpi.buckets import fuse, split
-    from jaxmpi.function import compute
-    from jaxmpi.function.drive import team
     from models.resnet import resnet50
 
     model = resnet50(classes=10, image_size=options.size)
-    batch, steps = options.batch, options.steps
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((4 * batch, options.size, options.size, 3)).astype(np.float32)
-    y = rng.integers(0, 10, 4 * batch, dtype=np.int32)
+    x = rng.standard_normal((4 * options.batch, options.size, options.size, 3)).astype(np.float32)
+    y = rng.integers(0, 10, 4 * options.batch, dtype=np.int32)
     params, stats = model.init(jax.random.key(0), jax.numpy.asarray(x[:1]))
     leaves, structure = jax.tree.flatten(params)
 
@@ -177,12 +211,22 @@ def resnet(options: argparse.Namespace) -> Result:
         grads = jax.tree.unflatten(structure, split(flat, leaves))
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
 
-    if options.bare:
-        return bare_resnet(options, gradient, update, x, y, params, stats)
-    held, running = jm.variable(params), jm.variable(stats)
-    flat = jm.variable(np.zeros(sum(leaf.size for leaf in leaves), np.float32))
-    first = jm.function(gradient, (jm.scatter, jm.scatter, held, running), (jm.mean,), (flat, running))
-    second = jm.function(lambda flat, params: (update(flat, params),), (flat, held), (), (held,))
+    return Net(x, y, params, stats, gradient, update)
+
+
+def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
+    """Steps as the paper's: gradients, their mean over workers, and an update on each."""
+    import jax
+
+    import jaxmpi as jm
+    from jaxmpi.function import compute
+    from jaxmpi.function.drive import team
+
+    held, running = jm.variable(net.params), jm.variable(net.stats)
+    flat = jm.variable(np.zeros(sum(leaf.size for leaf in jax.tree.leaves(net.params)), np.float32))
+    first = jm.function(net.gradient, (jm.scatter, jm.scatter, held, running), (jm.mean,), (flat, running))
+    second = jm.function(lambda flat, params: (net.update(flat, params),), (flat, held), (), (held,))
+    rng = np.random.default_rng(0)
     spent: dict[str, float] = defaultdict(float)
     timed(compute, "take", "shuffle_s", spent)
     if hasattr(team(), "line"):
@@ -195,20 +239,27 @@ def resnet(options: argparse.Namespace) -> Result:
         spent["all_reduce_s"] += time.perf_counter() - begin - (spent["straggler_s"] - waited)
 
     def step() -> None:
-        first(x, y, batch=batch if "shuffle" in options.without else rng.permutation(len(x))[:batch])
+        batch = options.batch
+        first(net.x, net.y, batch=batch if "shuffle" in options.without else rng.permutation(len(net.x))[:batch])
         if "all-reduce" not in options.without:
             all_reduce()
         second()
 
-    step()
-    spent.clear()
-    begin = time.perf_counter()
-    for _ in range(steps):
+    return profile(step, spent, options)
+
+
+def profile(step: Callable[[], None], spent: dict[str, float], options: argparse.Namespace) -> Result:
+    """Seconds of a step and its parts, medians; what no part has counted is the functions'."""
+    rows = []
+    for _ in range(options.steps + 2):
+        spent.clear()
+        begin = time.perf_counter()
         step()
-    total = time.perf_counter() - begin
-    names = ("shuffle_s", "straggler_s", "all_reduce_s")
-    parts = {name: spent[name] for name in names}
-    return {"total_s": total, "function_s": total - sum(parts.values()), **parts, "examples": batch * steps}
+        total = time.perf_counter() - begin
+        parts = [spent[key] for key in COUNTED]
+        rows.append([total, total - sum(parts), *parts])
+    medians = np.median(np.array(rows[2:]), axis=0).tolist()
+    return dict(zip(("total_s", "function_s", *COUNTED), medians, strict=True)) | {"examples": options.batch}
 
 
 def timed(owner: Any, name: str, key: str, spent: dict[str, float]) -> None:
@@ -229,31 +280,29 @@ def counted(function: Callable, key: str, spent: dict[str, float]) -> Callable:
     return call
 
 
-def bare_resnet(
-    options: argparse.Namespace, gradient: Any, update: Any, x: Any, y: Any, params: Any, stats: Any
-) -> Result:
+def bare_resnet(options: argparse.Namespace, net: Net) -> Result:
     """The same steps in plain JAX, one worker."""
     import jax
 
-    first, second = jax.jit(gradient), jax.jit(update)
-    rng, shuffled = np.random.default_rng(0), 0.0
-    begin = time.perf_counter()
-    for i in range(options.steps + 1):
-        if i == 1:
-            begin, shuffled = time.perf_counter(), 0.0
-        at = time.perf_counter()
-        chosen = rng.permutation(len(x))[: options.batch]
-        images, labels = np.take(x, chosen, axis=0), np.take(y, chosen, axis=0)
-        shuffled += time.perf_counter() - at
-        _, flat, stats = first(images, labels, params, stats)
-        params = jax.block_until_ready(second(flat, params))
-    total = time.perf_counter() - begin
-    return {
-        "total_s": total,
-        "function_s": total - shuffled,
-        "shuffle_s": shuffled,
-        "examples": options.batch * options.steps,
-    }
+    first, second = jax.jit(net.gradient), jax.jit(net.update)
+    rng = np.random.default_rng(0)
+    spent: dict[str, float] = defaultdict(float)
+    state = net.params, net.stats
+
+    def rows() -> list[np.ndarray]:
+        if "shuffle" in options.without:
+            return [net.x[: options.batch], net.y[: options.batch]]
+        chosen = rng.permutation(len(net.x))[: options.batch]
+        return [np.take(array, chosen, axis=0) for array in (net.x, net.y)]
+
+    shuffled = counted(rows, "shuffle_s", spent)
+
+    def step() -> None:
+        nonlocal state
+        _, flat, stats = first(*shuffled(), *state)
+        state = jax.block_until_ready((second(flat, state[0]), stats))
+
+    return profile(step, spent, options)
 
 
 # ---------------------------------------------------------------- jobs and tables
@@ -308,38 +357,60 @@ def show_calls(options: argparse.Namespace) -> Result:
 def show_shuffle(options: argparse.Namespace) -> Result:
     """Rows by index."""
     row = job("shuffle", 2, "--rounds", str(options.rounds))
-    print(
-        f"a call {row['call_ms']:.1f} ms, in it fetching rows {row['fetch_ms']:.1f}, own take {row['take_ms']:.1f}: "
-        f"{row['to_take']:.2f} of the take (goal 1.10)"
-    )
+    for rank, (ratio, low, high, fetch_ms, take_ms) in enumerate(row["workers"]):
+        print(
+            f"worker {rank}: its rows are fetched in {fetch_ms:.2f} ms, its own take is {take_ms:.2f}: "
+            f"{ratio:.3f} of it ({low:.3f} to {high:.3f}), median of {options.rounds} rounds and 95 % (goal 1.10)"
+        )
     print(f"memory grew by {row['memory_grown_mb']:.0f} MB; share {row['share_mb']:.0f}, data {row['data_mb']:.0f}")
     return row
 
 
 def show_resnet(options: argparse.Namespace) -> Result:
     """Weak and strong scaling, and the profile."""
-    fixed = ("--size", str(options.size), "--steps", str(options.steps))
-    base = job("resnet", 1, *fixed, "--batch", str(options.batch), "--bare")
-    rows: Result = {"plain JAX, 1 worker": base}
-    for workers in options.workers:
-        rows[f"weak, {workers}"] = job("resnet", workers, *fixed, "--batch", str(options.batch * workers))
-        if workers > 1:
-            rows[f"strong, {workers}"] = job("resnet", workers, *fixed, "--batch", str(options.batch))
-            weak = (*fixed, "--batch", str(options.batch * workers))
-            rows |= {
-                f"weak without {part}, {workers}": job("resnet", workers, *weak, "--without", part) for part in PARTS
-            }
+    rows: Result = {}
+    for name, row in resnet_rows(options).items():
+        fixed = ("--size", str(options.size), "--steps", str(options.steps), "--batch", str(row.batch))
+        rows[name] = job("resnet", row.workers, *fixed, *row.flags) | {"workers": row.workers}
     cores = len(os.sched_getaffinity(0))
     print("| | ms an example | speedup | function | shuffle | straggler | all-reduce |\n|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         per = {key: 1e3 * value / row["examples"] for key, value in row.items() if key.endswith("_s")}
+        base = rows[PLAIN + (" without shuffle" if "shuffle" in name else "")]
         speedup = base["total_s"] / base["examples"] / (row["total_s"] / row["examples"])
-        parts = [f"{per.get(key, 0):.2f}" for key in ("function_s", "shuffle_s", "straggler_s", "all_reduce_s")]
-        beyond = " (beyond the cores)" if name[-1].isdigit() and int(name.split()[-1]) > cores else ""
-        print(f"| {name}{beyond} | {per['total_s']:.1f} | {speedup:.2f} | {' | '.join(parts)} |")
+        parts = [f"{per[key]:.2f}" for key in ("function_s", *COUNTED)]
+        beyond = " (beyond the cores)" if row["workers"] > cores else ""
+        print(f"| {name}{beyond} | {per['total_s']:.2f} | {speedup:.2f} | {' | '.join(parts)} |")
     return rows
 
 
+class Row(NamedTuple):
+    """A job of ResNet-50."""
+
+    workers: int
+    batch: int  # examples of a step, over all workers
+    flags: tuple[str, ...] = ()
+
+
+def resnet_rows(options: argparse.Namespace) -> dict[str, Row]:
+    """Jobs by name. Those without shuffling have a plain job of their own."""
+    no_shuffle = ("--without", "shuffle")
+    rows = {PLAIN: Row(1, options.batch, ("--bare",))}
+    for workers in options.workers:
+        weak = workers * options.batch
+        rows[f"weak, {workers}"] = Row(workers, weak)
+        if workers > 1:
+            rows[f"strong, {workers}"] = Row(workers, options.batch)
+            rows[f"weak without all-reduce, {workers}"] = Row(workers, weak, ("--without", "all-reduce"))
+            rows[f"weak without shuffle, {workers}"] = Row(workers, weak, no_shuffle)
+    chosen = {name: row for name, row in rows.items() if name == PLAIN or any(word in name for word in options.only)}
+    if any("shuffle" in name for name in chosen):
+        chosen[f"{PLAIN} without shuffle"] = Row(1, options.batch, ("--bare", *no_shuffle))
+    return chosen
+
+
+PLAIN = "plain JAX, 1"
+COUNTED = ("shuffle_s", "straggler_s", "all_reduce_s")  # parts of a step beside its functions
 PARTS = ("shuffle", "all-reduce")  # of a step, that Fig. 2 leaves out in turn
 SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
 
@@ -351,8 +422,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="measured rounds")
     parser.add_argument("--size", type=int, default=32, help="px of ResNet-50's images")
     parser.add_argument("--batch", type=int, default=8, help="examples a worker, of weak scaling")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--only", nargs="*", default=["weak", "strong"], help="rows of ResNet-50 with such names")
     parser.add_argument("--without", choices=PARTS, nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="where results go")
     for flag in ("--job", "--led", "--bare"):

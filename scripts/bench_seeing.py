@@ -1,10 +1,11 @@
 """What it costs to follow a run: windows of steps with the anatomy and without, by turns, in one run of the trainer.
 
-    python scripts/bench_seeing.py [--model googlenet | digits_cnn] [--pairs 20] [--steps 10]
+    python scripts/bench_seeing.py [--model googlenet | digits_cnn] [--batch 32] [--pairs 20] [--steps 10]
     mpirun -n 2 python scripts/bench_seeing.py ...
 
 Without it, a window still has its line in the record: loss, images/s and learning rate. Printed: median milliseconds a
-step of both, median and quartiles of the ratio pair by pair.
+step of both; the median of the ratio pair by pair, of seconds and of the process's CPU time, with its 95 % interval;
+and what the recorder's own calls take of the training thread's CPU time, beyond the line without anatomy.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,11 +23,39 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_step import experiment
 
 from jaxmpi import runtime, train
-from jaxmpi.anatomy import LOCAL, Anatomy, Summary, Window
+from jaxmpi.anatomy import LOCAL, PARTS, Anatomy, Summary, Window
 from jaxmpi.log import Log
 from jaxmpi.processes import processes
 
-NOTHING = Summary(0, "none", {}, {}, [], 0.0)
+NOTHING = Summary(0, "none", {}, {}, [], 0.0, np.zeros((len(PARTS), 0)))
+
+
+class Took(NamedTuple):
+    """A window's seconds."""
+
+    wall_s: float
+    cpu_s: float  # of all threads
+    calls_s: float  # of the training thread's CPU time, in the recorder's calls
+
+
+class Source:
+    """Batches, and the CPU time of whoever waits for them."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        """Not begun."""
+        self.batches, self.cpu_s = iter(batches), 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        """These."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next."""
+        begin = time.thread_time()
+        try:
+            return next(self.batches)
+        finally:
+            self.cpu_s += time.thread_time() - begin
 
 
 class Turns(Anatomy):
@@ -37,33 +66,47 @@ class Turns(Anatomy):
     def __init__(self, *args: Any) -> None:
         """Begin with a window that counts for nothing."""
         super().__init__(*args)
-        Turns.made, self.is_on, self.took, self._since = self, True, [], time.perf_counter()
+        Turns.made, self.is_on, self.took, self.calls_s = self, True, [], 0.0
+        self._since = time.perf_counter(), time.process_time()
 
     def batches(self, batches: Iterable[Any], first_step: int) -> Iterator[Any]:
         """As of the class above, or as they come."""
-        followed, plain = super().batches(batches, first_step), iter(batches)
-        while (batch := next(followed if self.is_on else plain, None)) is not None:
+        source = Source(batches)
+        followed = super().batches(source, first_step)
+        while True:
+            begin, source.cpu_s = time.thread_time(), 0.0
+            batch = next(followed if self.is_on else source, None)
+            self.calls_s += (time.thread_time() - begin - source.cpu_s) * self.is_on
+            if batch is None:
+                return
             yield batch
 
     def started(self, result: Any, compiled: bool = False) -> None:
         """As of the class above, or nothing."""
+        begin = time.thread_time()
         if self.is_on:
             super().started(result, compiled)
+        self.calls_s += time.thread_time() - begin
 
     def pause(self) -> None:
         """As of the class above, or nothing."""
+        begin = time.thread_time()
         if self.is_on:
             super().pause()
+        self.calls_s += time.thread_time() - begin
 
     def window(self) -> Window:
         """As of the class above, or an empty one."""
-        return super().window() if self.is_on else Window(0, np.zeros(len(LOCAL)), np.zeros(0), 0, [])
+        begin = time.thread_time()
+        seen = super().window() if self.is_on else Window(0, np.zeros(len(LOCAL)), np.zeros(0), 0, [])
+        self.calls_s += time.thread_time() - begin
+        return seen
 
     def turn(self) -> None:
         """A window is over, its line written."""
-        now = time.perf_counter()
-        self.took.append(now - self._since)
-        self.is_on, self._since = not self.is_on, now
+        now = time.perf_counter(), time.process_time()
+        self.took.append(Took(now[0] - self._since[0], now[1] - self._since[1], self.calls_s))
+        self.is_on, self._since, self.calls_s = not self.is_on, now, 0.0
 
 
 class Lines(Log):
@@ -71,7 +114,7 @@ class Lines(Log):
 
     def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
         """As of the class above, or what is left of it without."""
-        turns, seen = Turns.made, NOTHING
+        turns, seen, begin = Turns.made, NOTHING, time.thread_time()
         if turns.is_on:
             seen = super().line(step, sums, window, distance)
         else:
@@ -80,6 +123,7 @@ class Lines(Log):
             place |= {"epoch": self.plan.epoch(step), "examples": self.plan.examples(step)}
             lr = np.asarray(self.plan.lr(step - 1)).item()
             self.recorder.train(**place, loss=loss / count, lr=lr, wait_s=0.0, skipped=0)
+        turns.calls_s += time.thread_time() - begin
         turns.turn()
         return seen
 
@@ -88,6 +132,7 @@ def main() -> None:
     """Run, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="digits_cnn", choices=["googlenet", "digits_cnn"])
+    parser.add_argument("--batch", type=int, default=32, help="of a worker")
     parser.add_argument("--pairs", type=int, default=20, help="that count")
     parser.add_argument("--steps", type=int, default=10, help="of a window")
     options = parser.parse_args()
@@ -99,19 +144,31 @@ def main() -> None:
             experiment(options.model), log_every=options.steps, train_for=f"{steps}st", run_dir=folder, quiet=True
         )
         config = dataclasses.replace(config, eval_every="0st", checkpoint_every="0st", lone_every=0)
-        train.train(config, "bench_seeing")
+        train.train(dataclasses.replace(config, local_batch=options.batch), "bench_seeing")
     if processes().rank == 0:
         report(np.array(Turns.made.took[3:]), options.steps)
     processes().barrier()
 
 
-def report(seconds: np.ndarray, steps: int) -> None:
+def report(took: np.ndarray, steps: int) -> None:
     """Windows without the anatomy come first: the first line of a run, after one step, had it, and so on by turns."""
-    pairs = seconds[: len(seconds) // 2 * 2].reshape(-1, 2) / steps
-    without, within = pairs.T
-    ratio = np.percentile(within / without, (50, 25, 75))
-    print(f"{len(pairs)} pairs of {steps} steps: {1e3 * np.median(within):.3f} ms a step with the anatomy, ", end="")
-    print(f"{1e3 * np.median(without):.3f} without; ratio {ratio[0]:.4f} ({ratio[1]:.4f}-{ratio[2]:.4f})")
+    pairs = took[: len(took) // 2 * 2].reshape(-1, 2, len(Took._fields)) / steps
+    without, within = pairs[:, 0], pairs[:, 1]
+    wall, base = np.median(within[:, 0]), np.median(without[:, 0])
+    print(f"{len(pairs)} pairs of {steps} steps: {1e3 * wall:.3f} ms a step with the anatomy, {1e3 * base:.3f} without")
+    for name, i in (("seconds", 0), ("CPU time", 1)):
+        print(f"ratio of {name}: {shown(within[:, i] / without[:, i], 4)}")
+    calls = within[:, 2] - without[:, 2]
+    print(f"the recorder's calls: {shown(1e6 * calls, 1)} us of CPU time a step, {shown(100 * calls / wall, 4)} %")
+
+
+def shown(values: np.ndarray, digits: int) -> str:
+    """Median, its 95 % interval by the sign test, quartiles."""
+    ordered, n = np.sort(values), len(values)
+    least = max(int(n / 2 - 0.98 * n**0.5), 0)  # so many lie below the interval, and above
+    low, high = ordered[least], ordered[n - 1 - least]
+    quartiles = "-".join(f"{value:.{digits}f}" for value in np.percentile(values, (25, 75)))
+    return f"{np.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f}; quartiles {quartiles})"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Accuracy and seconds of experiments/digits.py for every rule and strategy, as a table.
 
-    python scripts/digits_table.py [-n 4]
+    python scripts/digits_table.py [-n 4] [--strategies ar asa32 asa16 ring32]
 
 SUBGD sums its workers' updates, so it runs 1/n of the learning rate of the others; all then make the same steps.
 """
@@ -36,10 +36,11 @@ def main() -> None:
     """Run them all, print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=4, help="workers")
-    workers = parser.parse_args().n
-    print("| rule | " + " | ".join(STRATEGIES) + " |\n|" + "---|" * (len(STRATEGIES) + 1))
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    options = parser.parse_args()
+    print("| rule | " + " | ".join(options.strategies) + " |\n|" + "---|" * (len(options.strategies) + 1))
     for rule in RULES:
-        cells = [run(workers, rule, strategy) for strategy in STRATEGIES]
+        cells = [run(options.n, rule, strategy) for strategy in options.strategies]
         shown = " | ".join(f"{100 * top1:.2f} %, {seconds:.0f} s" for top1, seconds in cells)
         print(f"| `{rule}` | {shown} |", flush=True)
 

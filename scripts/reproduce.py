@@ -3,7 +3,7 @@
     python scripts/reproduce.py table2                               what models cost
     python scripts/reproduce.py table3 -n 8                          exchange of models' gradients, by strategy
     python scripts/reproduce.py ring --hosts 8 --rate 200mbit        the same on an emulated cluster
-    python scripts/reproduce.py speedup --workers 1 2 4 8            images/s of GoogLeNet
+    python scripts/reproduce.py speedup --workers 1 2 4 8            images/s of GoogLeNet; with --hosts a host each
     python scripts/reproduce.py table3 --show                        only the lines that it would run
 
 It runs the project's other scripts and compares what they print; it measures nothing itself. Into --out (runs/papers)
@@ -43,6 +43,7 @@ class Job(NamedTuple):
     read: Callable[[list[str], list[str]], Values]  # what they printed, and wrote to their files -> ours
     theirs: Mapping[str, float]
     remark: str  # on differences
+    over_hosts: bool = True  # may run on emulated ones
 
 
 # ---------------------------------------------------------------- what is run
@@ -53,15 +54,28 @@ def bench(options: argparse.Namespace, *args: str) -> list[str]:
     rest = [*args, "--warm-up", str(options.warm_up), "--rounds", str(options.rounds), "--out", "{out}"]
     if not options.hosts:
         return [PYTHON, "-m", "jaxmpi.bench", "-n", str(options.n), *rest]
-    cluster = [PYTHON, "scripts/cluster.py", "--hosts", str(options.hosts), "--rate", options.rate, "--"]
-    return [*cluster, "mpirun", "-n", str(options.hosts), PYTHON, "-m", "jaxmpi.bench", *rest]
+    return [*cluster(options, options.hosts), "mpirun", "-n", str(options.hosts), PYTHON, "-m", "jaxmpi.bench", *rest]
+
+
+def cluster(options: argparse.Namespace, hosts: int) -> list[str]:
+    """What a line begins with that runs on emulated hosts; nothing on this machine."""
+    line = [PYTHON, "scripts/cluster.py", "--hosts", str(hosts), "--rate", options.rate, "--"]
+    return line if options.hosts and hosts > 1 else []
 
 
 def trainings(options: argparse.Namespace) -> list[list[str]]:
-    """GoogLeNet with each number of workers, the same local batch."""
+    """GoogLeNet with each number of workers, the same local batch; on emulated hosts one a host."""
     fixed = ["experiments/googlenet.py", "--local-batch", "4", "--train-for", "30st", "--eval-every", "0st"]
     fixed += ["--checkpoint-every", "0st", "--run-dir", "{out}"]
-    return [[PYTHON, "-m", "jaxmpi.cli", "train", "-n", str(workers), *fixed] for workers in options.workers]
+    train = [PYTHON, "-m", "jaxmpi.cli", "train", "-n"]
+    workers = options.workers or ([1, options.hosts] if options.hosts else [1, 2])
+    return [[*cluster(options, n), *train, str(n), *fixed] for n in workers]
+
+
+def accuracies(options: argparse.Namespace) -> list[list[str]]:
+    """Digits with every synchronous rule, 32 and 16 bits."""
+    n = options.hosts or options.n
+    return [[*cluster(options, n), *script("digits_table", "-n", str(n), "--strategies", "asa32", "asa16")]]
 
 
 def shuffles(options: argparse.Namespace) -> list[list[str]]:
@@ -170,7 +184,7 @@ def scaling(printed: list[str], files: list[str]) -> Values:
 JOBS = {
     "table1": Job(
         "Ma et al. 2016, Table 1: accuracy with 16 bits on the wire",
-        lambda o: [script("digits_table", "-n", str(o.n))],
+        accuracies,
         sixteen_bits,
         {"subgd, points lost by 16 bits": 0.4, "gradients, points lost by 16 bits": 1.1},
         "Theirs are AlexNet's and GoogLeNet's top-5 on ImageNet; ours digits, where one example is 0.28 points.",
@@ -185,6 +199,7 @@ JOBS = {
             "vgg16, parameters": 138_357_544,
         },
         "Counts must be the same: the layers are those of the papers.",
+        over_hosts=False,
     ),
     "table3": Job(
         "Ma et al. 2016, Table 3: MPI's Allreduce over ASA, 8 workers",
@@ -235,7 +250,7 @@ JOBS = {
     ),
     "synkhronos": Job(
         "Stooke and Abbeel 2017, Figs. 2 and 3, Table 1",
-        lambda o: [script("bench_functions", "resnet", "--workers", *map(str, o.workers))],
+        lambda o: [script("bench_functions", "resnet", "--workers", *map(str, o.workers or (1, 2)))],
         scaling,
         {
             "weak scaling, speed-up over workers": 7.5 / 8,
@@ -246,6 +261,7 @@ JOBS = {
         },
         "Theirs are 8 GPUs with NVLink and a batch of 64 each; ours cores of one processor, which share its memory, "
         "and a batch of 8: an all-reduce is a larger part of a step.",
+        over_hosts=False,
     ),
 }
 
@@ -337,7 +353,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=JOBS, help="a table or figure")
     parser.add_argument("-n", type=int, default=8, help="ranks of this machine")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="of speedup and synkhronos")
+    parser.add_argument("--workers", type=int, nargs="+", help="of speedup, synkhronos (default: 1 2; 1 and --hosts)")
     parser.add_argument("--hosts", type=int, default=0, help="emulated hosts, a rank each, instead of -n")
     parser.add_argument("--rate", default="200mbit", help="of each emulated host's link")
     parser.add_argument("--rounds", type=int, default=10, help="of exchanges")
@@ -354,6 +370,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     job = JOBS[options.name]
     folder = options.out / options.name
     try:
+        check(job.over_hosts or not options.hosts, f"--hosts: {options.name} runs on this machine alone; leave it out")
         folder.mkdir(parents=True, exist_ok=True)
         ours, lines, printed = run(job, options, folder)
     except UsageError as error:

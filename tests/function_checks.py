@@ -182,6 +182,10 @@ def check_updates():
     jm.function(lambda old: 2 * old, single, (), single)()
     assert int(single.reduce("sum")) == 2 * (x.sum() + k)
 
+    wrong = jm.function(lambda x: jnp.stack([x.sum()] * 3), jm.scatter, (), (single, jm.add))
+    fails(lambda: wrong(x, slices=2), "add: got int32[3] for a variable that holds int32[]")
+    assert int(single.reduce("sum")) == 2 * (x.sum() + k)
+
     updates = ((seen, jm.max), (total, jm.add), (largest, jm.max), (last, jm.gather))
     run = jm.function(f, (jm.scatter, seen, largest), (jm.sum,), updates)
     edges = bounds(n, k)
@@ -260,7 +264,8 @@ def check_variable():
     v = jm.variable({"a": f32([1, 2]), "b": np.int32(3)})
     for rank in range(k):
         v.set(rank, {"a": f32([rank, 2]), "b": np.int32(rank)})
-    assert v.get(k - 1)["b"] == k - 1
+    assert v.get(np.int64(k - 1))["b"] == k - 1
+    fails(lambda: v.get(k), f"get: rank: got {k}; expected a worker in [0, {k})")
     mean_a = v.reduce(jm.max)["a"]
     assert (np.asarray(mean_a) == [k - 1, 2]).all()
     assert int(v.reduce("sum")["b"]) == k * (k - 1) // 2
@@ -428,6 +433,9 @@ def check_refusals():
     fails(lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value")
     no_tx: Any = 0.1
     fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, no_tx), "tx: got 0.1; expected an Optax transformation")
+    fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, optax.sgd(0.1), jm.scatter), "inputs: got Scatter")
+    v = jm.variable(np.float32(0))
+    fails(lambda: jm.function(lambda x: (x, x), updates=((v, jm.add), (v, jm.max))), "is to take two results")
     fails(lambda: one(np.float32(3)), "scatter needs an array with a first axis")
     fails(lambda: one(x, slices=0), "slices: got 0")
     fails(lambda: one(x, batch=[[0]]), "indices in one axis")
@@ -483,6 +491,9 @@ def check_exception():
             assert isinstance(caught.value, WorkerFailed)
             assert f"worker {workers() - 1} of {workers()} failed" in text, text
             assert "function_checks.py" in text, text
+    assert float(f(x)) == len(x) - 2
+    with pytest.raises(Exception, match="a negative example"):  # in all, at their first call with such shapes
+        f(np.full(4 * workers(), -1, np.float32))
     assert float(f(x)) == len(x) - 2
 
 

@@ -112,9 +112,10 @@ def test_who_comes_last_to_an_exchange_has_waited_for_nobody():
     assert seen.table["exchange"] == (1.0, 1.0, 1.0, 0)  # (1 + 1) / 2 steps
     assert seen.table["sync"] == (0.5, 1.0, 1.0, 0)
     assert seen.table["compute"] == (2.0, 2.0, 2.5, 1)
-    assert seen.slowest == 1
+    assert int(np.argmax(seen.own_s)) == 1
     assert seen.table.keys() == PARTS.keys()
     assert seen.step_s == pytest.approx(8.0 / 2)
+    assert dict(zip(PARTS, seen.spent.tolist(), strict=True))["sync"] == [2.0, 1.0, 2.0]
 
 
 def test_workers_that_do_not_keep_step_are_compared_by_step():
@@ -135,8 +136,9 @@ def test_workers_that_do_not_keep_step_are_compared_by_step():
     assert seen.table["sync"] == (0.0, 0.05, 0.1, 2)
     assert seen.table["hidden"] == (0.0, 0.0, 0.0, 0)
     assert seen.own_s == [0.4, 0.0, 0.7]
-    assert seen.slowest == 2
+    assert int(np.argmax(seen.own_s)) == 2
     assert seen.step_s == pytest.approx((0.5 + 1.0) / 2)
+    assert seen.spent.sum(axis=0).tolist() == [10.0, 0.0, 10.0]  # however unequal their steps, time is the same
 
 
 def test_long_windows_are_folded_without_loss():
@@ -189,6 +191,26 @@ def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
     assert found[bound] > 0.75 * wall_s, found
 
 
+def test_many_buckets_between_two_lines_are_all_counted_and_quickly():
+    """80 steps of 1,000 waits each, one after another without a gap between them, half of each step."""
+    seen, per = Anatomy(2), 1000
+    for _ in seen.batches(slow(80, 0.0), 1):
+        begin = time.perf_counter()
+        time.sleep(0.001)
+        ticks = np.linspace(begin, time.perf_counter(), 2 * per + 1).tolist()
+        for i in range(per):
+            spans.note("wait", f"bucket {i}", ticks[2 * i], ticks[2 * i + 1])
+        seen.started(Result(0.0))
+    seen.pause()
+    begin_s = time.process_time()
+    window = seen.window()
+    assert time.process_time() - begin_s < 2.0  # 80,000 intervals in 80 rows: not each with each
+    waits = [span for span in window.spans if span.track == "wait"]
+    assert len(waits) == 80 * per
+    found = dict(zip(LOCAL, window.parts.tolist(), strict=True))
+    assert found["exposed"] == pytest.approx(spans.length([(s.begin_s, s.end_s) for s in waits]), rel=1e-6)
+
+
 def test_what_is_no_training_is_left_out():
     seen = Anatomy(1)
     for _ in seen.batches(slow(1, 0.0), 1):
@@ -216,6 +238,11 @@ def test_spans():
     assert spans.drain() == []
     assert spans.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
     assert spans.length([(0, 2), (1, 4), (6, 7)]) == 5
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        some = [(float(b), float(b + d)) for b, d in rng.integers(0, 20, (8, 2))]
+        merged, (begin, end) = spans.union(some), sorted(rng.integers(0, 30, 2).tolist())
+        assert spans.inside(merged, begin, end) == spans.clipped(merged, begin, end)
     assert set(spans.TRACKS) >= {"data", "compute", "travel", "wait"}
     assert anatomy.LATER[0] == float("inf")
 

@@ -60,6 +60,7 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     assert workers["exchanges"] > 3
     assert workers["distance"] > 0
     assert last["exchange_time"] == "measured"
+    assert 0.01 < last["gradient_norm"] < 100
     assert last["anatomy"]["compute"][0] > 0
     assert last["anatomy"]["exchange"][2] > 0
     assert len(last["own_s"]) == 3
@@ -162,6 +163,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
         seen = [row for row in record(run_dir, "train") if "own_s" in row][-1]  # no step, no anatomy
         assert seen["own_s"][fault.killed] == 0 < max(seen["own_s"])
         assert seen["anatomy"]["compute"][3] != fault.killed
+        assert 0.01 < seen["gradient_norm"] < 100
         assert steps[-1] == 12 * 30
     else:
         ended = train(fault.ranks, *args, "--resume")  # from the last checkpoint, to the end

@@ -1,5 +1,6 @@
 """Data-parallel functions over devices of one process, and their arithmetic; other workers: test_functions_led."""
 
+import functools
 import itertools
 
 import hypothesis
@@ -10,8 +11,8 @@ import pytest
 
 import function_checks
 import jaxmpi as jm
-from jaxmpi.function import split
-from jaxmpi.function.drive import team
+from jaxmpi.function import names, split
+from jaxmpi.function.drive import how_many, team
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
 SLOW = [pytest.param(c, w, marks=pytest.mark.slow) for c in function_checks.CHECKS for w in (1, 3, 8)]
@@ -92,11 +93,23 @@ def test_use_after_close():
         with pytest.raises(jm.UsageError, match="closed"):
             call()
     jm.fork(3)
-    with pytest.raises(jm.UsageError, match="workers that were closed"):
-        jm.function(lambda v: v, v, jm.local)()
+    for late in (jm.function(lambda v: v, v, jm.local), jm.function(lambda: np.float32(2), (), (), v)):
+        with pytest.raises(jm.UsageError, match="workers that were closed"):
+            late()
     assert float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x)) == 4
     jm.close()
     jm.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "has_gpus", "workers"),
+    [
+        *(("auto", 1, False, 6), ("auto", 1, True, 1), ("auto", 4, True, 4), ("auto", 8, False, 8)),
+        *(("devices", 1, False, 1), ("processes", 1, False, 6)),
+    ],
+)
+def test_workers_where_no_number_is_named(kind, devices, has_gpus, workers):
+    assert how_many(kind, devices, has_gpus, cores=6) == workers
 
 
 @pytest.mark.parametrize(("n", "message"), [(0, "got 0 workers"), (2.5, "whole number"), (9, "8 devices")])
@@ -112,6 +125,42 @@ def test_fork_comes_first():
         jm.fork(3)
     with pytest.raises(jm.UsageError, match="kind: got 'threads'"):
         jm.fork(3, kind="threads")
+
+
+def test_a_call_inside_of_a_call_is_refused():
+    jm.fork(2)
+    inner, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
+    like = jax.ShapeDtypeStruct((), np.float32)
+    outer = jm.function(lambda x: jax.pure_callback(lambda v: np.float32(inner(x)), like, x.sum()), jm.scatter, jm.sum)
+    with pytest.raises(Exception, match="called while another call is under way"):
+        outer(x)
+    assert float(inner(x)) == 4
+
+
+# ---------------------------------------------------------------- functions by name
+
+
+def doubled(f):
+    @functools.wraps(f)
+    def twice(x):
+        return 2 * f(x)
+
+    return twice
+
+
+@doubled
+def once(x):
+    return x
+
+
+def test_a_function_is_found_by_its_name():
+    jitted = jax.jit(once)
+    assert names.find(names.name_of(once))(3) == 6
+    assert names.find(names.name_of(jitted)) is once
+    assert names.find(names.name_of(once.__wrapped__))(3) == 3
+    for hidden in (lambda x: x, [].append, functools.partial(once)):
+        with pytest.raises(jm.UsageError, match="cannot find it by name"):
+            names.name_of(hidden)
 
 
 # ---------------------------------------------------------------- no more copies than needed

@@ -9,7 +9,7 @@ from launching import ROOT, mpirun, run
 
 ENV = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
 HEAD = """
-import os, signal, sys, time
+import os, resource, signal, sys, time
 import numpy as np, jax, jax.numpy as jnp
 import jaxmpi as jm
 """
@@ -76,6 +76,14 @@ def forks(x):
         return v
     return jax.pure_callback(fork, jax.ShapeDtypeStruct((), jnp.float32), x.max())
 
+def starves(x):
+    def starve(v):
+        if v == 3:  # what lies there already is more than this process may still take
+            pages = int(open("/proc/self/statm").read().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20),) * 2)
+        return v
+    return jax.pure_callback(starve, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
 def tell(call):
     begin = time.monotonic()
     try:
@@ -109,6 +117,9 @@ if __name__ == "__main__":
     jm.close()
     jm.fork(2)
     tell(lambda: jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x))
+    big = jm.function(lambda x: jnp.zeros(1 << 25) + x.sum(), jm.scatter, jm.local)(x)
+    jm.function(starves, jm.scatter, jm.max)(x)
+    tell(lambda: big.get(1))
 """
 )
 EXPECTED = [
@@ -126,6 +137,8 @@ EXPECTED = [
     "workers 2",
     "WorkerDied: worker 1 of 2",
     "got 6.0",
+    "MemoryError",  # past its report: the master must not wait
+    "has ended: exit code 1",
 ]
 
 
@@ -196,6 +209,49 @@ else:
     assert not ended.timed_out
     assert ended.code != 0
     assert f"rank {who}" in ended.out
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_past_its_report_ends_the_job(tmp_path):
+    calls = """
+    jm.fork()
+    x = np.arange(4, dtype=np.float32)
+    big = jm.function(lambda x: jnp.zeros(1 << 25) + x.sum(), jm.scatter, jm.local)(x)
+    jm.function(starves, jm.scatter, jm.max)(x)
+    print("got", big.get(1), flush=True)
+"""
+    script = FAULTS[: FAULTS.index("if __name__")] + f'if __name__ == "__main__":{calls}'
+    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "rank 1/2" in ended.out
+    assert "MemoryError" in ended.out
+    assert "got" not in ended.out
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    script = (
+        HEAD
+        + """
+from jaxmpi.processes import processes
+f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
+f(x)
+if processes().rank == 1: time.sleep(60)
+for i in range(2):
+    try: f(x)
+    except jm.TrainingError as error: print("first:", error, flush=True)
+    except jm.UsageError as error: print("then:", error, flush=True)
+sys.exit(3)
+"""
+    )
+    (tmp_path / "script.py").write_text(script)
+    limits = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2", "JAXMPI_EXIT_TIMEOUT_S": "2"}
+    ended = mpirun(2, str(tmp_path / "script.py"), timeout_s=55, env=ENV | limits)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "first: rank [1] did not come to this call within 2 s" in ended.out
+    assert "then: the workers are no longer in step: rank [1]" in ended.out
 
 
 def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):

@@ -209,13 +209,17 @@ def survivors(path: str) -> list[str]:
 
 
 def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
-    """What is sent late in the last step is never asked for."""
+    """What is sent late in the last step is never asked for; what the last program gives is never waited for."""
     code = (
         "late = overlap.delayed_gradients('ring32')\n"
         "state = late.init(jnp.zeros(2_000_000))\n"
         "_, state = jax.jit(late.update)(jnp.ones(2_000_000), state)\n"
         "jax.block_until_ready(state)\n"
         "assert courier.jobs\n"
+        "spin = lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x)\n"
+        "step = jax.jit(lambda x: overlap.exchange(spin(x)))\n"
+        "last = step(jnp.ones((500, 500)) / 500)\n"
+        "assert not last.is_ready()\n"
         "import atexit\n"
         "atexit.unregister(courier.stop)\n"  # to look after it, since the last registered is the first called
         "atexit.register(lambda: print('alive', courier._thread.is_alive()))\n"

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import launching
 from jaxmpi import cli, costs, forecast, plan, rundir, runtime
 from jaxmpi.checkpoint import sealed
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Experiment, UsageError
 from jaxmpi.costs import COSTS, Fit, Link, Net
 from jaxmpi.exchange import exchange
+from jaxmpi.parts import can_go_on
 from jaxmpi.strategies import PRICE, STRATEGIES, parse
 from jaxmpi.wires import WIRES
 from launching import ROOT, train
@@ -431,6 +434,19 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
         run(*argv)
 
 
+def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
+    script = (
+        "from jax._src import xla_bridge\nfrom jaxmpi import forecast, runtime\n"
+        "runtime.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
+        "forecast.main(['--experiment', 'experiments/digits.py'])\n"
+    )
+    env = {f"OMPI_COMM_WORLD_{name}": "2" if name.endswith("SIZE") else "0" for name in NAMES}
+    assert "started: False" in launching.run([sys.executable, "-c", script], timeout_s=60, env=env).out
+
+
+NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # of a launcher's variables
+
+
 def test_it_is_a_command():
     assert cli.COMMANDS["plan"][1] is forecast.main
 
@@ -479,6 +495,25 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     assert (last / "common.bin").read_bytes() == expected
     stored = json.loads((last / "manifest.json").read_text())["extra"]["exchange"]
     assert stored == {"asked": "auto", "strategy": "ring:32", "bucket_bytes": 65536}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "overlap", "goes_on"),
+    [
+        ("shm:32", (0, 0), "auto", True),
+        ("shm:32", (0, 1), "auto", False),  # begun on one host
+        ("shm:32", (0, 0), "on", False),
+        ("shm:32", (0,), "on", True),  # one worker exchanges nothing
+        ("hier-asa:16", (0, 0, 1, 1), "auto", True),
+        ("hier-asa:16", (0, 0, 1), "auto", False),
+        ("hier-asa:16", (0, 0, 1, 1), "on", False),
+        ("hier-ring:16", (0, 1, 0, 1), "delayed", True),
+        ("tree:32", (0, 1, 2), "auto", True),
+        ("tree:32", (0, 1, 2), "delayed", False),
+    ],
+)
+def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
+    assert can_go_on(strategy, overlap, AxisComm("w", len(hosts), hosts)) == goes_on
 
 
 @pytest.mark.parametrize(

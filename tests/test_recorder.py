@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from jaxmpi.anatomy import LOCAL, PARTS, Summary, summary
+from jaxmpi.anatomy import LOCAL, PARTS, Summary, summary, summary_apart
 from jaxmpi.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable
 from jaxmpi.spans import Span
 from jaxmpi.terminal import Plain
+from launching import train
 
 TRAIN = {
     "step": 3,
@@ -187,8 +188,48 @@ def test_time_per_5120_images_whatever_the_batch(batch):
     for line in told:
         assert line["time_s"] == pytest.approx(1.75 * 5120 / batch)
         assert line["sync_s"] == pytest.approx(0.375 * 5120 / batch)  # three of four ranks wait 0.5
+        assert line["anatomy"].keys() == PARTS.keys()
+        least, median, most, rank = line["anatomy"]["compute"]
+        assert [least, median, most] == pytest.approx([5120 / batch, 5120 / batch, 1.5 * 5120 / batch], rel=1e-5)
+        assert rank == 2
+        assert line["anatomy"]["sync"][3] != 2
     line = classic_line({"images": 5120, "time_s": 10, "train_s": 7, "sync_s": 1, "comm_s": 2, "wait_s": 0})
     assert line == "time per 5120 images: 10.00 (train 7.00 sync 1.00 comm 2.00 wait 0.00)"
+
+
+def test_a_window_of_5120_images_names_its_worst_rank_too(tmp_path):
+    record, _ = recorder(tmp_path, hosts=["a", "a", "node07", "b"])
+    for k in (1, 2, 3):  # the first line tells of what was compiled, and counts for nothing
+        record.train(**{**TRAIN, "examples": k * 5120}, anatomy=seen(), images=5120)
+    record.close()
+    windows = [row for row in rows(tmp_path) if row["kind"] == "window"]
+    assert [row["slowest"] for row in windows] == ["rank 2 on node07"] * 2
+    assert windows[0]["anatomy"]["compute"] == [10.0, 10.0, 15.0, 2]  # 10 steps
+    assert "own_s" not in windows[0]
+
+
+def test_workers_that_keep_no_step_have_spent_as_much_time_as_has_passed(tmp_path):
+    """10 s each, in 20 steps and in 10; a third is gone, and computes nothing."""
+    spent = {name: np.zeros(3) for name in ("data", "transfer", "other", "exchange")}
+    spent |= {"steps": np.array([20.0, 10.0, 0.0]), "compute": np.array([8.0, 6.0, 0.0])}
+    spent |= {"sync": np.array([2.0, 4.0, 0.0])}
+    line = Classic().add(summary_apart(spent), 5120, 5120)
+    assert line is not None
+    assert (line["time_s"], line["train_s"], line["sync_s"]) == (10.0, 7.0, 3.0)
+    assert line["anatomy"]["compute"] == [6.0, 7.0, 8.0, 0]
+    record, _ = recorder(tmp_path)
+    record._begin -= 100.0
+    record.train(**TRAIN, anatomy=summary_apart(spent), images=96)
+    assert rows(tmp_path)[0]["goodput"] == pytest.approx(14.0 / 3 / 100.0, rel=1e-2)
+    record.close()
+
+
+def test_a_window_begins_anew_where_ranks_are_gone():
+    classic = Classic()
+    assert classic.add(seen(ranks=4), 5000, 5000) is None
+    line = classic.add(seen(ranks=3), 5120, 10_120)
+    assert line is not None
+    assert line["time_s"] == pytest.approx(17.5)
 
 
 def test_many_ranks_are_listed_in_blocks_of_neighbours():
@@ -244,3 +285,21 @@ def test_tensorboard_gets_the_numbers(tmp_path):
         data = data[16 + size :]
     assert found["train/loss"] == (3, pytest.approx(1.23457))
     assert found["train/anatomy/compute"] == (3, 1.0)
+
+
+# ---------------------------------------------------------------- a whole run
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_quiet_run_with_profile_and_tensorboard_says_nothing_and_writes_both(ranks, tmp_path):
+    pytest.importorskip("tensorboardX")
+    steps = ("--train-for", "8st", "--log-every", "4", "--eval-every", "0st", "--checkpoint-every", "0st")
+    more = ("--quiet", "--tensorboard", "--profile", "3:5", "--exchange.strategy", "ring32")
+    ended = train(ranks, "experiments/digits.py", *steps, *more, "--run-dir", str(tmp_path / "run"))
+    assert (ended.code, ended.out.strip()) == (0, "")
+    assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [1, 4, 8]
+    for rank in range(ranks):
+        [profile] = (tmp_path / "run" / "profile" / f"rank_{rank:05d}").rglob("*.xplane.pb")
+        assert profile.stat().st_size > 1000
+    [events] = (tmp_path / "run" / "tensorboard").iterdir()
+    assert events.stat().st_size > 500

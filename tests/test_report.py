@@ -158,6 +158,35 @@ def test_a_record_of_a_later_version(tmp_path):
     assert read(run).notes == [f"record of format 99, newer than {FORMAT}: what is new is left out"]
 
 
+ODD = [None, True, -1, 0, 1e300, "x", [], [1], ["x", "y", "z", "w"], {}, {"compute": 3}, {"compute": ["x", {}]}]
+
+
+@pytest.mark.parametrize("kind", ["run", "train", "eval", "window", "exchange"])
+def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_path):
+    """As a later version may write it: every field in turn with every odd value."""
+    lines = [*map(json.loads, (write_run(tmp_path / "run", lines=10) / "record.jsonl").read_text().splitlines())]
+    which = [i for i, row in enumerate(lines) if row["kind"] == kind]
+    for field in [*lines[which[0]]][1:]:
+        for value in ODD:
+            for i in which[-3:]:
+                lines[i] = {**lines[i], field: value}
+            (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+            found = read(tmp_path)
+            panels = [*report.curves([found]).values(), *report.of_run(found).values()]
+            assert all(isinstance(panel.title, str) for each in panels for panel in each)
+            assert report.page([found], {}).startswith("<!doctype html>")
+
+
+def test_who_was_waited_for_most_often_is_named(tmp_path):
+    run = write_run(tmp_path / "run", lines=9)
+    rows = [*map(json.loads, (run / "record.jsonl").read_text().splitlines())]
+    for i, row in enumerate(row for row in rows if row["kind"] == "train"):
+        row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
+    (run / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overview = dict(report.overview([read(run)]))
+    assert overview["waited for most often"] == "rank 2 on node07, in 4 of 8 lines"  # without the first, which compiled
+
+
 def test_steps_left_out_and_ways_back_are_told(tmp_path):
     run = write_run(tmp_path / "run", lines=3)
     with (run / "record.jsonl").open("a") as file:

@@ -115,19 +115,27 @@ def test_the_models_are_those_of_the_papers(tmp_path, capsys):
 @pytest.mark.parametrize("name", reproduce.JOBS)
 def test_every_line_is_of_a_script_that_takes_it(name, tmp_path, capsys):
     """Only shown, on this machine and on emulated hosts."""
-    for more in ([], ["--hosts", "4"]):
+    for more in ([], ["--hosts", "4"]) if reproduce.JOBS[name].over_hosts else ([],):
         words = [word for line in reproduce.JOBS[name].lines(reproduce.parse([name])) for word in line]
         if not all((ROOT / word).is_file() for word in words if word.startswith("scripts/")):
             with pytest.raises(SystemExit, match="not there in this version"):
                 reproduce.main([name, "--show", "--out", str(tmp_path)])
             return
         reproduce.main([name, "--show", "--out", str(tmp_path), *more])
+        shown = capsys.readouterr().out
+        assert bool(more) == ("scripts/cluster.py --hosts 4 --rate 200mbit" in shown or "--hosts 2 4" in shown)
+        print(shown)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("+ ")]
     assert lines
     assert not any(sys.executable in line for line in lines)  # a page names no machine's paths
     for line in lines:
         scripts = [word for word in line.split() if word.endswith(".py")]
         assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_what_runs_on_one_machine_alone_says_so():
+    with pytest.raises(SystemExit, match="--hosts: table2 runs on this machine alone; leave it out"):
+        reproduce.main(["table2", "--show", "--hosts", "4"])
 
 
 def test_a_line_that_fails_is_an_error(tmp_path):

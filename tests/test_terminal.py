@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 
 import pytest
 
@@ -35,6 +36,14 @@ def test_lines_come_every_few_seconds_and_at_the_end():
     assert re.findall(r"^step (\d+)", out.getvalue(), re.M) == ["1", "120"]
 
 
+def test_a_fast_run_does_not_flood_the_terminal_with_times_of_5120_images():
+    out = io.StringIO()
+    plain = Plain(out, line_s=3600)
+    for i in range(5):
+        plain.classic(f"time per 5120 images: {i}.00")
+    assert out.getvalue() == "time per 5120 images: 0.00\n"
+
+
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
 def test_a_panel_fits_its_terminal(columns):
     out = io.StringIO()
@@ -43,6 +52,7 @@ def test_a_panel_fits_its_terminal(columns):
         panel.losses.append(2.0 / step)
     panel.evaluated(0.5)
     panel.evaluated(0.75)
+    panel.classic("time per 5120 images: 12.34 (train 9.99 sync 1.11 comm 1.22 wait 0.02)")
     panel._first = NOW._replace(step=10, elapsed_s=20.0)
     panel.console.print(panel.drawn(NOW))
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).splitlines()
@@ -52,6 +62,7 @@ def test_a_panel_fits_its_terminal(columns):
     assert "top-1 75.00" in text
     assert "loss  0.4321" in text
     assert "█" in text
+    assert "time per 5120 images: 12.34"[:columns] in text
     if columns >= 40:
         assert "0:03:00 left" in text  # 90 steps of 2 s
         assert "compute 60 %" in text
@@ -62,12 +73,41 @@ def test_a_panel_draws_in_place_and_leaves_lines_above():
     panel = Panel(out, 60)
     panel.say("run directory [x]")
     panel.progress(NOW)
+    # A job that is killed says no good-bye: the cursor must not be hidden then.
+    assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l")
     panel.say("step 30  evaluation")
     panel.progress(NOW._replace(step=31))
     panel.close()
     assert "run directory [x]" in out.getvalue()  # no markup
     assert "\x1b[" in out.getvalue()
     assert "step 31/120" in out.getvalue()
+
+
+def test_a_panel_follows_the_width_of_its_window(no_launcher, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    mine, theirs = pty.openpty()
+    drain = threading.Thread(target=lambda: [*iter(lambda: read_all(mine), b"")])
+    drain.start()
+    with os.fdopen(theirs, "w") as out:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        panel = open_terminal(False, out)
+        assert isinstance(panel, Panel)
+        panel.progress(NOW)
+        assert panel.console.width == 80
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+        panel.progress(NOW)
+        assert panel.console.width == 40
+        panel.close()
+    drain.join(timeout=10)
+    os.close(mine)
+
+
+def read_all(end: int) -> bytes:
+    """What has come; nothing once the other end is closed."""
+    try:
+        return os.read(end, 4096)
+    except OSError:
+        return b""
 
 
 def test_an_evaluation_is_drawn_at_once_and_parts_stay_with_their_shares():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -67,7 +68,7 @@ def measure_case(
         "hosts": len(set(control.hosts)) if isinstance(control, MpiProcesses) else 1,
         "seconds": {name: slowest([s[name].seconds for s in counted], control) for name in runs},
         "picked": inputs.picked,
-        "sent": {name: {"sent_bytes": median_sent([s[name].sent for s in counted], control)} for name in runs},
+        "sent": {name: sent_by_hosts([s[name].sent for s in counted], control) for name in runs},
     }
 
 
@@ -120,12 +121,14 @@ def slowest(seconds: Sequence[float], control: Processes) -> list[float]:
     return [max(column) for column in zip(*map(json.loads, control.gather(json.dumps(seconds))), strict=True)]
 
 
-def median_sent(sent: Sequence[float], control: Processes) -> float | None:
-    """Median over rounds of the host that sends most; None on one host, where nothing goes through a card."""
+def sent_by_hosts(sent: Sequence[float], control: Processes) -> Json:
+    """Medians over rounds, of every host and of the one that sends most; None on one host, whose card has no part."""
     if not isinstance(control, MpiProcesses) or len(set(control.hosts)) == 1:
-        return None
-    most = sorted(slowest(sent, control))
-    return most[len(most) // 2]
+        return {"sent_bytes": None, "sent_bytes_by_host": None}
+    medians = [float(text) for text in control.gather(str(statistics.median_high(sent)))]
+    ranks = range(control.size)  # of a host's ranks one may have looked late
+    each = [max(medians[r] for r in ranks if control.hosts[r] == host) for host in sorted(set(control.hosts))]
+    return {"sent_bytes": max(each), "sent_bytes_by_host": each}
 
 
 def card_bytes() -> int:

@@ -1,5 +1,6 @@
 """Data-parallel functions: any JAX function over all workers. Stooke and Abbeel 2017, "Synkhronos", on JAX."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ def shared(
         oversize: room for growth, as a factor >= 1 of the array's bytes.
         dtype: of the shared array; it must hold the value's without loss, or `force` casts.
 
-    Where every rank runs the script, the first of each host calls a function `value` and writes; the others attach.
+    Where every rank runs the script, the first of each host calls a function `value` and writes; the others attach;
+    what fails on one fails on all.
 
     Raises:
         UsageError: no numbers, a lossy cast, a name that is taken or unknown, no room.
@@ -82,16 +84,29 @@ def shared(
     check(value is not None or bool(name), "shared: give an array, or the name of one")
     if value is None:
         return memory.attach(name)
-    if launched() == 1 or team().is_serial:
-        return memory.create(value, name, oversize, dtype, force)
+    make_it = functools.partial(memory.create, value, name, oversize, dtype, force)
+    return make_it() if launched() == 1 or team().is_serial else shared_by_ranks(make_it, name)
+
+
+def shared_by_ranks(make: Callable[[], SharedArray], name: str) -> SharedArray:
+    """The first rank of each host makes the array, the others attach; all raise where one could not."""
     made: list[SharedArray] = []
+    errors: list[Exception] = []
 
-    def make_it() -> dict[str, Any]:
-        made.append(memory.create(value, name, oversize, dtype, force))
-        return made[0].ticket()
+    def tried(work: Callable[[], SharedArray]) -> dict[str, Any] | None:
+        try:
+            made.append(work())
+            return made[0].ticket()
+        except Exception as error:
+            errors.append(error)
+            return None
 
-    ticket = processes().from_first(make_it)
-    array = made[0] if made else memory.from_ticket(ticket, {})
-    array.name = name
-    processes().host_barrier()  # type: ignore[attr-defined]
-    return array
+    ticket = processes().from_first(lambda: tried(make))
+    if ticket and not made:
+        tried(lambda: memory.from_ticket(ticket, {}))
+    said = [text for text in processes().gather("; ".join(f"{e}" or repr(e) for e in errors)) if text]
+    if errors:
+        raise errors[0]
+    check(not said, f"shared: another rank could not make or see it: {said and said[0]}")
+    made[0].name = name
+    return made[0]

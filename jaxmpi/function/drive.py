@@ -21,7 +21,7 @@ from jaxmpi.comm import MpiComm, world
 from jaxmpi.config import TrainingError, check
 from jaxmpi.function.forkcomm import ForkComm
 from jaxmpi.function.lines import MpiLine, SocketLine, WorkerDied
-from jaxmpi.function.team import DeviceTeam, Order, ProcessTeam, SocketTeam, Team
+from jaxmpi.function.team import DeviceTeam, Order, ProcessTeam, SocketTeam, SumFailed, Team
 from jaxmpi.function.verbs import VERBS
 from jaxmpi.processes import MpiProcesses, processes
 
@@ -92,12 +92,18 @@ def chosen(n: int | None, kind: str) -> Team:
             sys.exit(0)
         return made
     devices = count_devices() if kind != "processes" else 1
-    wanted = n or (devices if devices > 1 or kind == "devices" else runtime.cores())
+    has_gpus = kind != "processes" and bool(runtime.visible_gpus()) and jax.default_backend() != "cpu"
+    wanted = n or how_many(kind, devices, has_gpus, runtime.cores())
     if kind != "devices" and wanted > devices:
         return processes_on_this_host(wanted)
     have = jax.local_devices()
     check(wanted <= len(have), f"fork: got {wanted} workers; this process has {len(have)} devices")
     return DeviceTeam(have[:wanted])
+
+
+def how_many(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
+    """Workers where the user names no number: all devices; of a CPU that is one device, its cores."""
+    return cores if kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus) else devices
 
 
 def close() -> None:
@@ -172,7 +178,7 @@ def processes_on_this_host(n: int) -> Team:
     check(
         not runtime.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
         f"fork: got {n} workers for {len(runtime.visible_gpus())} GPUs; forked processes are for CPUs. fork() takes "
-        "all GPUs, mpirun shares them",
+        "all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone",
     )
     runtime.prepare()
     number = next(_forks)
@@ -224,7 +230,10 @@ def forked_team(line: SocketLine, number: int) -> SocketTeam:
 
 
 def serve(waiting: ProcessTeam) -> None:
-    """Carry out the master's orders until it ends."""
+    """Carry out the master's orders until it ends.
+
+    Raises what failed here alone after the reports: the others wait for this worker, and only its end tells them.
+    """
     global _is_worker
     _is_worker = True
     while True:
@@ -235,5 +244,9 @@ def serve(waiting: ProcessTeam) -> None:
             VERBS[order.verb](waiting, order)
         except WorkerDied:
             return
-        except Exception:  # of a worker's own part, or that others' parts failed: the master has had the report
-            waiting.is_exchanging = False
+        except SumFailed:  # the master will close
+            pass
+        except Exception as error:  # of a worker's own part, or that others' parts failed, is in the reports
+            waiting.note(error)
+            if waiting.gone:
+                raise

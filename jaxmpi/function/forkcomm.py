@@ -71,6 +71,10 @@ class ForkComm(SoloComm):
         """The root's row."""
         return jax.tree.map(lambda rows: rows[root], self.allgather(x))
 
+    def fail(self) -> None:
+        """Let the others know that this worker will not come to a sum."""
+        self.shared.board.fail()
+
     def close(self) -> None:
         """Let go of the memory."""
         if self.size > 1:

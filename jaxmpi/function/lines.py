@@ -17,11 +17,15 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.config import TrainingError, UsageError
+from jaxmpi.config import TrainingError
 from jaxmpi.hostsum import TIMEOUT_S
 from jaxmpi.processes import MAX_BYTES, YIELDS, MpiProcesses
 
 Arrays = Sequence[np.ndarray]
+
+
+class OutOfStep(TrainingError):
+    """Workers are at different places of the script, or gone: there can be no other call."""
 
 
 class Report(NamedTuple):
@@ -126,10 +130,7 @@ class MpiLine:
         row[32:40] = np.frombuffer(mine.count.to_bytes(8, "little"), np.uint8)
         row[40] = mine.kind != "ok"
         rows = np.empty((self.size, 48), np.uint8)
-        if not patient(self.comm.Iallgather(row, rows), TIMEOUT_S):
-            raise UsageError(
-                f"rank {self.control.late()} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make it"
-            )
+        self._together(self.comm.Iallgather(row, rows))
         if rows[:, 40].any() or (rows[:, :32] != rows[0, :32]).any():
             return [Report(*json.loads(text)) for text in self.control.gather(json.dumps(mine))]
         return [Report("ok", "", int.from_bytes(row[32:40].tobytes(), "little")) for row in rows]
@@ -137,7 +138,7 @@ class MpiLine:
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         """In rounds, whose lengths fit MPI's counts."""
         sizes = np.empty(self.size, np.int64)
-        patient(self.comm.Iallgather(np.array([data.size], np.int64), sizes), TIMEOUT_S)
+        self._together(self.comm.Iallgather(np.array([data.size], np.int64), sizes))
         out = [np.empty(size, np.uint8) for size in sizes.tolist()] if everywhere or self.rank == 0 else None
         chunk = MAX_BYTES // self.size
         for start in range(0, max(sizes.tolist()), chunk):
@@ -145,14 +146,26 @@ class MpiLine:
             place = np.empty(sum(counts), np.uint8) if out is not None else None
             mine = data[start : start + chunk]
             if everywhere:
-                patient(self.comm.Iallgatherv(mine, (place, counts)), TIMEOUT_S)
+                self._together(self.comm.Iallgatherv(mine, (place, counts)))
             else:
-                patient(self.comm.Igatherv(mine, (place, counts) if self.rank == 0 else None, 0), TIMEOUT_S)
+                self._together(self.comm.Igatherv(mine, (place, counts) if self.rank == 0 else None, 0))
             if out is not None and place is not None:
                 ends = np.cumsum(counts).tolist()
                 for whole, end, count in zip(out, ends, counts, strict=True):
                     whole[start : start + count] = place[end - count : end]
         return out
+
+    def _together(self, request: Any) -> None:
+        """Wait for what all ranks take part in.
+
+        Raises:
+            OutOfStep: a rank has not come to it within the time limit; it is named.
+        """
+        if not patient(request, TIMEOUT_S):
+            raise OutOfStep(
+                f"rank {self.control.late()} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
+                "it (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+            )
 
 
 def cut(message: np.ndarray) -> list[np.ndarray]:
@@ -188,7 +201,7 @@ class Pause:
 # ---------------------------------------------------------------- sockets
 
 
-class WorkerDied(TrainingError):
+class WorkerDied(OutOfStep):
     """A worker's process has ended, and with it what it held."""
 
 

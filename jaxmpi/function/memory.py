@@ -218,6 +218,8 @@ def attach(name: str) -> SharedArray:
         handle = os.open(path, os.O_RDWR)
     except FileNotFoundError as error:
         raise UsageError(f"shared: there is no array named {name!r} on this host ({path})") from error
+    except PermissionError as error:
+        raise UsageError(f"shared: the array named {name!r} is another user's ({path})") from error
     return SharedArray(handle, path, name)
 
 
@@ -247,7 +249,7 @@ def forget_the_dead(path: str) -> None:
     try:
         said = json.loads(Path(path).open("rb").read(PAGE).rstrip(b"\0"))
         os.kill(said["pid"], 0)
-    except FileNotFoundError:  # nobody has it
+    except (FileNotFoundError, PermissionError):  # nobody has it; another user has
         return
     except (ProcessLookupError, ValueError):  # its maker has ended, or did before it had said who it is
         Path(path).unlink(missing_ok=True)

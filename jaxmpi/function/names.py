@@ -1,5 +1,6 @@
 """A user's function found again by its name in another process."""
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -12,30 +13,39 @@ from jaxmpi.config import UsageError, check
 SCRIPT = "__jaxmpi_main__"  # what a worker calls the master's script: not __main__, so that guarded code does not run
 
 
-def name_of(function: Callable) -> dict[str, str]:
-    """Module, qualified name, and the script where the module is one.
+def name_of(function: Callable) -> dict[str, Any]:
+    """Module, qualified name, the script where the module is one, and whether the name is of what wraps the function.
 
     Raises:
         UsageError: another process cannot find it.
     """
+    if hasattr(function, "lower"):  # jitted, as all of the program will be
+        function = getattr(function, "__wrapped__", function)
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     script = str(getattr(sys.modules.get("__main__"), "__file__", "") or "") if module == "__main__" else ""
-    if not name or "<" in name or (module == "__main__" and not script):
+    found = part_of(sys.modules.get(module), name)
+    is_wrapped = found is not function
+    if (is_wrapped and getattr(found, "__wrapped__", None) is not function) or (module == "__main__" and not script):
         raise UsageError(
             f"function {name or function!r} calls back into Python, so that its program cannot travel, and other "
             "processes cannot find it by name: define it at the top of a module or script, or run the script on every "
             "rank (mpirun without jaxmpi.fork)"
         )
-    return {"module": module, "qualname": name, "script": script and str(Path(script).resolve())}
+    path = script and str(Path(script).resolve())
+    return {"module": module, "qualname": name, "script": path, "is_wrapped": is_wrapped}
 
 
 def find(name: dict[str, Any]) -> Callable:
     """The function, its module imported; of a script, what is not under `if __name__ == "__main__"` runs."""
-    found: Any = load_script(name["script"]) if name["script"] else importlib.import_module(name["module"])
-    for part in name["qualname"].split("."):
-        check(hasattr(found, part), f"{name['module']} has no {name['qualname']}")
-        found = getattr(found, part)
-    return getattr(found, "__wrapped__", found)
+    module = load_script(name["script"]) if name["script"] else importlib.import_module(name["module"])
+    found = part_of(module, name["qualname"])
+    check(found is not None, f"{name['module']} has no {name['qualname']}")
+    return found.__wrapped__ if name["is_wrapped"] else found
+
+
+def part_of(module: Any, name: str) -> Any:
+    """What a qualified name stands for; None where it stands for nothing."""
+    return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), module)
 
 
 def load_script(path: str) -> Any:

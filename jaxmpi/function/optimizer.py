@@ -29,6 +29,10 @@ class Optimizer:
         inputs: Sequence[Marker],
         strategy: str | None,
     ) -> None:
+        check(
+            isinstance(inputs, (tuple, list)),
+            f"optimizer: inputs: got {inputs!r}; expected a tuple, one for every input of the loss after its params",
+        )
         is_optax = isinstance(tx, optax.GradientTransformation)
         check(is_optax, f"optimizer: tx: got {tx!r:.80}; expected an Optax transformation, such as optax.sgd(0.1)")
         numbers(params)  # refuse what is no tree of arrays before anything is placed

@@ -4,10 +4,12 @@ Every call is an order that all workers carry out: a part of each worker's own, 
 is changed and nothing travels before all have reported well; so a failure leaves all workers as they were.
 """
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmpi.comm import AxisComm, Comm
 from jaxmpi.config import TrainingError, UsageError, check
 from jaxmpi.exchange import Op, exchange
-from jaxmpi.function.lines import Line, Report, SocketLine, WorkerDied, pack, unpack
+from jaxmpi.function.lines import Line, OutOfStep, Report, SocketLine, WorkerDied, pack, unpack
 from jaxmpi.function.memory import FREED, SharedArray
 from jaxmpi.processes import differences
 
@@ -32,6 +34,10 @@ Device = Any  # of JAX
 
 class WorkerFailed(TrainingError):
     """A worker could not do its part; its own traceback is in the message. The workers are as before the call."""
+
+
+class SumFailed(OutOfStep):
+    """As all workers know that wait in it."""
 
 
 class Missing(Exception):
@@ -135,6 +141,7 @@ class Team:
         self.dropped: list[int] = []  # variables that nobody asks for any more
         self.gone = ""  # why it can do no more
         self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
+        self.busy = threading.Lock()
 
     # ------------------------------------------------------------ what differs between kinds of teams
 
@@ -152,8 +159,7 @@ class Team:
 
     def tell(self, order: Order) -> None:
         """Pass an order to workers that wait for it; where every rank runs the script there are none."""
-        self.forget(self.dropped)
-        self.dropped = []
+        self.forget(self.newly_dropped())
 
     def end(self) -> None:
         """Let workers that wait go."""
@@ -166,6 +172,11 @@ class Team:
             for number in numbers:
                 station.values.pop(number, None)
 
+    def newly_dropped(self) -> list[int]:
+        """Variables that nobody asks for any more, since the last time; others may be dropped meanwhile."""
+        numbers, self.dropped = self.dropped, []
+        return numbers
+
     @property
     def mine(self) -> Station:
         """This process's first worker."""
@@ -175,6 +186,19 @@ class Team:
         """For a variable."""
         self.made += 1
         return self.made
+
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """One order at a time. To wait would be for ever where a function calls another through Python."""
+        check(
+            self.busy.acquire(blocking=False),
+            f"{what}: called while another call is under way, from inside of a function or from another thread; calls "
+            "go one after another",
+        )
+        try:
+            yield
+        finally:
+            self.busy.release()
 
     def check_usable(self) -> None:
         """Refuse a team that has been closed or broken."""
@@ -203,6 +227,7 @@ class Team:
             UsageError: what was asked cannot be, or workers disagree. WorkerFailed: some workers failed.
             MissingPrograms: workers lack programs.
         """
+        self.is_exchanging = False
         reports, errors = [], {}
         for station in self.stations:  # all begin before any is waited for
             report, error = tried(station, work)
@@ -219,7 +244,7 @@ class Team:
     def note(self, error: BaseException) -> None:
         """After a failed call, whether there can be others."""
         agreed = isinstance(error, (UsageError, WorkerFailed)) or not (
-            self.is_exchanging or isinstance(error, WorkerDied) or not isinstance(error, Exception)
+            self.is_exchanging or isinstance(error, OutOfStep) or not isinstance(error, Exception)
         )
         self.is_exchanging = False
         if not agreed and self.size > 1 and not isinstance(self, DeviceTeam):
@@ -228,10 +253,14 @@ class Team:
 
     def refuse(self, what: str, error: Exception) -> None:
         """Where every rank runs the script, tell the others that this one cannot even begin."""
-        if not self.is_serial:
-            judged(
-                what, self.all_reports([failure(error)] * len(self.stations)), {s.rank: error for s in self.stations}
-            )
+        if self.is_serial:
+            return
+        try:
+            reports = self.all_reports([failure(error)] * len(self.stations))
+        except OutOfStep as late:
+            self.note(late)
+            raise
+        judged(what, reports, {station.rank: error for station in self.stations})
 
 
 def tried(station: Station, work: Callable[[Station], Report]) -> tuple[Report, Exception | None]:
@@ -321,12 +350,14 @@ class ProcessTeam(Team):
 
     def tell(self, order: Order) -> None:
         """To every worker, its own arrays."""
+        dropped = self.newly_dropped()
+        self.forget(dropped)
         if self.is_serial:
-            header = json.dumps([order.verb, order.header, self.dropped, list(FREED)])
-            FREED.clear()
+            freed = list(FREED)
+            del FREED[: len(freed)]  # more may come at any time
+            header = json.dumps([order.verb, order.header, dropped, freed])
             for rank in range(1, self.size):
                 self.line.tell(rank, header, order.parcels(rank))
-        super().tell(order)
 
     def hear(self) -> Order:
         """The master's next order."""
@@ -351,12 +382,13 @@ class SocketTeam(ProcessTeam):
     cores: Sequence[int] = ()  # that this process had before the fork
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """As a worker that has ended is found in a sum by the others, say which it was."""
+        """Of a sum that fails all others learn through shared memory; the master says which worker has ended."""
         try:
             return jax.block_until_ready(super().summed(mine, op, strategy))
-        except Exception:
+        except Exception as error:
+            self.comm.fail()
             self.line.check_alive()
-            raise
+            raise SumFailed(f"a sum over workers failed: {error}") from error
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""

@@ -52,26 +52,23 @@ class Variable:
         """Of this process's own worker's leaves."""
         return [x.shape for x in self.team.mine.held(self.number)]
 
-    def get(self, rank: int) -> PyTree:
+    def get(self, rank: int | np.integer) -> PyTree:
         """The tree on one worker, as NumPy arrays. Communicates: that tree."""
-        check(0 <= rank < self.team.size, f"get: rank: got {rank}; expected a worker in [0, {self.team.size})")
-        [leaves] = self._fetch("get", rank, keep=False)
+        [leaves] = self._fetch("get", self._rank("get: rank", rank), keep=False)
         return jax.tree.unflatten(self.structure, leaves)
 
-    def set(self, rank: int, value: PyTree) -> None:
+    def set(self, rank: int | np.integer, value: PyTree) -> None:
         """Give one worker another tree of the same structure, of any shapes."""
-        check(0 <= rank < self.team.size, f"set: rank: got {rank}; expected a worker in [0, {self.team.size})")
-        self._put("set", lambda: self._leaves(value), [rank])
+        self._put("set", lambda: self._leaves(value), [self._rank("set: rank", rank)])
 
     # ------------------------------------------------------------ from one to all
 
-    def broadcast(self, value: PyTree = None, root: int = 0) -> None:
+    def broadcast(self, value: PyTree = None, root: int | np.integer = 0) -> None:
         """Give all workers a tree, or (no value) that of worker `root`."""
         if value is not None:
             self._put("broadcast", lambda: self._leaves(value), None)
             return
-        check(0 <= root < self.team.size, f"broadcast: root: got {root}; expected a worker in [0, {self.team.size})")
-        self._fetch("broadcast", root, keep=True)
+        self._fetch("broadcast", self._rank("broadcast: root", root), keep=True)
 
     def scatter(self, value: PyTree, batch: Any = None) -> None:
         """Divide the rows of a tree over the workers, as evenly as can be; worker r gets the r-th part.
@@ -108,6 +105,11 @@ class Variable:
         self._reduce("all_reduce", op, strategy, keep=True)
 
     # ------------------------------------------------------------ how
+
+    def _rank(self, what: str, rank: int | np.integer) -> int:
+        is_rank = isinstance(rank, (int, np.integer)) and 0 <= rank < self.team.size
+        check(is_rank, f"{what}: got {rank!r}; expected a worker in [0, {self.team.size})")
+        return int(rank)
 
     def _leaves(self, value: PyTree) -> list[np.ndarray]:
         _leaves, structure = jax.tree.flatten(value)

@@ -26,8 +26,14 @@ def perform(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
     """Carry out an order with all workers: tell those that wait, do this process's part.
 
     Raises:
-        UsageError, WorkerFailed: as `Team.attempt`; the workers are as before.
+        UsageError, WorkerFailed: as `Team.attempt`; another order is under way. The workers are as before.
     """
+    with team.alone(what):
+        return performed(team, what, prepare)
+
+
+def performed(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
+    """The order prepared, told and done; what workers lack is sent before it is told again."""
     team.check_usable()
     try:
         order = prepare()
@@ -73,12 +79,8 @@ def settle(station: Station, leaves: Sequence[Leaf], results: dict[int, Any], ma
         elif leaf.place == "into":
             new.setdefault(leaf.target, []).append(station.put(results[i]))
         elif leaf.place == "update":
-            old = station.held(leaf.target)[leaf.index] if leaf.op == "add" else None
-            new.setdefault(leaf.target, []).append(value if old is None else added(old, value))
+            new.setdefault(leaf.target, []).append(value)
     station.values.update(new)
-
-
-added = jax.jit(jnp.add)
 
 
 def reduce_leaves(

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,8 +29,17 @@ def main(handle: int, told: dict[str, Any]) -> None:
         drive.serve(drive.forked_team(line, told["fork"]))
     except WorkerDied:
         pass
+    except Exception:  # alone, after the reports
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def leave(code: int) -> None:
+    """At once: there is nothing to wait for."""
     sys.stdout.flush()
-    os._exit(0)  # nothing to wait for: the master has closed, or ended
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """A function of arrays over all workers: scatter, compute, reduce. Stooke and Abbeel 2017 (Synkhronos) on JAX."""
 
+import functools
 import itertools
 import json
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +38,8 @@ PyTree = Any
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
 
 
+OF_OTHERS = "belongs to workers that were closed"
+
 _numbers = itertools.count()  # functions in the order in which they are made, the same on all ranks
 
 
@@ -63,6 +67,8 @@ class Function:
         is_one_update = not self.outputs and (is_pair or isinstance(updates, Variable))
         self.is_bare = is_one_update or (self.single and not self.updates)  # f returns that one, in no tuple
         check_markers(inputs if several else [inputs], self.outputs)
+        self.targets: list[Variable] = [x.into for x in (*self.outputs, *self.updates) if x.into is not None]
+        check_targets(self.name, self.targets)
         self.strategy = strategy
         if strategy is not None:
             check_strategy(strategy)
@@ -117,14 +123,15 @@ class Function:
     ) -> Order:
         is_count = isinstance(slices, (int, np.integer)) and slices >= 1
         check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
+        check(all(v.team is team for v in self.targets), f"{self.name}: a variable that takes a result {OF_OTHERS}")
         bound = Bound(team)
         structure = bound.add_all(self._markers(args), args)
         header = bound.header(batch, batch_local, int(slices))
         names = {str(place): variable.number for place, variable in made.items()}
         header |= {"f": self.number, "form": self._form(structure), "name": self.name, "locals": names}
         header["strategy"] = self.strategy or team.default_strategy
-        agreed = ("name", "f", "form", "n", "slices", "strategy", "locals")
-        header["says"] = json.dumps({key: header[key] for key in agreed})
+        agreed = ("name", "f", "form", "n", "rows", "local", "slices", "strategy", "locals")
+        header["says"] = json.dumps({key: header[key] for key in agreed} | bound.chosen())
         fresh = self._fresh(bound)
         header["fresh"] = list(fresh)
         given = Given(bound.given, bound.rows, bound.local, fresh)
@@ -254,6 +261,12 @@ def check_markers(inputs: Sequence[Marker], outputs: Sequence[Output]) -> None:
         )
 
 
+def check_targets(name: str, targets: Sequence[Variable]) -> None:
+    """Refuse two results for one variable."""
+    once = len({id(variable) for variable in targets}) == len(targets)
+    check(once, f"{name}: one variable is to take two results; expected a variable for each")
+
+
 def leaf_of(place: int, index: int, wanted: Output, outputs: int) -> Leaf:
     """Where one array that the program returns goes."""
     if place >= outputs:
@@ -293,7 +306,7 @@ class Bound:
             if takes_argument(marker):
                 structures.append(self._add_argument(f"argument {place}", marker, next(left)))
             else:
-                check(variable.team is self.team, f"input {place}: the variable belongs to workers that were closed")
+                check(variable.team is self.team, f"input {place}: the variable {OF_OTHERS}")
                 count = len(self.team.mine.held(variable.number))
                 self.inputs += [
                     ["rows" if isinstance(marker, Scatter) else "whole", variable.number, i] for i in range(count)
@@ -337,6 +350,14 @@ class Bound:
             "slices": slices,
             "inputs": self.inputs,
         }
+
+    def chosen(self) -> dict[str, int]:
+        """Of indices, what tells whether all ranks that run the script have chosen the same."""
+        if self.team.is_serial or len(self.team.stations) == self.team.size:
+            return {}
+        choices = [self.rows.indices if self.rows else None, *self.local]
+        indices = [np.asarray(choice, np.int64) for choice in choices if hasattr(choice, "__len__")]
+        return {"indices": functools.reduce(lambda crc, array: zlib.crc32(array.tobytes(), crc), indices, 0)}
 
     def parcels(self, rank: int, fresh: list[Any]) -> list[Any]:
         """The arrays that travel to a worker, in the order in which it takes them."""

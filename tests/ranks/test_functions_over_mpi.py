@@ -42,6 +42,24 @@ def test_ranks_at_different_calls():
     assert float(f(x)) == float(g(x)) * 2 == 2 * SIZE
 
 
+def test_ranks_that_choose_other_rows():
+    rows = jm.function(lambda x: x, jm.scatter, jm.gather)
+    x = np.arange(4 * SIZE, dtype=np.float32)
+    other = [RANK == 1, *range(1, 2 * SIZE)]
+    for batch in (other, slice(RANK == 1, 2 * SIZE + (RANK == 1))):
+        with pytest.raises(jm.UsageError, match="differs between workers"):
+            rows(x, batch=batch)
+    assert np.asarray(rows(x, batch=slice(0, 2 * SIZE))).tolist() == x[: 2 * SIZE].tolist()
+
+
+def test_a_shared_array_that_cannot_be_made():
+    """Only the first rank of a host tries to; all learn of it."""
+    for make, message in ((lambda: np.array([object()]), "array of object"), (lambda: 1 / 0, "division by zero")):
+        with pytest.raises((jm.UsageError, ZeroDivisionError), match=message):
+            jm.shared(make)
+    assert jm.shared(f32([1, 2]))[:].tolist() == [1, 2]
+
+
 def test_fork_after_functions():
     with pytest.raises(jm.UsageError, match="already"):
         jm.fork()
