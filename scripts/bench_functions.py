@@ -119,20 +119,22 @@ def shuffle(options: argparse.Namespace) -> Result:
         call()
         return time.perf_counter() - begin
 
-    def fetch() -> float:
+    def fetch() -> tuple[float, float]:
         spent.clear()
         once(lambda: f(data, batch=order))
-        return spent["fetch_s"]
+        return spent["rows_s"], spent["placed_s"]
 
-    def take() -> float:
-        return once(lambda: np.take(data.array, mine, axis=0))
+    def take() -> tuple[float, float]:
+        took_s = once(lambda: np.take(data.array, mine, axis=0))
+        return took_s, took_s
 
     rounds = [[fetch(), take(), take(), fetch()] for _ in range(options.rounds + 3)][3:]  # slow drifts cancel
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    fetches, takes = (np.take(np.array(rounds), places, axis=1) for places in ((0, 3), (1, 2)))
-    mine_of_all = [*middle(fetches.sum(1) / takes.sum(1)), 1e3 * np.median(fetches), 1e3 * np.median(takes)]
+    seconds = np.array(rounds)  # f64[rounds, 4, rows alone or on the device too]
+    takes, ratios = seconds[:, 1:3, 0], seconds[:, ::3].sum(1) / seconds[:, 1:3].sum(1)
+    found = [*middle(ratios[:, 0]), *middle(ratios[:, 1]), 1e3 * np.median(takes)]
     return {
-        "workers": processes().rows(np.array(mine_of_all)).tolist(),
+        "workers": processes().rows(np.array(found)).tolist(),
         "memory_grown_mb": grown / 1024,
         "data_mb": data.nbytes / 2**20,
         "share_mb": mine.size * 512 * 4 / 2**20,
@@ -140,17 +142,18 @@ def shuffle(options: argparse.Namespace) -> Result:
 
 
 def timed_fetches() -> dict[str, float]:
-    """Where the seconds add up in which a worker's rows are taken and put on its device, from now on."""
+    """Where the seconds add up in which a worker takes its rows, and has them on its device, from now on."""
     import jax
 
     from jaxmpi.function import compute
 
     spent: dict[str, float] = defaultdict(float)
     given = compute.given
+    timed(compute, "take", "rows_s", spent)
 
     def timed_source(*args: Any) -> Any:
         source = given(*args)
-        return source._replace(fetch=counted(lambda a, b: jax.block_until_ready(source.fetch(a, b)), "fetch_s", spent))
+        return source._replace(fetch=counted(lambda a, b: jax.block_until_ready(source.fetch(a, b)), "placed_s", spent))
 
     compute.given = timed_source
     return spent
@@ -357,10 +360,11 @@ def show_calls(options: argparse.Namespace) -> Result:
 def show_shuffle(options: argparse.Namespace) -> Result:
     """Rows by index."""
     row = job("shuffle", 2, "--rounds", str(options.rounds))
-    for rank, (ratio, low, high, fetch_ms, take_ms) in enumerate(row["workers"]):
+    print(f"medians of {options.rounds} rounds, and between what they lie with 95 %")
+    for rank, (rows, low, high, placed, placed_low, placed_high, take_ms) in enumerate(row["workers"]):
         print(
-            f"worker {rank}: its rows are fetched in {fetch_ms:.2f} ms, its own take is {take_ms:.2f}: "
-            f"{ratio:.3f} of it ({low:.3f} to {high:.3f}), median of {options.rounds} rounds and 95 % (goal 1.10)"
+            f"worker {rank}: its own take {take_ms:.2f} ms; rows by index {rows:.3f} ({low:.3f} to {high:.3f}) of it, "
+            f"goal 1.10; until they are on the device {placed:.3f} ({placed_low:.3f} to {placed_high:.3f})"
         )
     print(f"memory grew by {row['memory_grown_mb']:.0f} MB; share {row['share_mb']:.0f}, data {row['data_mb']:.0f}")
     return row

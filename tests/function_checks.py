@@ -433,7 +433,8 @@ def check_refusals():
     fails(lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value")
     no_tx: Any = 0.1
     fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, no_tx), "tx: got 0.1; expected an Optax transformation")
-    fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, optax.sgd(0.1), jm.scatter), "inputs: got Scatter")
+    one_word: Any = jm.scatter
+    fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, optax.sgd(0.1), one_word), "inputs: got Scatter")
     v = jm.variable(np.float32(0))
     fails(lambda: jm.function(lambda x: (x, x), updates=((v, jm.add), (v, jm.max))), "is to take two results")
     fails(lambda: one(np.float32(3)), "scatter needs an array with a first axis")

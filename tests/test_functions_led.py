@@ -310,6 +310,33 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not os.path.exists(ended.out.split()[-1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2])
+def test_slices_bound_the_memory(n, tmp_path):
+    """Of what a share needs at once, 400 MB over the workers, each piece of twenty needs a twentieth."""
+    script = (
+        HEAD
+        + """
+def peak_mb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+if __name__ == "__main__":
+    n = jm.fork({n})
+    x, w = jm.shared(np.ones((100_000, 8), np.float32)), np.ones((8, 1000), np.float32)
+    f = jm.function(lambda x, w: jnp.tanh(x @ w).sum(), (jm.scatter, jm.broadcast), jm.sum)
+    f(x, w, batch=5_000)
+    peaks = [peak_mb()]
+    for slices in (20 // n, 1):
+        f(x, w, slices=slices)
+        peaks.append(peak_mb())
+    print("peaks", *np.diff(peaks))
+"""
+    )
+    ended = lead(tmp_path, script, n, timeout_s=60)
+    assert ended.code == 0, ended.out[-3000:]
+    sliced, whole = map(int, ended.out.split("peaks ")[1].split()[:2])
+    assert whole > 300 / n
+    assert sliced < 100 / n
+
+
 OVER_HOSTS = (
     HEAD
     + """

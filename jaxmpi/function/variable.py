@@ -108,7 +108,7 @@ class Variable:
 
     def _rank(self, what: str, rank: int | np.integer) -> int:
         is_rank = isinstance(rank, (int, np.integer)) and 0 <= rank < self.team.size
-        check(is_rank, f"{what}: got {rank!r}; expected a worker in [0, {self.team.size})")
+        check(bool(is_rank), f"{what}: got {rank!r}; expected a worker in [0, {self.team.size})")
         return int(rank)
 
     def _leaves(self, value: PyTree) -> list[np.ndarray]:
