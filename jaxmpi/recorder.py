@@ -236,7 +236,7 @@ class Classic:
         self.images += images
         if images <= 0 or examples // CLASSIC == (examples - images) // CLASSIC:
             return None
-        each, counted = self.spent * (CLASSIC / self.images), self.spent.max(axis=0) > 0
+        each, counted = self.spent * (CLASSIC / self.images), np.asarray(self.spent.any(axis=0))
         self.spent, self.images = np.zeros_like(each), 0
         mean = dict(zip(PARTS, each[:, counted].mean(axis=1).tolist(), strict=True))
         train_s = mean["compute"] + mean["transfer"] + mean["other"]
