@@ -181,6 +181,27 @@ def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
     assert set(moved) == {50}
 
 
+@jax.tree_util.register_pytree_node_class
+class Mute(list):
+    """Arrays that must not be written down, which takes longer than a call."""
+
+    def tree_flatten(self):
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, data, leaves):
+        return cls(leaves)
+
+    def __repr__(self):
+        raise AssertionError("a call that is well writes no message")
+
+
+def test_a_call_writes_down_no_argument():
+    jm.fork(2)
+    f = jm.function(lambda x, p: x[0].sum() + p[0].sum(), (jm.scatter, jm.broadcast), jm.sum)
+    assert float(f(Mute([np.ones(4, np.float32)]), Mute([np.ones(3, np.float32)]))) == 10
+
+
 def test_results_do_not_alias_what_the_caller_may_overwrite():
     jm.fork(1)
     x = np.zeros((1 << 12, 16), np.float32)

@@ -321,7 +321,7 @@ def peak_mb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 if __name__ == "__main__":
     n = jm.fork({n})
     x, w = jm.shared(np.ones((100_000, 8), np.float32)), np.ones((8, 1000), np.float32)
-    f = jm.function(lambda x, w: jnp.tanh(x @ w).sum(), (jm.scatter, jm.broadcast), jm.sum)
+    f = jm.function(lambda x, w: (jnp.tanh(x @ w) @ w.T).sum(), (jm.scatter, jm.broadcast), jm.sum)
     f(x, w, batch=5_000)
     peaks = [peak_mb()]
     for slices in (20 // n, 1):

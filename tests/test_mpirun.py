@@ -92,7 +92,8 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("case", ABSENT)
+# Of the second the rank that is waited for spins in MPI until the other gives up.
+@pytest.mark.parametrize("case", ["asleep", pytest.param("a batch of another shape", marks=pytest.mark.slow)])
 def test_absent_rank_is_named_within_the_time_limit(case, tmp_path):
     code, message = ABSENT[case]
     (tmp_path / "job.py").write_text(HEAD + code)

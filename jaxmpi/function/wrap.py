@@ -12,7 +12,7 @@ import jax
 import jax.export
 import numpy as np
 
-from jaxmpi.config import check
+from jaxmpi.config import UsageError, check
 from jaxmpi.exchange import check_strategy
 from jaxmpi.function import drive
 from jaxmpi.function.compute import canonical, take
@@ -317,7 +317,8 @@ class Bound:
 
     def _add_argument(self, name: str, marker: Marker, tree: PyTree) -> Any:
         leaves = named_leaves(tree)
-        check(marker is broadcast or bool(leaves), f"{name}: got {tree!r:.80}; scatter needs arrays, rows of examples")
+        if marker is not broadcast and not leaves:  # else nobody writes down what may be big
+            raise UsageError(f"{name}: got {tree!r:.80}; scatter needs arrays, rows of examples")
         for path, leaf in leaves:
             where_ = f"{name}{f' leaf {path!r}' if path else ''}"
             array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
