@@ -32,6 +32,7 @@ PARTS = {
     "other": "the loop's own: log, and what the first step compiles",
 }
 LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # what a process knows by itself
+OWN = [[*PARTS].index(part) for part in ("data", "transfer", "compute")]
 LATER = float("inf"), float("inf")  # than the loop has had its next batch
 MOST_SPANS = 1 << 20  # of a window; later ones are lost
 MOST_ROWS = 128  # of a window that ranks compare; of a longer one, several steps together
@@ -165,23 +166,30 @@ def taken_apart(
     waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = 0 if not has_exchange else 3 if waits else 1 if lone_s is None else 2
-    parts, exposed, busy_from = np.zeros(len(LOCAL)), np.zeros(len(rows)), 0.0
-    for i, row in enumerate(rows):
+    each, busy_from = [], 0.0
+    for row in rows:
         low, high = row.ended
         ended_s = low if low == high else min(max(busy_from + (step_s or float("inf")), low), high)
         busy_from = row.start_s if row.ended == LATER else max(row.start_s, ended_s)
         idle = (ended_s, row.start_s)
-        data, transfer = (length(clipped([part], *idle)) for part in waits_of(row))
+        data, transfer = (shared(part, idle) for part in waits_of(row))
         idle_s = max(0.0, row.start_s - ended_s)
         busy_s = row.end_s - row.begin_s - idle_s
-        mine = inside(waits, row.begin_s, row.end_s)
-        exposed[i] = min(length(mine), busy_s) if source == 3 else max(0.0, busy_s - (lone_s or busy_s)) * (source == 2)
-        parts += data, transfer, busy_s - exposed[i], exposed[i], 0, idle_s - data - transfer + row.gap_s
+        mine = inside(waits, row.begin_s, row.end_s) if waits else []
+        out = min(length(mine), busy_s) if source == 3 else max(0.0, busy_s - (lone_s or busy_s)) * (source == 2)
+        each.append((data, transfer, busy_s - out, out, 0.0, idle_s - data - transfer + row.gap_s))
         noted += compute_spans(row, max(row.begin_s, min(ended_s, row.start_s)), mine)
-    if rows:
-        behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s), waits)
+    spent = np.array(each).reshape(-1, len(LOCAL))
+    parts = spent.sum(axis=0)
+    if travel:
+        behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s) if rows else [], waits)
         parts[LOCAL.index("hidden")] = length(behind)
-    return Window(len(rows), parts, folded(exposed), source, noted)
+    return Window(len(rows), parts, folded(spent[:, LOCAL.index("exposed")]), source, noted)
+
+
+def shared(a: Interval, b: Interval) -> float:
+    """Seconds that two intervals have in common."""
+    return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
 def waits_of(row: Row) -> tuple[Interval, Interval]:
@@ -192,14 +200,16 @@ def waits_of(row: Row) -> tuple[Interval, Interval]:
 def compute_spans(row: Row, idle_from_s: float, waits: list[Interval]) -> list[Span]:
     """When the device was at work in an iteration: neither idle nor waiting for a bucket."""
     busy = [(row.begin_s, idle_from_s), (row.start_s, row.end_s)] if idle_from_s < row.start_s else None
-    pieces = minus(busy or [(row.begin_s, row.end_s)], waits)
-    return [Span("compute", f"step {row.step}", begin, end) for begin, end in pieces]
+    pieces = busy or [(row.begin_s, row.end_s)]
+    if waits:
+        pieces = minus(pieces, waits)
+    return [Span("compute", f"step {row.step}", begin, end) for begin, end in pieces if begin < end]
 
 
 def folded(values: np.ndarray) -> np.ndarray:
     """Sums of neighbours, so that at most MOST_ROWS are left."""
     per = -(-len(values) // MOST_ROWS) or 1
-    return np.add.reduceat(values, np.arange(0, len(values), per)) if len(values) else values
+    return np.add.reduceat(values, np.arange(0, len(values), per)) if per > 1 else values
 
 
 class Lone(NamedTuple):
@@ -307,12 +317,13 @@ def over_ranks(spent: np.ndarray, made: np.ndarray, steps: float, source: str) -
 def spreads(each: np.ndarray, counted: np.ndarray) -> dict[str, Spread]:
     """By part, of f64[PARTS, ranks], over the ranks that are counted."""
     ranks = np.flatnonzero(counted)
-    return {
-        part: (float(v.min()), float(np.median(v)), float(v.max()), int(ranks[np.argmax(v)]))
-        for part, v in zip(PARTS, each[:, ranks], strict=True)
-    }
+    n, seen = len(ranks), each[:, ranks]
+    ordered = np.sort(seen, axis=1)
+    middle = (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
+    columns = ordered[:, 0], middle, ordered[:, -1], ranks[seen.argmax(axis=1)]
+    return dict(zip(PARTS, zip(*(column.tolist() for column in columns), strict=True), strict=True))
 
 
 def own_of(each: np.ndarray) -> np.ndarray:
     """Of f64[PARTS, ranks], what each rank neither waited for others nor for their messages."""
-    return each[[[*PARTS].index(part) for part in ("data", "transfer", "compute")]].sum(axis=0)
+    return each[OWN].sum(axis=0)

@@ -79,8 +79,9 @@ def plan(sizes: Sequence[int], bucket_bytes: int | None, ready: Sequence[int] | 
         sizes: of all leaves, in floats.
         bucket_bytes: None is one bucket for all.
         ready: the leaves as they come to exist. The first bucket is then closed once it holds a quarter of
-            `bucket_bytes`, for nothing travels until it has left; and the last, behind which nothing is left to
-            compute, holds a quarter at most. Default: in order, all buckets alike.
+            `bucket_bytes`, for nothing travels until it has left; the last holds a quarter at most and the one before
+            it half, for little or nothing is left to compute behind which they could travel. Default: in order, all
+            buckets alike.
     """
     leaves = [i for i in (range(len(sizes)) if ready is None else ready) if sizes[i]]
     if ready is None or bucket_bytes is None:
@@ -89,12 +90,12 @@ def plan(sizes: Sequence[int], bucket_bytes: int | None, ready: Sequence[int] | 
     while first < len(leaves) and 4 * held < bucket_bytes and 4 * sizes[leaves[first]] < bucket_bytes:
         held += 4 * sizes[leaves[first]]
         first += 1
-    last, held = len(leaves), 0
-    while last > first and 4 * (held + 4 * sizes[leaves[last - 1]]) <= bucket_bytes:
-        held += 4 * sizes[leaves[last - 1]]
-        last -= 1
-    buckets = [leaves[:first], *fill(leaves[first:last], sizes, bucket_bytes), leaves[last:]]
-    return [bucket for bucket in buckets if bucket]
+    rest, late = leaves[first:], []
+    for part in (4, 2):
+        held = np.cumsum([4 * part * sizes[i] for i in reversed(rest)])
+        cut = len(rest) - int(np.searchsorted(held, bucket_bytes, "right"))
+        rest, late = rest[:cut], [rest[cut:], *late]
+    return [bucket for bucket in (leaves[:first], *fill(rest, sizes, bucket_bytes), *late) if bucket]
 
 
 def fill(leaves: Sequence[int], sizes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:

@@ -256,9 +256,11 @@ def parse(spelling: str) -> tuple[Compressor, Strategy]:
     """`compressor/strategy` as both, such as `lowrank4/ring16`; asa32 where only the compressor is given.
 
     Raises:
-        UsageError: an unknown compressor or strategy, a number that the compressor cannot take, or strategy none.
+        UsageError: an unknown compressor or strategy, a number that the compressor cannot take, or strategy none or
+            auto.
     """
     name, _, rest = spelling.partition("/")
+    check(not rest.startswith("auto"), f"got {spelling!r}; after the / name a strategy, as in {name}/ring16")
     strategy = strategies.parse(rest or "asa32")
     check(strategy.name != "none:32", f"got {spelling!r}; strategy none exchanges nothing, compressed or not")
     stem = next((stem for stem in STEMS if name.startswith(stem)), "")

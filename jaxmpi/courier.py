@@ -95,11 +95,13 @@ class Courier:
 
     def stop(self) -> None:
         """End the thread once programs that still run have had their sums, and what is under way has arrived."""
-        jax.effects_barrier()
-        with self._wake:
-            self._is_ending = True
-            self._wake.notify()
-        self._thread.join()
+        try:
+            jax.effects_barrier()
+        finally:  # a program that failed fails here once more
+            with self._wake:
+                self._is_ending = True
+                self._wake.notify()
+            self._thread.join()
 
     # ------------------------------------------------------------ called by programs
 

@@ -23,6 +23,7 @@ from jaxmpi.sums import sums
 PyTree = Any
 Op = Literal["mean", "sum"]
 BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is
+TRACED = "exchange in a program that ranks trace together, for the same shapes"
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -60,11 +61,6 @@ def exchange(
             `jax.grad`, or over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
     """
     check_op(op)
-    check(
-        not compressors.is_compressor(strategy),
-        f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
-        f"use exchange_gradients({strategy!r}), which holds it in its state",
-    )
     check_bucket_bytes(bucket_bytes)
     check_strategy(strategy)
     check_leaves(tree)
@@ -76,30 +72,37 @@ def exchange(
         strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
     if is_traced(leaves):
-        choice.comm.sign(choice.statement(tree))
+        choice.comm.sign(choice.statement(tree, TRACED))
         return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, choice.comm) for leaf in leaves]))
     return _outside_jit(choice)(tree)
 
 
 def check_strategy(strategy: str) -> None:
     """Refuse what is neither a strategy nor `auto`, with a wire or without."""
+    check(
+        not (isinstance(strategy, str) and compressors.is_compressor(strategy)),
+        f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
+        f"use exchange_gradients({strategy!r}), which holds it in its state",
+    )
     if is_auto(strategy):
         allowed_wires(strategy)
     else:
         parse(strategy)
 
 
-_settled: dict[tuple[Comm, str, int | None], Verdict] = {}
+_settled: dict[tuple[Comm, str, int | None, tuple[str, ...]], Verdict] = {}
 
 
-def settle(comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int]) -> Verdict:
-    """What `auto` stands for from the first call on, for these workers; said by rank 0."""
-    key = comm, strategy, bucket_bytes
+def settle(
+    comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int], among: tuple[str, ...] = ()
+) -> Verdict:
+    """What `auto` stands for from the first call on, for these workers and algorithms; said by rank 0."""
+    key = comm, strategy, bucket_bytes, among
     if not isinstance(comm, MpiComm):
         return choose(comm, sizes, strategy, bucket_bytes)
     if key not in _settled:
         with jax.ensure_compile_time_eval():  # a probe runs now, though the caller's program may only be traced
-            _settled[key] = choose(comm, sizes, strategy, bucket_bytes)
+            _settled[key] = choose(comm, sizes, strategy, bucket_bytes, among)
         if comm.rank == 0:
             print(f"jaxmpi: {_settled[key].why}", flush=True)
     return _settled[key]
@@ -120,11 +123,11 @@ class Choice(NamedTuple):
     bucket_bytes: int | None
     order: Order | None = None
 
-    def statement(self, tree: PyTree) -> Statement:
-        """What must be the same on all ranks."""
+    def statement(self, tree: PyTree, what: str = "exchange") -> Statement:
+        """What must be the same on all ranks, for messages by the name `what`."""
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
-        return statement("exchange", {**options, "leaf": signature(tree)})
+        return statement(what, {**options, "leaf": signature(tree)})
 
     def ready(self, count: int) -> list[int] | None:
         """Leaves in the order in which they come to exist, where that counts."""
@@ -291,9 +294,9 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
         check_leaves(updates)
         if workers.size == 1:
             return updates, state
-        choice = Choice(spelling, op, workers, bucket_bytes)
-        workers.sign(choice.statement(updates))
-        if is_traced(jax.tree.leaves((updates, state))):
+        choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
+        workers.sign(choice.statement(updates, TRACED if traced else "exchange"))
+        if traced:
             total, state = run(updates, state)
         else:
             total, state = compressor.compress(updates, state, outside_jit(workers))

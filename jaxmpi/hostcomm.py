@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxmpi.strategies import Strategy, is_even
+from jaxmpi.strategies import Strategy, is_even, parse
 from jaxmpi.wires import BLOCK, SMALLEST_NORMAL
 
 Rows = Sequence[np.ndarray]  # f32[<= n / size] each, views of one vector; row i is worker i's to sum
@@ -282,6 +282,11 @@ def has(strategy: Strategy, hosts: Sequence[int]) -> bool:
     algorithm, _, wire = strategy.name.partition(":")
     fits = FITS.get(algorithm)
     return algorithm in HOST_SUMS and wire in HOST_WIRES and (fits is None or fits(hosts))
+
+
+def fitting(hosts: Sequence[int]) -> tuple[str, ...]:
+    """Algorithms that have a sum in NumPy over ranks on these hosts."""
+    return tuple(name for name in HOST_SUMS if has(parse(name), hosts))
 
 
 class HostSum(NamedTuple):

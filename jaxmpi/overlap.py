@@ -11,13 +11,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi import handlers
+from jaxmpi import handlers, hostcomm
 from jaxmpi.buckets import Order, fuse, split_all
 from jaxmpi.comm import Comm, world
 from jaxmpi.config import OVERLAPS, check, check_bucket_bytes, lookup
 from jaxmpi.courier import COLLECT, OPEN, SEND
 from jaxmpi.engine import TICKET, Calls, labelled, like, travelled, why_not
-from jaxmpi.exchange import BUCKET_BYTES, Choice, Op, check_leaves, check_op, guarded, is_traced
+from jaxmpi.exchange import (
+    BUCKET_BYTES,
+    Choice,
+    Op,
+    check_leaves,
+    check_op,
+    check_strategy,
+    guarded,
+    is_traced,
+    settle,
+)
+from jaxmpi.plan import is_auto
 from jaxmpi.processes import named_leaves
 from jaxmpi.strategies import parse
 
@@ -70,7 +81,8 @@ def exchange(
 
     Args:
         tree: this worker's leaves, traced; float32, bfloat16 or float16.
-        strategy: asa or ring, with any wire.
+        strategy: asa, ring, hier-ring or tree, with any wire; or auto, which then takes one of
+            these.
         op: mean or sum.
         comm: all MPI ranks, on CPUs; default: the world.
         bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less where this is less.
@@ -97,12 +109,16 @@ def chosen_for(
     """How to exchange this tree, once all is found to be possible."""
     check_op(op)
     check_bucket_bytes(bucket_bytes)
+    check_strategy(strategy)
     check_leaves(tree)
-    choice = Choice(parse(strategy).name, op, comm or world(), bucket_bytes, order or Order())
-    reason = why_not(strategy, choice.comm) if choice.comm.size > 1 else ""
+    workers = comm or world()
+    reason = why_not("asa:32" if is_auto(strategy) else strategy, workers) if workers.size > 1 else ""
     check(not reason, f"this exchange cannot run beside a program: {reason}; use jaxmpi.exchange")
     check(is_traced(jax.tree.leaves(tree)), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
-    return choice
+    if is_auto(strategy):
+        sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
+        strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, hostcomm.fitting(workers.hosts))
+    return Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
 
 
 def fused(tree: PyTree, choice: Choice) -> list[jax.Array]:

@@ -164,9 +164,7 @@ def settle_exchange(
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
-    hosts = workers.comm.hosts
-    beside = tuple(name for name in hostcomm.HOST_SUMS if hostcomm.has(strategies.parse(name), hosts))
-    among = beside if is_beside else ()  # what can run beside the backward pass
+    among = hostcomm.fitting(workers.comm.hosts) if is_beside else ()  # what can run beside the backward pass
     verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
     exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -134,7 +135,7 @@ class Recorder:
     def _slowest(self, own_s: Sequence[float]) -> str:
         """The rank that the others wait for; empty where none is far behind."""
         own = [seconds for seconds in own_s if seconds]  # 0: a worker that is gone
-        is_behind = bool(own) and max(own) > BEHIND * float(np.median(own))
+        is_behind = bool(own) and max(own) > BEHIND * statistics.median(own)
         return self.name(int(np.argmax(own_s))) if is_behind else ""
 
     def name(self, rank: int) -> str:
@@ -235,7 +236,7 @@ class Classic:
         self.images += images
         if images <= 0 or examples // CLASSIC == (examples - images) // CLASSIC:
             return None
-        each, counted = self.spent * (CLASSIC / self.images), self.spent.any(axis=0)
+        each, counted = self.spent * (CLASSIC / self.images), np.asarray(self.spent.any(axis=0))
         self.spent, self.images = np.zeros_like(each), 0
         mean = dict(zip(PARTS, each[:, counted].mean(axis=1).tolist(), strict=True))
         train_s = mean["compute"] + mean["transfer"] + mean["other"]

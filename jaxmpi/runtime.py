@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ def prepare() -> None:
         keep_freed_memory()
     here = launched()
     if here is not None and here.size > 1:
+        # Ranks compile at the same time: what one finds half written by another it compiles for itself.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
         tune_mpi(here)
         pin_cores(here.local_rank, here.local_size)
         pin_gpu(here.local_rank, here.local_size)

@@ -9,6 +9,7 @@ and what the recorder's own calls take of the training thread's CPU time, beyond
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_step import experiment
 
-from jaxmpi import runtime, train
+from jaxmpi import guard, runtime, train
 from jaxmpi.anatomy import LOCAL, PARTS, Anatomy, Summary, Window
 from jaxmpi.log import Log
 from jaxmpi.processes import processes
@@ -144,7 +145,8 @@ def main() -> None:
             experiment(options.model), log_every=options.steps, train_for=f"{steps}st", run_dir=folder, quiet=True
         )
         config = dataclasses.replace(config, eval_every="0st", checkpoint_every="0st", lone_every=0)
-        train.train(dataclasses.replace(config, local_batch=options.batch), "bench_seeing")
+        with contextlib.suppress(guard.Preempted):  # asked to leave: what has been measured counts
+            train.train(dataclasses.replace(config, local_batch=options.batch), "bench_seeing")
     if processes().rank == 0:
         report(np.array(Turns.made.took[3:]), options.steps)
     processes().barrier()

@@ -140,6 +140,8 @@ def start_host(i: int, cluster: Cluster) -> int:
     """A process that holds host i's namespaces, its card plugged in; returns its pid."""
     holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"])
     while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
+        if holder.poll() is not None:
+            sys.exit(f"cluster.py: node{i}: unshare gave it no namespaces: exit code {holder.returncode}")
         time.sleep(0.005)
     burst = max(131072, int(bits_per_s(cluster.rate) / 8 / 100))  # bytes: a timer tick's worth of packets
     shape = f"root tbf rate {cluster.rate} burst {burst} latency {LATENCY}"

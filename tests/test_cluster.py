@@ -1,6 +1,7 @@
 """The emulated cluster: hosts with names, links and shared memory of their own, gone when it ends."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,3 +163,17 @@ def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
     assert ended.code == NOT_PERMITTED
     assert "no emulated cluster: not permitted here (unshare: unshare failed: Operation not permitted)" in ended.out
     assert "run as root, or allow user namespaces" in ended.out
+
+
+def test_a_host_that_cannot_be_made_is_named(tmp_path):
+    """As beyond /proc/sys/user/max_net_namespaces."""
+    refused = tmp_path / "unshare"
+    fails = "[ $5 = infinity ] && echo 'No space left on device' && exit 1"
+    refused.write_text(f'#!/bin/sh\n{fails}\nexec {shutil.which("unshare")} "$@"\n')
+    refused.chmod(0o755)
+    line = [*CLUSTER, "--hosts", "2", "--", "true"]
+    ended = run(line, timeout_s=30, cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 1, ended.out
+    assert "No space left on device\ncluster.py: node0: unshare gave it no namespaces: exit code 1" in ended.out

@@ -365,6 +365,7 @@ def test_spellings():
         ("lowrnk4/ring32", r"unknown compressor 'lowrnk4'; did you mean 'lowrank<r>'\? there are: lowrank<r>, topk<p>"),
         ("topk1/rings", r"unknown strategy 'rings'; did you mean 'ring'\?"),
         ("topk1/ring:9", "unknown wire '9'"),
+        ("topk1/auto:16", "got 'topk1/auto:16'; after the / name a strategy, as in topk1/ring16"),
         ("topk1/none", "got 'topk1/none'; strategy none exchanges nothing"),
     ],
 )

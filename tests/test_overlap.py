@@ -79,6 +79,7 @@ def test_one_worker_may_be_late_too():
         (lambda: overlap.exchange(jnp.ones(2), comm=SoloComm()), "for use inside jax.jit"),
         (lambda: jax.jit(lambda x: overlap.exchange({"n": x}, comm=SoloComm()))(jnp.arange(3)), "leaf 'n' is int32"),
         (lambda: jax.jit(lambda x: overlap.exchange(x, "ring64", comm=SoloComm()))(jnp.ones(3)), "ring64"),
+        (lambda: jax.jit(lambda x: overlap.exchange(x, "topk1", comm=SoloComm()))(jnp.ones(3)), "exchange_gradients"),
         (lambda: jax.jit(lambda x: overlap.exchange(x, op="max", comm=SoloComm()))(jnp.ones(3)), "op"),  # type: ignore[arg-type]
     ],
 )
@@ -222,13 +223,13 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
         "assert not last.is_ready()\n"
         "import atexit\n"
         "atexit.unregister(courier.stop)\n"  # to look after it, since the last registered is the first called
-        "atexit.register(lambda: print('alive', courier._thread.is_alive()))\n"
+        "atexit.register(lambda: print('alive', courier._thread.is_alive(), 'ready', last.is_ready()))\n"
         "atexit.register(courier.stop)\n"
     )
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
     assert ended.code == 0, ended.out[-3000:]
-    assert ended.out.count("alive False") == 2
+    assert ended.out.count("alive False ready True") == 2
 
 
 def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):

@@ -146,6 +146,23 @@ def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
     assert kept.stdout.split() == ["0", "rdma", "1"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tmp_path):
+    """A program that is cut off in the cache is compiled; one process alone says so."""
+    script = "from jaxmpi import runtime\nruntime.prepare()\nimport jax\njax.jit(lambda x: x + 1)(1.0)\n"
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    names = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks}
+    env |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+    for times in range(2):
+        ended = run([sys.executable, "-c", script], timeout_s=60, env=env)
+        assert ended.code == 0, ended.out
+        assert ("Error reading persistent" in ended.out) == (times == 1 and ranks == 1), ended.out
+        programs = list((tmp_path / "jaxmpi" / "xla").glob("*-cache"))
+        assert programs
+        for program in programs:
+            program.write_bytes(program.read_bytes()[:20])
+
+
 def test_prepare_makes_devices_and_a_private_cache(tmp_path):
     code = (
         "import jax; from jaxmpi import runtime; runtime.prepare(); runtime.make_cpu_devices(3); "

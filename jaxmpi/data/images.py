@@ -151,7 +151,8 @@ def _without_rows_below(picture: Picture, bottom: int) -> Picture:
     rows = -(-bottom // found.block) * found.block if found else picture.height
     if found is None or rows >= picture.height:
         return picture
-    cut = blob[: found.place] + rows.to_bytes(2, "big") + blob[found.place + 2 :]
+    before, after = memoryview(blob)[: found.place], memoryview(blob)[found.place + 2 :]
+    cut = b"".join((before, rows.to_bytes(2, "big"), after))
     return Picture(rows, picture.width, functools.partial(_jpeg, cut, channels, strict=False))
 
 

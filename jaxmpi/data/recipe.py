@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmpi.config import TrainingError, check
+from jaxmpi.config import TrainingError, UsageError, check
 from jaxmpi.data.augment import Augment
 from jaxmpi.data.images import CorruptExample
 from jaxmpi.data.sources import Source, where
+
+MOST_CLASSES = 2**31 - 1  # labels are i32
 
 
 class Row(NamedTuple):
@@ -55,11 +57,12 @@ class Recipe:
         return self.augment(image, epoch, index, name), label
 
     def _checked(self, label: np.ndarray, name: str) -> np.ndarray:
-        check(label.dtype.kind in "iu", f"{name}: got label {label} of {label.dtype}; expected a whole number")
-        top = self.source.classes or np.iinfo(np.int32).max
-        in_range = label.size == 0 or (label.min() >= 0 and label.max() < top)
-        check(bool(in_range), f"{name}: got label {label}; expected 0 <= label < {top}")
-        return label.astype(np.int32)
+        is_whole, top = label.dtype.kind in "iu", self.source.classes or MOST_CLASSES
+        if is_whole and (label.size == 0 or (label.min() >= 0 and label.max() < top)):
+            return label.astype(np.int32)
+        # Texts are made here only: making them takes longer than looking at the label.
+        check(is_whole, f"{name}: got label {label} of {label.dtype}; expected a whole number")
+        raise UsageError(f"{name}: got label {label}; expected 0 <= label < {top}")
 
 
 def unreadable(name: str, index: int, error: OSError) -> TrainingError:

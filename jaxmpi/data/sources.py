@@ -259,7 +259,8 @@ class FolderSource:
 
     def encoded(self, index: int) -> tuple[bytes, int]:
         """The bytes of file `index`, and its label."""
-        with open(self.where(index), "rb") as file:  # a file that cannot be read is no corrupt image: never skipped
+        # A file that cannot be read is no corrupt image: never skipped. All of it is read at once, so without a buffer.
+        with open(self.where(index), "rb", buffering=0) as file:
             return file.read(), int(self.labels[index])
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi import plan
+from jaxmpi import overlap, plan
 from jaxmpi.comm import MpiComm, ring_order
 from jaxmpi.processes import processes
 
@@ -61,6 +62,15 @@ def test_auto_sums_inside_and_outside_jit_and_says_once_what_it_chose(cache, cap
     lines = [line for line in capsys.readouterr().out.splitlines() if "auto: " in line]
     assert len(lines) == (RANK == 0)
     assert len(probes(cache)) == (RANK == 0)
+
+
+def test_auto_beside_a_program_is_what_can_run_there(cache, capsys):
+    comm = workers()
+    total = jax.jit(lambda tree: overlap.exchange(jax.tree.map(lambda x: x * 1, tree), "auto", op="sum", comm=comm))
+    for row, got in zip(rows(), total([row[RANK] for row in rows()]), strict=True):
+        assert np.array_equal(np.asarray(got), row.sum(0))
+    said = capsys.readouterr().out
+    assert re.search("auto: (asa|ring|hier-ring|tree):32", said) if RANK == 0 else not said
 
 
 def test_all_ranks_choose_alike_and_a_saved_probe_is_used_again(cache):
