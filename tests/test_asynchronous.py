@@ -132,7 +132,7 @@ FAULTS = {
     "worker-0": Fault(RULES["easgd-servers"], 4, 0, 1, "worker 0, which keeps the record, is gone"),
     "worker-0-and-center": Fault(RULES["easgd"], 3, 0, 1, "a rank that keeps the center is gone"),
 }
-QUICK_FAULTS = ("worker", "server")
+QUICK_FAULTS = ("worker",)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK_FAULTS else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])

@@ -217,7 +217,7 @@ def test_one_rank_fails_and_the_job_ends(fault, folder):
     assert message in ended.out, ended.out[-3000:]
 
 
-@pytest.mark.parametrize("start", ["absent", "device_used", *slow("other_mesh")])
+@pytest.mark.parametrize("start", ["device_used", *slow("absent", "other_mesh")])
 def test_a_start_that_cannot_be_is_named(start, folder):
     code, message = STARTS[start]
     ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})

@@ -267,6 +267,7 @@ def started(folder: Path, name: str, *args: str, ranks: int = 2) -> Path:
     return folder / name
 
 
+@pytest.mark.slow
 def test_resume_between_two_meetings_is_bit_exact(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
     whole = started(tmp_path, "whole")

@@ -164,7 +164,17 @@ def test_auxiliary_heads_reach_the_inner_blocks():
 ELSEWHERE = ("alexnet", "vgg", "lstm", "gpt", "lm300m")  # test_zoo.py, test_models_text.py
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if not name.startswith(ELSEWHERE)])
+DEEP = ("resnet101_tiny", "resnet152_tiny")  # more of the same blocks
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in DEEP else ())
+        for name in TINY
+        if not name.startswith(ELSEWHERE)
+    ],
+)
 def test_tiny_model_learns(name):
     tiny = tiny_run(name)
     params = jax.tree.map(np.array, tiny.params)  # NumPy: nothing to compile

@@ -15,7 +15,7 @@ WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 
 CORE = "tests/ranks/test_exchange_over_mpi.py"
-SUITES = {2: ["tests/ranks"], 3: [CORE], 4: [CORE, "-k", "sum_equals"], 8: [CORE, "-k", "sum_equals"]}
+SUITES = {2: ["tests/ranks"], 3: [CORE], 4: [CORE, "-k", "sum_equals"]}
 WHOLE = [pytest.param(ranks, ["tests/ranks"], marks=pytest.mark.slow) for ranks in (3, 4, 8)]
 
 

@@ -281,6 +281,7 @@ def test_runs_with_and_without_overlap_end_with_the_same_bits(tmp_path):
     assert beside == without
 
 
+@pytest.mark.slow
 def test_a_delayed_run_is_resumed_with_the_same_bits(tmp_path):
     late = ("--exchange.overlap", "delayed")
     facts, whole = train_tiny(2, tmp_path, "run", *late)

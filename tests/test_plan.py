@@ -478,6 +478,7 @@ def test_a_run_says_and_stores_what_auto_chose(tmp_path):
     assert {k: taken[k] for k in ("strategy", "bucket_bytes")} == {k: stored[k] for k in ("strategy", "bucket_bytes")}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     """Three ranks, so that a ring's additions have an order of their own; no probe is made."""
     line = ("--train-for", "8st", "--checkpoint-every", "4st")

@@ -76,12 +76,12 @@ WORDS = ("local", "averaged", "synchronised")
 CASES = [  # word, workers, micro-batch, ranks, further arguments
     ("local", 2, 0, 2, ()),
     ("averaged", 2, 0, 2, ()),
-    ("synchronised", 4, 0, 4, ()),
+    ("synchronised", 2, 0, 2, ()),
     ("synchronised", 2, 0, 1, ("--devices", "2")),
 ]
 SLOW = [
     ("synchronised", 2, 3, 2, ()),
-    ("synchronised", 2, 0, 2, ()),
+    ("synchronised", 4, 0, 4, ()),
     ("synchronised", 3, 0, 3, ()),
     ("synchronised", 2, 0, 2, ("--form", "fused")),
     ("synchronised", 4, 3, 1, ("--devices", "4")),

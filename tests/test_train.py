@@ -393,7 +393,8 @@ def test_a_finished_run_says_that_nothing_is_left(tmp_path):
 
 def test_bfloat16_and_micro_batches_in_a_whole_run(tmp_path):
     args = ("--compute-dtype", "bfloat16", "--micro-batch", "4", "--train-for", "5ep", "--eval-every", "5ep")
-    ended = train(2, DIGITS, *args, "--run-dir", str(tmp_path / "run"))
+    # CPUs compute with 16 bits only as the compiler sees fit: it is to optimise.
+    ended = train(2, DIGITS, *args, "--run-dir", str(tmp_path / "run"), env={"XLA_FLAGS": ""})
     assert ended.code == 0, ended.out
     assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.9
 
@@ -537,7 +538,9 @@ experiment = Experiment(
 """
 
 
-@pytest.mark.parametrize(("ranks", "args"), [(2, ()), (1, ("--devices", "2")), (1, ())])
+@pytest.mark.parametrize(
+    ("ranks", "args"), [(2, ()), *(pytest.param(1, args, marks=pytest.mark.slow) for args in (("--devices", "2"), ()))]
+)
 def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, args, tmp_path):
     (tmp_path / "net.py").write_text(STATEFUL)
     line = (str(tmp_path / "net.py"), *args, "--run-dir", str(tmp_path / "run"))
@@ -620,6 +623,7 @@ RESUMED = {
 
 
 SLOW = (
+    "awagd, momentum averaged, shm",
     "compressed, fused, over devices",
     "subgd, bfloat16, micro-batches, asa16",
     "fused, Adam, clipping, ring16",
