@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from jaxmpi import hostsum
-from launching import ROOT, mpirun, run, session_of
+from launching import ROOT, leaked, mpirun, run, session_of, shared_memory
 
 HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\n"
 HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x).block_until_ready()\n"
@@ -60,14 +59,7 @@ def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
         assert "rank 1/3 on " in ended.out
     assert time.monotonic() - begin < 50
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and is_job(pid, str(tmp_path))]
-    left = shared_memory() - segments
-    time.sleep(bool(left))  # other jobs beside this one have some for a moment, too
-    assert not left & shared_memory()
-
-
-def shared_memory() -> set[str]:
-    """Segments that still have a name."""
-    return {name for name in os.listdir(hostsum.folder()) if name.startswith("jaxmpi-")}
+    assert not [name for name in leaked(segments) if name.startswith("jaxmpi-")]
 
 
 def is_job(pid: str, path: str) -> bool:
