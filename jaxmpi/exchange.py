@@ -108,10 +108,12 @@ def settle(
     return _settled[key]
 
 
+_constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, where an addition outside jit takes 120
+
+
 def is_traced(leaves: Sequence[Any]) -> bool:
     """Whether this is part of somebody's program: leaves may be constants of it, and then tell nothing."""
-    in_jit = isinstance(jax.lax.add(np.int32(0), np.int32(0)), Tracer)
-    return in_jit or any(isinstance(leaf, Tracer) for leaf in leaves)
+    return isinstance(_constant(), Tracer) or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 class Choice(NamedTuple):

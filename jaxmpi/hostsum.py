@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jaxmpi import handlers, runtime, spans
-from jaxmpi.config import TrainingError, check, seconds_from
+from jaxmpi.config import TrainingError, UsageError, check, seconds_from
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
 SHORT = 32 << 10  # floats of a chunk at least, where vectors are too short to give every rank four longer ones
@@ -256,11 +256,11 @@ def division(divisor: float) -> tuple[np.ufunc, np.float32]:
 
 def flat(array: np.ndarray) -> np.ndarray:
     """An array as f32[n], without a copy."""
-    check(
-        array.dtype == np.float32 and array.flags.c_contiguous,
-        f"a sum over this host got {array.dtype}{list(array.shape)} with strides {array.strides}; "
-        "expected float32, C-contiguous",
-    )
+    if array.dtype != np.float32 or not array.flags.c_contiguous:
+        raise UsageError(
+            f"a sum over this host got {array.dtype}{list(array.shape)} with strides {array.strides}; "
+            "expected float32, C-contiguous"
+        )
     return array.reshape(-1)
 
 

@@ -10,7 +10,6 @@ All ranks of mpirun run the script; for `calls` there is also one that leads for
 
 import argparse
 import json
-import math
 import os
 import resource
 import subprocess
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxmpi.bench.figures import middle
 
 ROOT = Path(__file__).parent.parent
 Result = dict[str, Any]
@@ -157,14 +158,6 @@ def timed_fetches() -> dict[str, float]:
 
     compute.given = timed_source
     return spent
-
-
-def middle(values: np.ndarray) -> tuple[float, float, float]:
-    """The median, and between what it lies with 95 %: order statistics of a binomial count."""
-    ordered, n = np.sort(values), len(values)
-    away = 0.98 * math.sqrt(n)
-    low, high = max(0, math.floor(n / 2 - away)), min(n - 1, math.ceil(n / 2 + away))
-    return float(np.median(values)), float(ordered[low]), float(ordered[high])
 
 
 # ---------------------------------------------------------------- ResNet-50

@@ -25,6 +25,7 @@ from bench_step import experiment
 
 from jaxmpi import guard, runtime, train
 from jaxmpi.anatomy import LOCAL, PARTS, Anatomy, Summary, Window
+from jaxmpi.bench.figures import middle
 from jaxmpi.log import Log
 from jaxmpi.processes import processes
 
@@ -165,12 +166,10 @@ def report(took: np.ndarray, steps: int) -> None:
 
 
 def shown(values: np.ndarray, digits: int) -> str:
-    """Median, its 95 % interval by the sign test, quartiles."""
-    ordered, n = np.sort(values), len(values)
-    least = max(int(n / 2 - 0.98 * n**0.5), 0)  # so many lie below the interval, and above
-    low, high = ordered[least], ordered[n - 1 - least]
+    """Median, between what it lies with 95 %, quartiles."""
+    median, low, high = middle(values)
     quartiles = "-".join(f"{value:.{digits}f}" for value in np.percentile(values, (25, 75)))
-    return f"{np.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f}; quartiles {quartiles})"
+    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}; quartiles {quartiles})"
 
 
 if __name__ == "__main__":

@@ -498,8 +498,29 @@ def check_exception():
     assert float(f(x)) == len(x) - 2
 
 
+def check_what_a_function_leaves_goes_with_it():
+    """Broadcast inputs and programs, on every worker, at the next call."""
+    double = jm.function(lambda x: 2 * x.sum(), jm.scatter, jm.sum)
+    x, number = data(workers()), double.number + 1
+    double(x)
+
+    def left() -> list[int]:
+        return [f for s in team().stations for f, *_ in [*s.kept, *s.known] if f == number] + [
+            f for f in team().functions if f == number
+        ]
+
+    big = jm.function(lambda x, w: (x.sum() + w).sum(), (jm.scatter, jm.broadcast), jm.sum)
+    big(x, np.ones(1 << 22, np.float32))
+    assert big.number == number
+    assert len(left()) >= 2
+    del big
+    double(x)
+    assert left() == []
+
+
 CORE = [  # quick ones that leave no kind of message out
     *(check_weights, check_batches, check_broadcast_is_seen_when_it_changes, check_local_and_into, check_resident),
     *(check_variable, check_unequal_lengths, check_shared, check_exception),
+    check_what_a_function_leaves_goes_with_it,
 ]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -54,6 +54,34 @@ def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
     assert ended.out.count("all checks pass") == 1
 
 
+DROPPED = (
+    HEAD
+    + """
+from jaxmpi.function.drive import team
+
+def held_mb():
+    pages = int(open(f"/proc/{team().line.jobs[1].pid}/statm").read().split()[1])
+    return pages * resource.getpagesize() >> 20
+
+if __name__ == "__main__":
+    jm.fork(2)
+    x, held = np.ones(2, np.float32), []
+    for i in range(30):
+        f = jm.function(lambda x, w: (x.sum() + w).sum(), (jm.scatter, jm.broadcast), jm.sum)
+        f(x, np.full(1 << 21, i, np.float32))
+        held.append(held_mb())
+        del f
+    print("grown", max(held) - held[1])
+"""
+)
+
+
+def test_workers_let_go_of_what_functions_held_that_are_gone(tmp_path):
+    ended = lead(tmp_path, DROPPED, 2)
+    assert ended.code == 0, ended.out
+    assert int(ended.out.split("grown ")[1]) < 100, ended.out  # MB; 28 inputs are 224
+
+
 FAULTS = (
     HEAD
     + """

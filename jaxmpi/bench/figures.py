@@ -4,6 +4,7 @@ A case is a vector or a tree of K bytes on each of N ranks. algorithm bandwidth 
 2 (N-1)/N K / t: what a link carries each way when every rank sends no more than it must.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,11 @@ def bars_panel(case: Json) -> plots.Bars:
     """A bar a contender for one tree."""
     bars = [(label(row), row["median_s"], *row["quartiles_s"]) for row in case["rows"]]
     return plots.Bars("One exchange of " + "; ".join(describe(case)), TIME, bars, case["bound_s"])
+
+
+def middle(values: np.ndarray) -> tuple[float, float, float]:
+    """The median, and between what it lies with 95 %: order statistics of a binomial count."""
+    ordered, n = np.sort(values), len(values)
+    away = 0.98 * math.sqrt(n)
+    low, high = max(0, math.floor(n / 2 - away)), min(n - 1, math.ceil(n / 2 + away))
+    return float(np.median(values)), float(ordered[low]), float(ordered[high])

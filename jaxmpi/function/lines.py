@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -205,6 +206,9 @@ class WorkerDied(OutOfStep):
     """A worker's process has ended, and with it what it held."""
 
 
+LOOKS_S = 0.002  # before sleeping: in a loop the next message comes soon, and a core that sleeps takes 0.1 ms to wake
+
+
 class SocketLine:
     """The master's end of a socket to each worker, or a worker's end of one; also the control plane of `SharedSum`."""
 
@@ -212,6 +216,7 @@ class SocketLine:
         """Take the sockets by rank, and the processes where this is the master."""
         self.rank, self.size, self.ends, self.jobs = rank, size, ends, jobs
         self.local_rank, self.local_size = rank, size
+        self.looks_s = LOOKS_S if size <= (os.cpu_count() or 1) else 0.0
 
     def _send(self, rank: int, data: Any) -> None:
         try:
@@ -221,9 +226,16 @@ class SocketLine:
 
     def _receive(self, rank: int) -> bytes:
         try:
+            self._look(self.ends[rank].fileno())
             return self.ends[rank].recv_bytes()
         except (EOFError, OSError) as error:
             raise self.died(rank) from error
+
+    def _look(self, handle: int) -> None:
+        poll, deadline = select.poll(), time.perf_counter() + self.looks_s
+        poll.register(handle, select.POLLIN)
+        while not poll.poll(0) and time.perf_counter() < deadline:
+            os.sched_yield()
 
     def died(self, rank: int) -> WorkerDied:
         """The error that names a worker that has gone, and how; in a worker, that the master has."""

@@ -11,6 +11,7 @@ import os
 import subprocess
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -83,6 +84,9 @@ class Program(NamedTuple):
     structures: tuple[Any, ...] = ()  # of the outputs, then of the updates, where the function is in Python
 
 
+NO_PROGRAM = Program(lambda: [], (), "")
+
+
 class Station:
     """One worker: its rank, its device, and what it holds."""
 
@@ -94,7 +98,7 @@ class Station:
         self.known: dict[tuple, Program] = {}  # the same, by function, form and shapes
         self.arrays: dict[str, SharedArray] = {}  # mapped, by key
         self.out: Leaves = []  # of the call that is going on
-        self.program = Program(lambda: [], (), "")  # of the call that is going on
+        self.program = NO_PROGRAM  # of the call that is going on
         self.count = 0  # examples of the call that is going on
 
     def put(self, array: Any) -> jax.Array:
@@ -104,6 +108,15 @@ class Station:
     def own(self, array: Any) -> jax.Array:
         """The same, in memory that nobody else writes."""
         return jax.device_put(jnp.array(array) if isinstance(array, jax.Array) else np.array(array), self.device)
+
+    def forget(self, number: int) -> None:
+        """Let go of a variable, or of what a function has left here, whose number comes as -1 - number."""
+        if number >= 0:
+            self.values.pop(number, None)
+            return
+        self.kept = {key: value for key, value in self.kept.items() if key[0] != -1 - number}
+        self.known = {key: value for key, value in self.known.items() if key[0] != -1 - number}
+        self.programs = {key: value for key, value in self.programs.items() if json.loads(key)[0] != -1 - number}
 
     def held(self, number: int) -> Leaves:
         """The leaves of a variable."""
@@ -137,8 +150,8 @@ class Team:
 
     def __init__(self) -> None:
         self.made = 0  # variables so far, which are numbered alike in all processes
-        self.functions: dict[int, Library] = {}
-        self.dropped: list[int] = []  # variables that nobody asks for any more
+        self.functions: weakref.WeakValueDictionary[int, Library] = weakref.WeakValueDictionary()
+        self.dropped: list[int] = []  # variables that nobody asks for any more; functions as -1 - number
         self.gone = ""  # why it can do no more
         self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
         self.busy = threading.Lock()
@@ -167,13 +180,13 @@ class Team:
     # ------------------------------------------------------------ what is the same
 
     def forget(self, numbers: list[int]) -> None:
-        """Let go of variables."""
+        """Let go of what has been dropped."""
         for station in self.stations:
             for number in numbers:
-                station.values.pop(number, None)
+                station.forget(number)
 
     def newly_dropped(self) -> list[int]:
-        """Variables that nobody asks for any more, since the last time; others may be dropped meanwhile."""
+        """What nobody asks for any more, since the last time; more may be dropped meanwhile."""
         numbers, self.dropped = self.dropped, []
         return numbers
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmpi.config import check
+from jaxmpi.config import UsageError, check
 from jaxmpi.exchange import check_strategy
 from jaxmpi.function.compute import canonical, take
 from jaxmpi.function.memory import SharedArray
@@ -197,19 +197,18 @@ def check_numbers(what: str, leaf: Any) -> Any:
     Raises:
         UsageError: it holds no numbers.
     """
-    check(
-        not isinstance(leaf, Tracer),
-        f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these inside "
-        "the function that jaxmpi.function wraps",
-    )
-    check(not isinstance(leaf, Variable), f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    check(not is_key, f"{what}: got a random key; give jax.random.key_data(key), and wrap it in the function")
+    if isinstance(leaf, Tracer):
+        raise UsageError(
+            f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these "
+            "inside the function that jaxmpi.function wraps"
+        )
+    if isinstance(leaf, Variable):
+        raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise UsageError(f"{what}: got a random key; give jax.random.key_data(key), and wrap it in the function")
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
-    check(
-        array.dtype.kind in "biufcV" and getattr(array.dtype, "names", None) is None,
-        f"{what}: got an array of {array.dtype}; expected numbers",
-    )
+    if array.dtype.kind not in "biufcV" or getattr(array.dtype, "names", None) is not None:
+        raise UsageError(f"{what}: got an array of {array.dtype}; expected numbers")
     return array
 
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import pickle
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from jaxmpi.function.split import (
     of_indices,
     same_length,
 )
-from jaxmpi.function.team import Leaf, Order, Program, Team
+from jaxmpi.function.team import NO_PROGRAM, Leaf, Order, Program, Team
 from jaxmpi.function.variable import Variable, check_numbers, check_one_host, where
 from jaxmpi.function.verbs import perform
 from jaxmpi.processes import broadcast, named_leaves
@@ -79,6 +80,10 @@ class Function:
         self.jitted: dict[int, Any] = {}
         self.sent: list[Any] = []  # broadcast leaves as the workers have them
 
+    def __del__(self) -> None:
+        if (team := getattr(self, "team", None)) is not None:
+            team.dropped.append(-1 - self.number)
+
     def __call__(self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1) -> PyTree:
         """Compute on all workers and reduce.
 
@@ -106,7 +111,11 @@ class Function:
         except BaseException:
             self.sent = []
             raise
-        return self._results(team, leaves, made)
+        try:
+            return self._results(team, leaves, made)
+        finally:
+            for station in team.stations:
+                station.program = NO_PROGRAM
 
     def _bound(self) -> Team:
         """The team of this function: the one there is at its first call."""
@@ -171,7 +180,8 @@ class Function:
         return self.programs[form, shapes]
 
     def _traced(self, form: int, shapes: tuple) -> Program:
-        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: self._parts(form, flat)))
+        me = weakref.proxy(self)  # whoever drops the function lets go at once of what it holds on the workers
+        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._parts(form, flat)))
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
         leaves, says = [], []
         for place, (part, wanted) in enumerate(zip(parts, [*self.outputs, *self.updates], strict=True)):
