@@ -37,6 +37,7 @@ def check_side(row: dict[str, Any], side: str) -> None:
         assert min(seconds) > 0
 
 
+@pytest.mark.slow
 def test_dry_run_measures_every_part_of_the_trainers_step(dry):
     [row] = dry["rows"]
     assert (row["model"], row["dtype"], row["batch"]) == ("alexnet_tiny", "bfloat16", 4)
@@ -48,6 +49,7 @@ def test_dry_run_measures_every_part_of_the_trainers_step(dry):
     assert f"| alexnet_tiny | bfloat16 | 4 | {images_per_s:,.0f} (" in dry["tables"]
 
 
+@pytest.mark.slow
 def test_dry_run_measures_the_twin_in_turn(dry):
     pytest.importorskip("torch", reason=NEEDS_TORCH, exc_type=ImportError)
     [row] = dry["rows"]
@@ -57,6 +59,7 @@ def test_dry_run_measures_the_twin_in_turn(dry):
     assert f"({low:.2f} to {high:.2f})" in dry["tables"]
 
 
+@pytest.mark.slow
 def test_dry_run_shows_the_device_of_every_rank(dry):
     assert dry["facts"]["GPU, driver, memory"] == "none used: nothing here is a measurement"
     for rank in range(2):
