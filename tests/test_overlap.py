@@ -128,7 +128,8 @@ for _ in range(20):
     shares.append([(t - begin) / (ready - begin) for t in sorted(times["start"])])
     assert min(times["wait"]) > ready, "a wait came before a start"
 if comm.rank == 0:
-    print("shares", [round(float(s), 3) for s in min(shares[1:])])  # the step that others disturbed least
+    least_disturbed = min(shares[1:], key=lambda row: row[0] + row[3])
+    print("shares", [round(float(s), 3) for s in least_disturbed])
 """
 
 
