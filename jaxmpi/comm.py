@@ -312,6 +312,11 @@ class RankComm:
         check_one_host(self.hosts)
         return self._shared_sum.sum(vectors, divisor)
 
+    def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """The same outside jit, done when it returns."""
+        check_one_host(self.hosts)
+        return self._shared_sum.sum_now(arrays, divisor)
+
     @functools.cached_property
     def _shared_sum(self) -> SharedSum:
         """Made at the first use, at which all ranks trace the same program."""

@@ -1,7 +1,6 @@
 """One worker's part of a call: fetch its rows, run the program piece by piece, combine the pieces on the device."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from jaxmpi.function.memory import SharedArray, from_ticket
 from jaxmpi.function.ops import OPS, check_reducible, wide
 from jaxmpi.function.split import Picked, Rows, choose, pieces
 from jaxmpi.function.team import Leaf, Leaves, Order, Program, Station, Team
+from jaxmpi.hostsum import aligned
 
 
 class Source(NamedTuple):
@@ -131,14 +131,6 @@ def take(array: Any, picked: Picked) -> Any:
         return array[picked]
     out = aligned((len(picked), *array.shape[1:]), array.dtype)
     return np.take(array, picked, axis=0, out=out, mode="clip")  # checked before; "raise" would copy once more
-
-
-def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Fresh memory that JAX takes over as it is: it copies what does not begin at a multiple of 64 bytes."""
-    size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size_bytes].view(dtype).reshape(shape)
 
 
 def take_on_device(array: jax.Array, picked: Picked) -> jax.Array:

@@ -45,6 +45,10 @@ class ForkComm(SoloComm):
         """In rank order, over `divisor`."""
         return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
 
+    def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """The same outside jit, done when it returns."""
+        return self.shared.sum_now(arrays, divisor)
+
     def allgather(self, x: PyTree) -> PyTree:
         """Every worker's row, through shared memory."""
         return jax.tree.map(self._rows, x) if self.size > 1 else super().allgather(x)

@@ -21,9 +21,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmpi.comm import AxisComm, Comm
+from jaxmpi.comm import AxisComm, MpiComm
 from jaxmpi.config import TrainingError, UsageError, check
 from jaxmpi.exchange import Op, exchange
+from jaxmpi.function.forkcomm import ForkComm
 from jaxmpi.function.lines import Line, OutOfStep, Report, SocketLine, WorkerDied, pack, unpack
 from jaxmpi.function.memory import FREED, SharedArray
 from jaxmpi.processes import differences
@@ -335,7 +336,7 @@ def wanted(function: int, form: int, shapes: Iterable[tuple]) -> str:
 class ProcessTeam(Team):
     """One worker a process: ranks of MPI, or processes made by fork."""
 
-    def __init__(self, line: Line, comm: Comm, strategy: str, is_serial: bool) -> None:
+    def __init__(self, line: Line, comm: MpiComm | ForkComm, strategy: str, is_serial: bool) -> None:
         """Take how processes talk and exchange.
 
         Args:
@@ -353,8 +354,11 @@ class ProcessTeam(Team):
         return self.line.reports(mine[0])
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` outside jit."""
-        return {rank: exchange(leaves, strategy, op, self.comm) for rank, leaves in mine.items()}
+        """`exchange` outside jit; of floats of 32 bits in shared memory, where no program is needed, the sums alone."""
+        [(rank, leaves)] = mine.items()
+        if self.size > 1 and strategy in ("shm", "shm:32") and all(x.dtype == jnp.float32 for x in leaves):
+            return {rank: self.comm.sum_on_host_now(leaves, self.size if op == "mean" else 1)}
+        return {rank: exchange(leaves, strategy, op, self.comm)}
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         """Packed, over the line."""
@@ -391,7 +395,7 @@ class SocketTeam(ProcessTeam):
     """Processes made by fork: the master knows when one ends."""
 
     line: SocketLine
-    comm: Any
+    comm: ForkComm
     cores: Sequence[int] = ()  # that this process had before the fork
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:

@@ -52,6 +52,24 @@ def test_sum_of_a_tree_is_that_of_rank_order_in_every_bit(divisor, in_place):
             assert np.asarray(total).tobytes() == in_rank_order(row, divisor).tobytes()
 
 
+@pytest.mark.parametrize("divisor", [1, SIZE])
+def test_sums_without_a_program_come_behind_programs_that_are_under_way(divisor):
+    @jax.jit
+    def program(xs):
+        slow = jnp.linalg.matrix_power(jnp.eye(500), 20)[0, 0]  # one, a while later
+        return ENGINE.sum([x * slow for x in xs], divisor)
+
+    rows = vectors(SHAPES)
+    mine = [jnp.asarray(row[RANK]) for row in rows]
+    for _ in range(5):
+        totals = [program(mine), ENGINE.sum_now(mine, divisor)]
+        totals += [program(mine), ENGINE.sum_now(mine[::-1], divisor)[::-1]]
+        for tree in totals:
+            for row, total in zip(rows, tree, strict=True):
+                assert total.shape == row.shape[1:]
+                assert np.asarray(total).tobytes() == in_rank_order(row, divisor).tobytes()
+
+
 def test_independent_sums_of_one_program_do_not_mix():
     shapes = [(7,), (hostsum.CHUNK,), (7,), (5000,), (7,)]
     rows = vectors(shapes)
