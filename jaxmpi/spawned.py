@@ -7,17 +7,16 @@ The paper's messages, between a worker and each of its loaders:
                             a file's name, NUL, what of it to make and where: JSON of `Make`, without its job
                             "stop"
     tag 55  to the worker   "copy_finished <ticket>"; where something went wrong, or was asked beforehand, an `Answer`
-                            "stop": the loader is about to end
+                            "ended ...": the loader has died, and how
+            "stop": the loader has ended
 
 As any image may stand in any batch, the name is that of the first one; the others follow by their numbers.
 """
 
-import contextlib
 import json
 import os
 import pickle
 import select
-import signal
 import threading
 import time
 from typing import Any
@@ -25,27 +24,14 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config import UsageError
-from jaxmpi.data.crew import JOIN_S, KINDS, parcel_of, python_line
-from jaxmpi.data.member import (
-    BOARD_ROW,
-    HERE,
-    Answer,
-    Close,
-    Hello,
-    Make,
-    Member,
-    greeted,
-    handled,
-    ignore_signals,
-    keep_freed_memory,
-    packed,
-)
+from jaxmpi.data.crew import JOIN_S, KINDS, Loader, end, how_ended, parcel_of, python_line, started, tell
+from jaxmpi.data.member import Answer, Close, Hello, Make, ignore_signals, packed
 from jaxmpi.data.recipe import Recipe
 from jaxmpi.data.segments import Parcel, Segment
 from jaxmpi.data.sources import where
 
 CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
-TRAIN, VAL, STOP, COPY_FINISHED = b"train", b"val", b"stop", b"copy_finished"
+TRAIN, VAL, STOP, COPY_FINISHED, ENDED = b"train", b"val", b"stop", b"copy_finished", b"ended"
 POLL_S = 0.001  # between looks for a message: a blocking MPI call would spin on a core
 
 
@@ -83,7 +69,7 @@ class SpawnedLoaders:
 
     def __init__(self, size: int, board: Segment) -> None:
         self.board, self.size = board, size
-        self.rows = board.array(0, (size, BOARD_ROW), "i8")
+        self.gone: dict[int, str] = {}  # how loaders have ended
         self.recipes: dict[int, Recipe] = {}
         self.modes = [b""] * size  # that each loader is in
         self.mpi, self.comm = _spawned(size)
@@ -121,18 +107,20 @@ class SpawnedLoaders:
         deadline = time.monotonic() + timeout_s
         while not (found := self._received()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return [answer_of(message) for message in found if message != STOP]
+        ends = {number: words for number, words in found if words.startswith(ENDED)}
+        self.gone |= {number: words.partition(b" ")[2].decode() for number, words in ends.items()}
+        return [answer_of(words) for number, words in found if number not in ends and words != STOP]
 
-    def _received(self) -> list[bytes]:
-        found = []
-        while (message := _received(self.mpi, self.comm)) is not None:
-            found.append(message[1])
+    def _received(self) -> list[tuple[int, bytes]]:
+        """Loaders and their words."""
+        status, found = self.mpi.Status(), []
+        while (message := _received(self.mpi, self.comm, status)) is not None:
+            found.append((status.Get_source(), message[1]))
         return found
 
     def ended(self, number: int) -> str:
-        """MPI ends the job where a process it has spawned dies; this is for one that has died just now."""
-        pid = int(self.rows[number, HERE])
-        return f"(process {pid}) has ended" if pid and not os.path.exists(f"/proc/{pid}") else ""
+        """As the process that MPI has started has said."""
+        return self.gone.get(number, "")
 
     def stop(self) -> None:
         """End them: MPI lets this process go only once they have gone."""
@@ -140,20 +128,10 @@ class SpawnedLoaders:
             self._send(number, TO_LOADER, STOP)
         deadline, left = time.monotonic() + JOIN_S, self.size
         while left and time.monotonic() < deadline:
-            left -= self._received().count(STOP)
+            left -= [words for _, words in self._received()].count(STOP)
             time.sleep(POLL_S)
-        if left:  # stuck in a read; with them gone MPI ends the job, which a stop with stuck loaders is about to do
-            end_all(self.rows[:, HERE].tolist())
-        else:
+        if not left:
             self.comm.Disconnect()
-
-
-def end_all(pids: list[int]) -> None:
-    """SIGKILL for processes; 0 stands for one that has not said which it is, and would mean all of this group."""
-    for pid in pids:
-        if pid:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.kill(pid, signal.SIGKILL)
 
 
 def _spawned(size: int) -> tuple[Any, Any]:
@@ -173,9 +151,8 @@ def _spawned(size: int) -> tuple[Any, Any]:
         ) from error
 
 
-def _received(mpi: Any, comm: Any) -> tuple[int, bytes] | None:
-    """Tag and message of the first that has come; None where none has."""
-    status = mpi.Status()
+def _received(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
+    """Tag and message of the first that has come, whose source the status then has; None where none has."""
     if not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
         return None
     message = bytearray(status.Get_count(mpi.BYTE))
@@ -190,35 +167,42 @@ KINDS["spawn"] = SpawnedLoaders
 
 
 def main(worker: int) -> None:
-    """Serve the worker, process `worker` of this host, until it says stop or ends."""
+    """Pass messages between the worker, process `worker` of this host, and a loader, until the worker says stop.
+
+    The loader is a process of its own: MPI would end the whole job with it, and nobody could say at which file.
+    """
     ignore_signals()
-    keep_freed_memory()
     threading.Thread(target=end_with, args=(worker,), daemon=True).start()
+    loader = started()
     from mpi4py import MPI
 
-    comm = MPI.Comm.Get_parent()
-    member, job = None, 0
+    comm, job, is_here = MPI.Comm.Get_parent(), 0, True
     while True:
-        if (received := _received(MPI, comm)) is None:
+        while (received := _received(MPI, comm, MPI.Status())) is not None:
+            tag, message = received
+            if tag == TO_LOADER and message == STOP:
+                end([loader])
+                comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
+                return comm.Disconnect()
+            if tag == TO_LOADER and b"\0" not in message:
+                job = int(message.partition(b" ")[2])
+            else:
+                tell(loader.pipe, message if tag == CONFIG else pickle.dumps(make_of(job, message)))
+        if is_here and loader.pipe.poll(POLL_S):
+            words = _replied(loader)
+            is_here = not words.startswith(ENDED)
+            comm.Send([words, MPI.BYTE], 0, TO_WORKER)
+        elif not is_here:
             time.sleep(POLL_S)
-            continue
-        tag, message = received
-        if tag == TO_LOADER and message == STOP:
-            comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
-            return comm.Disconnect()
-        if member is None:
-            member = greeted(message)
-        elif tag == TO_LOADER and b"\0" not in message:
-            job = int(message.partition(b" ")[2])
-        elif (answer := _replied(member, job, tag, message)) is not None:
-            comm.Send([answer, MPI.BYTE], 0, TO_WORKER)
 
 
-def _replied(member: Member, job: int, tag: int, message: bytes) -> bytes | None:
-    if tag == CONFIG:
-        return handled(member, message)
-    answer = member.handle(make_of(job, message))
-    return answer_words(answer) if answer is not None else None
+def _replied(loader: Loader) -> bytes:
+    """What the loader says, or how it has ended."""
+    try:
+        return answer_words(pickle.loads(loader.pipe.recv_bytes()))
+    except (EOFError, OSError):
+        loader.process.wait()
+        return ENDED + b" " + how_ended(loader.process).encode()
 
 
 def end_with(worker: int) -> None:

@@ -1,5 +1,7 @@
 """Sources for loader processes, in a module that such a process can import."""
 
+import os
+import signal
 import time
 from collections.abc import Collection
 
@@ -15,8 +17,17 @@ class Numbered:
 
     name, classes = "numbered", 0
 
-    def __init__(self, n: int, bad: Collection[int] = (), error: type[Exception] | None = None, sleep_s: float = 0):
+    def __init__(
+        self,
+        n: int,
+        bad: Collection[int] = (),
+        error: type[Exception] | None = None,
+        sleep_s: float = 0,
+        ends_at: int | None = None,
+        by: str = "SIGKILL",
+    ):
         self.n, self.bad, self.error, self.sleep_s = n, bad, error, sleep_s
+        self.ends_at, self.by = ends_at, by
         self.encoded, self.in_process = None, False
 
     def __len__(self) -> int:
@@ -30,6 +41,8 @@ class Numbered:
             if self.error is not None:
                 raise self.error("by the user")
             raise CorruptExample(self.where(index), index, "truncated")
+        if index == self.ends_at:
+            os.kill(os.getpid(), signal.Signals[self.by])
         time.sleep(self.sleep_s)
         return np.full((PX, PX, 3), index, np.uint8), index
 

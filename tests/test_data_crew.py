@@ -532,29 +532,23 @@ def test_loaders_that_mpi_starts(own, end):
     wait_until(lambda: leftovers(own) == [])
 
 
+LOSSES = {  # of a loader that MPI has started
+    "stalls": ("sleep_s=100", r"loader \d of 2 has been at file\d\.jpg \(example \d\) for \d+ s"),
+    "is stopped": ("ends_at=3, by='SIGSTOP'", r"loader \d of 2 has been at file3\.jpg \(example 3\) for \d+ s"),
+    "dies": ("ends_at=3", r"loader \d of 2 \(process \d+\) was killed by SIGKILL at file3\.jpg \(example 3\)"),
+}
+
+
 @pytest.mark.slow
-def test_a_loader_that_mpi_started_and_that_stalls_is_named_with_its_file(tmp_path):
-    data = "Data('array', train=Numbered(6, sleep_s=100), validation=Numbered(6), loader='spawn', stall_s=2)"
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loader_that_mpi_started_is_named_with_its_file(loss, tmp_path):
+    options, message = LOSSES[loss]
+    data = f"Data('array', train=Numbered(6, {options}), validation=Numbered(6), loader='spawn', stall_s=2)"
     ended = train(2, str(write_experiment(tmp_path, data, PX, 6)), "--run-dir", str(tmp_path / "run"), timeout_s=100)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
-    assert re.search(r"loader 0 of 2 has been at file\d\.jpg \(example \d\) for \d+ s", ended.out), ended.out[-3000:]
+    assert re.search(message, ended.out), ended.out[-3000:]
     wait_until(lambda: leftovers(tmp_path) == [])
-
-
-def test_loaders_that_are_stuck_are_ended_and_nobody_else(monkeypatch):
-    """One has not said which process it is, one has ended, one is stuck."""
-    ended, stuck = (subprocess.Popen(["sleep", seconds]) for seconds in ("0", "60"))
-    ended.wait()
-    kill = os.kill
-
-    def only_one(pid: int, number: int) -> None:
-        assert pid > 0, "a whole group"
-        kill(pid, number)
-
-    monkeypatch.setattr(os, "kill", only_one)
-    spawned.end_all([0, ended.pid, stuck.pid])
-    assert stuck.wait(10) == -signal.SIGKILL
 
 
 def test_the_papers_words():

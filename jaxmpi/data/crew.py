@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -369,7 +369,7 @@ class LoaderProcesses:
 
     def __init__(self, size: int, board: Segment) -> None:
         self.kept = board  # its address must hold
-        self.loaders = [_started() for _ in range(size)]
+        self.loaders = [started() for _ in range(size)]
         self.open_pipes = {loader.pipe: number for number, loader in enumerate(self.loaders)}
         for number in range(size):
             self.send(number, Hello(number, board))
@@ -378,12 +378,12 @@ class LoaderProcesses:
         """Tell all of a job."""
         parcel, message = parcel_of(job, recipe)
         for loader in self.loaders:
-            _send(loader.pipe, message)
+            tell(loader.pipe, message)
         return parcel
 
     def send(self, number: int, message: Any) -> None:
         """Tell one."""
-        _send(self.loaders[number].pipe, pickle.dumps(message))
+        tell(self.loaders[number].pipe, pickle.dumps(message))
 
     def answers(self, timeout_s: float) -> list[Answer]:
         """What has been answered."""
@@ -403,28 +403,38 @@ class LoaderProcesses:
 
     def ended(self, number: int) -> str:
         """How a process ended."""
-        process = self.loaders[number].process
-        code = process.poll()
-        if code is None:
-            return ""
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return f"(process {process.pid}) {how}"
+        return how_ended(self.loaders[number].process)
 
     def stop(self) -> None:
-        """End them: closing its pipe ends a process, whatever it is at."""
-        for loader in self.loaders:
-            loader.pipe.close()
-        deadline = time.monotonic() + END_S
-        for loader in self.loaders:
-            try:
-                loader.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:  # stopped, perhaps
-                loader.process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    loader.process.wait(1)
+        """End them."""
+        end(self.loaders)
 
 
-def _started() -> Loader:
+def how_ended(process: subprocess.Popen[bytes]) -> str:
+    """Empty while it lives."""
+    code = process.poll()
+    if code is None:
+        return ""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"(process {process.pid}) {how}"
+
+
+def end(loaders: Sequence[Loader]) -> None:
+    """Closing its pipe ends a process, whatever it is at."""
+    for loader in loaders:
+        loader.pipe.close()
+    deadline = time.monotonic() + END_S
+    for loader in loaders:
+        try:
+            loader.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:  # stopped, perhaps
+            loader.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                loader.process.wait(1)
+
+
+def started() -> Loader:
+    """A loader process, which ends with this one."""
     mine, its = socket.socketpair()
     in_main = threading.current_thread() is threading.main_thread()
     with its:
@@ -438,7 +448,8 @@ def _started() -> Loader:
     return Loader(process, Connection(mine.detach()))
 
 
-def _send(pipe: Connection, data: bytes) -> None:
+def tell(pipe: Connection, data: bytes) -> None:
+    """A message."""
     with contextlib.suppress(OSError):  # one that has died: whoever waits for it will see that
         pipe.send_bytes(data)
 
