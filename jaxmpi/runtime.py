@@ -368,6 +368,9 @@ class Job:
     wait_for_all: Callable[[float], bool]  # False where time ran out
     echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
+    has_spawned: bool = (
+        False  # MPI processes of its own, with which Open MPI 5's launcher takes an abort for 0 at times
+    )
     kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, where the others go on without them
 
 
@@ -380,6 +383,12 @@ def install_hooks(job: Job) -> None:
     _job = job
     install_excepthooks()
     atexit.register(leave)
+
+
+def note_spawned() -> None:
+    """From now on this job has processes that MPI has spawned."""
+    if _job is not None:
+        _job.has_spawned = True
 
 
 def outlive(kill: Callable[[Sequence[int]], bool]) -> None:
@@ -504,10 +513,12 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def end_job(code: int) -> NoReturn:
-    """End all ranks with `code`, from any thread."""
+    """End all ranks with `code`, from any thread; by SIGKILL where a launcher might take that for 0."""
     sys.stdout.flush()
     sys.stderr.flush()
     if _job is not None and _job.size > 1:
+        if _job.has_spawned and not _job.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
         _job.abort(code)
     os._exit(code)
 

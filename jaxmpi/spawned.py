@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmpi import runtime
 from jaxmpi.config import UsageError
 from jaxmpi.data.crew import JOIN_S, KINDS, Loader, end, how_ended, parcel_of, python_line, started, tell
 from jaxmpi.data.member import Answer, Close, Hello, Make, ignore_signals, packed
@@ -143,12 +144,14 @@ def _spawned(size: int) -> tuple[Any, Any]:
     # The launcher has given all its slots to workers; a loader sleeps most of the time.
     info = MPI.Info.Create({"host": MPI.Get_processor_name(), "map_by": "slot:oversubscribe"})
     try:
-        return MPI, MPI.COMM_SELF.Spawn(program, arguments, size, info)
+        comm = MPI.COMM_SELF.Spawn(program, arguments, size, info)
     except MPI.Exception as error:
         raise UsageError(
             f"data.loader: got spawn, but MPI cannot start {size} loaders a worker ({error}): no slots are left, or "
             "its launcher does not allow it; start the job with more slots than ranks, or use processes"
         ) from error
+    runtime.note_spawned()
+    return MPI, comm
 
 
 def _received(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
