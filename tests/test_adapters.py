@@ -853,7 +853,7 @@ experiment = Experiment(
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        ('partial(nnx.jit, static_argnames="train")', ""),
+        pytest.param('partial(nnx.jit, static_argnames="train")', "", marks=pytest.mark.slow),
         ("partial(nnx.remat, static_argnums=2)", "cannot exchange inside jax.checkpoint"),
     ],
 )

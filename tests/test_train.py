@@ -669,7 +669,7 @@ def test_a_run_directory_is_never_overwritten(tmp_path):
     assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize("on_error", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
 def test_a_corrupt_image_is_named(on_error, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (16, 8, 8), np.uint8)
     for split in ("train", "validation"):
