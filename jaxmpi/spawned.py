@@ -16,6 +16,7 @@ As any image may stand in any batch, the name is that of the first one; the othe
 import json
 import os
 import pickle
+import queue
 import select
 import threading
 import time
@@ -26,13 +27,13 @@ import numpy as np
 from jaxmpi import runtime
 from jaxmpi.config import UsageError
 from jaxmpi.data.crew import JOIN_S, KINDS, Loader, end, how_ended, parcel_of, python_line, started, tell
-from jaxmpi.data.member import Answer, Close, Hello, Make, ignore_signals, packed
+from jaxmpi.data.member import COPY_FINISHED, Answer, Close, Hello, Make, ignore_signals
 from jaxmpi.data.recipe import Recipe
 from jaxmpi.data.segments import Parcel, Segment
 from jaxmpi.data.sources import where
 
 CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
-TRAIN, VAL, STOP, COPY_FINISHED, ENDED = b"train", b"val", b"stop", b"copy_finished", b"ended"
+TRAIN, VAL, STOP, ENDED = b"train", b"val", b"stop", b"ended"
 POLL_S = 0.001  # between looks for a message: a blocking MPI call would spin on a core
 
 
@@ -53,14 +54,8 @@ def make_of(job: int, words: bytes) -> Make:
     return Make(job, ticket, slot, epoch, first, stride, np.array(indices, np.int64))
 
 
-def answer_words(answer: Answer) -> bytes:
-    """That the copy is finished, or what went wrong."""
-    is_plain = not answer.failures and answer.row is None
-    return b"%s %d" % (COPY_FINISHED, answer.ticket) if is_plain else packed(answer)
-
-
 def answer_of(words: bytes) -> Answer:
-    """The inverse of `answer_words`."""
+    """The inverse of `member.words`."""
     word, _, ticket = words.partition(b" ")
     return Answer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(words)
 
@@ -176,7 +171,10 @@ def main(worker: int) -> None:
     """
     ignore_signals()
     threading.Thread(target=end_with, args=(worker,), daemon=True).start()
-    loader = started()
+    loader, outbox = started(in_words=True), queue.SimpleQueue()
+    threading.Thread(
+        target=tell_all, args=(loader, outbox), daemon=True
+    ).start()  # it may be stopped, and its pipe full
     from mpi4py import MPI
 
     comm, job, is_here = MPI.Comm.Get_parent(), 0, True
@@ -190,7 +188,7 @@ def main(worker: int) -> None:
             if tag == TO_LOADER and b"\0" not in message:
                 job = int(message.partition(b" ")[2])
             else:
-                tell(loader.pipe, message if tag == CONFIG else pickle.dumps(make_of(job, message)))
+                outbox.put(message if tag == CONFIG else pickle.dumps(make_of(job, message)))
         if is_here and loader.pipe.poll(POLL_S):
             words = _replied(loader)
             is_here = not words.startswith(ENDED)
@@ -199,10 +197,16 @@ def main(worker: int) -> None:
             time.sleep(POLL_S)
 
 
+def tell_all(loader: Loader, outbox: "queue.SimpleQueue[bytes]") -> None:
+    """Hand over messages in their order."""
+    while True:
+        tell(loader.pipe, outbox.get())
+
+
 def _replied(loader: Loader) -> bytes:
     """What the loader says, or how it has ended."""
     try:
-        return answer_words(pickle.loads(loader.pipe.recv_bytes()))
+        return loader.pipe.recv_bytes()
     except (EOFError, OSError):
         loader.process.wait()
         return ENDED + b" " + how_ended(loader.process).encode()

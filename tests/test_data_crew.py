@@ -22,6 +22,7 @@ from jaxmpi import spawned
 from jaxmpi.config import Data, TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open_source
 from jaxmpi.data.member import HERE, Answer, Failure, Make
+from jaxmpi.data.member import words as words_of
 from jaxmpi.data.segments import Parcel, Segment
 from launching import ROOT, mpirun, mpirun_line, run, train
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
@@ -346,6 +347,7 @@ PARENT = """
     from jaxmpi.config import Data
     from jaxmpi.data import Loader, Sampler, open_source
     from jaxmpi.data.member import HERE, Answer, Failure, Make
+from jaxmpi.data.member import words as words_of
     data = Data(source="imagefolder", dir={folder!r}, crop=24, loader="processes", loaders=3, prefetch=1)
     source = open_source(data, "train")
     batches = Loader(source, Sampler(6, 3, seed=0), data, True)
@@ -558,9 +560,9 @@ def test_the_papers_words():
     again = spawned.make_of(3, words)
     assert (again[:-1], again.indices.tolist()) == (make[:-1], [5, 9])
     assert (spawned.mode_words(3, True), spawned.mode_words(4, False)) == (b"train 3", b"val 4")
-    assert spawned.answer_words(Answer(17, [])) == b"copy_finished 17"
+    assert words_of(Answer(17, [])) == b"copy_finished 17"
     assert spawned.answer_of(b"copy_finished 17") == Answer(17, [])
-    failed = spawned.answer_of(spawned.answer_words(Answer(18, [Failure(2, KeyError("x"))])))
+    failed = spawned.answer_of(words_of(Answer(18, [Failure(2, KeyError("x"))])))
     assert (failed.ticket, failed.failures[0].position, str(failed.failures[0].error)) == (18, 2, "'x'")
 
 

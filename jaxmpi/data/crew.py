@@ -433,13 +433,13 @@ def end(loaders: Sequence[Loader]) -> None:
                 loader.process.wait(1)
 
 
-def started() -> Loader:
-    """A loader process, which ends with this one."""
+def started(in_words: bool = False) -> Loader:
+    """A loader process, which ends with this one; it answers as `member.main` says."""
     mine, its = socket.socketpair()
     in_main = threading.current_thread() is threading.main_thread()
     with its:
         process = subprocess.Popen(
-            python_line("jaxmpi.data.member", its.fileno(), os.getpid(), in_main),
+            python_line("jaxmpi.data.member", its.fileno(), os.getpid(), in_main, in_words),
             stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()],
             process_group=0,  # Ctrl-C in a terminal is the worker's to see

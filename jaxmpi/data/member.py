@@ -29,6 +29,7 @@ from jaxmpi.data.sources import where
 # HERE is its process once it has started; STOP is the worker's word that all work is to be dropped.
 JOB, INDEX, SINCE, HERE, STOP = range(5)
 NOTHING = -1
+COPY_FINISHED = b"copy_finished"  # Theano-MPI's word
 BOARD_ROW = 8  # i64 a loader: one line of cache
 
 
@@ -213,8 +214,12 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 2**31 - 1)
 
 
-def main(fd: int, parent: int, dies_with_thread: bool) -> None:
-    """Serve the worker at the other end of socket `fd` until it closes it or ends, however it ends."""
+def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
+    """Serve the worker at the other end of socket `fd` until it closes it or ends, however it ends.
+
+    Args:
+        in_words: whether to answer in the paper's words where they say all.
+    """
     ignore_signals()
     keep_freed_memory()
     if dies_with_thread:
@@ -222,7 +227,7 @@ def main(fd: int, parent: int, dies_with_thread: bool) -> None:
     worker = Connection(fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read_all, args=(worker, inbox.put), daemon=True).start()
-    serve(worker, inbox)
+    serve(worker, inbox, words if in_words else packed)
 
 
 def die_with(parent: int) -> None:
@@ -242,13 +247,13 @@ def read_all(worker: Connection, put: Callable[[bytes], None]) -> None:
         os._exit(0)
 
 
-def serve(worker: Connection, inbox: "queue.SimpleQueue[bytes]") -> None:
+def serve(worker: Connection, inbox: "queue.SimpleQueue[bytes]", pack: Callable[[Answer], bytes]) -> None:
     """Handle messages one after another."""
     member = greeted(inbox.get())
     while True:
         answer = handled(member, inbox.get())
         if answer is not None:
-            worker.send_bytes(answer)
+            worker.send_bytes(pack(answer))
 
 
 def greeted(hello: bytes) -> Member:
@@ -257,13 +262,18 @@ def greeted(hello: bytes) -> Member:
     return Member(board.array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
 
 
-def handled(member: Member, message: bytes) -> bytes | None:
+def handled(member: Member, message: bytes) -> Answer | None:
     """What is to be answered, if anything."""
     try:
-        answer = member.handle(pickle.loads(message))
+        return member.handle(pickle.loads(message))
     except GoneError:
         return None  # of a job that was closed meanwhile
-    return packed(answer) if answer is not None else None
+
+
+def words(answer: Answer) -> bytes:
+    """That the copy is finished, or what went wrong."""
+    is_plain = not answer.failures and answer.row is None
+    return b"%s %d" % (COPY_FINISHED, answer.ticket) if is_plain else packed(answer)
 
 
 def packed(answer: Answer) -> bytes:

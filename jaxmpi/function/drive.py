@@ -73,7 +73,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     )
     if _team is not None:
         check(
-            not (_team.is_serial or _team.made or _team.functions),
+            not (_team.is_serial or _team.made or _team.is_used),
             f"fork: there are {_team.size} workers already, and functions or variables on them; fork first, or "
             "jaxmpi.close() before",
         )

@@ -152,6 +152,7 @@ class Team:
     def __init__(self) -> None:
         self.made = 0  # variables so far, which are numbered alike in all processes
         self.functions: weakref.WeakValueDictionary[int, Library] = weakref.WeakValueDictionary()
+        self.is_used = False  # whether functions have been bound to it
         self.dropped: list[int] = []  # variables that nobody asks for any more; functions as -1 - number
         self.gone = ""  # why it can do no more
         self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
@@ -357,7 +358,10 @@ class ProcessTeam(Team):
         """`exchange` outside jit; of floats of 32 bits in shared memory, where no program is needed, the sums alone."""
         [(rank, leaves)] = mine.items()
         if self.size > 1 and strategy in ("shm", "shm:32") and all(x.dtype == jnp.float32 for x in leaves):
-            return {rank: self.comm.sum_on_host_now(leaves, self.size if op == "mean" else 1)}
+            try:
+                return {rank: self.comm.sum_on_host_now(leaves, self.size if op == "mean" else 1)}
+            except Exception as error:  # whatever its kind: others wait in the sum, or have learnt of it
+                raise OutOfStep(f"a sum over workers failed: {error}") from error
         return {rank: exchange(leaves, strategy, op, self.comm)}
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:

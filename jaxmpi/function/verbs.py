@@ -17,7 +17,7 @@ from jaxmpi.function.memory import from_ticket
 from jaxmpi.function.names import find
 from jaxmpi.function.ops import combine, travels_as_sum
 from jaxmpi.function.split import Rows
-from jaxmpi.function.team import Leaf, Leaves, MissingPrograms, Order, Program, Station, Team
+from jaxmpi.function.team import NO_PROGRAM, Leaf, Leaves, MissingPrograms, Order, Program, Station, Team
 
 PyTree = Any
 
@@ -57,16 +57,25 @@ def performed(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
 # ---------------------------------------------------------------- call
 
 
-def call(team: Team, order: Order) -> Leaves:
-    """Compute everywhere, then reduce: the leaves that are returned, where results are wanted."""
+def call(team: Team, order: Order) -> tuple[tuple[Any, ...], Leaves]:
+    """Compute everywhere, then reduce: structures and leaves of what is returned, where results are wanted."""
+    try:
+        return called(team, order)
+    finally:
+        for station in team.stations:
+            station.program, station.out = NO_PROGRAM, []
+
+
+def called(team: Team, order: Order) -> tuple[tuple[Any, ...], Leaves]:
+    """The same, which leaves at the stations what it has worked with."""
     reports = team.attempt(order.header["name"], lambda station: compute(station, order, team))
     counts = [report.count for report in reports]
     leaves = team.mine.program.leaves
     results = reduce_leaves(team, leaves, {s.rank: s.out for s in team.stations}, counts, order.header["strategy"])
     for station in team.stations:
         settle(station, leaves, results, order.header["locals"])
-        station.out = []
-    return [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if team.leads else []
+    returned = [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if team.leads else []
+    return team.mine.program.structures, returned
 
 
 def settle(station: Station, leaves: Sequence[Leaf], results: dict[int, Any], made: dict[str, int]) -> None:

@@ -29,7 +29,7 @@ from jaxmpi.function.split import (
     of_indices,
     same_length,
 )
-from jaxmpi.function.team import NO_PROGRAM, Leaf, Order, Program, Team
+from jaxmpi.function.team import Leaf, Order, Program, Team
 from jaxmpi.function.variable import Variable, check_numbers, check_one_host, where
 from jaxmpi.function.verbs import perform
 from jaxmpi.processes import broadcast, named_leaves
@@ -106,23 +106,20 @@ class Function:
         """
         team = self._bound()
         made = {place: Variable(team, None) for place, output in enumerate(self.outputs) if output.stays}
+        order = lambda: self._order(team, args, batch, batch_local, slices, made)  # noqa: E731
         try:
-            leaves = perform(team, self.name, lambda: self._order(team, args, batch, batch_local, slices, made))
+            structures, leaves = perform(team, self.name, order)
         except BaseException:
             self.sent = []
             raise
-        try:
-            return self._results(team, leaves, made)
-        finally:
-            for station in team.stations:
-                station.program = NO_PROGRAM
+        return self._results(structures, leaves, made)
 
     def _bound(self) -> Team:
         """The team of this function: the one there is at its first call."""
         if self.team is None:
             self.team = drive.team()
             self.team.check_usable()
-            self.team.functions[self.number] = self
+            self.team.functions[self.number], self.team.is_used = self, True
         return self.team
 
     # ------------------------------------------------------------ arguments
@@ -219,9 +216,9 @@ class Function:
 
     # ------------------------------------------------------------ results
 
-    def _results(self, team: Team, leaves: list[Any], made: dict[int, Variable]) -> PyTree:
+    def _results(self, structures: Sequence[Any], leaves: list[Any], made: dict[int, Variable]) -> PyTree:
         leaves_left, results = iter(leaves), []
-        for place, (output, structure) in enumerate(zip(self.outputs, team.mine.program.structures, strict=False)):
+        for place, (output, structure) in enumerate(zip(self.outputs, structures, strict=False)):
             if output.stays:
                 made[place].structure = structure
                 results.append(made[place])
