@@ -120,20 +120,18 @@ def shuffle(options: argparse.Namespace) -> Result:
         call()
         return time.perf_counter() - begin
 
-    def fetch() -> tuple[float, float]:
+    def fetch() -> float:
         spent.clear()
         once(lambda: f(data, batch=order))
-        return spent["rows_s"], spent["placed_s"]
+        return spent["rows_s"]
 
-    def take() -> tuple[float, float]:
-        took_s = once(lambda: np.take(data.array, mine, axis=0))
-        return took_s, took_s
+    def take() -> float:
+        return once(lambda: np.take(data.array, mine, axis=0))
 
     rounds = [[fetch(), take(), take(), fetch()] for _ in range(options.rounds + 3)][3:]  # slow drifts cancel
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    seconds = np.array(rounds)  # f64[rounds, 4, rows alone or on the device too]
-    takes, ratios = seconds[:, 1:3, 0], seconds[:, ::3].sum(1) / seconds[:, 1:3].sum(1)
-    found = [*middle(ratios[:, 0]), *middle(ratios[:, 1]), 1e3 * np.median(takes)]
+    seconds = np.array(rounds)  # f64[rounds, 4]
+    found = [*middle(seconds[:, ::3].sum(1) / seconds[:, 1:3].sum(1)), 1e3 * np.median(seconds[:, 1:3])]
     return {
         "workers": processes().rows(np.array(found)).tolist(),
         "memory_grown_mb": grown / 1024,
@@ -143,20 +141,11 @@ def shuffle(options: argparse.Namespace) -> Result:
 
 
 def timed_fetches() -> dict[str, float]:
-    """Where the seconds add up in which a worker takes its rows, and has them on its device, from now on."""
-    import jax
-
+    """Where the seconds add up in which a worker takes its rows, from now on: programs take these as they lie."""
     from jaxmpi.function import compute
 
     spent: dict[str, float] = defaultdict(float)
-    given = compute.given
     timed(compute, "take", "rows_s", spent)
-
-    def timed_source(*args: Any) -> Any:
-        source = given(*args)
-        return source._replace(fetch=counted(lambda a, b: jax.block_until_ready(source.fetch(a, b)), "placed_s", spent))
-
-    compute.given = timed_source
     return spent
 
 
@@ -354,10 +343,10 @@ def show_shuffle(options: argparse.Namespace) -> Result:
     """Rows by index."""
     row = job("shuffle", 2, "--rounds", str(options.rounds))
     print(f"medians of {options.rounds} rounds, and between what they lie with 95 %")
-    for rank, (rows, low, high, placed, placed_low, placed_high, take_ms) in enumerate(row["workers"]):
+    for rank, (rows, low, high, take_ms) in enumerate(row["workers"]):
         print(
             f"worker {rank}: its own take {take_ms:.2f} ms; rows by index {rows:.3f} ({low:.3f} to {high:.3f}) of it, "
-            f"goal 1.10; until they are on the device {placed:.3f} ({placed_low:.3f} to {placed_high:.3f})"
+            "goal 1.10"
         )
     print(f"memory grew by {row['memory_grown_mb']:.0f} MB; share {row['share_mb']:.0f}, data {row['data_mb']:.0f}")
     return row

@@ -83,12 +83,12 @@ def picker(order: Order, first: int) -> Callable[[int, int], Picked]:
 
 def received(station: Station, share: np.ndarray, first: int) -> Source:
     """This worker's rows, which have come from the master."""
-    return Source(share.shape[1:], share.dtype, lambda a, b: station.put(share[a - first : b - first]))
+    return Source(share.shape[1:], share.dtype, lambda a, b: station.given(share[a - first : b - first]))
 
 
 def given(station: Station, array: Any, pick: Callable[[int, int], Picked]) -> Source:
     """Rows of an array that this process sees whole."""
-    return Source(array.shape[1:], canonical(array.dtype), lambda a, b: station.put(take(array, pick(a, b))))
+    return Source(array.shape[1:], canonical(array.dtype), lambda a, b: station.given(take(array, pick(a, b))))
 
 
 def add_resident(
@@ -209,8 +209,8 @@ added = jax.jit(jnp.add)
 class Buffers:
     """Memory of arrays, to know a result that is an argument passed through: the caller may overwrite that."""
 
-    def __init__(self, arrays: list[jax.Array]) -> None:
-        self.pointers = {x.unsafe_buffer_pointer() for x in arrays}
+    def __init__(self, arrays: list[Any]) -> None:
+        self.pointers = {x.ctypes.data if isinstance(x, np.ndarray) else x.unsafe_buffer_pointer() for x in arrays}
 
     def __contains__(self, array: jax.Array) -> bool:
         return array.unsafe_buffer_pointer() in self.pointers
