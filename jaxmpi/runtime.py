@@ -274,6 +274,7 @@ def over_leftovers(line: Sequence[str]) -> list[str]:
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
 OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
 BEGAN, FINISHED = "began", "finished"  # files there: a rank of this host has done so
+ENDED_WITH = "ended with "  # and a code: a rank of this host has said why it ends the job, and then ended by SIGKILL
 
 
 def mark(name: str) -> None:
@@ -518,6 +519,7 @@ def end_job(code: int) -> NoReturn:
     sys.stderr.flush()
     if _job is not None and _job.size > 1:
         if _job.has_spawned and not _job.kill:
+            mark(f"{ENDED_WITH}{code}")
             os.kill(os.getpid(), signal.SIGKILL)
         _job.abort(code)
     os._exit(code)

@@ -48,15 +48,16 @@ HOST_GONE = re.compile(
     r".*?Remote (?:host:|daemon: \S+ on node)\s+(?P<host>\S+)",
     re.S,
 )
+KILLED = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)")
 # Ways in which a job says who ended it, the surest first: groups rank, host and words.
 TRACES = [
     re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
     re.compile(r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*rank \[(?P<rank>[\d, ]+)\] did not answer in time)"),
     HOST_GONE,
-    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)"),
+    KILLED,
     re.compile(
         r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
-        r"(?P<words>.*?)(?=^jaxmpi: |^-{20,}|\Z)",  # Open MPI prints rules around its notices
+        r"(?P<words>.*?)(?=^jaxmpi: |^-{20,}|^\[\S+:\d+\] \*\*\*|\Z)",  # so Open MPI's notices begin
         re.M | re.S,
     ),
     re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?P<words>(?:left early|has ended).*)$", re.M),
@@ -121,9 +122,18 @@ class Watch:
             if code == 0 and is_unfinished(setting):
                 code = 128 + signal.SIGKILL
                 say("all ranks of this host ended before their time")
+            if code and (spoken := spoken_code(setting)):
+                code, text = spoken, KILLED.sub("", text)
         if gone := HOST_GONE.search(said.tail() + text):
             text, code = text + gone[0], code or 1
         return (code if code >= 0 else 128 - code), text
+
+
+def spoken_code(setting: Mapping[str, str]) -> int:
+    """With what a rank of this host has ended the job, which its launcher takes for a signal; 0 where none has."""
+    folder = Path(setting.get(runtime.SEGMENTS, os.devnull))
+    codes = [path.name.removeprefix(runtime.ENDED_WITH) for path in folder.glob(runtime.ENDED_WITH + "*")]
+    return min(map(int, codes), default=0)
 
 
 def is_unfinished(setting: Mapping[str, str]) -> bool:
