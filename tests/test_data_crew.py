@@ -557,8 +557,9 @@ def test_a_loader_that_mpi_started_is_named_with_its_file(loss, tmp_path):
 def test_jaxmpi_train_ends_with_the_code_of_the_rank_whose_spawned_loader_died(tmp_path):
     """A launcher by itself has 137."""
     data = "Data('array', train=Numbered(6, ends_at=3), validation=Numbered(6), loader='spawn')"
-    path, run_dir = write_experiment(tmp_path, data, PX, 6), str(tmp_path / "run")
-    ended = run([sys.executable, "-m", "jaxmpi.cli", "train", "-n", "2", str(path), "--run-dir", run_dir], timeout_s=100)
+    path, run_dir = write_experiment(tmp_path, data, PX, 6), tmp_path / "run"
+    line = [sys.executable, "-m", "jaxmpi.cli", "train", "-n", "2", str(path), "--run-dir", str(run_dir)]
+    ended = run(line, timeout_s=100)
     assert ended.code == 1, ended.out[-3000:]
     last = ended.out.rstrip().splitlines()[-1]
     assert re.search(r"rank \d on \S+ ended the job: error: loader \d of 2 .*at file3\.jpg", last), ended.out[-3000:]
