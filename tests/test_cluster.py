@@ -79,7 +79,7 @@ if comm.rank == 0:
 """
 
 
-@pytest.mark.parametrize(("hosts", "slots"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("hosts", "slots"), [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2), (3, 1))])
 def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tmp_path):
     (tmp_path / "carried.py").write_text(CARRIED)
     line = ("mpirun", "-n", str(hosts * slots), sys.executable, str(tmp_path / "carried.py"))

@@ -543,7 +543,8 @@ experiment = Experiment(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "args"), [(2, ()), *(pytest.param(1, args, marks=pytest.mark.slow) for args in (("--devices", "2"), ()))]
+    ("ranks", "args"),
+    [(1, ()), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, ()), (1, ("--devices", "2"))))],
 )
 def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, args, tmp_path):
     (tmp_path / "net.py").write_text(STATEFUL)
@@ -628,6 +629,7 @@ RESUMED = {
 
 SLOW = (
     "awagd, momentum averaged, shm",
+    "compressed",
     "compressed, fused, over devices",
     "subgd, bfloat16, micro-batches, asa16",
     "fused, Adam, clipping, ring16",
