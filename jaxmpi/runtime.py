@@ -369,9 +369,7 @@ class Job:
     wait_for_all: Callable[[float], bool]  # False where time ran out
     echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
-    has_spawned: bool = (
-        False  # MPI processes of its own, with which Open MPI 5's launcher takes an abort for 0 at times
-    )
+    has_spawned: bool = False  # processes by MPI spawn, with which Open MPI 5's launcher takes an abort for 0 at times
     kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, where the others go on without them
 
 
