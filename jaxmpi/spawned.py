@@ -7,8 +7,8 @@ The paper's messages, between a worker and each of its loaders:
                             a file's name, NUL, what of it to make and where: JSON of `Make`, without its job
                             "stop"
     tag 55  to the worker   "copy_finished <ticket>"; where something went wrong, or was asked beforehand, an `Answer`
-                            "ended ...": the loader has died, and how
-            "stop": the loader has ended
+                            "ended <how>": the loader has died
+                            "stop": the loader has ended
 
 As any image may stand in any batch, the name is that of the first one; the others follow by their numbers.
 """
@@ -172,9 +172,7 @@ def main(worker: int) -> None:
     ignore_signals()
     threading.Thread(target=end_with, args=(worker,), daemon=True).start()
     loader, outbox = started(in_words=True), queue.SimpleQueue()
-    threading.Thread(
-        target=tell_all, args=(loader, outbox), daemon=True
-    ).start()  # it may be stopped, and its pipe full
+    threading.Thread(target=tell_all, args=(loader, outbox), daemon=True).start()
     from mpi4py import MPI
 
     comm, job, is_here = MPI.Comm.Get_parent(), 0, True
@@ -198,7 +196,7 @@ def main(worker: int) -> None:
 
 
 def tell_all(loader: Loader, outbox: "queue.SimpleQueue[bytes]") -> None:
-    """Hand over messages in their order."""
+    """Hand over messages in their order; waits where the loader is stopped and its pipe full."""
     while True:
         tell(loader.pipe, outbox.get())
 

@@ -4,8 +4,6 @@ import json
 import math
 import sys
 
-import pytest
-
 from launching import run
 from models import MODELS
 
@@ -16,18 +14,14 @@ def test_every_model_has_a_tiny_variant():
     assert {name.removesuffix("_tiny") for name in TINY} == {name.removesuffix("_tiny") for name in MODELS}
 
 
-QUICK = ["alexnet_tiny"]  # others compile for longer, or train elsewhere in the suite
-
-
-@pytest.mark.parametrize("names", [QUICK, pytest.param(TINY, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_three_steps_on_two_ranks(names, tmp_path):
+def test_three_steps_on_two_ranks(tmp_path):
     out = tmp_path / "rows.json"
-    line = [sys.executable, "scripts/zoo_steps.py", "-n", "2", "--tiny", "--models", *names, "--json", str(out)]
+    line = [sys.executable, "scripts/zoo_steps.py", "-n", "2", "--tiny", "--json", str(out)]
     ended = run(line, timeout_s=290)
     assert ended.code == 0, ended.out[-4000:]
     rows = json.loads(out.read_text())
-    assert list(rows) == names
-    for name in names:
+    assert list(rows) == TINY
+    for name in TINY:
         one, two = rows[name]["ranks"]
         assert one["losses"] == two["losses"], name
         assert len(one["losses"]) == 3
