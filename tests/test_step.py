@@ -333,18 +333,34 @@ def test_stack_and_state():
     assert (create({}, {}, {}, seed=4, worker=1).key != stacked.key[1]).any()
 
 
-def test_looking_at_gradients_keeps_none_of_them_alive():
-    """A step that tells what it saw of them takes no more memory than one that does not, but for what it tells."""
-    widths = [64, 512, 512, 512, 2]
-    shapes = [jax.ShapeDtypeStruct((a, b), jnp.float32) for a, b in itertools.pairwise(widths)]
+# ---------------------------------------------------------------- memory
+
+
+def tanh_layers(widths: list[int]) -> tuple:
+    """(gradients of a model of dense layers, its params, a batch)."""
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(0, a**-0.5, (a, b)), jnp.float32) for a, b in itertools.pairwise(widths)]
 
     def apply(params, model_state, image, key, train):
         for weights in params:
             image = jnp.tanh(image @ weights)
         return image, model_state
 
-    gradients = step.local_gradients(forward(apply, shape=(64,)))
-    batch = {"image": jnp.ones((4, 64)), "label": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4)}
+    gradients = step.local_gradients(forward(apply, shape=(widths[0],)))
+    image = rng.normal(size=(4, widths[0])).astype(np.float32)
+    return gradients, params, {"image": image, "label": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4)}
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """What a program takes beyond its arguments and results."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+def test_looking_at_gradients_keeps_none_of_them_alive():
+    """A step that tells what it saw of them takes no more memory than one that does not, but for what it tells."""
+    gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
 
     def update(params, sees: bool):
         grads, _, metrics = gradients(params, {}, batch, KEY, jnp.array(0))
@@ -353,9 +369,32 @@ def test_looking_at_gradients_keeps_none_of_them_alive():
 
     jitted = jax.jit(update, static_argnums=1, donate_argnums=0)
 
-    def temporary_bytes(sees: bool) -> int:
-        memory = jitted.lower(shapes, sees).compile().memory_analysis()
-        assert memory is not None
-        return memory.temp_size_in_bytes
+    of_one = [temporary_bytes(jitted.lower(params, sees).compile()) for sees in (False, True)]
+    assert of_one[1] - of_one[0] < 4 * 512 * 512
 
-    assert temporary_bytes(True) - temporary_bytes(False) < 4 * 512 * 512
+
+def test_params_are_updated_in_place_with_the_same_bits():
+    """No leaf is copied before a step, for which all gradients are there at once instead: as much memory, but for a
+    leaf."""
+    gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
+    jitted = {}
+    for name, form in {"early": gradients, "waiting": step.in_place(gradients)}.items():
+
+        def update(params, form=form):
+            grads, _, metrics = form(params, {}, batch, KEY, jnp.array(0))
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), metrics
+
+        jitted[name] = jax.jit(update, donate_argnums=0).lower(params).compile()
+    copies = {name: compiled.as_text().count(" copy(%params") for name, compiled in jitted.items()}
+    assert copies["waiting"] == 0 < copies["early"]
+    assert temporary_bytes(jitted["waiting"]) - temporary_bytes(jitted["early"]) < 4 * 512 * 512
+    early, waiting = (compiled(jax.tree.map(jnp.copy, params)) for compiled in jitted.values())
+    assert [leaf.tobytes() for leaf in jax.tree.leaves(early)] == [leaf.tobytes() for leaf in jax.tree.leaves(waiting)]
+
+
+def test_waiting_gradients_that_are_not_finite_stay_so():
+    gradients, params, batch = tanh_layers([4, 3, 2])
+    bad = [params[0].at[0, 0].set(jnp.nan), params[1]]
+    grads, _, metrics = step.in_place(gradients)(bad, {}, batch, KEY, jnp.array(0))
+    assert not np.asarray(metrics.finite).any()
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(grads))
