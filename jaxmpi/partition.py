@@ -152,15 +152,24 @@ class Memory:
         under_way: collections.deque[tuple[Any, np.ndarray]] = collections.deque()
         old, at = self.source.newest(), 0
         for move in moves:
-            sent, size_bytes = old.gather(move.sent), int(move.received_bytes.sum())
-            received = arena.bytes[at : at + size_bytes]
+            size_bytes = int(move.received_bytes.sum())
+            under_way.append(self._sent(move, old, arena.bytes[at : at + size_bytes]))
             at += size_bytes
-            request = self.group.Ialltoallv(message(sent, move.sent_bytes), message(received, move.received_bytes))
-            under_way.append((request, sent))
             if len(under_way) == AHEAD:
                 self._wait(under_way.popleft()[0])
         while under_way:
             self._wait(under_way.popleft()[0])
+
+    def _sent(self, move: Move, old: Arena, received: np.ndarray) -> tuple[Any, np.ndarray]:
+        """The request under way, and what it sends; what stays here is copied once, past MPI."""
+        me, stay = self.group.rank, move.staying
+        sent = old.gather(np.concatenate([move.sent[: stay.start], move.sent[stay.stop :]]))
+        leaving, coming = move.sent_bytes.copy(), move.received_bytes.copy()
+        leaving[me] = coming[me] = 0
+        place = np.cumsum(move.received_bytes) - move.received_bytes
+        request = self.group.Ialltoallv(message(sent, leaving), message(received, coming, place))
+        old.gather(move.sent[stay], received[place[me] : place[me] + move.received_bytes[me]])
+        return request, sent
 
     def _wait(self, request: Any) -> None:
         deadline = time.monotonic() + TIMEOUT_S
@@ -173,9 +182,9 @@ class Memory:
             time.sleep(POLL_S)
 
 
-def message(raw: np.ndarray, size_bytes: np.ndarray) -> list:
-    """u8 as MPI takes it, with the bytes of each member; counts and places are below 2^31."""
-    return [raw, (size_bytes, np.cumsum(size_bytes) - size_bytes), "B"]
+def message(raw: np.ndarray, size_bytes: np.ndarray, place: np.ndarray | None = None) -> list:
+    """u8 as MPI takes it, with the bytes of each member, side by side or at a place; all of them below 2^31."""
+    return [raw, (size_bytes, np.cumsum(size_bytes) - size_bytes if place is None else place), "B"]
 
 
 def keep(

@@ -188,8 +188,11 @@ class TestMoves:
                 assert arena.records.tolist() == sorted(np.concatenate(mine).tolist())
                 assert all((arena[r] == content(r, lengths)).all() for r in arena.records)
             assert max(len(a.records) for a in arenas) - min(len(a.records) for a in arenas) <= each
-            for move in (move for own in planned for move in own):
-                assert move.sent_bytes.sum() < parts * segment + 50
+            for me, own in enumerate(planned):
+                for move in own:
+                    assert move.sent_bytes.sum() < parts * segment + 50
+                    assert lengths[move.sent[move.staying]].sum() == move.sent_bytes[me]
+                    assert lengths[move.sent[: move.staying.start]].sum() == move.sent_bytes[:me].sum()
 
     @given(st.integers(1, 300), st.integers(1, 9))
     def test_slices_are_equal_up_to_rounding(self, n, parts):

@@ -119,6 +119,7 @@ class Move(NamedTuple):
     sent_bytes: np.ndarray  # i64[parts], to each member
     received: np.ndarray  # i64[l], records by source, then by place
     received_bytes: np.ndarray  # i64[parts], from each member
+    staying: slice  # of those in `sent`, which the member sends to itself
 
 
 def moves(
@@ -154,7 +155,8 @@ def moves(
     for number in range(count):
         sent, sent_bytes = _of_segment(number, to, order, lengths, parts)
         received, received_bytes = _of_segment(number, source, order, lengths, parts)
-        yield Move(sent, sent_bytes, received, received_bytes)
+        begin, *edges = np.searchsorted(to[1], number * parts + np.array([0, me, me + 1])).tolist()
+        yield Move(sent, sent_bytes, received, received_bytes, slice(*(edge - begin for edge in edges)))
 
 
 def _by_segment(
@@ -205,11 +207,11 @@ class Arena:
         place = int(np.searchsorted(self.records, record))
         return self.bytes[self.begins[place] : self.ends[place]]
 
-    def gather(self, records: np.ndarray) -> np.ndarray:
-        """u8: copies of these records, one after another."""
+    def gather(self, records: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """u8: copies of these records, one after another; in `out` where it is given, which is as long."""
         places = np.searchsorted(self.records, records)
         begins, ends = self.begins[places].tolist(), self.ends[places].tolist()
-        out = np.empty(sum(ends) - sum(begins), np.uint8)
+        out = np.empty(sum(ends) - sum(begins), np.uint8) if out is None else out
         at = 0
         for begin, end in zip(begins, ends, strict=True):
             out[at : at + end - begin] = self.bytes[begin:end]

@@ -37,6 +37,22 @@ class Report(NamedTuple):
     count: int = 0  # examples
 
 
+SHORT_BYTES = 48
+
+
+def short(report: Report) -> bytes:
+    """A report as a hash of its text, its count, and whether all is well."""
+    count, is_bad = report.count.to_bytes(8, "little"), bytes([report.kind != "ok"])
+    return (hashlib.sha256(report.text.encode()).digest() + count + is_bad).ljust(SHORT_BYTES, b"\0")
+
+
+def from_short(rows: Sequence[bytes]) -> list[Report] | None:
+    """Every worker's report without its text; None where their texts are needed."""
+    if any(row[40] for row in rows) or len({row[:32] for row in rows}) > 1:
+        return None
+    return [Report("ok", "", int.from_bytes(row[32:40], "little")) for row in rows]
+
+
 class Line(Protocol):
     """Messages among `size` processes, a worker each; rank 0 is the master where one process leads."""
 
@@ -126,15 +142,10 @@ class MpiLine:
 
     def reports(self, mine: Report) -> list[Report]:
         """48 bytes a rank; texts travel where they differ."""
-        row = np.zeros(48, np.uint8)
-        row[:32] = np.frombuffer(hashlib.sha256(mine.text.encode()).digest(), np.uint8)
-        row[32:40] = np.frombuffer(mine.count.to_bytes(8, "little"), np.uint8)
-        row[40] = mine.kind != "ok"
-        rows = np.empty((self.size, 48), np.uint8)
+        row, rows = np.frombuffer(short(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
         self._together(self.comm.Iallgather(row, rows))
-        if rows[:, 40].any() or (rows[:, :32] != rows[0, :32]).any():
-            return [Report(*json.loads(text)) for text in self.control.gather(json.dumps(mine))]
-        return [Report("ok", "", int.from_bytes(row[32:40].tobytes(), "little")) for row in rows]
+        agreed = from_short([each.tobytes() for each in rows])
+        return agreed or [Report(*json.loads(text)) for text in self.control.gather(json.dumps(mine))]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         """In rounds, whose lengths fit MPI's counts."""
@@ -275,8 +286,17 @@ class SocketLine:
         return header, arrays
 
     def reports(self, mine: Report) -> list[Report]:
-        """To the master, and from it to all."""
-        return [Report(*report) for report in self._star(list(mine))]
+        """To the master, and from it to all: 48 bytes a worker; texts travel where they differ."""
+        row = short(mine)
+        if self.rank != 0:
+            self._send(0, row)
+            rows = self._receive(0)
+        else:
+            rows = b"".join([row, *(self._receive(rank) for rank in range(1, self.size))])
+            for rank in range(1, self.size):
+                self._send(rank, rows)
+        agreed = from_short([rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)])
+        return agreed or [Report(*report) for report in self._star(list(mine))]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         """To the master, and from it to all where all want it."""
