@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -274,6 +275,8 @@ def over_leftovers(line: Sequence[str]) -> list[str]:
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
 OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
 BEGAN, FINISHED = "began", "finished"  # files there: a rank of this host has done so
+# Where this process is killed, what its ranks still make on their way out goes as well; a word says that all is done.
+AFTER_ME = 'read -r word; [ "$word" ] || for _ in 1 2 3 4 5; do sleep 1; rm -rf "$1"; done'
 ENDED_WITH = "ended with "  # and a code: a rank of this host has said why it ends the job, and then ended by SIGKILL
 
 
@@ -287,7 +290,7 @@ def mark(name: str) -> None:
 
 @contextmanager
 def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
-    """A folder of a job's own in this host's shared memory, as the setting for Open MPI; removed at the end.
+    """A folder of a job's own in this host's shared memory, as the setting for Open MPI; removed however this ends.
 
     Open MPI leaves 16 MiB a rank behind where its launcher is killed, and at times where that kills ranks. What others
     have left goes here, too.
@@ -297,12 +300,14 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
         return
     sweep(root)
     folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
-    handle = hold(folder)
+    handle, line, silent = hold(folder), ["/bin/sh", "-c", AFTER_ME, "sh", str(folder)], subprocess.DEVNULL
+    janitor = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
     try:
         yield {SEGMENTS: str(folder)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
+        janitor.communicate(b"done\n")
 
 
 def hold(folder: Path) -> int:

@@ -5,6 +5,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -329,3 +330,28 @@ def test_a_gpu_that_has_started_cannot_be_chosen_any_more(backend, is_late, monk
     with pytest.raises(UsageError, match=r"call jaxmpi\.world\(\) before") if is_late else contextlib.nullcontext():
         runtime.pin_gpu(1, 2)
     assert chosen == ([] if is_late else [("jax_cuda_visible_devices", "1")])
+
+
+HOLDS = """
+import pathlib, sys
+from jaxmpi import runtime
+with runtime.own_segments(pathlib.Path(sys.argv[1])) as setting:
+    (pathlib.Path(setting[runtime.SEGMENTS]) / "of a rank").write_text("memory")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeypatch):
+    monkeypatch.delenv(runtime.SEGMENTS, raising=False)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert [path.name for path in tmp_path.glob("*/*")] == ["of a rank"]
+        process.kill() if ends == "killed" else process.communicate()
+    deadline = time.monotonic() + (10 if ends == "killed" else 0)
+    while (left := list(tmp_path.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
