@@ -116,7 +116,8 @@ def open_feed(
 
     Args:
         micro_batch: which divides each worker's batch, filled up; 0 where there is none.
-        crew: of another feed, which this one shares; None makes one, of `data.loaders` loaders a worker.
+        crew: of another feed, which this one shares where loaders of that kind suit it; else it has one of its own, of
+            `data.loaders` loaders a worker.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's.
@@ -140,7 +141,9 @@ def open_feed(
             Sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
             for rank in workers.mine
         )
-    crew = crew or Crew(kind_for(data, source), data.loaders * len(workers.mine), data.stall_s)
+    kind = kind_for(data, source)
+    if crew is None or crew.kind != kind:
+        crew = Crew(kind, data.loaders * len(workers.mine), data.stall_s)
     return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory)
 
 

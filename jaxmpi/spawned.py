@@ -16,7 +16,6 @@ As any image may stand in any batch, the name is that of the first one; the othe
 import json
 import os
 import pickle
-import queue
 import select
 import threading
 import time
@@ -26,7 +25,7 @@ import numpy as np
 
 from jaxmpi import runtime
 from jaxmpi.config import UsageError
-from jaxmpi.data.crew import JOIN_S, KINDS, Loader, end, how_ended, parcel_of, python_line, started, tell
+from jaxmpi.data.crew import JOIN_S, KINDS, Loader, end, how_ended, outbox, parcel_of, python_line, started
 from jaxmpi.data.member import COPY_FINISHED, Answer, Close, Hello, Make, ignore_signals
 from jaxmpi.data.recipe import Recipe
 from jaxmpi.data.segments import Parcel, Segment
@@ -171,8 +170,8 @@ def main(worker: int) -> None:
     """
     ignore_signals()
     threading.Thread(target=end_with, args=(worker,), daemon=True).start()
-    loader, outbox = started(in_words=True), queue.SimpleQueue()
-    threading.Thread(target=tell_all, args=(loader, outbox), daemon=True).start()
+    loader = started(in_words=True)
+    told = outbox(loader.pipe)
     from mpi4py import MPI
 
     comm, job, is_here = MPI.Comm.Get_parent(), 0, True
@@ -186,19 +185,13 @@ def main(worker: int) -> None:
             if tag == TO_LOADER and b"\0" not in message:
                 job = int(message.partition(b" ")[2])
             else:
-                outbox.put(message if tag == CONFIG else pickle.dumps(make_of(job, message)))
+                told.put(message if tag == CONFIG else pickle.dumps(make_of(job, message)))
         if is_here and loader.pipe.poll(POLL_S):
             words = _replied(loader)
             is_here = not words.startswith(ENDED)
             comm.Send([words, MPI.BYTE], 0, TO_WORKER)
         elif not is_here:
             time.sleep(POLL_S)
-
-
-def tell_all(loader: Loader, outbox: "queue.SimpleQueue[bytes]") -> None:
-    """Hand over messages in their order; waits where the loader is stopped and its pipe full."""
-    while True:
-        tell(loader.pipe, outbox.get())
 
 
 def _replied(loader: Loader) -> bytes:

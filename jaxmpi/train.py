@@ -114,6 +114,7 @@ def train_until(
         watch(experiment, workers) as unwatched,
         rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
         plan.feed.crew,
+        plan.validation.crew,  # that one, or one of its own
     ):
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         faults.order(experiment.inject, max(begun, workers.size), workers.mine, folder)
@@ -170,6 +171,7 @@ def run_in(
         cut_record(folder / "record.jsonl", start)
     hosts = workers.processes.gather(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+    plan.feed.skipped = saved.extra.get("skipped", 0) if saved and is_first else 0  # those of all, which are summed
     bytes_each = plan.feed.bytes_each
     each = (elapsed_s, hosts, bytes_each)
     recorder = open_recorder(experiment, folder, *each) if is_first else Recorder(None, elapsed_s)
@@ -573,9 +575,9 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
     if not run.functions.exchanges:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     runtime.doing(f"checkpoint of step {step}", runtime.LONG)
-    run.saver.save(
-        take(state, run.workers), extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s()), score
-    )
+    skipped = int(run.workers.processes.sum(np.array([run.plan.feed.skipped], np.float64))[0])
+    extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s()) | {"skipped": skipped}
+    run.saver.save(take(state, run.workers), extra, score)
 
 
 if __name__ == "__main__":

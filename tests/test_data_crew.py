@@ -19,11 +19,14 @@ import pytest
 from PIL import Image
 
 from jaxmpi import spawned
-from jaxmpi.config import Data, TrainingError, UsageError
+from jaxmpi.config import Data, Experiment, TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open_source
 from jaxmpi.data.member import HERE, Answer, Failure, Make
 from jaxmpi.data.member import words as words_of
 from jaxmpi.data.segments import Parcel, Segment
+from jaxmpi.feed import open_feed
+from jaxmpi.model import Model
+from jaxmpi.workers import gather_workers
 from launching import ROOT, mpirun, mpirun_line, run, train
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
@@ -339,6 +342,22 @@ class TestLoadersThatFail:
                 list(batches)
         assert children() == []
 
+    def test_one_that_is_stopped_with_its_pipe_full_is_noticed_as_well(self, monkeypatch):
+        monkeypatch.setattr("jaxmpi.data.crew.END_S", 0.2)
+        size = 40_000  # numbers of a batch's examples take more than the pipe does
+        source = ArraySource(np.zeros((4 * size, 1, 1, 1), np.uint8), np.zeros(4 * size, np.int32), classes=2)
+        data = Data(loader="processes", loaders=1, prefetch=2, stall_s=0.5)
+        with loader(source, size, data) as batches:
+            next(batches)
+            at = lambda: (time.sleep(0.2), batches._hold.crew.doing(0))[1]  # noqa: E731
+            wait_until(lambda: at() == at(), 20)  # all that is read ahead has come
+            (pid,) = children()
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(TrainingError, match="loader 0 of 1 has been"):
+                list(batches)
+        assert children() == []
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "jaxmpi-outbox"])
+
 
 PARENT = """
     import os, signal, sys, time, types
@@ -589,3 +608,28 @@ def test_a_launcher_that_has_no_room_for_loaders(experiment, tmp_path):
     assert "data.loader: got spawn, but MPI cannot start 2 loaders a worker" in ended.out
     assert "start the job with more slots than ranks, or use processes" in ended.out
     wait_until(lambda: leftovers(tmp_path) == [])
+
+
+class Compressed(ArraySource):
+    """Images that loaders decode."""
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        raise AssertionError("nobody reads it here")
+
+
+class Living(Compressed):
+    """The same, which change while they are read."""
+
+    in_process = True
+
+
+@pytest.mark.parametrize(("kind", "loaders"), [(Compressed, "processes"), (Living, "threads")])
+def test_a_validation_that_only_threads_can_read_has_loaders_of_its_own(kind, loaders):
+    arrays = np.zeros((8, 8, 8, 1), np.uint8), np.arange(8) % 4
+    data = Data("array", train=Compressed(*arrays, classes=4), validation=kind(*arrays, classes=4), channels=1)
+    model = Model("any", lambda *_: ({}, {}), lambda *_: (None, {}), (8, 8, 1), 4)
+    experiment, workers = Experiment(model=model, data=data), gather_workers(1)
+    crew = open_feed(experiment, "train", 4, workers).crew
+    validation = open_feed(experiment, "validation", 4, workers, crew=crew)
+    assert (crew.kind, validation.crew.kind) == ("processes", loaders)
+    assert (validation.crew is crew) == (kind is Compressed)

@@ -469,6 +469,18 @@ def test_a_data_folder_that_one_rank_lacks_is_named(tmp_path):
     assert f"no folder {tmp_path}/nowhere/train" in ended.out
 
 
+@pytest.mark.slow
+def test_skipped_examples_stay_counted_when_a_run_goes_on(tmp_path):
+    make_digit_folders(tmp_path / "data")
+    (tmp_path / "data" / "train" / "3" / "0.png").write_bytes(b"no image")
+    data = ("--data.source", "imagefolder", "--data.dir", str(tmp_path / "data"), "--data.on-error", "skip")
+    args = (*data, "--data.max-skipped", "0.2", "--effective-batch", "10", "--log-every", "1", "--train-for")
+    for steps, *more in (("2st",), ("4st", "--resume")):
+        ended = train(2, DIGITS, *args, steps, "--run-dir", str(tmp_path / "run"), *more)
+        assert ended.code == 0, ended.out
+    assert [row["skipped"] for row in record(tmp_path / "run", "train")] == [1, 2, 3, 4]  # one an epoch, of one step
+
+
 def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
     args = (DIGITS, "--rule.name", "awagd", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert train(2, *args).code == 0

@@ -371,19 +371,20 @@ class LoaderProcesses:
         self.kept = board  # its address must hold
         self.loaders = [started() for _ in range(size)]
         self.open_pipes = {loader.pipe: number for number, loader in enumerate(self.loaders)}
+        self.outboxes = [outbox(loader.pipe) for loader in self.loaders]
         for number in range(size):
             self.send(number, Hello(number, board))
 
     def open(self, job: int, recipe: Recipe) -> Parcel:
         """Tell all of a job."""
         parcel, message = parcel_of(job, recipe)
-        for loader in self.loaders:
-            tell(loader.pipe, message)
+        for waiting in self.outboxes:
+            waiting.put(message)
         return parcel
 
     def send(self, number: int, message: Any) -> None:
         """Tell one."""
-        tell(self.loaders[number].pipe, pickle.dumps(message))
+        self.outboxes[number].put(pickle.dumps(message))
 
     def answers(self, timeout_s: float) -> list[Answer]:
         """What has been answered."""
@@ -407,6 +408,9 @@ class LoaderProcesses:
 
     def stop(self) -> None:
         """End them."""
+        for waiting in self.outboxes:
+            drain(waiting)
+            waiting.put(None)
         end(self.loaders)
 
 
@@ -448,10 +452,18 @@ def started(in_words: bool = False) -> Loader:
     return Loader(process, Connection(mine.detach()))
 
 
-def tell(pipe: Connection, data: bytes) -> None:
-    """A message."""
-    with contextlib.suppress(OSError):  # one that has died: whoever waits for it will see that
-        pipe.send_bytes(data)
+def outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
+    """Where messages wait for a process that may be stopped, with its pipe full; None ends it."""
+    waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=hand_over, args=(pipe, waiting), daemon=True, name="jaxmpi-outbox").start()
+    return waiting
+
+
+def hand_over(pipe: Connection, waiting: "queue.SimpleQueue[bytes | None]") -> None:
+    """Send what waits, in its order."""
+    while (message := waiting.get()) is not None:
+        with contextlib.suppress(OSError, TypeError):  # it has died, or was closed: whoever waits for it will see that
+            pipe.send_bytes(message)
 
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
