@@ -2,7 +2,7 @@
 
 mpirun -n 4 python -m jaxmpi.train experiments/digits.py
 
-99.2 % top-1 in 13 s on 2 cores (docs/results.md).
+99.2 % top-1 in 16 s on 2 cores (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

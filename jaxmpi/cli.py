@@ -1,5 +1,6 @@
 """`jaxmpi COMMAND ...`; one row of the table a command."""
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -34,6 +35,9 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
 def main() -> None:
     """Entry point of the `jaxmpi` command."""
     argv = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):  # a file's name need not be text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxmpi COMMAND ...\n\n" + "\n".join(f"  {k:8} {text}" for k, (text, _) in COMMANDS.items()))
         return

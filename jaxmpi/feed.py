@@ -1,9 +1,10 @@
 """Examples of one kind on their way to the devices: who reads which when, and what the wait for them was."""
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi import spawned as spawned  # a kind of loaders
 from jaxmpi import step as steps
-from jaxmpi.config import Data, Experiment, check
+from jaxmpi.config import AgreedError, Data, Experiment, check
 from jaxmpi.data import Batch, Crew, Loader, Sampler, Source, kind_for, load_mean_image, open_source
 from jaxmpi.partition import Memory, keep
 from jaxmpi.workers import Workers
@@ -34,6 +35,7 @@ class Feed:
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
     memory: Memory | None = None  # what keeps the source's records in memory
+    classes: int = 0  # that labels may name where the source does not say; 0: any number
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks: how many examples and classes, and the source's digest of them."""
@@ -47,6 +49,24 @@ class Feed:
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
         }
 
+    @contextlib.contextmanager
+    def kept(self, *together: type[Exception]) -> Iterator[None]:
+        """While this lasts records stay in memory; all ranks leave it together, but for errors of one of them.
+
+        Args:
+            together: errors that all ranks raise at once, beside `AgreedError`.
+        """
+        try:
+            yield
+        except (AgreedError, *together):
+            self._close()
+            raise
+        self._close()
+
+    def _close(self) -> None:
+        if self.memory:
+            self.memory.close()
+
     @property
     def bytes_each(self) -> int:
         """Bytes of text that an example predicts; 0 where examples are no text."""
@@ -59,7 +79,9 @@ class Feed:
         """
         if self.memory:
             self.memory.begin(start, stop)
-        loaders = [Loader(self.source, s, self.data, self.train, start, stop, self.crew) for s in self.samplers]
+        loaders = [
+            Loader(self.source, s, self.data, self.train, start, stop, self.crew, self.classes) for s in self.samplers
+        ]
         skipped, wait_s = self.skipped, self.wait_s
         # And the epoch, and skipped examples so far.
         ahead: collections.deque[tuple[steps.Batch, int, int]] = collections.deque()
@@ -144,7 +166,8 @@ def open_feed(
     kind = kind_for(data, source)
     if crew is None or crew.kind != kind:
         crew = Crew(kind, data.loaders * len(workers.mine), data.stall_s)
-    return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory)
+    classes = 0 if experiment.loss else model.classes  # to a loss of its own labels may be anything
+    return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory, classes=classes)
 
 
 def dealt_anew(feed: Feed, workers: Workers, micro_batch: int = 0) -> Feed:

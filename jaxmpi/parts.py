@@ -212,6 +212,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Fun
     exchange_of = partial(exchange_for, experiment, workers, strategy, order)
     skips = experiment.recover == "skip"
     keeps = skips or experiment.ft == "shrink"  # the state before a step, until that step counts
+    gradients = steps.marked(gradients) if skips else gradients
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = rules.Mute()
@@ -223,7 +224,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Fun
         eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
         hashed = fingerprints_by(once, workers)
         return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
-    gradients = steps.in_place(gradients) if workers.size == 1 else gradients  # there is no exchange to begin early
+    gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
     eval_params = rule.eval_params or own_params
     checked = steps.or_before if skips else None

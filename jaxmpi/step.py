@@ -210,7 +210,7 @@ def seen(grads: PyTree, metrics: Metrics) -> Metrics:
 
 
 def in_place(gradients: Callable) -> Callable:
-    """`local_gradients` of which each leaf waits for all others; the same bits.
+    """`local_gradients` of which each leaf waits for all others; the same gradients.
 
     g <- 1 g, where 1 comes from sum_leaves |g|^2; NaN where that is NaN. So the update of a leaf of params comes after
     the last look at it, which XLA must see from the data alone: else it copies that leaf at the start of every step.
@@ -222,6 +222,24 @@ def in_place(gradients: Callable) -> Callable:
         return jax.tree.map(lambda g: g * one.astype(g.dtype), grads), model_state, metrics
 
     return waiting
+
+
+def marked(gradients: Callable) -> Callable:
+    """`local_gradients` that bring NaN wherever the worker's loss or gradients do not count as finite.
+
+    In the smallest leaf, so that only its bucket waits for all others: through an exchange all workers' params show it,
+    and `or_before` takes the update back on all of them.
+    """
+
+    def telling(*args: Any) -> tuple[PyTree, PyTree, Metrics]:
+        grads, model_state, metrics = gradients(*args)
+        leaves, structure = jax.tree.flatten(grads)
+        is_well = jnp.isfinite(metrics.loss) & metrics.finite.all()
+        place = min(range(len(leaves)), key=lambda i: leaves[i].size or np.inf)
+        leaves[place] = jnp.where(is_well, leaves[place], jnp.nan)
+        return jax.tree.unflatten(structure, leaves), model_state, metrics
+
+    return telling
 
 
 def finite_leaves(tree: PyTree) -> jax.Array:

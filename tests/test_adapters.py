@@ -1,5 +1,6 @@
 """Linen, Equinox and plain functions: they train to the losses of a loop written by hand, and bad input is named."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -21,9 +22,11 @@ from flax import nnx
 from jaxmpi.adapters import equinox_model, linen_model, nnx_model, plain_model
 from jaxmpi.config import Data, Experiment, UsageError
 from jaxmpi.data import ArraySource, Sampler, open_source
+from jaxmpi.feed import open_feed
 from jaxmpi.model import Model
 from jaxmpi.modelcheck import check_model
 from jaxmpi.train import train as train_here
+from jaxmpi.workers import gather_workers
 from launching import run, train
 
 KEY = jax.random.key(0)
@@ -552,6 +555,20 @@ def test_the_highest_classes_may_be_missing_in_one_split(tmp_path, as_users_have
     few = dataclasses.replace(experiment, model=adapted(KINDS[0], outputs=7, classes=7))
     with pytest.raises(UsageError, match="array has 10 classes, model net has 7"):
         train_here(few, "net")
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_label_that_is_no_class_of_the_model_is_named(split, as_users_have_it, no_launcher):
+    good, odd = ([(np.zeros((8, 8, 1), np.uint8), label)] * 4 for label in (9, 12))
+    splits: Any = {"train": good, "validation": good, split: odd}
+    experiment = Experiment(adapted("plain"), data=Data("array", channels=1, **splits))
+    feed = open_feed(experiment, split, 4, gather_workers(1))
+    with pytest.raises(UsageError, match=rf"data\.{split}\[\d\]: got label 12; expected 0 <= label < 10"):
+        next(feed.batches())
+    of_its_own = dataclasses.replace(experiment, loss=lambda outputs, labels: outputs[:, 0] - labels)
+    with contextlib.closing(open_feed(of_its_own, split, 4, gather_workers(1), crew=feed.crew).batches()) as batches:
+        assert next(batches)["label"].tolist() == [12] * 4
+    feed.crew.stop()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -227,6 +227,20 @@ def test_labels_out_of_range():
         next(batches)
 
 
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_labels_above_the_models_classes_where_the_source_has_none(on_error):
+    pairs = [(np.zeros((4, 4, 1), np.uint8), label) for label in (0, 12)]
+    data = Data("array", train=pairs, channels=1, on_error=on_error)
+    source = open_source(data, "train")
+    with (
+        loader(source, 2, train=False, data=data, classes=10) as batches,
+        pytest.raises(UsageError, match=r"data\.train\[1\]: got label 12; expected 0 <= label < 10"),
+    ):
+        next(batches)
+    with loader(source, 2, train=False, data=data) as batches:
+        assert next(batches).label.tolist() == [0, 12]
+
+
 @pytest.mark.parametrize("label", [0.7, np.float32(1)])
 def test_labels_are_whole_numbers(label):
     source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, label], classes=3)

@@ -139,6 +139,19 @@ def test_files_keep_their_bytes_unless_another_size_is_asked_for(folder, tmp_pat
     assert pack.pack(source, tmp_path / "low", low).size_bytes < sum(small.manifest.shard_bytes)
 
 
+def test_classes_whose_names_are_not_utf_8(folder, tmp_path):
+    try:
+        (folder / "train" / "dog").rename(folder / "train" / os.fsdecode(b"b\xe9"))
+    except OSError:
+        pytest.skip("this file system wants UTF-8")
+    source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
+    pack.pack(source, tmp_path / "out")
+    got = Packed(tmp_path / "out")
+    assert got.names == (os.fsdecode(b"b\xe9"), "cat")
+    forge(tmp_path / "out", names=[os.fsdecode(b"b\xea"), "cat"])
+    assert Packed(tmp_path / "out").digest() != got.digest()
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -214,6 +227,55 @@ def test_a_packing_that_was_stopped_goes_on(tmp_path):
     assert pack.pack(whole, tmp_path / "a", PNG).records == 40  # done already
     with pytest.raises(UsageError, match="packed from something else: examples: got 39, expected 40"):
         pack.pack(noise(39), tmp_path / "a", PNG)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "kept"),
+    [
+        ("shard-00001.bin", Path.unlink, 1),
+        ("shard-00001.bin", cut, 1),
+        ("shard-00001.rows", Path.unlink, 1),
+        ("shard-00001.rows", cut, 1),
+        ("shard-00001.json", Path.unlink, 1),
+        ("shard-00001.json", cut, 1),
+        ("shard-00001.json", lambda path: path.write_text("{}"), 1),
+        (pack.JOB, lambda path: path.write_bytes(b"\xff"), 0),
+    ],
+)
+def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, name, damage, kept):
+    """Also where this is stopped once more: what lies behind is never counted on."""
+    whole = noise(7)
+    source, folder = Breaks(whole.images, whole.labels), tmp_path / "a"
+    for source.at in (6, 3):
+        with pytest.raises(KeyboardInterrupt):
+            pack.pack(source, folder, PNG, threads=1)
+        if source.at == 6:
+            assert (folder / "shard-00002.json").exists()
+            first = (folder / shard_name(0)).stat().st_ino
+            damage(folder / name)
+    assert f"{folder}: packed again from {shard_name(kept)} on" in capsys.readouterr().err
+    assert [(folder / f"shard-{i:05d}.json").exists() for i in range(3)] == [True, False, False]
+    assert ((folder / shard_name(0)).stat().st_ino == first) == bool(kept)
+    pack.pack(whole, folder, PNG)
+    pack.pack(whole, tmp_path / "b", PNG)
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "b"))
+    for path in (tmp_path / "b").iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+
+
+def test_leftovers_that_cannot_be_read_are_named(tmp_path):
+    whole = noise(12)
+    with pytest.raises(KeyboardInterrupt):
+        pack.pack(Breaks(whole.images, whole.labels), tmp_path, PNG, threads=1)
+    note = tmp_path / "shard-00001.json"
+    note.unlink()
+    note.mkdir()
+    with pytest.raises(UsageError, match=rf"{note}, or its shard, cannot be read: .*Is a directory.*; mend it"):
+        pack.pack(whole, tmp_path, PNG)
 
 
 def test_two_at_once_are_refused(tmp_path):
@@ -369,6 +431,7 @@ def test_no_path_leaves_the_folder_and_none_is_special(packed, tmp_path, name, k
         ("classes", "5"),
         ("classes", 3),
         ("names", [1]),
+        ("names", ["\ud800"]),
         ("shard_bytes", [1]),
         ("shard_bytes", [-1, 5]),
         ("shard_bytes", ["../../etc/passwd"]),

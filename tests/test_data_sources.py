@@ -2,6 +2,7 @@ import io
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -21,11 +22,13 @@ from jaxmpi.data import (
     Source,
     load_mean_image,
     open_source,
+    pack,
     write_batch_files,
 )
 from jaxmpi.data.augment import Augment
+from jaxmpi.data.batchfiles import _names as file_names
 from jaxmpi.data.images import _without_rows_below as without_rows_below
-from jaxmpi.data.images import decoded, opened, resized, stretched, window
+from jaxmpi.data.images import decoded, encoded_again, opened, resized, stretched, window
 
 RNG = np.random.default_rng(0)
 GREY = (np.arange(24 * 32).reshape(24, 32) // 3).astype(np.uint8)
@@ -200,6 +203,18 @@ class TestDecoded:
         full = resized(decoded(jpeg, 3, 0), px)
         assert np.abs(image.astype(int) - full).mean() < 12  # decoded at a small scale, then resized
 
+    @pytest.mark.parametrize("form", ["PNG", "JPEG"])
+    def test_an_extreme_aspect_is_not_scaled_whatever_it_takes(self, form):
+        line = Image.new("RGB", (30000, 1))
+        said = r"got 1 x 30000 px, 256 x 7680000 with a shorter side of 256; expected at most 67108864 px"
+        with pytest.raises(CorruptExample, match=rf"line\.png \(example 7\) is corrupt: .*{said}"):
+            Augment(Data(resize=256, crop=224), True, 0).encoded(blob(line, form), 0, 7, "line.png")
+        with pytest.raises(UsageError, match=said):  # as when packed
+            encoded_again(blob(line, form), 256, 90)
+        with pytest.raises(UsageError, match=rf"array\[7\]: {said}"):
+            Augment(Data(resize=256, crop=224), True, 0)(np.asarray(line), 0, 7, "array[7]")
+        assert decoded(blob(line, form), 3, resize=4).shape == (4, 120000, 3)
+
 
 def photograph(**kwargs) -> bytes:
     """A JPEG of 90 x 120 px that is smooth, with three colours that differ."""
@@ -363,6 +378,18 @@ class TestImageFolder:
         source = open_source(folder_data(folder), "train")
         assert any(np.array_equal(source[i][0], COLOUR) for i in range(len(source)))
 
+    def test_any_class_name(self, folder):
+        digests, path = [], folder / "train" / "cat"
+        for name in (b"cat", b"\xfe", b"\xff"):
+            try:
+                path = path.rename(folder / "train" / os.fsdecode(name))
+            except OSError:
+                pytest.skip("this file system wants UTF-8")
+            source: Any = open_source(folder_data(folder), "train")
+            assert os.fsdecode(name) in source.names
+            digests.append(source.digest())
+        assert len(set(digests)) == 3
+
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
@@ -428,6 +455,22 @@ class TestTfds:
         assert len(corrupt) == 1
         assert corrupt[0][1], corrupt
 
+    @pytest.mark.parametrize("trouble", ["cannot be opened", "became shorter"])
+    def test_a_file_that_cannot_be_read_is_named(self, prepared, tmp_path, trouble):
+        source: Any = open_source(tfds_data(shutil.copytree(prepared, tmp_path / "copy")), "train")
+        path = next(tmp_path.rglob("*-train.array_record-*"))
+        if trouble == "became shorter":
+            source[0]  # opens it
+            os.truncate(path, 100)
+        else:
+            path.unlink()
+        said = {"cannot be opened": f"No such file or directory; opening {path}"}.get(trouble, trouble)
+        for read in (source.encoded, source.__getitem__):
+            with pytest.raises(OSError, match=said):
+                read(5)
+        with pytest.raises(UsageError, match=rf"tfds tiny_colours\[train\]\[\d+\] .*cannot be read: .*{said}"):
+            pack.pack(source, tmp_path / "out")
+
     def test_reopens_in_another_process(self, prepared):
         """As a loader process gets it."""
         source: Any = open_source(tfds_data(prepared, resize=16), "train")
@@ -466,6 +509,12 @@ def batch_data(folder: Path, **kwargs) -> Data:
 
 def opened_batch_files(folder: Path) -> Any:
     return open_source(batch_data(folder), "train")
+
+
+def npy_head(fields: str) -> bytes:
+    """That of a .npy file, with an integer type and C order where the fields do not say."""
+    text = "{'descr': '<i8', 'fortran_order': False, " + fields + "}\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 
 
 class TestBatchFiles:
@@ -521,6 +570,42 @@ class TestBatchFiles:
             with pytest.raises(UsageError, match=rf"00000\.npy: .*{message}"):
                 open_source(batch_data(batch_files), "train")
 
+    HEADS: ClassVar = {
+        "no bytes": b"",
+        "an archive": b"PK\3\4 and so on",
+        "no end": npy_head("'shape': (10,), '"),
+        "nested": npy_head("-" * 9000 + "1"),
+        "leading zeros": npy_head("'shape': (010,)"),
+        "no such type": npy_head("'descr': '<i8999999999999', 'shape': (10,)"),
+        "objects": npy_head("'descr': '|O', 'shape': (10,)"),
+        "records": npy_head("'descr': [('a', '<i4')], 'shape': (10,)"),
+        "text": npy_head("'descr': '<U1', 'shape': (10,)") + bytes(40),
+        "less than nothing": npy_head("'shape': (-10,)"),
+        "petabytes": npy_head(f"'shape': ({10**15},)"),
+        "more than an integer holds": npy_head(f"'shape': ({10**30}, 5, 6, 3)"),
+        "nothing, of any size": npy_head(f"'descr': '<f4', 'shape': (0, {10**30}, 3)"),
+        "cut off": npy_head("'shape': (10,)") + bytes(79),
+    }
+
+    @pytest.mark.parametrize("damage", HEADS)
+    def test_damage_is_named_in_every_file(self, batch_files, damage):
+        mean_image = batch_files / "train_mean.npy"
+        for path in (batch_files / "train" / "00001.npy", batch_files / "train_labels.npy", mean_image):
+            whole = path.read_bytes()
+            path.write_bytes(self.HEADS[damage])
+            with pytest.raises(UsageError, match=rf"^{path}: "):
+                load_mean_image(Data(mean_image=str(path))) if path == mean_image else opened_batch_files(batch_files)
+            path.write_bytes(whole)
+
+    def test_big_endian_labels_and_those_in_fortran_order(self, batch_files):
+        np.save(batch_files / "train_labels.npy", np.arange(10, dtype=">i2"))
+        assert opened_batch_files(batch_files).labels.tolist() == list(range(10))
+        image = np.arange(24.0).reshape(2, 4, 3)
+        np.save(batch_files / "train_mean.npy", np.asfortranarray(image))
+        mean = load_mean_image(Data(mean_image=str(batch_files / "train_mean.npy")))
+        assert mean is not None
+        assert np.array_equal(mean, image)
+
     def test_a_file_that_shrinks_under_the_run(self, batch_files):
         source: Any = open_source(batch_data(batch_files), "train")
         path = batch_files / "train" / "00001.npy"
@@ -535,7 +620,7 @@ class TestBatchFiles:
             (np.arange(10) - 1, "got label -1 at 0"),
             (np.zeros(10), "got float64"),
             (np.zeros((10, 2), int), r"got int64\[10, 2\]"),
-            (np.array([{}], object), "expected a .npy file of labels"),
+            (np.array([{}], object), r"got object\[1\]; expected whole numbers"),
         ],
     )
     def test_labels_that_cannot_be(self, batch_files, labels, message):
@@ -555,6 +640,40 @@ class TestBatchFiles:
         (batch_files / "train_labels.npy").unlink()
         with pytest.raises(UsageError, match=r"train_labels\.npy: .*No such file"):
             open_source(batch_data(batch_files), "train")
+
+    def test_the_highest_class_may_be_missing_in_training(self, batch_files):
+        np.save(batch_files / "validation_labels.npy", [0, 5, 1])
+        train, held_out = (open_source(batch_data(batch_files), split) for split in ("train", "validation"))
+        assert (train.classes, held_out.classes) == (4, 6)
+        assert [getattr(source, "is_counted", False) for source in (train, held_out)] == [True, True]
+
+    def test_numbers_without_leading_zeros(self, batch_files):
+        folder = batch_files / "train"
+        for number in range(3):
+            (folder / f"{number:05}.npy").rename(folder / f"part{number + 8}-a.npy")
+        said = r"train: got part10-a\.npy and part8-a\.npy, .* go by name.*leading zeros.*00002\.npy"
+        with pytest.raises(UsageError, match=said):
+            opened_batch_files(batch_files)
+        (folder / "part10-a.npy").rename(folder / "zz1234.npy")  # another name altogether
+        assert opened_batch_files(batch_files).files == ["part8-a.npy", "part9-a.npy", "zz1234.npy"]
+
+    def test_more_files_than_five_digits_count(self):
+        names = file_names(100_001)
+        assert names == sorted(names)
+        assert (names[0], names[-1], file_names(2)) == ("000000.npy", "100000.npy", ["00000.npy", "00001.npy"])
+
+    def test_written_over_others(self, batch_files):
+        fewer = ArraySource(np.full((5, 4, 4, 3), 9, np.uint8), [2] * 5)
+        write_batch_files(fewer, batch_files, "train", rows=4)
+        source = opened_batch_files(batch_files)
+        assert (len(source), source.shape, source.labels.tolist()) == (5, (4, 4, 3), [2] * 5)
+
+    def test_an_unfinished_set_over_another_does_not_open(self, batch_files):
+        images = [np.zeros((5, 6, 3), np.uint8)] * 9 + [np.zeros((5, 7, 3), np.uint8)]
+        with pytest.raises(UsageError, match=r"array\[9\]"):
+            write_batch_files(ArraySource(images, [3] * 10), batch_files, "train", rows=4)
+        with pytest.raises(UsageError, match=r"train_labels\.npy: .*No such file"):
+            opened_batch_files(batch_files)
 
     def test_images_that_cannot_be_written(self, tmp_path):
         images = [np.zeros((4, 4, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)]

@@ -1,5 +1,6 @@
 """Text: windows of bytes, the standard library as a corpus, what is held out."""
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -68,6 +69,20 @@ def test_digest_sees_every_name_and_byte(folder, change):
     else:
         (folder / "train" / "b.txt").write_bytes(b"abcdefghijklmnopqrstuvwxyZ")
     assert opened(folder).digest() != before
+
+
+def test_names_that_are_not_utf_8(folder):
+    digests = []
+    for name in (b"\xfe.txt", b"\xff.txt"):
+        path = folder / "train" / os.fsdecode(name)
+        try:
+            path.write_bytes(b"x")
+        except OSError:
+            pytest.skip("this file system wants UTF-8")
+        digests.append(opened(folder).digest())
+        path.unlink()
+    assert digests[0] != digests[1]
+    assert is_held_out(os.fsdecode(b"\xff.py")) in (True, False)
 
 
 def test_bad_input_is_named(folder):

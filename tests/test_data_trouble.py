@@ -1,6 +1,9 @@
 """File systems that fail, stall, fill up or change under a run: one outcome for every kind of source, by name."""
 
+import errno
+import io
 import os
+import re
 import shutil
 import threading
 import time
@@ -15,7 +18,7 @@ from PIL import Image
 from jaxmpi.config import Data, TrainingError, UsageError
 from jaxmpi.data import ArraySource, Loader, Sampler, open_source, pack, write_batch_files
 from jaxmpi.data.memory import MemorySource
-from jaxmpi.data.packed import Packed, shard_name
+from jaxmpi.data.packed import MANIFEST, Packed, shard_name
 from jaxmpi.data.sources import PackedSource
 from launching import on_small_disk
 
@@ -95,6 +98,40 @@ def test_packing_from_a_file_system_that_answers_eio(folder, kind, tmp_path):
     )
     with pytest.raises(UsageError, match=said):
         pack.pack(source, tmp_path / "out", pack.Recipe(shard_bytes=100, quality=0))
+
+
+def test_checking_on_a_file_system_that_answers_eio_names_the_file_and_goes_on(folder):
+    source, path = Packed(folder / "packed" / "train"), file_of(folder, "packed", BAD)
+    break_disk(source, path)
+    said = [rf"{path} at byte \d+ \(example {index}\) cannot be read: .*Input/output error" for index in (BAD, BAD + 1)]
+    wrong = pack.damaged(source)
+    assert len(wrong) == 2
+    assert all(map(re.fullmatch, said, wrong)), wrong
+
+
+class Failing(io.FileIO):
+    """A file whose reading fails, once it is open."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
+    monkeypatch.setattr("jaxmpi.data.packed.open", Failing, raising=False)
+    with pytest.raises(UsageError, match=rf"{folder}/packed/train/{MANIFEST}: cannot be read: .*Input/output error"):
+        Packed(folder / "packed" / "train")
+
+
+@pytest.mark.parametrize("answer", ["Input/output error", "No such file"])
+def test_text_on_a_file_system_that_fails_is_named_as_it_is_opened(folder, answer, monkeypatch):
+    """All of it is read then: neither the loader nor the memory of a group comes to it."""
+    place = folder / "text" / "train"
+    place.mkdir(parents=True)
+    (place / "a.txt").write_text("x" * 50)
+    (place / "b.txt").symlink_to("/proc/self/mem" if answer == "Input/output error" else "/nowhere")
+    monkeypatch.setattr("jaxmpi.data.text.names", os.listdir)  # what is listed may be gone
+    with pytest.raises(UsageError, match=rf"text: {place}/b\.txt cannot be read: .*{answer}"):
+        open_source(data(folder, "text", window=4), "train")
 
 
 class Late(PackedSource):

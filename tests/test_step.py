@@ -373,6 +373,7 @@ def test_looking_at_gradients_keeps_none_of_them_alive():
     assert of_one[1] - of_one[0] < 4 * 512 * 512
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA copies on CPUs")
 def test_params_are_updated_in_place_with_the_same_bits():
     """No leaf is copied before a step, for which all gradients are there at once instead: as much memory, but for a
     leaf."""
@@ -398,3 +399,33 @@ def test_waiting_gradients_that_are_not_finite_stay_so():
     grads, _, metrics = step.in_place(gradients)(bad, {}, batch, KEY, jnp.array(0))
     assert not np.asarray(metrics.finite).any()
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("bad", ["loss", "a gradient", "nothing"])
+def test_marked_gradients_tell_all_workers_what_is_not_finite_on_one(bad):
+    """The vote calls a gradient beyond 1.8e19 infinite, whose update would be finite."""
+    grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "empty": jnp.zeros(0)}
+    loss = jnp.inf if bad == "loss" else 1.0
+    metrics = step.Metrics(jnp.asarray(loss), jnp.ones(()), jnp.array([True, True, bad != "a gradient"]))
+    told, _, _ = step.marked(lambda: (grads, {}, metrics))()
+    assert np.isnan(told["b"]).all() == (bad != "nothing")
+    assert (told["w"] == 1).all()
+
+
+@pytest.mark.parametrize("bad", ["loss", "a gradient"])
+def test_a_step_that_is_skipped_changes_nothing(bad):
+    params = {"w": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
+    finite = jnp.array([True, bad != "a gradient"])
+    metrics = step.Metrics(jnp.asarray(jnp.inf if bad == "loss" else 1.0), jnp.ones(()), finite, squares=jnp.ones(()))
+    grads = jax.tree.map(lambda p: p * np.float32(1e19), params)
+    rule = rules.build(
+        RuleConfig(), optax.adam(0.1), rules.Exchange(lambda g: g, lambda g: g), optimizer="adam", linear=False
+    )
+    before = create(params, {"mean": np.zeros(2, np.float32)}, rule.init(params), seed=0, worker=0)
+    made = step.marked(lambda *_: (grads, {"mean": jnp.ones(2)}, metrics))
+    one = functools.partial(step.train_step, gradients=made, rule=rule, guard=step.or_before)
+    after, told = jax.jit(one)(before, {})
+    assert not told.applied
+    assert after.step == before.step + 1
+    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), before, after)
+    assert all(jax.tree.leaves(same._replace(step=True)))

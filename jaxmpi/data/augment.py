@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi.config import Data, UsageError, check
+from jaxmpi.config import Data, check
 from jaxmpi.data import images
+from jaxmpi.data.batchfiles import Expected, load_array
 from jaxmpi.data.sampler import random_bits
 
 TRIES = 10  # windows of random area and aspect before the largest one is taken
+MEAN = Expected(
+    "numbers[height, width, channels], for data.mean_image",
+    lambda found: found.dtype.kind in "biuf" and 0 not in found.shape,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Augment:
         mirror touch it. The result may be a view.
 
         Raises:
-            UsageError: the image is smaller than the crop or the mean image; `where` names it.
+            UsageError: the image is smaller than the crop or the mean image, or too large once resized;
+                `where` names it.
         """
         mean = None
         if image.dtype == np.uint8:
@@ -50,7 +56,7 @@ class Augment:
         if self._scales_crops:
             return self._scaled_crop(image, epoch, index, where)
         if image.dtype == np.uint8:
-            image, mean = self._mean(self._sized(image), where)
+            image, mean = self._mean(self._sized(image, where), where)
         row, column, mirrored = self._choices(epoch, index, image, where)
         image = _window(image, row, column, self.config.crop)
         if mean is not None:
@@ -80,8 +86,8 @@ class Augment:
     def _scales_crops(self) -> bool:
         return self.train and bool(self.config.crop_area)
 
-    def _sized(self, image: np.ndarray) -> np.ndarray:
-        return images.resized(image, self.config.resize) if self.config.resize else image
+    def _sized(self, image: np.ndarray, where: str) -> np.ndarray:
+        return images.resized(image, self.config.resize, where) if self.config.resize else image
 
     def _mean(self, image: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray | None]:
         """Image and mean over the same pixels: the centre of the image, as large as the mean."""
@@ -175,12 +181,7 @@ def load_mean_image(config: Data) -> np.ndarray | None:
     path = config.mean_image
     if not path:
         return None
-    try:
-        mean = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"data.mean_image {path}: {error}; expected a .npy file") from error
-    check(isinstance(mean, np.ndarray), f"data.mean_image {path}: got an archive; expected one array, a .npy file")
-    mean = images.with_channels(mean, config.channels, f"data.mean_image {path}")
+    mean = images.with_channels(load_array(path, MEAN), config.channels, f"data.mean_image {path}")
     check(
         min(mean.shape[:2]) >= config.crop,
         f"data.mean_image {path}: got {_size(mean)} px; expected at least data.crop = {config.crop}",

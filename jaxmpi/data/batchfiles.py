@@ -9,23 +9,48 @@ Nothing is unpickled. Examples are read one by one, so that the order of trainin
 
 import contextlib
 import hashlib
+import io
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxmpi.config import UsageError, check
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
+MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
 
 
 class Header(NamedTuple):
     """What a .npy file says of itself."""
 
+    dtype: np.dtype
     shape: tuple[int, ...]
+    is_fortran: bool
     offset: int  # bytes before the array
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{' in Fortran order' * self.is_fortran}"
+
+
+class Expected(NamedTuple):
+    """What a .npy file is to hold, in words, and whether it does."""
+
+    words: str
+    fits: Callable[[Header], bool]
+
+
+IMAGES = Expected(
+    "u8[n, height, width, channels] in C order, as numpy.ascontiguousarray gives it",
+    lambda found: (
+        found.dtype == np.uint8 and len(found.shape) == 4 and 0 not in found.shape[1:] and not found.is_fortran
+    ),
+)
+LABELS = Expected("whole numbers, one an image", lambda found: found.dtype.kind in "iu" and len(found.shape) == 1)
 
 
 class BatchFileSource:
@@ -34,10 +59,11 @@ class BatchFileSource:
     Args:
         root: DIR.
         split: name of the folder.
-        classes: 0 counts up to the largest label.
+        classes: 0 counts up to the largest label; the model may have more.
 
     Raises:
-        UsageError: no file, a file or labels that are not as described, or as many labels as there are no examples.
+        UsageError: no file, a file or labels that are not as described, as many labels as there are no examples, or
+            names whose order is not that of the numbers in them.
     """
 
     def __init__(self, root: str, split: str, classes: int = 0) -> None:
@@ -45,6 +71,7 @@ class BatchFileSource:
         check(os.path.isdir(self.folder), f"batchfiles: no folder {self.folder}; expected {LAYOUT}")
         self.files = sorted(name for name in os.listdir(self.folder) if name.endswith(".npy"))
         check(bool(self.files), f"{self.folder}: found no .npy file; expected {LAYOUT}")
+        _check_order(self.folder, self.files)
         headers = [header(os.path.join(self.folder, name)) for name in self.files]
         self.shape = headers[0].shape[1:]
         odd = [i for i, found in enumerate(headers) if found.shape[1:] != self.shape]
@@ -56,7 +83,7 @@ class BatchFileSource:
             len(self.labels) == self.ends[-1],
             f"{labels_path(root, split)}: got {len(self.labels)} labels for {self.ends[-1]} images",
         )
-        self.classes = classes or int(self.labels.max(initial=-1)) + 1
+        self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
 
     def _path(self, file: int) -> str:
         return os.path.join(self.folder, self.files[file])
@@ -70,7 +97,7 @@ class BatchFileSource:
 
     def digest(self) -> str:
         """SHA-256 of the files' names and lengths, the shape and the labels."""
-        digest = hashlib.sha256("\0".join([*self.files, str(self.shape)]).encode())
+        digest = hashlib.sha256("\0".join([*self.files, str(self.shape)]).encode(errors="surrogateescape"))
         for part in (self.ends, self.labels):
             digest.update(part.astype(np.int64).tobytes())
         return digest.hexdigest()
@@ -91,28 +118,66 @@ class BatchFileSource:
         return image, self.labels[index]
 
 
-def header(path: str) -> Header:
-    """The header of a batch file.
+def _check_order(folder: str, names: list[str]) -> None:
+    """Raise `UsageError` where names differ in how many digits they have, and else in digits only."""
+    alike: dict[str, str] = {}
+    for name in names:
+        first = alike.setdefault(re.sub(r"\d+", "0", name), name)
+        check(
+            len(name) == len(first),
+            f"{folder}: got {first} and {name}, and files go by name, so that 10.npy comes before 2.npy; give all "
+            "numbers leading zeros up to the same length, such as 00002.npy",
+        )
+
+
+def header(path: str, expected: Expected = IMAGES) -> Header:
+    """What a .npy file says of itself; on the main thread only: it is not safe in threads of Python 3.11.
 
     Raises:
-        UsageError: it is no array of u8[n, height, width, channels] in C order, or cut off.
+        UsageError: it is none, another one than expected, or cut off.
     """
+    with _reading(path, expected) as (_, found):
+        return found
+
+
+def load_array(path: str, expected: Expected) -> np.ndarray:
+    """The array of a .npy file; for threads see `header`.
+
+    Raises:
+        UsageError: as of `header`.
+    """
+    with _reading(path, expected) as (file, found):
+        file.seek(found.offset)
+        flat = np.fromfile(file, found.dtype, math.prod(found.shape))
+        check(flat.size == math.prod(found.shape), f"{path}: it cannot be read, or changed meanwhile")
+        return flat.reshape(found.shape, order="F" if found.is_fortran else "C")
+
+
+@contextlib.contextmanager
+def _reading(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
+    """A .npy file and its header, which is what was expected and says no more than there is."""
     try:
         with open(path, "rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, is_fortran, dtype = read(file)
-            offset, size = file.tell(), os.fstat(file.fileno()).st_size
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}; expected a .npy file") from error
-    check(
-        dtype == np.uint8 and len(shape) == 4 and not is_fortran,
-        f"{path}: got {dtype}{list(shape)}{' in Fortran order' * is_fortran}; expected u8[n, height, width, channels] "
-        "in C order, as numpy.ascontiguousarray gives it",
-    )
-    missing = offset + int(np.prod(shape, dtype=np.int64)) - size
-    check(missing <= 0, f"{path}: {missing} bytes are missing at its end; write it again")
-    return Header(shape, offset)
+            found, size = _head(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
+            check(expected.fits(found), f"{path}: got {found}; expected {expected.words}")
+            missing = found.offset + math.prod(found.shape) * found.dtype.itemsize - size
+            check(missing <= 0, f"{path}: {missing} bytes are missing at its end; write it again")
+            yield file, found
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}; expected a .npy file, {expected.words}") from error
+
+
+def _head(path: str, blob: bytes) -> Header:
+    file = io.BytesIO(blob)
+    try:
+        is_first = np.lib.format.read_magic(file) == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+        check(min(shape, default=0) >= 0, f"shape {shape}")
+    except Exception as error:  # Python parses the head, so there is no one error for damage in it
+        reason = str(error)[:200] or type(error).__name__
+        raise UsageError(f"{path}: {reason}; expected a .npy file: it is damaged, or another kind of file") from error
+    return Header(dtype, shape, is_fortran, file.tell())
 
 
 def labels_path(root: str, split: str) -> str:
@@ -126,13 +191,7 @@ def load_labels(path: str) -> np.ndarray:
     Raises:
         UsageError: not a file of whole numbers >= 0.
     """
-    try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}; expected a .npy file of labels") from error
-    is_right = isinstance(found, np.ndarray) and found.dtype.kind in "iu" and found.ndim == 1
-    got = f"{found.dtype}{list(found.shape)}" if isinstance(found, np.ndarray) else "an archive"
-    check(is_right, f"{path}: got {got}; expected whole numbers, one an image")
+    found = load_array(path, LABELS)
     for place in np.flatnonzero((found < 0) | (found > np.iinfo(np.int32).max))[:1]:
         raise UsageError(f"{path}: got label {found[place]} at {place}; expected 0 <= label < 2^31")
     return found.astype(np.int32)
@@ -141,24 +200,40 @@ def load_labels(path: str) -> np.ndarray:
 def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128) -> None:
     """Any source of u8 images of one size as batch files of `rows` images, with labels and mean image.
 
-    Files appear whole, under their names, or not at all; the labels come last.
+    Files appear whole, under their names, or not at all, in place of those that were there. The labels come last, and
+    those that were there go first, so what is not finished does not open.
 
     Raises:
-        UsageError: an image that is not u8[height, width, channels], or not of the first one's shape; or a file cannot
-            be written, such as on a full disk: which.
+        UsageError: no example; an image that is not u8[height, width, channels], or not of the first one's shape; or a
+            file cannot be written, such as on a full disk: which.
     """
-    folder = Path(root) / split
+    check(len(source) > 0, f"{source.name}: got no examples to write")
+    folder, labels, names = Path(root) / split, Path(labels_path(str(root), split)), _names(-(-len(source) // rows))
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    found, total = np.zeros(len(source), np.int32), None
-    for number, batch in enumerate(_batches(source, rows, found)):
-        sums = batch.sum(0, dtype=np.float64)
-        total = sums if total is None else total + sums
-        _save(folder / f"{number:05}.npy", batch)
-    check(total is not None, f"{source.name}: got no examples to write")
-    assert total is not None
+        labels.unlink(missing_ok=True)
+    found = np.zeros(len(source), np.int32)
+    total: Any = 0.0
+    for name, batch in zip(names, _batches(source, rows, found), strict=True):
+        total = total + batch.sum(0, dtype=np.float64)
+        _save(folder / name, batch)
+    _remove_others(folder, names)
     _save(Path(root) / f"{split}_mean.npy", (total / len(source)).astype(np.float32))
-    _save(Path(labels_path(str(root), split)), found)
+    _save(labels, found)
+
+
+def _names(files: int) -> list[str]:
+    """Of so many batch files: as texts in the order of their numbers."""
+    digits = max(5, len(str(files - 1)))
+    return [f"{number:0{digits}}.npy" for number in range(files)]
+
+
+def _remove_others(folder: Path, names: list[str]) -> None:
+    """What a longer set has left behind; files with other names than numbers are not of this writer."""
+    with _writing(folder):
+        for left in set(folder.glob("*.npy")) - {folder / name for name in names}:
+            if left.stem.isdecimal():
+                left.unlink()
 
 
 def _batches(source: Any, rows: int, found: np.ndarray) -> Iterator[np.ndarray]:

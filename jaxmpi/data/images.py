@@ -16,7 +16,9 @@ from jaxmpi.config import UsageError, check
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's name for so many channels
 SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
-MAX_PIXELS = 1 << 26  # of a JPEG that libjpeg-turbo decodes; Pillow warns of larger images, and refuses the largest
+# Of a JPEG that libjpeg-turbo decodes, and of an image that has been scaled; Pillow warns of larger files, and refuses
+# the largest.
+MAX_PIXELS = 1 << 26
 
 
 class CorruptExample(UsageError):
@@ -118,6 +120,10 @@ def decoded(blob: Any, channels: int, resize: int) -> np.ndarray:
 
     Args:
         resize: px, shorter side of the result; 0 keeps the size.
+
+    Raises:
+        UsageError: it would have too many pixels.
+        Exception: as of `opened`.
     """
     picture = opened(blob, channels)
     if not resize:
@@ -183,10 +189,14 @@ def _frame(blob: bytes) -> _Frame | None:
     return None
 
 
-def resized(image: np.ndarray, px: int) -> np.ndarray:
-    """u8 or f32[height, width, channels] with its shorter side `px` long, aspect kept."""
+def resized(image: np.ndarray, px: int, where: str = "image") -> np.ndarray:
+    """u8 or f32[height, width, channels] with its shorter side `px` long, aspect kept.
+
+    Raises:
+        UsageError: it would have too many pixels; `where` names it.
+    """
     height, width, _ = image.shape
-    return _scaled(image, _shorter_side(height, width, px) if min(height, width) != px else (height, width))
+    return _scaled(image, _shorter_side(height, width, px, where) if min(height, width) != px else (height, width))
 
 
 def stretched(image: np.ndarray, px: int) -> np.ndarray:
@@ -220,9 +230,15 @@ def _opencv() -> Any:
     return cv2
 
 
-def _shorter_side(height: int, width: int, px: int) -> tuple[int, int]:
+def _shorter_side(height: int, width: int, px: int, where: str = "image") -> tuple[int, int]:
     scale = px / min(height, width)
-    return max(px, round(height * scale)), max(px, round(width * scale))
+    high, wide = max(px, round(height * scale)), max(px, round(width * scale))
+    check(
+        high * wide <= MAX_PIXELS,  # a line of pixels, which a small file holds, would become gigabytes
+        f"{where}: got {height} x {width} px, {high} x {wide} with a shorter side of {px}; "
+        f"expected at most {MAX_PIXELS} px in all: crop or drop it, or set a smaller resize",
+    )
+    return high, wide
 
 
 def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:

@@ -95,6 +95,7 @@ class Loader:
         start_step: first step to make; a resumed run gives the number of steps done.
         stop_step: end, exclusive. None goes on for ever in training; one epoch in an evaluation.
         crew: who makes the batches; None starts one of `data.loaders` for this loader alone.
+        classes: that labels may name where the source does not say; 0: any number.
 
     Attributes:
         wait_s: seconds the consumer has waited for batches, in all.
@@ -115,6 +116,7 @@ class Loader:
         start_step: int = 0,
         stop_step: int | None = None,
         crew: Crew | None = None,
+        classes: int = 0,
     ) -> None:
         check(
             len(source) == sampler.examples,
@@ -123,7 +125,7 @@ class Loader:
         check(len(source) > 0 or not train, f"{source.name}: got 0 training examples; expected >= 1")
         plain = replace(config, train=None, validation=None)  # loaders have the source itself
         augment = Augment(plain, train, sampler.seed, load_mean_image(config))
-        self._recipe, self._sampler = Recipe(source, augment, config.on_error == "skip"), sampler
+        self._recipe, self._sampler = Recipe(source, augment, config.on_error == "skip", classes), sampler
         self._next = start_step
         self._stop = sampler.steps_per_epoch if stop_step is None and not train else stop_step
         self._prefetch = config.prefetch

@@ -187,6 +187,8 @@ def pack(
         if (folder / MANIFEST).exists():
             return finished(folder, job)
         done = [] if is_new else whole_shards(folder)
+        with writing(folder, done[-1].next if done else 0, len(source)):
+            _forget(folder, len(done))
         if progress and done:
             progress(done[-1].next)
         _Packer(source, folder, recipe, threads, done, progress).run()
@@ -225,9 +227,8 @@ def _begin(file: TextIO, folder: Path, job: dict[str, Any]) -> bool:
     except BlockingIOError:
         raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
     file.seek(0)
-    text = file.read()
     try:
-        begun = json.loads(text) if text else None
+        begun = json.loads(file.read() or "null")
     except ValueError:
         begun = None  # it was stopped before it had written anything else
     check(
@@ -260,18 +261,41 @@ def finished(folder: Path, job: dict[str, Any]) -> Packing:
 
 
 def whole_shards(folder: Path) -> list[Shard]:
-    """Notes of the shards that an earlier packing has put in place."""
+    """Notes of the shards that an earlier packing has put in place, up to the first that is missing or damaged.
+
+    Raises:
+        UsageError: one cannot be read.
+    """
     done: list[Shard] = []
-    while (note := _note(folder, len(done))).exists():
-        shard = Shard(**json.loads(note.read_text()))
-        bin_bytes = (folder / shard_name(len(done))).stat().st_size
-        rows = _rows(folder, len(done)).read_bytes()
-        check(
-            bin_bytes == shard.size_bytes and zlib.crc32(rows) == shard.rows_crc32,
-            f"{note}: damaged, or its shard is; delete {folder} and pack again",
-        )
+    while (shard := _whole(folder, len(done))) is not None:
         done.append(shard)
     return done
+
+
+def _whole(folder: Path, number: int) -> Shard | None:
+    note = _note(folder, number)
+    try:
+        shard = Shard(**json.loads(note.read_bytes()))
+        bin_bytes = (folder / shard_name(number)).stat().st_size
+        rows = _rows(folder, number).read_bytes()
+    except (FileNotFoundError, TypeError, ValueError):
+        return None
+    except OSError as error:  # it may be there again tomorrow: hours of packing are not thrown away for that
+        raise UsageError(
+            f"{note}, or its shard, cannot be read: {error}; mend it, or delete {folder} and pack again"
+        ) from error
+    return shard if bin_bytes == shard.size_bytes and zlib.crc32(rows) == shard.rows_crc32 else None
+
+
+def _forget(folder: Path, whole: int) -> None:
+    """Remove the notes behind those that count: another packing, gone on with, would count on them."""
+    stale = set(folder.glob("shard-*.json")) - {_note(folder, number) for number in range(whole)}
+    if stale:
+        print(
+            f"{folder}: packed again from {shard_name(whole)} on: it or what belongs to it is damaged", file=sys.stderr
+        )
+    for note in stale:
+        note.unlink()
 
 
 def _note(folder: Path, number: int) -> Path:
@@ -407,6 +431,8 @@ def damaged(packed: Packed, threads: int = 2, progress: Progress | None = None, 
             packed[index] if decode and isinstance(packed, PackedSource) else packed.encoded(index)
         except UsageError as error:
             return str(error)
+        except OSError as error:
+            return f"{packed.where(index)} (example {index}) cannot be read: {error}"
         return ""
 
     found = []

@@ -14,6 +14,7 @@ not followed, and nothing is unpickled. Checksums find damage, not malice.
 import hashlib
 import json
 import os
+import re
 import stat
 import threading
 import weakref
@@ -32,6 +33,8 @@ ROW = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4"), ("crc32"
 MAX_RECORD_BYTES = 1 << 30  # counts of MPI messages are C ints
 MAX_MANIFEST_BYTES = 4 << 20  # as objects of Python perhaps thirty times as much
 MAX_SHARDS = 100_000
+# Halves of surrogate pairs, but for those in which Python holds the bytes of a folder's name that is not UTF-8.
+NO_TEXT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 class Manifest(NamedTuple):
@@ -96,12 +99,15 @@ def read_plain(path: Path, most_bytes: int) -> bytes:
     """All of a plain file.
 
     Raises:
-        UsageError: it is none, or larger than it may be.
+        UsageError: it is none, larger than it may be, or cannot be read.
     """
     with open(open_plain(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         check(size <= most_bytes, f"{path}: got {size} bytes; expected at most {most_bytes}")
-        return file.read(size)
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error}; copy it again") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -131,10 +137,14 @@ def _is_whole(value: Any, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and not NO_TEXT.search(value)
+
+
 FIELDS = {
     "records": lambda value: _is_whole(value, 1 << 32),
     "classes": lambda value: _is_whole(value, 2**31 - 1),
-    "names": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "names": lambda value: isinstance(value, list) and all(map(_is_name, value)),
     "shard_bytes": lambda value: (
         isinstance(value, list) and len(value) <= MAX_SHARDS and all(_is_whole(size, 1 << 48) for size in value)
     ),
@@ -154,7 +164,7 @@ def read_index(folder: Path, manifest: Manifest) -> np.ndarray:
         size = os.fstat(file.fileno()).st_size
         check(size == n * ROW.itemsize, f"{path}: got {size} bytes; expected {n * ROW.itemsize}, {n} records")
         rows = np.fromfile(file, ROW, n)
-    check(len(rows) == n, f"{path}: it changed while it was read")
+    check(len(rows) == n, f"{path}: got {len(rows)} of {n} records; it cannot be read, or changed meanwhile")
     digest = hashlib.sha256(rows.view(np.uint8).data).hexdigest()
     check(digest == manifest.index_sha256, f"{path}: damaged: its SHA-256 is not that of {MANIFEST}")
     _check_rows(rows, manifest, path)
@@ -277,5 +287,5 @@ class Packed:
 
     def digest(self) -> str:
         """Of the index, which has every record's checksum and label, and of the classes' names."""
-        names = hashlib.sha256("\0".join(self.names).encode()).hexdigest()
+        names = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape")).hexdigest()
         return f"{self.manifest.index_sha256} {names}"

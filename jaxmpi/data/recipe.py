@@ -27,6 +27,7 @@ class Recipe:
     source: Source
     augment: Augment
     skip: bool  # whether a run goes on without corrupt examples
+    classes: int = 0  # that labels may name where the source does not say; 0: any number
 
     def row(self, epoch: int, index: int) -> Row:
         """Example `index` of the source.
@@ -57,7 +58,7 @@ class Recipe:
         return self.augment(image, epoch, index, name), label
 
     def _checked(self, label: np.ndarray, name: str) -> np.ndarray:
-        is_whole, top = label.dtype.kind in "iu", self.source.classes or MOST_CLASSES
+        is_whole, top = label.dtype.kind in "iu", self.source.classes or self.classes or MOST_CLASSES
         if is_whole and (label.size == 0 or (label.min() >= 0 and label.max() < top)):
             return label.astype(np.int32)
         # Texts are made here only: making them takes longer than looking at the label.

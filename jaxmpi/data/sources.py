@@ -40,6 +40,8 @@ class Source(Protocol):
       ends the run; `CorruptExample` is skipped where `data.on_error` says so.
     - `bytes_each: int`: of text, the bytes that an example predicts.
     - `in_process: bool`: True where its contents change while it is read, so that loaders must be threads.
+    - `awaited_s(i) -> float`: until when a loader may have waited for example i to come here, by `time.monotonic`: it
+      is not stalled by that.
 
     Loaders that are processes get a source by pickle, once: it must open its files again there, and its NumPy arrays
     come out of memory that all loaders of a worker share, read-only.
@@ -247,7 +249,7 @@ class FolderSource:
 
     def digest(self) -> str:
         """SHA-256 of the classes' and files' names and the labels, which stands for the order of the examples."""
-        digest = hashlib.sha256("\0".join(self.names).encode())
+        digest = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
         for part in (self.blob.tobytes(), self.ends.tobytes(), self.labels.tobytes()):
             digest.update(part)
         return digest.hexdigest()
@@ -317,12 +319,14 @@ def _check_channels(config: Data) -> None:
 
 
 def batchfiles(config: Data, split: str) -> Source:
-    """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are those of the training labels."""
+    """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are counted, training's too."""
     base = data_dir(config)
     check(bool(base), f"batchfiles: set data.dir or JAXMPI_DATA to a folder DIR with {batches.LAYOUT}")
     train = batches.labels_path(base, config.train_split)
-    classes = int(batches.load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
-    return BatchFileSource(base, _split_name(config, split), classes)
+    source = BatchFileSource(base, _split_name(config, split))
+    in_training = int(batches.load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
+    source.classes = max(source.classes, in_training)
+    return source
 
 
 class PackedSource(Packed):
@@ -391,17 +395,21 @@ class TfdsSource:
         """Data set, split and record."""
         return f"tfds {self.name}[{self.split}][{index}]"
 
-    def _encoded(self, index: int) -> tuple[bytes, Any]:
-        """The compressed image of record `index`, and its label."""
-        record = self.records[index]
+    def _encoded(self, index: int) -> tuple[Any, Any]:
+        """The image of record `index`, compressed where it is stored so, and its label."""
+        try:
+            record = self.records[index]
+        except RuntimeError as error:  # all that array_record says of a file that is gone, damaged or cannot be read
+            raise OSError(str(error)) from error
+        if record["image"] is None:  # and of one that ends too early it says nothing
+            raise OSError("its file became shorter")
         return record["image"], record["label"]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
-        record = self.records[index]
-        image = record["image"]
+        image, label = self._encoded(index)
         if isinstance(image, bytes):
             image = _decoded(image, self.where(index), index, self.channels, self.resize)
-        return image, record["label"]
+        return image, label
 
 
 def _tfds_in_folder(folder: str, split: str, channels: int, resize: int) -> TfdsSource:

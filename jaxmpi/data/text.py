@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmpi.config import Data, check
+from jaxmpi.config import Data, UsageError, check
 
 BYTES = 256  # classes
 BETWEEN = b"\0"  # files; no text holds it
@@ -34,14 +34,14 @@ class TextSource:
         name: of the source, for errors.
 
     Raises:
-        UsageError: no files, or fewer bytes than one window takes.
+        UsageError: no files, fewer bytes than one window takes, or a file that cannot be read.
     """
 
     classes = BYTES
 
     def __init__(self, root: Path, files: Sequence[str], window: int, name: str) -> None:
         self.name, self.files, self.window = name, tuple(files), window
-        blobs = [(root / file).read_bytes() + BETWEEN for file in files]
+        blobs = [_content(root / file, name) + BETWEEN for file in files]
         self.ends = np.cumsum([len(blob) for blob in blobs], dtype=np.int64)
         self.text = np.frombuffer(b"".join(blobs), np.uint8)
         check(
@@ -73,9 +73,16 @@ class TextSource:
 
     def digest(self) -> str:
         """SHA-256 of names and bytes, all of them."""
-        digest = hashlib.sha256("\0".join(self.files).encode())
+        digest = hashlib.sha256("\0".join(self.files).encode(errors="surrogateescape"))
         digest.update(self.text.data)
         return digest.hexdigest()
+
+
+def _content(path: Path, name: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{name}: {path} cannot be read: {error}; mend it or take it away, on all machines") from error
 
 
 def names(root: Path, suffix: str = "") -> list[str]:
@@ -130,4 +137,5 @@ def module_of(file: str) -> str:
 
 def is_held_out(module: str) -> bool:
     """By its name alone: the same in every version and on every machine."""
-    return int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % HELD_OUT == 0
+    name = module.encode(errors="surrogateescape")
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % HELD_OUT == 0
