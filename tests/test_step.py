@@ -10,13 +10,15 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jaxmpi import rules, step
+from jaxmpi import parts, rules, step
 from jaxmpi.comm import AxisComm
-from jaxmpi.config import Data, RuleConfig, UsageError
+from jaxmpi.config import Data, ExchangeConfig, Experiment, RuleConfig, UsageError
 from jaxmpi.data import ArraySource, Loader, Sampler
 from jaxmpi.exchange import exchange
 from jaxmpi.model import Model
 from jaxmpi.state import TrainState, create
+from jaxmpi.workers import gather_workers, put
+from models.cnn import digits_cnn_tiny
 from tolerances import U
 
 KEY = jax.random.key_data(jax.random.key(0))
@@ -391,6 +393,24 @@ def test_params_are_updated_in_place_with_the_same_bits():
     assert temporary_bytes(jitted["waiting"]) - temporary_bytes(jitted["early"]) < 4 * 512 * 512
     early, waiting = (compiled(jax.tree.map(jnp.copy, params)) for compiled in jitted.values())
     assert [leaf.tobytes() for leaf in jax.tree.leaves(early)] == [leaf.tobytes() for leaf in jax.tree.leaves(waiting)]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA copies on CPUs")
+def test_one_workers_step_is_made_so(monkeypatch):
+    workers = gather_workers(1)
+    data = Data("digits", channels=1)
+    experiment = Experiment(model=digits_cnn_tiny(), data=data, effective_batch=20, exchange=ExchangeConfig("asa32"))
+    plan = parts.make_plan(experiment, workers)
+
+    def copies() -> int:
+        functions = parts.build_functions(experiment, workers, plan)
+        state = put(parts.initial_states(experiment, workers, functions.rule), workers)
+        program = functions.train_step.lower(state, next(plan.feed.batches()))  # pyright: ignore[reportFunctionMemberAccess]
+        return program.compile().as_text().count(" copy(%state_params")
+
+    as_it_is = copies()
+    monkeypatch.setattr(step, "in_place", lambda gradients: gradients)
+    assert as_it_is < copies()
 
 
 def test_waiting_gradients_that_are_not_finite_stay_so():
