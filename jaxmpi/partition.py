@@ -4,11 +4,13 @@ Bytes travel by MPI_Ialltoallv over a communicator of the group's own, made when
 one thread at a time. The thread sleeps between looks at it: it must not spin on a core that computes.
 """
 
-import atexit
 import collections
 import queue
 import threading
 import time
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,15 @@ from jaxmpi.data.memory import (
     MemorySource,
     Move,
     check_group,
+    check_room,
     holders_by_place,
     holders_by_slice,
     members,
+    room,
     shuffled,
     slices,
 )
-from jaxmpi.processes import MpiProcesses
+from jaxmpi.processes import MpiProcesses, Processes
 from jaxmpi.workers import Workers
 
 THREAD = "jaxmpi shuffle"
@@ -41,6 +45,7 @@ class Memory:
 
     Args:
         source: whose memory is filled.
+        control: of all ranks.
         own: i64[k], the records to load for good; None where they are shuffled over a group.
         group: communicator of mpi4py, this object's alone; None where nothing travels.
         sampler: the order of the split, of any worker.
@@ -51,35 +56,48 @@ class Memory:
     def __init__(
         self,
         source: MemorySource,
+        control: Processes,
         own: np.ndarray | None,
         group: Any,
         sampler: Sampler,
         each: int = 1,
         in_background: bool = True,
     ) -> None:
-        self.source, self.own, self.group, self.sampler, self.each = source, own, group, sampler, each
+        self.source, self.control, self.own, self.sampler, self.each = source, control, own, sampler, each
+        self.group: Any = group
         self.shuffle_s: list[float] = []  # seconds that each shuffle has taken
         self.sent_bytes: list[int] = []  # by this worker in each, what stayed here included
         self._is_loaded = False
         self._epoch, self._last = -1, None  # that is read, and the last that will be
         self._placed: int | None = None  # the epoch in whose places records lie or will; None: as they were loaded
-        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._thread = None
+        # Shuffles, which keep this object alive until they are done; the thread does not.
+        self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._end: weakref.finalize | None = None
         if group is not None and in_background:
-            self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
-            self._thread.start()
-            atexit.register(self.stop)
+            thread = threading.Thread(target=_work, args=(self._wanted,), name=THREAD, daemon=True)
+            thread.start()
+            self._end = weakref.finalize(self, _stop, thread, self._wanted)
 
     def stop(self) -> None:
         """End the thread once what it has begun is done."""
-        if self._thread:
-            self._wanted.put(None)
-            self._thread.join()
+        if self._end:
+            self._end()
+
+    def close(self) -> None:
+        """`stop`, and give the communicator back; all ranks come here together."""
+        self.stop()
+        if self.group is not None:
+            self.group.Free()
+            self.group = None
 
     def begin(self, step: int, stop: int | None) -> None:
         """Have in memory what is read from `step` on, until `stop`; all ranks come here together.
 
-        Communicates: lengths, labels and marks of the records, an allgather over the group, the first time.
+        Communicates, the first time: what memory is needed and left, an allgather over all ranks; lengths, labels and
+        marks of the records, an allgather over the group.
+
+        Raises:
+            UsageError: on all ranks alike: a host has too little memory for its ranks.
         """
         if not self._is_loaded:
             self._load()
@@ -98,14 +116,23 @@ class Memory:
 
     def _load(self) -> None:
         if self.own is not None:
-            return self.source.load(self.own)
+            return self.source.load(self.own, self._check_room)
         group, source = self.group, self.source
         begins = slices(len(source), group.size)
-        source.load(np.arange(begins[group.rank], begins[group.rank + 1]))
+        source.load(np.arange(begins[group.rank], begins[group.rank + 1]), self._check_room)
         self._wait(group.Ibarrier())  # others read slower
         for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
             mine = values[begins[group.rank] : begins[group.rank + 1]].copy()
             group.Allgatherv(mine, [values, (np.diff(begins).tolist(), begins[:-1])])
+        self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
+
+    def _check_room(self, part_bytes: float, held_bytes: float) -> None:
+        mine = room(part_bytes, held_bytes, copies=1 if self.group is None else 2)
+        rows, control = mine[None], self.control
+        if isinstance(control, MpiProcesses):
+            rows = np.empty((control.size, mine.size))
+            self._wait(control.world.Iallgather(mine, rows))  # others read slower
+        check_room(rows, control.hosts)
 
     def _want(self, epoch: int) -> None:
         if self.group is None:
@@ -115,19 +142,14 @@ class Memory:
         if placed == self._placed:
             return
         self.source.promise()
-        if self._thread:
-            self._wanted.put(placed)
+        bring = partial(self._bring, placed, self._placed)
+        if self._end:
+            self._wanted.put(bring)
         else:
-            self._bring(placed, self._placed)
+            bring()
         self._placed = placed
 
     # ------------------------------------------------------------ the thread's own
-
-    def _run(self) -> None:
-        before = None
-        while (epoch := self._wanted.get()) is not None:
-            self._bring(epoch, before)
-            before = epoch
 
     def _bring(self, epoch: int, before: int | None) -> None:
         """Shuffle records from where those of one epoch lie to where those of another do."""
@@ -182,6 +204,18 @@ class Memory:
             time.sleep(POLL_S)
 
 
+def _work(wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (bring := wanted.get()) is not None:
+        bring()
+        del bring  # else an idle thread keeps the records alive
+
+
+def _stop(thread: threading.Thread, wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    wanted.put(None)
+    if thread is not threading.current_thread():  # it is where the object has ended with its last shuffle
+        thread.join()
+
+
 def message(raw: np.ndarray, size_bytes: np.ndarray, place: np.ndarray | None = None) -> list:
     """u8 as MPI takes it, with the bytes of each member, side by side or at a place; all of them below 2^31."""
     return [raw, (size_bytes, np.cumsum(size_bytes) - size_bytes if place is None else place), "B"]
@@ -212,8 +246,8 @@ def keep(
     control, inside = workers.processes, MemorySource(source, data)
     if not train:
         own = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
-        return Memory(inside, own, None, samplers[0]), samplers
+        return Memory(inside, control, own, None, samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= each:
-        return Memory(inside, np.arange(n), None, samplers[0]), samplers
+        return Memory(inside, control, np.arange(n), None, samplers[0]), samplers
     group = control.world.Split(control.rank // (parts // each), control.rank)
-    return Memory(inside, None, group, samplers[0], each, control.may_overlap), samplers
+    return Memory(inside, control, None, group, samplers[0], each, control.may_overlap), samplers

@@ -113,6 +113,7 @@ def train_until(
     with (
         watch(experiment, workers) as unwatched,
         rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
+        plan.feed.kept(guard.Preempted),
         plan.feed.crew,
         plan.validation.crew,  # that one, or one of its own
     ):

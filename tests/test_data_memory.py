@@ -1,6 +1,7 @@
 """Who holds which record when, and what moves: by properties, all members of a group in one process."""
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxmpi.config import Data, UsageError
-from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, segments
 from jaxmpi.data import memory as mem
 from jaxmpi.data.memory import Arena, GroupSampler, MemorySource
 
@@ -222,11 +223,6 @@ class TestMoves:
         assert [r in arena for r in (1, 2, 5, 9, 10)] == [False, True, True, True, False]
         assert arena.bytes.size == 16
 
-    def test_more_than_the_machine_has_is_refused(self):
-        assert 2**20 < mem.available_bytes() < 2**50
-        with pytest.raises(UsageError, match=r"1,125,899\.9 GB more are needed and this machine has .*group_size"):
-            Arena(np.arange(2**20), np.full(2**20, mem.MOST_BYTES))
-
 
 # ---------------------------------------------------------------- the source
 
@@ -255,6 +251,93 @@ class Damaged:
 
     def __getitem__(self, index: int):
         raise AssertionError("it has a compressed form")
+
+
+class TestRoom:
+    def test_more_than_the_machine_has_is_refused(self):
+        assert 2**20 < mem.available_bytes() < 2**50
+        with pytest.raises(UsageError, match=r"1,125,900\.0 GB more are needed on this machine, .* left; .*group_size"):
+            mem.check_alone(2**50)
+
+    def test_ranks_of_a_host_need_it_together(self):
+        hosts = (0, 1, 0, 1)
+        rows = np.array([[2e9, 5e9], [2e9, 4e9], [3e9, 5e9], [2e9, 4e9]])
+        mem.check_room(rows, hosts)
+        rows[3, 0] = 3e9
+        said = r"5\.0 GB more are needed by 2 ranks on rank 1's machine, which has 4\.0 GB left"
+        with pytest.raises(UsageError, match=said):
+            mem.check_room(rows, hosts)
+
+    def test_the_second_part_of_a_shuffle_is_counted(self, monkeypatch):
+        monkeypatch.setattr(mem, "available_bytes", lambda: 7)
+        assert mem.room(1000, 100).tolist() == [1900, 7]
+        assert mem.room(1000, 100, copies=2).tolist() == [3900, 7]
+        assert mem.room(10 * mem.CHUNK_BYTES, 0, copies=2).tolist() == [22 * mem.CHUNK_BYTES, 7]
+
+    def test_all_is_asked_for_once_after_a_sample(self, monkeypatch):
+        monkeypatch.setattr(mem, "SAMPLE", 64)
+        source, asked, read = MemorySource(Damaged(200), Data()), [], []
+        monkeypatch.setattr(source.inner, "encoded", lambda i: read.append(i) or (bytes(i), 3))
+
+        def check_part(part_bytes: float, held_bytes: float) -> None:
+            asked.append((part_bytes, held_bytes, len(read)))
+
+        source.load(np.arange(200), check_part)
+        [(part_bytes, held_bytes, reads)] = asked
+        assert part_bytes == pytest.approx(sum(range(200)), rel=0.15)
+        assert held_bytes == pytest.approx(64 * part_bytes / 200)
+        assert 64 <= reads < 200
+        assert sorted(read) == list(range(200))
+
+    def test_a_worker_without_records_asks_too(self):
+        asked = []
+        MemorySource(Damaged(9), Data()).load(np.arange(0), lambda *sizes: asked.append(sizes))
+        assert asked == [(0, 0)]
+
+    def test_chunks_that_wait_are_not_counted_twice(self, monkeypatch):
+        """On a machine with room for the part and a fifth of it."""
+        taken, whole = [], mem._memory
+        monkeypatch.setattr(mem, "_memory", lambda size_bytes: taken.append(size_bytes) or whole(size_bytes))
+        monkeypatch.setattr(mem, "available_bytes", lambda: 1500 - sum(taken))
+        monkeypatch.setattr(mem, "CHUNK_BYTES", 100)
+        source = MemorySource(Damaged(50), Data())
+        source.load(np.arange(50))
+        assert source.newest().bytes.size == 1225
+
+    def test_what_others_took_since_is_seen_before_a_shuffle(self, monkeypatch):
+        source = MemorySource(Damaged(9), Data())
+        source.load(np.arange(9))
+        monkeypatch.setattr(mem, "available_bytes", lambda: 35)
+        with pytest.raises(UsageError, match="GB more are needed"):
+            mem.shuffled(source, np.arange(9), np.zeros(9, int), np.zeros(9, int), 0, 1)
+
+
+class TestAvailable:
+    OWN = "/sys/fs/cgroup/job_7/task_0"
+
+    @pytest.fixture
+    def files(self, monkeypatch):
+        """What the kernel says: 8 GB of the machine are available, and the task's own group has no limit."""
+        files = {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable:   8000000 kB\n"}
+        files |= {"/proc/self/cgroup": "4:memory:/x\n0::/job_7/task_0\n", f"{self.OWN}/memory.max": "max\n"}
+        monkeypatch.setattr(segments, "read", lambda path: files.get(str(path), ""), raising=False)
+        return files
+
+    def test_the_machine_where_no_group_has_a_limit(self, files):
+        assert segments.available_bytes() == 8_000_000 << 10
+
+    @pytest.mark.parametrize("group", ["/job_7", "/job_7/task_0", ""])
+    def test_the_limit_of_any_group_above(self, files, group):
+        """Files in the page cache go when memory is needed."""
+        place = f"/sys/fs/cgroup{group}"
+        files |= {f"{place}/memory.max": "2000000000\n", f"{place}/memory.current": "1900000000\n"}
+        assert segments.available_bytes() == 100_000_000
+        files[f"{place}/memory.stat"] = "anon 500\nfile 700\ninactive_file 400000000\nactive_file 300000000\n"
+        assert segments.available_bytes() == 800_000_000
+
+    def test_a_system_that_does_not_say(self, monkeypatch):
+        monkeypatch.setattr(segments, "read", lambda path: "", raising=False)
+        assert segments.available_bytes() == sys.maxsize
 
 
 class TestSource:
@@ -350,6 +433,38 @@ class TestSource:
         source.take(arena)
         reader.join(5)
         assert got == [b"\7" * 7]
+
+    def test_a_loader_that_waits_for_a_record_is_not_stalled(self):
+        data = Data(stall_s=0.15, loaders=1, prefetch=1)
+        source = MemorySource(numbered(8), data)
+        source.load(np.arange(4))
+        source.promise()
+
+        def shuffle() -> None:
+            time.sleep(0.25)
+            source.expect(np.arange(4, 8))
+            time.sleep(0.25)
+            for i in range(4, 8):
+                source.lengths[i] = source.lengths[0]
+            arena = Arena(np.arange(4, 8), source.lengths)
+            arena.bytes[:] = source.newest().bytes
+            source.take(arena)
+
+        threading.Thread(target=shuffle, daemon=True).start()
+        with Loader(source, Sampler(8, 4, shuffle=False), data, train=False) as loader:
+            assert [batch.count for batch in loader] == [4, 4]
+        assert source.read_again == 0
+
+    def test_a_record_that_has_come_is_awaited_no_more(self):
+        source = MemorySource(Damaged(9), Data())
+        source.load(np.arange(4))
+        came_s = source.awaited_s(7)
+        assert came_s == source.awaited_s(3) <= time.monotonic()
+        source.promise()
+        assert source.awaited_s(7) > came_s == source.awaited_s(3)
+        source.expect(np.array([7]))
+        told_s = source.awaited_s(3)
+        assert source.awaited_s(7) > told_s == source.awaited_s(8) > came_s
 
     def test_memory_goes_back_with_the_last_view(self):
         source = MemorySource(Damaged(9), Data())

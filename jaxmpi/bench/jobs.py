@@ -15,9 +15,9 @@ from pathlib import Path
 
 from jaxmpi import launch, runtime
 from jaxmpi.bench.figures import AS_IT_COMES, TUNED, Json
-from jaxmpi.bench.memory import read
 from jaxmpi.bench.options import Plan
 from jaxmpi.config import TrainingError, UsageError
+from jaxmpi.data.segments import read
 from jaxmpi.processes import Processes
 
 TURN_S = 1800.0  # for the other job's turn to end

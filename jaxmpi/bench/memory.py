@@ -1,13 +1,11 @@
 """How many ranks this machine has memory for."""
 
-import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxmpi.bench.options import Case
 from jaxmpi.bench.peers import PEERS
 from jaxmpi.compressors import is_compressor
+from jaxmpi.data.segments import available_bytes as free_bytes
 from jaxmpi.plan import is_auto
 from jaxmpi.strategies import parse
 
@@ -53,20 +51,3 @@ def left_out(case: Case, jobs: Sequence[Job], ranks: int) -> str:
     many = f"{len(jobs)} x {ranks}" if len(jobs) > 1 else f"{ranks}"
     need_gb = need_bytes(case, jobs, ranks) / 1e9
     return f"{case.name}: left out: {many} ranks need {need_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"
-
-
-def free_bytes() -> int:
-    """Memory that new processes may take: of this machine, or of its container where that is less."""
-    machine = re.search(r"MemAvailable:\s+(\d+) kB", read(Path("/proc/meminfo")))
-    limit, used = (read(Path(f"/sys/fs/cgroup/memory.{name}")).strip() for name in ("max", "current"))
-    free = [1024 * int(machine[1])] if machine else []
-    free += [int(limit) - int(used)] if limit.isdigit() and used.isdigit() else []
-    return min(free, default=sys.maxsize)
-
-
-def read(file: Path) -> str:
-    """A file of the kernel's; nothing where there is none."""
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -13,10 +13,10 @@ from jaxmpi import runtime
 from jaxmpi.bench import contenders
 from jaxmpi.bench.contenders import COPY, LINK, Contender, Inputs, Run
 from jaxmpi.bench.figures import Json
-from jaxmpi.bench.memory import read
 from jaxmpi.bench.options import Case, Plan
 from jaxmpi.bench.peers import PEERS, peer
 from jaxmpi.config import check
+from jaxmpi.data.segments import read
 from jaxmpi.processes import MpiProcesses, Processes
 
 SAMPLE_S = 0.02  # a shorter exchange is repeated up to this

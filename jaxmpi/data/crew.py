@@ -196,7 +196,9 @@ class Crew:
         job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
         if not since_ns or index == NOTHING or job not in self._jobs:
             return "", since_ns / 1e9
-        return f"at {where(self._jobs[job][0].source, index)} (example {index})", since_ns / 1e9
+        source = self._jobs[job][0].source
+        awaited_s = getattr(source, "awaited_s", lambda index: 0.0)(index)
+        return f"at {where(source, index)} (example {index})", max(since_ns / 1e9, awaited_s)
 
     def close(self, job: int) -> None:
         """Drop a job; answers to its tickets are thrown away."""

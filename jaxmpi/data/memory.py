@@ -9,10 +9,12 @@ All here is index arithmetic and memory of one process; what sends the bytes is 
 """
 
 import functools
+import itertools
 import json
 import mmap
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from jaxmpi.data.sources import Source, _decoded, where
 
 SEGMENT_BYTES = 32 << 20  # a worker's part of what travels at once
 CHUNK_BYTES = 64 << 20  # of records that have been read and wait for the memory they will lie in
+SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
 READERS = 4  # threads: files are often on another machine
 MOST_BYTES = 1 << 30  # of all parts together, and of a record: their sum stays below 2^31, whatever the lengths
 
@@ -219,22 +222,63 @@ class Arena:
         return out
 
 
-def _memory(size_bytes: int) -> np.ndarray:
-    """u8 from the system itself, in large pages where it has them: NumPy's would stay with the process when freed.
+def room(part_bytes: float, held_bytes: float, copies: int = 1) -> np.ndarray:
+    """f64[2]: what a process takes for its part of the records beyond what it holds, and what its machine has left.
+
+    Args:
+        copies: of the part; 2 where a shuffle makes another. As measured a chunk is there beside each, or as much of
+            what moves.
+    """
+    need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - held_bytes
+    return np.array([need_bytes, available_bytes()], np.float64)
+
+
+def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
+    """Refuse what the ranks of a host need together and it has not: it would be given, and kill who uses it.
+
+    Args:
+        rows: f64[ranks, 2], the `room` of each.
+        hosts: of each.
 
     Raises:
-        UsageError: this machine has not so much: the system would give it, and kill the process that uses it.
+        UsageError: of which rank's machine.
     """
-    left = available_bytes()
+    for host in sorted(set(hosts)):
+        here = [rank for rank, its in enumerate(hosts) if its == host]
+        whose = f"by {len(here)} rank{'s' * (len(here) > 1)} on rank {here[0]}'s machine"
+        _check_left(rows[here, 0].sum(), rows[here, 1].min(), whose)
+
+
+def check_alone(part_bytes: float, held_bytes: float = 0) -> None:
+    """The same for one copy of this process's part, as if no other took memory."""
+    need_bytes, left_bytes = room(part_bytes, held_bytes).tolist()
+    _check_left(need_bytes, left_bytes, "on this machine")
+
+
+def _check_left(need_bytes: float, left_bytes: float, whose: str) -> None:
     check(
-        size_bytes <= left,
-        f"data.memory: {size_bytes / 1e9:,.1f} GB more are needed and this machine has {left / 1e9:,.1f} GB left; take "
-        "more workers on other hosts, a larger data.group_size, smaller images, or data.memory none",
+        need_bytes <= left_bytes,
+        f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed {whose}, which has {left_bytes / 1e9:,.1f} GB left; "
+        "take more workers on other hosts, a larger data.group_size, smaller images, or data.memory none",
     )
+
+
+def _memory(size_bytes: int) -> np.ndarray:
+    """u8 from the system itself, in large pages where it has them: NumPy's would stay with the process when freed."""
     pages = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8, size_bytes)
+
+
+def run_of(blobs: Iterator[Any]) -> list[Any]:
+    """The next of these, of CHUNK_BYTES together; fewer where they end."""
+    run: list[Any] = []
+    size_bytes = 0
+    while size_bytes < CHUNK_BYTES and (blob := next(blobs, None)) is not None:
+        run.append(blob)
+        size_bytes += len(blob)
+    return run
 
 
 def _joined(blobs: list) -> np.ndarray:
@@ -303,6 +347,7 @@ class MemorySource:
         self._coming = np.empty(0, np.int64)  # records on their way, sorted
         self._promised = 0  # shuffles of which is not known yet what they bring
         self._changed = threading.Condition()
+        self._changed_s = 0.0  # when, by time.monotonic
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -343,6 +388,12 @@ class MemorySource:
     def _held(self, index: int) -> Arena | None:
         return next((arena for arena in self._arenas if index in arena), None)
 
+    def awaited_s(self, index: int) -> float:
+        """Until when who reads this record may have waited for it to come, by `time.monotonic`."""
+        with self._changed:
+            is_awaited = self._held(index) is None and self._may_come(index)
+            return time.monotonic() if is_awaited else self._changed_s
+
     def _may_come(self, index: int) -> bool:
         place = int(np.searchsorted(self._coming, index))
         return self._promised > 0 or (place < len(self._coming) and int(self._coming[place]) == index)
@@ -362,25 +413,28 @@ class MemorySource:
 
     # ------------------------------------------------------------ called by what fills the memory
 
-    def load(self, records: np.ndarray) -> None:
+    def load(self, records: np.ndarray, check_part: Callable[[float, float], None] = check_alone) -> None:
         """Read these records from the source.
+
+        Args:
+            check_part: is asked once, after a sample has been read, with the bytes that all have by it and those that
+                are here already; raises where there is no room for them.
 
         Raises:
             CorruptExample: one is damaged; with `data.on_error` skip it is noted and has no bytes.
             TrainingError: the file system fails, or takes longer than `data.stall_s` for one of them.
-            UsageError: a label is no whole number in range, or a record is too long.
+            UsageError: a label is no whole number in range, a record is too long, or there is no room.
         """
-        chunks, waiting, size_bytes = [], [], 0
-        for index, blob in zip(records, self._loaded(records.tolist()), strict=True):
-            self.lengths[index] = len(blob)
-            waiting.append(blob)
-            size_bytes += len(blob)
-            if size_bytes >= CHUNK_BYTES:
-                chunks.append(_joined(waiting))
-                waiting, size_bytes = [], 0
-        chunks.append(_joined(waiting))
-        arena = Arena(records, self.lengths)
-        at = 0
+        records = sample_first(records)
+        blobs = self._loaded(records.tolist())
+        sample = run_of(itertools.islice(blobs, SAMPLE))
+        chunks = [_joined(sample)]
+        part_bytes = len(chunks[0]) / max(len(sample), 1) * len(records)
+        del sample  # it is there twice by now
+        check_part(part_bytes, len(chunks[0]))
+        while len(chunk := _joined(run_of(blobs))):
+            chunks.append(chunk)
+        arena, at = Arena(records, self.lengths), 0
         while chunks:  # what is copied goes, so that no more than one chunk is there twice
             chunk = chunks.pop(0)
             arena.bytes[at : at + len(chunk)] = chunk
@@ -402,6 +456,7 @@ class MemorySource:
     def _load(self, index: int) -> Any:
         try:
             blob, self.labels[index] = self._read(index)
+            self.lengths[index] = len(blob)
             return blob
         except OSError as error:
             raise unreadable(self.where(index), index, error) from error
@@ -421,14 +476,18 @@ class MemorySource:
         with self._changed:
             self._promised -= 1
             self._coming = np.sort(records)
-            self._changed.notify_all()
+            self._wake()
 
     def take(self, arena: Arena) -> None:
         """Have an arena that is complete."""
         with self._changed:
             self._arenas = (arena, *self._arenas)
             self._coming = np.empty(0, np.int64)
-            self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed_s = time.monotonic()
+        self._changed.notify_all()
 
     def newest(self) -> Arena:
         """The arena that came last."""
@@ -440,11 +499,20 @@ class MemorySource:
             self._arenas = self._arenas[:1]
 
 
+def sample_first(records: np.ndarray) -> np.ndarray:
+    """The same records, behind a sample of them from all over: neighbours are alike."""
+    if len(records) <= SAMPLE:
+        return records
+    first = np.random.default_rng(0).permutation(len(records))[:SAMPLE]
+    return np.concatenate([records[first], np.delete(records, first)])
+
+
 def shuffled(
     source: MemorySource, order: np.ndarray, before: np.ndarray, after: np.ndarray, me: int, parts: int
 ) -> tuple[Arena, list[Move]]:
     """The arena that this part will have, still empty, and the moves that fill it from its begin to its end."""
     planned = list(moves(order, before, after, source.lengths, me, parts))
+    check_alone(sum(int(move.received_bytes.sum()) for move in planned))  # others may have taken memory since
     return Arena(np.concatenate([move.received for move in planned]), source.lengths), planned
 
 

@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import pickle
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -60,13 +61,31 @@ class Segment:
 
 
 def available_bytes() -> int:
-    """What the kernel holds for available on this machine, page cache included; no limit where it does not say."""
+    """Memory that processes may take yet, page cache included: of this machine, or of the control groups that this one
+    is in where that is less; no limit where the kernel does not say.
+    """
+    machine = re.search(r"MemAvailable:\s+(\d+) kB", read(Path("/proc/meminfo")))
+    own = re.search(r"^0::(.*)$", read(Path("/proc/self/cgroup")), re.MULTILINE)
+    group = Path(f"/sys/fs/cgroup{own[1] if own else '/'}")
+    free = [left_in(folder) for folder in (group, *group.parents)]
+    return min(*free, int(machine[1]) << 10 if machine else sys.maxsize)
+
+
+def left_in(group: Path) -> int:
+    """Of a control group; it counts files in the page cache, which go when memory is needed."""
+    limit, used = (read(group / f"memory.{name}").strip() for name in ("max", "current"))
+    if not (limit.isdigit() and used.isdigit()):
+        return sys.maxsize
+    files = re.findall(r"^(?:in)?active_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
+    return int(limit) - int(used) + sum(map(int, files))
+
+
+def read(file: Path) -> str:
+    """A file of the kernel's; nothing where there is none."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        return file.read_text()
     except OSError:
-        lines = []
-    found = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return next(found, sys.maxsize)
+        return ""
 
 
 def attached(pid: int, fd: int, inode: int, size: int) -> Segment:

@@ -3,18 +3,22 @@
 """
 
 import collections
+import contextlib
+import gc
+import threading
 import time
+import weakref
 from typing import cast
 
 import numpy as np
 import pytest
 
-from jaxmpi.config import Data
+from jaxmpi.config import AgreedError, Data, UsageError
 from jaxmpi.data import ArraySource, Crew, Loader, Sampler, kind_for
 from jaxmpi.data import memory as mem
 from jaxmpi.data.memory import SEGMENT_BYTES
 from jaxmpi.feed import Feed
-from jaxmpi.partition import keep
+from jaxmpi.partition import THREAD, keep
 from jaxmpi.processes import MpiProcesses, SoloProcesses, processes
 from jaxmpi.workers import gather_workers
 
@@ -152,3 +156,79 @@ def test_the_shuffle_goes_on_while_batches_are_used():
         time.sleep(0.001)
     assert len(memory.shuffle_s) == 2
     memory.stop()
+
+
+@pytest.mark.parametrize(("train", "copies"), [(True, 2), (False, 1)])
+def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
+    """Each alone would find room; all say the same, before they have read more than a sample."""
+    monkeypatch.setattr(mem, "SAMPLE", 8)
+    memory = kept(numbered(), train).memory
+    assert memory is not None
+    part_bytes = N / SIZE * len(mem.bytes_of(numbered()[0][0], ""))
+    monkeypatch.setattr(mem, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
+    said = rf"by {SIZE} ranks on rank 0's machine, which has 0\.0 GB left; take more workers"
+    with pytest.raises(UsageError, match=said) as caught:
+        memory.begin(0, None)
+    assert set(CONTROL.gather(str(caught.value))) == {str(caught.value)}
+    monkeypatch.setattr(mem, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
+    memory.begin(0, None)
+    memory.close()
+
+
+def test_parts_that_a_sample_did_not_tell_are_counted_before_the_shuffle(monkeypatch):
+    """The sample is of records without bytes, in memory for one copy of the others."""
+    monkeypatch.setattr(mem, "SAMPLE", 0)
+    memory = kept(Shapes()).memory
+    assert memory is not None
+    monkeypatch.setattr(mem, "available_bytes", lambda: 3 * N)
+    with pytest.raises(UsageError, match=rf"by {SIZE} ranks on rank 0's machine"):
+        memory.begin(0, None)
+    memory.close()
+
+
+def threads() -> int:
+    return sum(thread.name == THREAD for thread in threading.enumerate())
+
+
+class Together(Exception):
+    """What all ranks raise at once."""
+
+
+@pytest.mark.parametrize("error", [None, Together, AgreedError])
+def test_a_run_leaves_no_thread_no_memory_and_no_communicator(error):
+    before = threads()
+    feed = kept(numbered())
+    with contextlib.suppress(Together, AgreedError), feed.kept(Together):
+        next(feed.batches(0, 100))
+        assert threads() == before + 1
+        if error:
+            raise error
+    assert threads() == before
+    assert feed.memory is not None
+    assert feed.memory.group is None
+    memory = weakref.ref(feed.memory)
+    del feed
+    gc.collect()
+    assert memory() is None
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
+    """Its thread ends once nobody needs it."""
+    before = threads()
+    feed = kept(numbered())
+    with contextlib.suppress(ZeroDivisionError), feed.kept(Together):
+        next(feed.batches(0, 100))
+        raise ZeroDivisionError
+    memory = feed.memory
+    assert memory is not None
+    assert memory.group is not None
+    while len(memory.shuffle_s) < 2:
+        time.sleep(0.001)
+    group = memory.group
+    del feed, memory
+    deadline = time.monotonic() + 5
+    while threads() > before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.001)
+    assert threads() == before
+    group.Free()
