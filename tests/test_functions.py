@@ -2,17 +2,30 @@
 
 import functools
 import itertools
+import os
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any, cast
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import function_checks
 import jaxmpi as jm
-from jaxmpi.function import names, split
+from jaxmpi.comm import SoloComm
+from jaxmpi.config import check
+from jaxmpi.function import memory, names, ops, split
 from jaxmpi.function.drive import how_many, team
+from jaxmpi.function.lines import OutOfStep
+from jaxmpi.function.team import Order, ProcessTeam, SocketTeam
+from jaxmpi.function.verbs import perform
+from jaxmpi.hostsum import SharedSum
+from jaxmpi.processes import SoloProcesses
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
 SLOW = [pytest.param(c, w, marks=pytest.mark.slow) for c in function_checks.CHECKS for w in (1, 3, 8)]
@@ -137,6 +150,131 @@ def test_a_call_inside_of_a_call_is_refused():
     assert float(inner(x)) == 4
 
 
+class Unanswered:
+    """Messages of rank 0 of three, of which the reports never come together."""
+
+    rank, size = 0, 3
+
+    def __init__(self, cannot_send: int = 3):
+        self.told, self.cannot_send = [], cannot_send
+
+    def tell(self, rank, header, arrays):
+        if rank == self.cannot_send:
+            raise ValueError(f"cannot send to worker {rank}")
+        self.told.append((rank, [array.tolist() for array in arrays]))
+
+    def reports(self, mine):
+        raise jm.TrainingError("the reports did not come together")
+
+
+def alone(line: Unanswered, is_serial: bool = False, comm: Any = None) -> ProcessTeam:
+    """Rank 0, which leads or runs the script as all ranks do."""
+    return ProcessTeam(cast(Any, line), comm or cast(Any, SoloComm()), "shm", is_serial)
+
+
+@pytest.mark.parametrize("fault", [None, ValueError("in the caller's arguments")])
+def test_workers_whose_reports_do_not_come_together_are_out_of_step(fault):
+    def prepare():
+        if fault:
+            raise fault
+        return Order("put", {"name": "put", "ranks": [], "says": []})
+
+    ours = alone(Unanswered())
+    with pytest.raises(OutOfStep, match="the reports did not come together"):
+        perform(ours, "put", prepare)
+    with pytest.raises(jm.UsageError, match=r"no longer in step: .*the reports did not come together"):
+        ours.check_usable()
+
+
+def test_no_worker_is_told_before_the_parcels_of_all_are_there():
+    def parcels(rank):
+        if rank == 2:
+            raise MemoryError("no room for the share of worker 2")
+        return [np.ones((2, 3)).T]
+
+    line = Unanswered()
+    ours = alone(line, is_serial=True)
+    ours.dropped.append(7)
+    with pytest.raises(MemoryError, match="the share of worker 2"):
+        perform(ours, "put", lambda: Order("put", {}, parcels=parcels))
+    ours.check_usable()
+    assert (line.told, ours.dropped) == ([], [7])
+
+
+def test_an_order_that_not_all_workers_have_heard_is_the_last():
+    line = Unanswered(cannot_send=2)
+    ours = alone(line, is_serial=True)
+    with pytest.raises(ValueError, match="cannot send to worker 2"):
+        perform(ours, "put", lambda: Order("put", {}, parcels=lambda rank: [np.full(2, rank)]))
+    assert line.told == [(1, [[1, 1]])]
+    with pytest.raises(jm.UsageError, match="no longer in step: cannot send to worker 2"):
+        ours.check_usable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [
+        (ProcessTeam, "the ranks of a job cannot meet again: end it$"),
+        (SocketTeam, r"jaxmpi\.close\(\), then fork again$"),
+    ],
+)
+def test_what_has_no_text_is_named_by_its_kind(kind, way_out):
+    ours = kind(cast(Any, Unanswered()), cast(Any, SoloComm()), "shm", is_serial=True)
+    ours.note(KeyboardInterrupt())
+    with pytest.raises(jm.UsageError, match=f"no longer in step: KeyboardInterrupt; {way_out}"):
+        ours.check_usable()
+
+
+class OnHosts:
+    """Sums that are refused where they are made ready, or later."""
+
+    def __init__(self, hosts: tuple[int, ...], room: str = "", sum_: str = ""):
+        self.hosts, self.room, self.sum_ = hosts, room, sum_
+
+    def sum_on_host(self, vectors):
+        check(not self.room, self.room)
+        return vectors
+
+    def sum_on_host_now(self, arrays, divisor):
+        check(not self.sum_, self.sum_)
+        return arrays
+
+
+@pytest.mark.parametrize(
+    ("comm", "kind", "message"),
+    [
+        (OnHosts((0, 1)), jm.UsageError, "use hier-ring or asa"),
+        (OnHosts((0, 0), room="no 9 bytes for 2 ranks"), jm.UsageError, "no 9 bytes"),
+        (OnHosts((0, 0), sum_="rank 1 sums another list"), OutOfStep, "a sum over workers failed: rank 1 sums"),
+    ],
+)
+def test_sums_that_all_ranks_refuse_alike_leave_them_in_step(comm, kind, message):
+    ours = alone(Unanswered(), comm=comm)
+    with pytest.raises(kind, match=message):
+        ours.summed({0: [jax.numpy.ones(2)]}, "sum", "shm")
+    comm.hosts, comm.room, comm.sum_ = (0, 0), "", ""
+    assert ours.summed({0: [jax.numpy.ones(2)]}, "sum", "shm")[0][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("has_failed_before", [False, True])
+def test_others_learn_of_a_sum_that_cannot_begin(has_failed_before, monkeypatch):
+    """Where a program of the user's has failed before, a program makes the sum."""
+
+    def fail(*_):
+        raise MemoryError("no room for the program's results")
+
+    engine = SharedSum(SoloProcesses(), f"sum {has_failed_before}")
+    monkeypatch.setattr(engine, "sum", fail)
+    monkeypatch.setattr("jaxmpi.hostsum.aligned", fail)
+    if has_failed_before:
+        monkeypatch.setattr(jax, "effects_barrier", fail)
+    with pytest.raises(MemoryError):
+        engine.sum_now([jax.numpy.ones(2)])
+    with pytest.raises(jm.TrainingError, match="local rank 0 failed in a sum"):
+        engine.board.begin((2,), 1.0)
+    engine.close()
+
+
 # ---------------------------------------------------------------- functions by name
 
 
@@ -173,12 +311,25 @@ def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
         put = station.put
         monkeypatch.setattr(station, "put", lambda array, put=put: (moved.append(np.size(array)), put(array))[1])
     f = jm.function(lambda x, p, q: (x @ p).sum() + q.sum(), (jm.scatter, jm.broadcast, jm.broadcast), jm.sum)
-    x, p, q = np.ones((2, 50), np.float32), np.ones((50, 50), np.float32), jax.numpy.ones(700)
+    x, p, q = np.ones((2, 50), np.float32), np.ones((50, 50), np.float32), jnp.ones(700)
     f(x, p, q)
     assert moved.count(2500) == moved.count(700) == 2
     moved.clear()
     f(x, p, q)
     assert set(moved) == {50}
+
+
+@pytest.mark.parametrize("read", ["gather", "all_gather", "reduce", "all_reduce", "fails"])
+def test_what_an_order_has_worked_with_is_let_go(read):
+    jm.fork(2)
+    v = jm.variable(np.ones(3, np.float32))
+    if read == "fails":
+        v.set(0, np.ones(2, np.float32))
+        with pytest.raises(jm.UsageError, match="differs between workers"):
+            v.reduce()
+    else:
+        getattr(v, read)()
+    assert not any(station.out for station in team().stations)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -306,3 +457,182 @@ def test_shared_casts_where_told_to():
     x = jm.shared(np.array([1.5, 2.5]), dtype=np.float32, force=True)
     assert (x.dtype, x[:].tolist()) == (np.float32, [1.5, 2.5])
     assert jm.shared(np.array([1], np.float16), dtype=np.float32).dtype == np.float32
+
+
+# ---------------------------------------------------------------- what would be wrong without a word
+
+
+@pytest.mark.parametrize("is_script", [True, False])
+def test_a_script_that_ends_where_it_is_imported_is_named(is_script, tmp_path, monkeypatch):
+    (tmp_path / "ends_early.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    script = str(tmp_path / "ends_early.py") if is_script else ""
+    with pytest.raises(jm.UsageError, match=r"ends_early.* ends its process \(3\) where it is imported"):
+        names.find({"module": "ends_early", "qualname": "f", "script": script, "is_wrapped": False})
+
+
+MASKED = np.ma.masked_greater(np.arange(4, dtype=np.float32), 1)
+NOT_JAXS = [
+    (MASKED, "got a masked array; .* x.filled"),
+    (np.ones(4, ">f4"), "got an array of >f4, which JAX does not take; cast it"),
+    (np.ones(4, np.longdouble), "got an array of float128, which JAX does not take; cast it"),
+    (np.zeros(4, "V8"), r"got an array of \|V8; expected numbers"),
+]
+
+
+@pytest.mark.parametrize(("array", "message"), NOT_JAXS, ids=["masked", "big-endian", "longdouble", "void"])
+def test_arrays_that_jax_would_read_otherwise_are_refused_by_name(array, message):
+    jm.fork(2)
+    f = jm.function(lambda x, p: x["a"].sum() + p.sum(), (jm.scatter, jm.broadcast), jm.sum)
+    kept = jm.variable({"a": np.ones(4, np.float32)})
+    good = np.ones(4, np.float32)
+    for call, who in (
+        (lambda: f({"a": array}, good, batch=[0, 1]), "argument 0 leaf 'a'"),
+        (lambda: f({"a": good}, array), "argument 1"),
+        (lambda: jm.variable({"a": array}), "variable: leaf 'a'"),
+        (lambda: kept.scatter({"a": array}), "scatter"),
+        (lambda: jm.shared(array), "shared"),
+        (lambda: jm.shared(lambda: array), "shared"),
+    ):
+        with pytest.raises(jm.UsageError, match=f"{who}: {message}"):
+            call()
+
+
+def test_shared_takes_what_it_is_told_to_cast():
+    for array, force in ((np.ones(4, ">f4"), False), (np.ones(4, np.longdouble), True)):
+        assert jm.shared(array, dtype=np.float32, force=force).dtype == np.float32
+    x = jm.shared(np.zeros(4, np.float32))
+    x[:] = np.ones(4, ">f4")
+    assert x[:].tolist() == [1] * 4
+    with pytest.raises(jm.UsageError, match="masked array"):
+        x[:] = MASKED
+    with pytest.raises(jm.UsageError, match="shared: got an array of object"):
+        jm.shared(np.ones(4, np.float32), dtype=object, force=True)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "int32", "bool"])
+def test_a_mean_takes_no_integers_however_small(dtype):
+    with pytest.raises(jm.UsageError, match=rf"y: got {dtype}\[3\], which mean cannot take exactly: use sum"):
+        ops.check_reducible("mean", dtype, [3], "y")
+    ops.check_reducible("max", dtype, [3], "y")
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+def test_partial_results_of_small_floats_are_kept_in_32_bits(dtype):
+    ops.check_reducible("mean", dtype, [], "y")
+    assert ops.wide(dtype) == np.float32
+    kind = jnp.dtype(dtype)
+    half_step = np.asarray(jnp.finfo(kind).eps, kind)  # of 2, and lost where it is added to that alone
+    assert ops.combine("sum", [np.asarray(2, kind), *[half_step] * 4], ()) == 2 + 4 * np.float32(half_step)
+
+
+def files_of(name):
+    return [file for file in os.listdir(memory.folder()) if name in file]
+
+
+@pytest.mark.parametrize("has_unseen_files", [True, False])
+def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(has_unseen_files, monkeypatch):
+    """Another makes the same name while the first still reserves its memory."""
+    name, room, rivals = f"test-race-{os.getpid()}", memory.make_room, []
+    if not has_unseen_files:
+        monkeypatch.delattr(memory.os, "O_TMPFILE")
+
+    def slow_room(handle, size_bytes):
+        monkeypatch.setattr(memory, "make_room", room)
+        with pytest.raises(jm.UsageError, match="no array named"):
+            jm.shared(name=name)
+        rivals.append(jm.shared(function_checks.f32([2]), name=name))
+        room(handle, size_bytes)
+
+    monkeypatch.setattr(memory, "make_room", slow_room)
+    with pytest.raises(jm.UsageError, match=f"the name '{name}' is taken"):
+        jm.shared(function_checks.f32([1]), name=name)
+    assert files_of(name) == [f"jaxmpi-array-{name}"]
+    assert jm.shared(name=name)[:].tolist() == rivals[0][:].tolist() == [2]
+    rivals[0].free()
+    assert files_of(name) == []
+
+
+@pytest.mark.parametrize("has_unseen_files", [True, False])
+def test_a_named_array_that_could_not_be_made_leaves_nothing(has_unseen_files, monkeypatch):
+    name = f"test-failed-{os.getpid()}"
+    if not has_unseen_files:
+        monkeypatch.delattr(memory.os, "O_TMPFILE")
+    monkeypatch.setattr(memory, "reserve", lambda handle, n: os.posix_fallocate(handle, 0, 1 << 60))
+    with pytest.raises(jm.UsageError, match="no 4108 bytes of shared memory"):
+        jm.shared(np.ones(3, np.float32), name=name)
+    assert files_of(name) == []
+
+
+@pytest.fixture
+def dead_makers(monkeypatch):
+    """The name of an array whose maker has ended without a word."""
+    name, child = f"test-dead-{os.getpid()}", subprocess.Popen(["true"])
+    child.wait()
+    with monkeypatch.context() as as_child:
+        as_child.setattr(os, "getpid", lambda: child.pid)
+        Path(memory.path_of(name)).write_bytes(memory.page("float32", [1]) + bytes(4))
+    return name
+
+
+def test_of_a_dead_makers_array_the_name_is_free_and_a_live_ones_stays(dead_makers):
+    x = jm.shared(function_checks.f32([5]), name=dead_makers)
+    memory.forget_the_dead(x.path)
+    os.pwrite(x._handle, bytes(memory.PAGE), 0)  # as another may read it while its maker writes: no sign of death
+    memory.forget_the_dead(x.path)
+    assert files_of(dead_makers) == [f"jaxmpi-array-{dead_makers}"]
+    x.free()
+
+
+def test_two_that_find_a_dead_makers_array_remove_it_once(dead_makers, monkeypatch):
+    outcomes, kill = [], os.kill
+
+    def make(value):
+        try:
+            outcomes.append(jm.shared(function_checks.f32([value]), name=dead_makers))
+        except jm.UsageError as error:
+            outcomes.append(error)
+
+    rival = threading.Thread(target=make, args=(2,))
+
+    def kill_and_let_the_rival_begin(pid, number):
+        monkeypatch.setattr(os, "kill", kill)
+        rival.start()
+        rival.join(0.1)
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", kill_and_let_the_rival_begin)
+    make(1)
+    rival.join()
+    made = [x for x in outcomes if isinstance(x, memory.SharedArray)]
+    assert len(made) == 1, outcomes
+    assert jm.shared(name=dead_makers)[:].tolist() == made[0][:].tolist()
+    made[0].free()
+
+
+@pytest.mark.parametrize("number", [2**40, -(2**31) - 1, 2**63, np.int64(2**40), np.uint64(2**64 - 1)])
+def test_a_number_that_jax_would_cut_off_is_refused(number):
+    jm.fork(2)
+    f, x = jm.function(lambda x, p: x.sum() + p, (jm.scatter, jm.broadcast), jm.max), np.ones(4, np.float32)
+    message = f"got {number}, which u?int32 cannot hold; .* jax_enable_x64"
+    for call, who in ((lambda: jm.variable({"a": number}), "variable: leaf 'a'"), (lambda: f(x, number), "argument 1")):
+        with pytest.raises(jm.UsageError, match=f"{who}: {message}"):
+            call()
+
+
+def test_numbers_that_fit_are_taken():
+    jm.fork(2)
+    for number in (True, 2**31 - 1, -(2**31), np.uint32(2**32 - 1), np.int64(5), np.float64(0.5)):
+        assert jm.variable(number).get(1) == number
+    with jax.enable_x64(True):
+        assert jm.variable(2**40).get(1) == 2**40
+
+
+def test_an_index_beyond_64_bits_is_not_there():
+    with pytest.raises(jm.UsageError, match="got index 18446744073709551615; there are 8 examples"):
+        split.choose(np.array([2**64 - 1, 0], np.uint64), 8)
+    assert np.asarray(split.choose(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
+
+
+def test_more_pieces_than_rows_cost_no_more():
+    assert split.pieces(8, 2, 1, 10**12) == split.pieces(8, 2, 1, 8) == [(4, 5), (5, 6), (6, 7), (7, 8)]

@@ -202,8 +202,8 @@ def processes_on_this_host(n: int) -> Team:
 
 
 def start(told: dict[str, Any], end: Connection) -> subprocess.Popen:
-    """A worker's process: fresh, with this one's import path and JAX settings, and one end of a socket."""
-    told |= {"path": sys.path, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
+    """A worker's process: fresh, with this one's import path, arguments and JAX settings, and one end of a socket."""
+    told |= {"path": sys.path, "argv": sys.argv, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
     env = {name: value for name, value in os.environ.items() if name not in launcher_names()}
     job = subprocess.Popen(
         [sys.executable, "-m", "jaxmpi.function.worker", str(end.fileno()), json.dumps(told)],

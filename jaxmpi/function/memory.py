@@ -6,6 +6,8 @@ nothing is left behind, however a job ends.
 """
 
 import atexit
+import contextlib
+import fcntl
 import json
 import math
 import mmap
@@ -13,7 +15,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,23 +187,23 @@ def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> S
         UsageError: see `jaxmpi.shared`.
     """
     check(1 <= oversize < math.inf, f"shared: oversize: got {oversize}; expected a factor >= 1")
-    source = np.asarray(value() if callable(value) else value)
+    given = value() if callable(value) else value
+    check_unmasked("shared", given)
+    source = np.asarray(given)
     target = jnp.dtype(source.dtype if dtype is None else dtype)
-    check(source.dtype.kind in "biufcV" and source.dtype.names is None, refused(source.dtype))
+    check_numeric("shared", source.dtype)
+    check_jax_takes("shared", target)
     values = source.astype(target) if force else fitting(source, target)
-    handle, path = open_new(name)
-    is_file = not path.startswith("/proc/")
-    try:
-        make_room(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
-    except UsageError:
-        os.close(handle)
-        if is_file:
-            Path(path).unlink(missing_ok=True)
-        raise
-    os.pwrite(handle, page(target, source.shape), 0)
-    array = SharedArray(handle, path, name)
-    array.array[...] = values
-    if is_file:
+    with new_file(name) as (handle, path):
+        try:
+            make_room(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
+        except UsageError:
+            os.close(handle)
+            raise
+        os.pwrite(handle, page(target, source.shape), 0)
+        array = SharedArray(handle, path, name)
+        array.array[...] = values
+    if not path.startswith("/proc/"):
         array._unlinks = True
         atexit.register(array.free)
     return array
@@ -223,17 +225,43 @@ def attach(name: str) -> SharedArray:
     return SharedArray(handle, path, name)
 
 
-def open_new(name: str) -> tuple[int, str]:
-    """An empty file and its path; one without a name is seen through this process only."""
+@contextlib.contextmanager
+def new_file(name: str) -> Iterator[tuple[int, str]]:
+    """An empty file, and the path where others find it once it is filled, when the block ends; never a part of it.
+
+    One without a name is seen through this process only.
+    """
     if not name and hasattr(os, "memfd_create"):
         handle = os.memfd_create("jaxmpi")
-        return handle, f"/proc/{os.getpid()}/fd/{handle}"
+        yield handle, f"/proc/{os.getpid()}/fd/{handle}"
+        return
     path = path_of(name or uuid.uuid4().hex)
     forget_the_dead(path)
+    check(not os.path.exists(path), taken(name, path))
+    handle, unseen = open_unseen(path)
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), path
+        yield handle, path
+        os.link(unseen, path, src_dir_fd=handle)  # the path is whole; a folder's handle makes it follow links
     except FileExistsError as error:
-        raise UsageError(f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)") from error
+        raise UsageError(taken(name, path)) from error
+    finally:
+        if not unseen.startswith("/proc/"):
+            os.unlink(unseen)
+
+
+def open_unseen(path: str) -> tuple[int, str]:
+    """A file that nobody finds, and from where it can be linked. It goes with its maker, where the system has such."""
+    try:
+        handle = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE, 0o600)
+        return handle, f"/proc/self/fd/{handle}"
+    except (AttributeError, OSError):
+        unseen = f"{path}~{uuid.uuid4().hex}"  # no array's name has a ~
+        return os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), unseen
+
+
+def taken(name: str, path: str) -> str:
+    """The message."""
+    return f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
 
 
 def path_of(name: str) -> str:
@@ -246,13 +274,15 @@ def path_of(name: str) -> str:
 
 def forget_the_dead(path: str) -> None:
     """Remove memory whose maker is gone."""
-    try:
-        said = json.loads(Path(path).open("rb").read(PAGE).rstrip(b"\0"))
-        os.kill(said["pid"], 0)
-    except (FileNotFoundError, PermissionError):  # nobody has it; another user has
-        return
-    except (ProcessLookupError, ValueError):  # its maker has ended, or did before it had said who it is
-        Path(path).unlink(missing_ok=True)
+    # nobody has it; another user has; its maker is just writing the page
+    with contextlib.suppress(FileNotFoundError, PermissionError, ValueError), open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # of two that find it the second must not remove what the first makes then
+        said = json.loads(file.read(PAGE).rstrip(b"\0"))
+        try:
+            os.kill(said["pid"], 0)
+        except ProcessLookupError:
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                os.unlink(path)
 
 
 def page(dtype: Any, shape: Sequence[int]) -> bytes:
@@ -281,8 +311,9 @@ def fitting(value: Any, dtype: np.dtype) -> Any:
     if isinstance(value, (bool, int, float, complex)):
         check(np.can_cast(np.min_scalar_type(value), dtype, "same_kind"), lossy(type(value).__name__, dtype))
         return value
+    check_unmasked("shared", value)
     got = np.asarray(value)
-    check(got.dtype.kind in "biufcV", refused(got.dtype))
+    check_numeric("shared", got.dtype)
     check(np.can_cast(got.dtype, dtype, "safe"), lossy(got.dtype, dtype))
     return got
 
@@ -292,6 +323,23 @@ def lossy(got: Any, dtype: Any) -> str:
     return f"shared: got {got} for {dtype}, which may lose digits; cast it with .astype, or shared(..., force=True)"
 
 
-def refused(dtype: np.dtype) -> str:
-    """The message."""
-    return f"shared: got an array of {dtype}; expected numbers"
+# ---------------------------------------------------------------- what JAX would read otherwise, or not at all
+
+
+def check_unmasked(what: str, value: Any) -> None:
+    """Refuse a masked array: its mask would be lost."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise UsageError(f"{what}: got a masked array; fill it: x.filled(0) for one")
+
+
+def check_numeric(what: str, dtype: Any) -> None:
+    """Refuse what is no number; NumPy itself does not know that bfloat16 and the like are."""
+    if dtype.kind not in "biufc" and not jnp.issubdtype(dtype, jnp.number):
+        raise UsageError(f"{what}: got an array of {dtype}; expected numbers")
+
+
+def check_jax_takes(what: str, dtype: Any) -> None:
+    """The same, and numbers in another byte order or of more than 64 bits."""
+    check_numeric(what, dtype)
+    if not dtype.isnative or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        raise UsageError(f"{what}: got an array of {dtype}, which JAX does not take; cast it: x.astype(np.float32)")

@@ -36,8 +36,18 @@ def name_of(function: Callable) -> dict[str, Any]:
 
 
 def find(name: dict[str, Any]) -> Callable:
-    """The function, its module imported; of a script, what is not under `if __name__ == "__main__"` runs."""
-    module = load_script(name["script"]) if name["script"] else importlib.import_module(name["module"])
+    """The function, its module imported; of a script, what is not under `if __name__ == "__main__"` runs.
+
+    Raises:
+        UsageError: the module lacks it, or ends the process.
+    """
+    try:
+        module = load_script(name["script"]) if name["script"] else importlib.import_module(name["module"])
+    except SystemExit as error:  # no Exception: the worker would end
+        raise UsageError(
+            f"{name['script'] or name['module']} ends its process ({error.code}) where it is imported to find "
+            f'{name["qualname"]}: put what ends it under if __name__ == "__main__":'
+        ) from error
     found = part_of(module, name["qualname"])
     check(found is not None, f"{name['module']} has no {name['qualname']}")
     return found.__wrapped__ if name["is_wrapped"] else found

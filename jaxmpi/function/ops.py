@@ -55,21 +55,21 @@ local = Output("", stays=True)
 class Row(NamedTuple):
     """How two partial results become one."""
 
-    kinds: str  # NumPy's letters of the dtypes that it takes
+    kinds: str  # letters of the dtypes that it takes, as of `letter`
     jnp: Callable | None  # of arrays on a device; None: placed one after another
     numpy: Callable | None
     way_out: str
 
 
-NUMBERS = "iufcV"  # V: bfloat16 and the like
+NUMBERS = "iufc"
 OPS: dict[str, Row] = {
-    "mean": Row("fcV", jnp.add, np.add, "use sum and divide by the number of examples, or cast it"),
+    "mean": Row("fc", jnp.add, np.add, "use sum and divide by the number of examples, or cast it"),
     "sum": Row(NUMBERS, jnp.add, np.add, "cast it to a number"),
     "add": Row(NUMBERS, jnp.add, np.add, "cast it to a number"),
     "prod": Row(NUMBERS, jnp.multiply, np.multiply, "cast it to a number"),
-    "min": Row("biufV", jnp.minimum, np.minimum, "take its absolute value or its parts"),
-    "max": Row("biufV", jnp.maximum, np.maximum, "take its absolute value or its parts"),
-    "gather": Row("biufcV", None, None, "return an array with an axis of examples"),
+    "min": Row("biuf", jnp.minimum, np.minimum, "take its absolute value or its parts"),
+    "max": Row("biuf", jnp.maximum, np.maximum, "take its absolute value or its parts"),
+    "gather": Row("biufc", None, None, "return an array with an axis of examples"),
 }
 
 
@@ -86,13 +86,21 @@ def check_reducible(op: str, dtype: Any, shape: Sequence[int], where: str) -> No
         return
     row = OPS[op]
     got = f"{where}: got {jnp.dtype(dtype)}{list(shape)}"
-    check(jnp.dtype(dtype).kind in row.kinds, f"{got}, which {op} cannot take exactly: {row.way_out}")
+    check(letter(dtype) in row.kinds, f"{got}, which {op} cannot take exactly: {row.way_out}")
     check(bool(row.jnp) or len(shape) > 0, f"{got}; gather needs a first axis: {row.way_out}")
 
 
+def letter(dtype: Any) -> str:
+    """NumPy's letter of the dtype's kind; bfloat16, int4 and the like are V to NumPy, and here what they stand for."""
+    dtype = jnp.dtype(dtype)
+    alike = {"f": jnp.floating, "i": jnp.signedinteger, "u": jnp.unsignedinteger} if dtype.kind == "V" else {}
+    return next((kind for kind, like in alike.items() if jnp.issubdtype(dtype, like)), dtype.kind)
+
+
 def wide(dtype: Any) -> np.dtype:
-    """In what partial results of this dtype are kept: 16-bit floats in 32 bits."""
-    return jnp.dtype("float32") if jnp.dtype(dtype) in FLOATS else jnp.dtype(dtype)
+    """In what partial results of this dtype are kept: floats below 32 bits in 32."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype("float32") if dtype.itemsize < 4 and letter(dtype) == "f" else dtype
 
 
 def travels_as_sum(op: str, dtype: Any) -> bool:

@@ -21,7 +21,8 @@ def pieces(n: int, workers: int, worker: int, slices: int) -> list[tuple[int, in
 
     All pieces of all workers have one of two lengths: floor and ceiling of n / (workers * slices).
     """
-    edges = bounds(n, workers * slices)[worker * slices : (worker + 1) * slices + 1]
+    slices = max(1, min(slices, n))  # from there on every row is a piece
+    edges = [i * n // (workers * slices) for i in range(worker * slices, (worker + 1) * slices + 1)]
     return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
@@ -68,12 +69,11 @@ def of_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.nd
         f"{what}: got {indices.dtype}{list(indices.shape)}; expected a whole number, a slice, or indices in one axis"
         + hint,
     )
-    indices = indices.astype(np.int64, copy=False)
-    if indices.size:
-        low, high = int(indices.min()), int(indices.max())
-        odd = high if high >= length else low
-        check(-length <= low and high < length, f"{what}: got index {odd}; there are {length} examples")
-        indices = np.where(indices < 0, indices + length, indices) if low < 0 else indices
+    low, high = (int(indices.min()), int(indices.max())) if indices.size else (0, -1)
+    odd = high if high >= length else low
+    check(-length <= low and high < length, f"{what}: got index {odd}; there are {length} examples")
+    indices = indices.astype(np.int64, copy=False)  # now that none is beyond it
+    indices = np.where(indices < 0, indices + length, indices) if low < 0 else indices
     return indices.size, 0, 1, indices
 
 

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxmpi.config import UsageError, check
 from jaxmpi.exchange import check_strategy
 from jaxmpi.function.compute import canonical, take
-from jaxmpi.function.memory import SharedArray
+from jaxmpi.function.memory import SharedArray, check_jax_takes, check_unmasked
 from jaxmpi.function.ops import Output, check_reducible, combine, named
 from jaxmpi.function.split import Rows, bounds, check_enough, choose, same_length
 from jaxmpi.function.team import Order, Team
@@ -195,7 +195,7 @@ def check_numbers(what: str, leaf: Any) -> Any:
     """The leaf as an array, NumPy's or JAX's.
 
     Raises:
-        UsageError: it holds no numbers.
+        UsageError: it holds no numbers, or such as JAX does not take.
     """
     if isinstance(leaf, Tracer):
         raise UsageError(
@@ -206,10 +206,19 @@ def check_numbers(what: str, leaf: Any) -> Any:
         raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise UsageError(f"{what}: got a random key; give jax.random.key_data(key), and wrap it in the function")
+    check_unmasked(what, leaf)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
-    if array.dtype.kind not in "biufcV" or getattr(array.dtype, "names", None) is not None:
-        raise UsageError(f"{what}: got an array of {array.dtype}; expected numbers")
+    check_jax_takes(what, array.dtype)
+    if isinstance(leaf, (int, np.integer)):
+        check_fits(what, array)
     return array
+
+
+def check_fits(what: str, number: Any) -> None:
+    """Refuse a whole number that the dtype which JAX gives it would cut off."""
+    dtype = canonical(number.dtype)
+    way_out = "set jax_enable_x64, or give a float"
+    check(bool(number.astype(dtype) == number), f"{what}: got {number}, which {dtype} cannot hold; {way_out}")
 
 
 def numbers(tree: PyTree) -> list[np.ndarray]:

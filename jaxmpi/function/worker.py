@@ -17,7 +17,7 @@ def main(handle: int, told: dict[str, Any]) -> None:
     import jax
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
-    sys.path[:] = told["path"]
+    sys.path[:], sys.argv[:] = told["path"], told["argv"]  # a script that it imports may read its arguments
     jax.config.update("jax_enable_x64", told["x64"])
     runtime.keep_freed_memory()
     runtime.pin_cores(told["rank"], told["size"])
