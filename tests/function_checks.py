@@ -150,6 +150,11 @@ def check_odd_arrays():
         assert (kept.get(workers() - 1) == x).all()
     empty = jm.function(lambda x: x, jm.scatter, jm.gather)(np.zeros((n, 0), np.float32))
     assert empty.shape == (n, 0)
+    sums = jm.function(lambda x: (x.sum(), jnp.zeros((0, 3)) + x.sum()), jm.scatter, (jm.sum, jm.sum))(x)
+    assert (np.asarray(sums[0]) == expected, sums[1].shape) == (True, (0, 3))
+    v = jm.variable(np.zeros((0, 3), np.float32))
+    v.all_reduce()
+    assert v.get(workers() - 1).shape == (0, 3)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -464,6 +469,25 @@ def check_refusals():
     if k > 1:
         fails(lambda: jm.function(lambda x: x, jm.scatter, jm.sum)(data(3 * k + 1)), "differs between workers")
     assert float(one(x)) == float(jm.function(lambda x: x.sum(), jm.scatter, jm.mean)(x))  # the next call works
+
+
+def check_pieces_that_cannot_combine():
+    """Rows that are not reduced give pieces of other shapes: on all workers, and on the last one only."""
+    k = workers()
+    v = jm.variable(f32([0]))
+    given = {
+        "result 0": jm.function(lambda x: x, jm.scatter, jm.sum),
+        "local 0": jm.function(lambda x: x, jm.scatter, jm.local(jm.max)),
+        f"update {v.number}": jm.function(lambda x: x, jm.scatter, (), v),
+    }
+    for where, f in given.items():
+        message = f"slices: {where}: got float32[1] of one piece and float32[2]"
+        fails(lambda f=f: f(f32(range(3 * k)), slices=2), message)
+        with pytest.raises((jm.UsageError, WorkerFailed), match="use gather, or slices=1"):
+            f(f32(range(2 * k + 1)), slices=2)
+    kept = jm.function(lambda x: x, jm.scatter, jm.gather)(f32(range(3 * k)), slices=2)
+    assert np.asarray(kept).tolist() == list(range(3 * k))
+    assert (np.asarray(given["result 0"](f32(range(4 * k)), slices=2)).shape) == (2,)
 
 
 def may_fail(x):

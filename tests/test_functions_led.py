@@ -126,9 +126,11 @@ def test_workers_let_go_of_what_functions_held_that_are_gone(tmp_path):
 FAULTS = (
     HEAD
     + """
+from jax.experimental import io_callback
 from jaxmpi.function.drive import team
 
 def says_pid(x):
+    assert sys.argv[1:] == ["--rows", "4"]
     return jax.pure_callback(lambda v: np.int32(os.getpid()), jax.ShapeDtypeStruct((), jnp.int32), x.max())
 
 def dies(x):
@@ -137,6 +139,18 @@ def dies(x):
             os.kill(os.getpid(), signal.SIGKILL)
         return v
     return jax.pure_callback(die, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+def unreadable(x):
+    if __name__ != "__main__":  # in a worker
+        raise ValueError("cannot read " + os.fsdecode(b"data-\\xff.npy"))  # no UTF-8
+    return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+steps = []
+def counts(x):
+    def step(v):
+        steps.append(v)
+        return np.int32(len(steps))
+    return io_callback(step, jax.ShapeDtypeStruct((), jnp.int32), x.sum(), ordered=True)
 
 def forks(x):
     def fork(v):
@@ -163,6 +177,8 @@ def tell(call):
 
 if __name__ == "__main__":
     x = np.arange(4, dtype=np.float32)
+    sys.argv += ["--rows", "4"]
+    sys.stdout.reconfigure(errors="backslashreplace")
     jm.fork(2)
     tell(lambda: jm.fork(2))
     pids = jm.function(says_pid, jm.scatter, jm.local)(x)
@@ -170,6 +186,10 @@ if __name__ == "__main__":
     f = jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
     tell(lambda: f(x))
     tell(lambda: jm.function(forks, jm.scatter, jm.max)(x))
+    counted = jm.function(counts, jm.scatter, jm.local)
+    each = [counted(np.ones(n, np.float32)) for n in (4, 4, 5)]
+    tell(lambda: [[int(v.get(rank)) for v in each] for rank in range(2)])
+    tell(lambda: jm.function(unreadable, jm.scatter, jm.max)(x))
     hidden = jm.function(lambda x: may_not_travel(x), jm.scatter, jm.max)
     may_not_travel = lambda x: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x.max())
     tell(lambda: hidden(x))
@@ -196,6 +216,9 @@ EXPECTED = [
     "got 6.0",
     "WorkerFailed: forks: worker 1 of 2 failed:",
     "fork: this process is a worker already",
+    "got [[1, 2, 3], [1, 2, 3]]",  # a worker that lacks a program lets nobody else compute twice
+    "WorkerFailed: unreadable: worker 1 of 2 failed:",
+    r"cannot read data-\udcff.npy",
     "UsageError: function '<lambda>' calls back into Python",
     "got 6.0",
     "got 6.0",
@@ -289,7 +312,7 @@ def test_a_rank_that_fails_past_its_report_ends_the_job(tmp_path):
     jm.function(starves, jm.scatter, jm.max)(x)
     print("got", big.get(1), flush=True)
 """
-    script = FAULTS[: FAULTS.index("if __name__")] + f'if __name__ == "__main__":{calls}'
+    script = FAULTS[: FAULTS.index("if __name__ ==")] + f'if __name__ == "__main__":{calls}'
     ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
     assert not ended.timed_out
     assert ended.code != 0
@@ -417,6 +440,8 @@ if __name__ == "__main__":
         jm.fork()
         f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), jm.shared(np.ones(9, np.float32))
         function_checks.fails(lambda: f(x), "a shared array is seen on one host")
+    here = jm.function(lambda x: x.sum(), jm.scatter, jm.sum, strategy="shm")
+    function_checks.fails(lambda: here(np.ones(9, np.float32)), "got workers on 2 hosts: use hier-ring or asa")
     for check in CORE:
         if not (led and check is check_shared):
             check()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.config import check
+from jaxmpi.config import UsageError, check
 from jaxmpi.function.lines import Report
 from jaxmpi.function.memory import SharedArray, from_ticket
 from jaxmpi.function.ops import OPS, check_reducible, wide
@@ -26,7 +26,18 @@ class Source(NamedTuple):
 
 
 def compute(station: Station, order: Order, team: Team) -> Report:
-    """Fill the station with this worker's results; the report says what must be the same on all workers."""
+    """Fill the station with this worker's results, unless it has them when an order comes again.
+
+    The report says what must be the same on all workers.
+    """
+    if station.done is None or "again" not in order.header:
+        station.rest()
+        station.done = computed(station, order, team)
+    return station.done
+
+
+def computed(station: Station, order: Order, team: Team) -> Report:
+    """The same, now. No program runs before all are there."""
     header = order.header
     spans, sources = rows_of(station, order, team)
     keep(station, order)
@@ -178,6 +189,7 @@ def run_pieces(
     """The worker's results: op over its pieces, mean weighted by examples."""
     count, inputs = len(sources) + len(wholes), []
     total: Leaves = []
+    first: list[jax.ShapeDtypeStruct] = []
     gathered: list[Leaves] = []
     for a, b in spans:
         inputs = [sources[i].fetch(a, b) if i in sources else wholes[i] for i in range(count)]
@@ -186,6 +198,8 @@ def run_pieces(
             return [station.own(x) if x in Buffers(inputs) else x for x in out]
         ops = tuple(leaf.op for leaf in station.program.leaves)
         check_sliceable(station.program.leaves, out)
+        first = first or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
+        check_alike(station.program.leaves, first, out)
         gathered.append([x for op, x in zip(ops, out, strict=True) if op == "gather"])
         weight = np.float64((b - a) / station.count)
         total = fold(ops, total, out, weight)
@@ -224,6 +238,18 @@ def check_sliceable(leaves: Sequence[Leaf], out: Leaves) -> None:
             f"slices: output {leaf.target} is left local and nothing says how pieces combine: local(mean), local(sum)",
         )
         check_reducible(leaf.op, x.dtype, x.shape, f"slices: {leaf.place} {leaf.target}")
+
+
+def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], out: Leaves) -> None:
+    """Refuse pieces of other shapes, which would broadcast, or other dtypes; gathered ones may differ in length."""
+    for leaf, x, y in zip(leaves, first, out, strict=True):
+        start = leaf.op == "gather"
+        if (x.dtype, x.shape[start:]) != (y.dtype, y.shape[start:]):
+            raise UsageError(
+                f"slices: {leaf.place} {leaf.target}: got {x.dtype}{list(x.shape)} of one piece and "
+                f"{y.dtype}{list(y.shape)} of another; {leaf.op} expects the same of all: reduce over the examples of "
+                "a piece in the function, use gather, or slices=1"
+            )
 
 
 @functools.partial(jax.jit, static_argnums=0)

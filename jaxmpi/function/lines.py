@@ -43,7 +43,8 @@ SHORT_BYTES = 48
 def short(report: Report) -> bytes:
     """A report as a hash of its text, its count, and whether all is well."""
     count, is_bad = report.count.to_bytes(8, "little"), bytes([report.kind != "ok"])
-    return (hashlib.sha256(report.text.encode()).digest() + count + is_bad).ljust(SHORT_BYTES, b"\0")
+    text = report.text.encode(errors="surrogatepass")  # an error may name a file that is no UTF-8
+    return (hashlib.sha256(text).digest() + count + is_bad).ljust(SHORT_BYTES, b"\0")
 
 
 def from_short(rows: Sequence[bytes]) -> list[Report] | None:

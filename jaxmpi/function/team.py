@@ -6,6 +6,7 @@ is changed and nothing travels before all have reported well; so a failure leave
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -21,11 +22,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmpi.comm import AxisComm, MpiComm
+from jaxmpi.comm import AxisComm, MpiComm, check_one_host
 from jaxmpi.config import TrainingError, UsageError, check
 from jaxmpi.exchange import Op, exchange
 from jaxmpi.function.forkcomm import ForkComm
-from jaxmpi.function.lines import Line, OutOfStep, Report, SocketLine, WorkerDied, pack, unpack
+from jaxmpi.function.lines import Line, OutOfStep, Report, SocketLine, WorkerDied, in_order, pack, unpack
 from jaxmpi.function.memory import FREED, SharedArray
 from jaxmpi.processes import differences
 
@@ -47,7 +48,7 @@ class Missing(Exception):
 
 
 class MissingPrograms(Exception):
-    """Workers lack programs; the master sends them and repeats the order."""
+    """Workers lack programs; the master sends them and repeats the order, for those that have not done their part."""
 
     def __init__(self, wanted: list[str]) -> None:
         super().__init__(wanted)
@@ -98,9 +99,14 @@ class Station:
         self.programs: dict[str, Program] = {}  # that have come from the master
         self.known: dict[tuple, Program] = {}  # the same, by function, form and shapes
         self.arrays: dict[str, SharedArray] = {}  # mapped, by key
-        self.out: Leaves = []  # of the call that is going on
+        self.rest()
+
+    def rest(self) -> None:
+        """Let go of the order that was carried out."""
+        self.out: Leaves = []  # of the order that is going on
         self.program = NO_PROGRAM  # of the call that is going on
         self.count = 0  # examples of the call that is going on
+        self.done: Report | None = None  # of the call that is going on, where this worker has done its part
 
     def put(self, array: Any) -> jax.Array:
         """On this worker's device."""
@@ -153,6 +159,7 @@ class Team:
     leads = True  # whether results are wanted in this process
     is_serial = False  # whether one process leads and the others wait for its orders
     default_strategy = "asa32"
+    way_out = "the ranks of a job cannot meet again: end it"  # where they are out of step
 
     def __init__(self) -> None:
         self.made = 0  # variables so far, which are numbered alike in all processes
@@ -201,6 +208,11 @@ class Team:
     def mine(self) -> Station:
         """This process's first worker."""
         return self.stations[0]
+
+    def rest(self) -> None:
+        """After an order."""
+        for station in self.stations:
+            station.rest()
 
     def new_number(self) -> int:
         """For a variable."""
@@ -257,9 +269,22 @@ class Team:
             if errors[station.rank] is None:
                 _, errors[station.rank] = tried(station, finished)
                 reports[i] = reports[i] if errors[station.rank] is None else failure(errors[station.rank])
-        judge = judged(what, self.all_reports(reports), {r: e for r, e in errors.items() if e is not None})
+        judge = judged(what, self.met(reports), {r: e for r, e in errors.items() if e is not None})
         self.is_exchanging = True
         return judge
+
+    def met(self, mine: list[Report]) -> list[Report]:
+        """`all_reports`. Nobody knows whether others have learnt of what fails in it.
+
+        Raises:
+            OutOfStep: whatever failed.
+        """
+        try:
+            return self.all_reports(mine)
+        except OutOfStep:
+            raise
+        except Exception as error:
+            raise OutOfStep(f"the workers' reports could not be had: {named(error)}") from error
 
     def note(self, error: BaseException) -> None:
         """After a failed call, whether there can be others."""
@@ -268,16 +293,16 @@ class Team:
         )
         self.is_exchanging = False
         if not agreed and self.size > 1 and not isinstance(self, DeviceTeam):
-            way_out = "" if isinstance(error, WorkerDied) else "; jaxmpi.close(), then fork again"
-            self.gone = f"the workers are no longer in step: {error!s:.500}{way_out}"
+            way_out = "" if isinstance(error, WorkerDied) else f"; {self.way_out}"
+            self.gone = f"the workers are no longer in step: {named(error):.500}{way_out}"
 
     def refuse(self, what: str, error: Exception) -> None:
         """Where every rank runs the script, tell the others that this one cannot even begin."""
         if self.is_serial:
             return
         try:
-            reports = self.all_reports([failure(error)] * len(self.stations))
-        except OutOfStep as late:
+            reports = self.met([failure(error)] * len(self.stations))
+        except BaseException as late:  # Ctrl-C included
             self.note(late)
             raise
         judged(what, reports, {station.rank: error for station in self.stations})
@@ -297,6 +322,11 @@ def finished(station: Station) -> Report:
     """Wait for what the worker computes."""
     jax.block_until_ready(station.out)
     return Report("ok", "")
+
+
+def named(error: BaseException) -> str:
+    """Its text, or its kind where it has none."""
+    return str(error) or type(error).__name__
 
 
 def failure(error: BaseException | None) -> Report:
@@ -363,11 +393,19 @@ class ProcessTeam(Team):
         """`exchange` outside jit; of floats of 32 bits in shared memory, where no program is needed, the sums alone."""
         [(rank, leaves)] = mine.items()
         if self.size > 1 and strategy in ("shm", "shm:32") and all(x.dtype == jnp.float32 for x in leaves):
+            sum_now = self.sum_now
             try:
-                return {rank: self.comm.sum_on_host_now(leaves, self.size if op == "mean" else 1)}
+                return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
             except Exception as error:  # whatever its kind: others wait in the sum, or have learnt of it
-                raise OutOfStep(f"a sum over workers failed: {error}") from error
+                raise OutOfStep(f"a sum over workers failed: {named(error)}") from error
         return {rank: exchange(leaves, strategy, op, self.comm)}
+
+    @functools.cached_property
+    def sum_now(self) -> Callable[[Leaves, float], Leaves]:
+        """`sum_on_host_now`, its memory mapped, which tracing does. What is refused here, all ranks refuse alike."""
+        check_one_host(self.comm.hosts)
+        jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
+        return self.comm.sum_on_host_now
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         """Packed, over the line."""
@@ -375,15 +413,18 @@ class ProcessTeam(Team):
         return None if rows is None else [unpack(row) for row in rows]
 
     def tell(self, order: Order) -> None:
-        """To every worker, its own arrays."""
+        """To every worker, its own arrays. All are made before the first is told: what fails until then is no harm."""
+        self.is_exchanging = False
+        parcels = laid_out([order.parcels(rank) for rank in range(1, self.size)]) if self.is_serial else []
         dropped = self.newly_dropped()
         self.forget(dropped)
         if self.is_serial:
             freed = list(FREED)
             del FREED[: len(freed)]  # more may come at any time
             header = json.dumps([order.verb, order.header, dropped, freed])
+            self.is_exchanging = True
             for rank in range(1, self.size):
-                self.line.tell(rank, header, order.parcels(rank))
+                self.line.tell(rank, header, parcels.pop(0))
 
     def hear(self) -> Order:
         """The master's next order."""
@@ -406,6 +447,7 @@ class SocketTeam(ProcessTeam):
     line: SocketLine
     comm: ForkComm
     cores: Sequence[int] = ()  # that this process had before the fork
+    way_out = "jaxmpi.close(), then fork again"
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """Of a sum that fails all others learn through shared memory; the master says which worker has ended."""
@@ -414,7 +456,7 @@ class SocketTeam(ProcessTeam):
         except Exception as error:
             self.comm.fail()
             self.line.check_alive()
-            raise SumFailed(f"a sum over workers failed: {error}") from error
+            raise SumFailed(f"a sum over workers failed: {named(error)}") from error
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""
@@ -436,6 +478,15 @@ class SocketTeam(ProcessTeam):
             os.sched_setaffinity(0, self.cores)
 
 
+def laid_out(parcels: list[list[Any]]) -> list[list[np.ndarray]]:
+    """Every worker's arrays C-contiguous; one that goes to several is copied once, where it must be."""
+    made: dict[int, np.ndarray] = {}
+    for array in itertools.chain(*parcels):
+        if id(array) not in made:
+            made[id(array)] = in_order(array)
+    return [[made[id(array)] for array in arrays] for arrays in parcels]
+
+
 # ---------------------------------------------------------------- devices of one process
 
 
@@ -455,17 +506,22 @@ class DeviceTeam(Team):
         return mine
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` under shard_map; rank r's leaves are on device r."""
-        if self.size == 1:
+        """`exchange` under shard_map; rank r's leaves are on device r. Those without elements are their own sums."""
+        full = [i for i, x in enumerate(mine[0]) if x.size]
+        if self.size == 1 or not full:
             return mine
         sharding = NamedSharding(self.mesh, P(AXIS))
-        rows = [[x[None] for x in mine[rank]] for rank in range(self.size)]
+        rows = [[mine[rank][i][None] for i in full] for rank in range(self.size)]
         whole = [
             jax.make_array_from_single_device_arrays((self.size, *shards[0].shape[1:]), sharding, list(shards))
             for shards in zip(*rows, strict=True)
         ]
         totals = over_devices(self.mesh, self.size, op, strategy)(whole)  # pyright: ignore[reportArgumentType]
-        return {rank: [shard_of(total, rank) for total in totals] for rank in range(self.size)}
+        made = dict(zip(full, totals, strict=True))
+        return {
+            rank: [shard_of(made[i], rank) if i in made else x for i, x in enumerate(leaves)]
+            for rank, leaves in mine.items()
+        }
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         """All are here."""

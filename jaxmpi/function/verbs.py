@@ -17,7 +17,7 @@ from jaxmpi.function.memory import from_ticket
 from jaxmpi.function.names import find
 from jaxmpi.function.ops import combine, travels_as_sum
 from jaxmpi.function.split import Rows
-from jaxmpi.function.team import NO_PROGRAM, Leaf, Leaves, MissingPrograms, Order, Program, Station, Team
+from jaxmpi.function.team import Leaf, Leaves, MissingPrograms, Order, Program, Station, Team
 
 PyTree = Any
 
@@ -49,25 +49,37 @@ def performed(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
                 return result
             except MissingPrograms as missing:
                 send_programs(team, missing.wanted)
+                order = order._replace(header=order.header | {"again": True})
     except BaseException as error:
         team.note(error)
+        team.rest()
         raise
+
+
+def rests(verb: Callable[[Team, Order], Any]) -> Callable[[Team, Order], Any]:
+    """The verb, after which stations hold nothing of it, unless the order comes again."""
+
+    @functools.wraps(verb)
+    def resting(team: Team, order: Order) -> Any:
+        is_over = True
+        try:
+            return verb(team, order)
+        except MissingPrograms:
+            is_over = False
+            raise
+        finally:
+            if is_over:
+                team.rest()
+
+    return resting
 
 
 # ---------------------------------------------------------------- call
 
 
+@rests
 def call(team: Team, order: Order) -> tuple[tuple[Any, ...], Leaves]:
     """Compute everywhere, then reduce: structures and leaves of what is returned, where results are wanted."""
-    try:
-        return called(team, order)
-    finally:
-        for station in team.stations:
-            station.program, station.out = NO_PROGRAM, []
-
-
-def called(team: Team, order: Order) -> tuple[tuple[Any, ...], Leaves]:
-    """The same, which leaves at the stations what it has worked with."""
     reports = team.attempt(order.header["name"], lambda station: compute(station, order, team))
     counts = [report.count for report in reports]
     leaves = team.mine.program.leaves
@@ -145,6 +157,7 @@ def send_programs(team: Team, missing: list[str]) -> None:
         order = Order("program", {"key": text, **header}, parcels=lambda rank, data=data: [data])
         team.tell(order)
         program(team, order)
+        team.is_exchanging = False  # the next one may be refused where it is made
 
 
 def program(team: Team, order: Order) -> None:
@@ -172,6 +185,7 @@ def loaded(header: dict[str, Any], body: bytes) -> Program:
 # ---------------------------------------------------------------- variables
 
 
+@rests
 def put(team: Team, order: Order) -> None:
     """Give workers the leaves of a variable: the whole, or each its rows."""
 
@@ -185,7 +199,7 @@ def put(team: Team, order: Order) -> None:
     team.attempt(order.header["name"], work)
     for station in team.stations:
         if order.header["ranks"] is None or station.rank in order.header["ranks"]:
-            station.values[order.header["number"]], station.out = station.out, []
+            station.values[order.header["number"]] = station.out
 
 
 def values_of(station: Station, order: Order) -> list[Any]:
@@ -206,6 +220,7 @@ def signed(station: Station, order: Order, op: str = "") -> Report:
     return Report("ok", json.dumps({"call": order.header, "leaf": shapes if op else []}))
 
 
+@rests
 def reduce(team: Team, order: Order) -> Leaves:
     """The variable over workers, each counted once; kept by all where asked."""
     header = order.header
@@ -225,6 +240,7 @@ def reduce(team: Team, order: Order) -> Leaves:
     return [results[i] for i in range(len(leaves))] if team.leads else []
 
 
+@rests
 def fetch(team: Team, order: Order) -> list[list[np.ndarray]] | None:
     """The leaves of some workers, all of them or one; kept by all where asked."""
     header = order.header
