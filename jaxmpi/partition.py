@@ -131,7 +131,7 @@ class Memory:
         rows, control = mine[None], self.control
         if isinstance(control, MpiProcesses):
             rows = np.empty((control.size, mine.size))
-            self._wait(control.world.Iallgather(mine, rows))  # others read slower
+            self._wait(control.world.Iallgather(mine, rows), "ranks to say what memory they need")  # some read slower
         check_room(rows, control.hosts)
 
     def _want(self, epoch: int) -> None:
@@ -193,13 +193,13 @@ class Memory:
         old.gather(move.sent[stay], received[place[me] : place[me] + move.received_bytes[me]])
         return request, sent
 
-    def _wait(self, request: Any) -> None:
+    def _wait(self, request: Any, what: str = "workers of its group; all must read as many epochs") -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not request.Test():
             if time.monotonic() > deadline:
                 raise TrainingError(
-                    f"the data set in memory has waited {TIMEOUT_S:.0f} s for the other workers of its group; all must "
-                    "read as many epochs (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                    f"the data set in memory has waited {TIMEOUT_S:.0f} s for the other {what} "
+                    "(JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
                 )
             time.sleep(POLL_S)
 

@@ -97,7 +97,7 @@ def train_until(
     if is_apart:
         asynchronous.check_apart(experiment)
     rundir.agree_on(experiment, workers.processes, digest)
-    rules.check_recover(experiment.rule, experiment.recover)
+    rules.check_recover(experiment.rule, experiment.recover, experiment.exchange.overlap)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
@@ -172,7 +172,7 @@ def run_in(
         cut_record(folder / "record.jsonl", start)
     hosts = workers.processes.gather(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
-    plan.feed.skipped = saved.extra.get("skipped", 0) if saved and is_first else 0  # those of all, which are summed
+    plan.feed.skipped = skipped_of(saved, workers)
     bytes_each = plan.feed.bytes_each
     each = (elapsed_s, hosts, bytes_each)
     recorder = open_recorder(experiment, folder, *each) if is_first else Recorder(None, elapsed_s)
@@ -328,6 +328,7 @@ def rolled_back(run: Run, back: guard.RollBack) -> tuple[Run, Begin]:
     experiment = dataclasses.replace(run.experiment, resume=True)
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
     start = saved.step if saved else 0
+    run.plan.feed.skipped = skipped_of(saved, run.workers)
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
@@ -565,6 +566,11 @@ def starting_states(
         return states, start
     saved = restored(folder, states, workers, rule, now) if experiment.resume else None
     return (saved.states if saved else states), saved
+
+
+def skipped_of(saved: checkpoint.Saved | asynchronous.Start | None, workers: Workers) -> int:
+    """Corrupt examples of all workers until a checkpoint, as the first rank's own: they are summed."""
+    return saved.extra.get("skipped", 0) if saved and workers.processes.rank == 0 else 0
 
 
 def save(run: Run, state: TrainState, step: int, score: float | None) -> None:

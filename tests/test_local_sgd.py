@@ -227,9 +227,11 @@ def test_what_a_rule_says_of_itself(name, scaling):
     assert rules.scale_lr(name, "rule", 4)[1] == scaling
     rules.check_wire(RuleConfig(name), "asa:8")
     with pytest.raises(UsageError, match=f"recover: got skip with rule {name}, whose workers step alone.*use stop or"):
-        rules.check_recover(RuleConfig(name), "skip")
+        rules.check_recover(RuleConfig(name), "skip", "auto")
+    with pytest.raises(UsageError, match=r"recover: got skip with exchange\.overlap delayed.*use stop or"):
+        rules.check_recover(RuleConfig("gradients"), "skip", "delayed")
     for rule_name, recover in ((name, "rollback"), (name, "stop"), ("gradients", "skip")):
-        rules.check_recover(RuleConfig(rule_name), recover)
+        rules.check_recover(RuleConfig(rule_name), recover, "auto")
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
     plan: Any = None  # not looked at
     assert "exchanges every so many steps only" in parts.unfit_for_overlap(experiment, plan)

@@ -168,7 +168,10 @@ def test_help_lists_every_field_with_its_meaning():
 BAD = {
     "file": (["experiments/digit.py"], "did you mean 'digits.py'"),
     "no Python": (["README.md"], "'README.md': expected a Python file"),
-    "mean image": ([DIGITS, "--data.mean-image", "/no.npy", "--data.mean"], "data.mean_image /no.npy: "),
+    "mean image": (
+        [DIGITS, "--data.mean-image", "/no.npy", "--data.mean"],
+        "/no.npy: No such file or directory; expected a .npy file, numbers[height, width, channels], for data.mean",
+    ),
     "a folder": (["experiments"], "'experiments' is a folder; in it: "),
     "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be used"),
     "no file": ([], "name an experiment file"),

@@ -211,10 +211,11 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
     folder, labels, names = Path(root) / split, Path(labels_path(str(root), split)), _names(-(-len(source) // rows))
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        labels.unlink(missing_ok=True)
     found = np.zeros(len(source), np.int32)
     total: Any = 0.0
     for name, batch in zip(names, _batches(source, rows, found), strict=True):
+        with _writing(folder):
+            labels.unlink(missing_ok=True)  # not before there are images to write
         total = total + batch.sum(0, dtype=np.float64)
         _save(folder / name, batch)
     _remove_others(folder, names)

@@ -198,7 +198,7 @@ def place(row: Row, image: np.ndarray, label: np.ndarray, recipe: Recipe, index:
 
 def copy(image: np.ndarray, got: np.ndarray) -> None:
     """`image` <- got; a grey image that is seen as one of several channels by channel, which is five times as fast."""
-    if got.ndim == 3 and got.strides[2] == 0:
+    if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
         for channel in range(got.shape[2]):
             image[..., channel] = got[..., channel]
     else:

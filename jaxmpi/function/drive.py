@@ -5,6 +5,7 @@ runs the user's script: functions come to it as programs.
 """
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -183,7 +184,7 @@ def processes_on_this_host(n: int) -> Team:
     runtime.prepare()
     number = next(_forks)
     pipes = {rank: Pipe() for rank in range(1, n)}
-    jobs = {rank: start({"rank": rank, "size": n, "fork": number}, theirs) for rank, (_, theirs) in pipes.items()}
+    jobs = {rank: start({"rank": rank, "size": n, "fork": number}, *ends) for rank, ends in pipes.items()}
     line = SocketLine(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
     try:
         for rank, end in line.ends.items():
@@ -201,17 +202,21 @@ def processes_on_this_host(n: int) -> Team:
         raise
 
 
-def start(told: dict[str, Any], end: Connection) -> subprocess.Popen:
-    """A worker's process: fresh, with this one's import path, arguments and JAX settings, and one end of a socket."""
-    told |= {"path": sys.path, "argv": sys.argv, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
+def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
+    """A worker's process: fresh, with one end of a socket, over which it learns this one's import path, arguments and
+    JAX settings: a command line may be too short for them.
+    """
+    told |= {"path": sys.path, "argv": [*map(str, sys.argv)], "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
     env = {name: value for name, value in os.environ.items() if name not in launcher_names()}
     job = subprocess.Popen(
-        [sys.executable, "-m", "jaxmpi.function.worker", str(end.fileno()), json.dumps(told)],
-        pass_fds=[end.fileno()],
+        [sys.executable, "-m", "jaxmpi.function.worker", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         env={**env, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "JAX_PLATFORMS": "cpu"},
     )
-    end.close()
+    theirs.close()
+    with contextlib.suppress(OSError):  # it has ended already, which its call back tells
+        ours.send_bytes(json.dumps(told).encode())
     return job
 
 

@@ -244,6 +244,8 @@ def new_file(name: str) -> Iterator[tuple[int, str]]:
         os.link(unseen, path, src_dir_fd=handle)  # the path is whole; a folder's handle makes it follow links
     except FileExistsError as error:
         raise UsageError(taken(name, path)) from error
+    except OSError as error:
+        raise UsageError(f"shared: {path} cannot be made: {error}; leave the name out, or free that folder") from error
     finally:
         if not unseen.startswith("/proc/"):
             os.unlink(unseen)

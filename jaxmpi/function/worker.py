@@ -1,4 +1,4 @@
-"""A forked worker: `python -m jaxmpi.function.worker SOCKET SETTINGS`, started by `jaxmpi.fork` only."""
+"""A forked worker: `python -m jaxmpi.function.worker SOCKET`, started by `jaxmpi.fork` only."""
 
 import json
 import os
@@ -12,11 +12,12 @@ from jaxmpi import runtime
 from jaxmpi.function.lines import SocketLine, WorkerDied
 
 
-def main(handle: int, told: dict[str, Any]) -> None:
-    """Set up this process, call the master back, carry out its orders."""
+def main(master: Connection) -> None:
+    """Learn what this process is to be, set it up, call the master back, carry out its orders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
+    told: dict[str, Any] = json.loads(master.recv_bytes())
     import jax
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
     sys.path[:], sys.argv[:] = told["path"], told["argv"]  # a script that it imports may read its arguments
     jax.config.update("jax_enable_x64", told["x64"])
     runtime.keep_freed_memory()
@@ -24,7 +25,7 @@ def main(handle: int, told: dict[str, Any]) -> None:
     runtime.use_compilation_cache()
     from jaxmpi.function import drive
 
-    line = SocketLine(told["rank"], told["size"], {0: Connection(handle)}, {})
+    line = SocketLine(told["rank"], told["size"], {0: master}, {})
     try:
         drive.serve(drive.forked_team(line, told["fork"]))
     except WorkerDied:
@@ -43,4 +44,4 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Connection(int(sys.argv[1])))

@@ -134,12 +134,17 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
     )
 
 
-def check_recover(config: RuleConfig, recover: str) -> None:
-    """Refuse to leave out steps that are not finite where workers cannot know it of each other.
+def check_recover(config: RuleConfig, recover: str, overlap: str) -> None:
+    """Refuse to leave out steps that are not finite where workers cannot know it of each other, or not in time.
 
     Raises:
-        UsageError: `skip` under a rule whose workers step alone.
+        UsageError: `skip` under a rule whose workers step alone, or with gradients that are used a step late.
     """
+    check(
+        not (recover == "skip" and overlap == "delayed"),
+        "recover: got skip with exchange.overlap delayed, where a step's gradients are used by the next one, which "
+        "cannot be left out for them; use stop or rollback, or another overlap",
+    )
     check(
         not (recover == "skip" and is_periodic(config)),
         f"recover: got skip with rule {config.name}, whose workers step alone and would have to agree on every step; "

@@ -222,7 +222,8 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     memory = feed.memory
     assert memory is not None
     assert memory.group is not None
-    while len(memory.shuffle_s) < 2:
+    deadline = time.monotonic() + 20
+    while len(memory.shuffle_s) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     group = memory.group
     del feed, memory
