@@ -168,10 +168,10 @@ import os, signal, sys
 from jaxmpi import partition, train
 whole = partition.Memory._wait
 
-def wait(self, request):
+def wait(self, request, *what):
     if len(self.shuffle_s) == 1 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)  # the second shuffle is under way
-    whole(self, request)
+    whole(self, request, *what)
 
 partition.Memory._wait = wait
 train.main(sys.argv[1:])

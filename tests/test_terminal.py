@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from jaxmpi import runtime
 from jaxmpi.terminal import Panel, Plain, Progress, Silent, columns_of, left, open_terminal, sparkline
 from launching import ROOT, mpirun_line
 
@@ -143,9 +144,8 @@ def seen_columns(line: list[str], columns: int) -> int:
     """What a command sees that runs on a terminal of so many columns."""
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    job = subprocess.Popen(
-        line, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env={**os.environ, "TERM": "xterm"}
-    )
+    env = {**os.environ, "TERM": "xterm"}
+    job = subprocess.Popen(runtime.over_leftovers(line), stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env)
     os.close(theirs)
     said = b""
     try:
