@@ -6,7 +6,7 @@ mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py
 Batch 32 a worker; rate 0.01 with one worker, 0.007 with two, 0.005 with more, under AWAGD times the number of workers;
 in epoch e times (1 - e / 240)^0.5; biases at twice the rate and without decay. With --devices give --optim.lr.
 
-The second line: 94 % top-1 in 73 to 115 s on 2 cores (docs/results.md). The first has not been run on ImageNet here.
+The second line: 94 % top-1 in 73 to 147 s on 2 cores (docs/results.md). The first has not been run on ImageNet here.
 It differs from the paper in taking a mean per channel and not a mean image, and the shorter side, aspect kept.
 """
 
