@@ -290,7 +290,7 @@ def mark(name: str) -> None:
 
 @contextmanager
 def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
-    """A folder of a job's own in this host's shared memory, as the setting for Open MPI; removed at the end, however it comes.
+    """A folder of a job's own in this host's shared memory, as a setting for Open MPI; removed even if this is killed.
 
     Open MPI leaves 16 MiB a rank behind where its launcher is killed, and at times where that kills ranks. What others
     have left goes here, too.
