@@ -167,7 +167,7 @@ def taken_apart(
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = 0 if not has_exchange else 3 if waits else 1 if lone_s is None else 2
     each, busy_from = [], 0.0
-    for row in rows:
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
         low, high = row.ended
         ended_s = low if low == high else min(max(busy_from + (step_s or float("inf")), low), high)
         busy_from = row.start_s if row.ended == LATER else max(row.start_s, ended_s)
@@ -178,7 +178,9 @@ def taken_apart(
         mine = inside(waits, row.begin_s, row.end_s) if waits else []
         out = min(length(mine), busy_s) if source == 3 else max(0.0, busy_s - (lone_s or busy_s)) * (source == 2)
         each.append((data, transfer, busy_s - out, out, 0.0, idle_s - data - transfer + row.gap_s))
-        noted += compute_spans(row, max(row.begin_s, min(ended_s, row.start_s)), mine)
+        is_through = after is None or after.ended[1] <= after.begin_s  # with its own step, too
+        pieces = pieces_of(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if is_through else 0.0)
+        noted += compute_spans(pieces, mine)
     spent = np.array(each).reshape(-1, len(LOCAL))
     parts = spent.sum(axis=0)
     if travel:
@@ -197,13 +199,21 @@ def waits_of(row: Row) -> tuple[Interval, Interval]:
     return (row.begin_s, row.batch_s), (row.batch_s, row.handed_s)
 
 
-def compute_spans(row: Row, idle_from_s: float, waits: list[Interval]) -> list[Span]:
-    """When the device was at work in an iteration: neither idle nor waiting for a bucket."""
-    busy = [(row.begin_s, idle_from_s), (row.start_s, row.end_s)] if idle_from_s < row.start_s else None
-    pieces = busy or [(row.begin_s, row.end_s)]
-    if waits:
-        pieces = minus(pieces, waits)
-    return [Span("compute", f"step {row.step}", begin, end) for begin, end in pieces if begin < end]
+def pieces_of(row: Row, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
+    """When the device was at work in an iteration, and at which step: the one before it, then its own.
+
+    Args:
+        own_s: at its end, of its own step, where it was not idle between; None: since that was handed over.
+    """
+    own_from = max(row.start_s, row.end_s - own_s) if own_s is not None else row.start_s
+    before_to, own_from = (idle_from_s, row.start_s) if idle_from_s < row.start_s else (own_from, own_from)
+    return [(row.step - 1, (row.begin_s, before_to)), (row.step, (own_from, row.end_s))]
+
+
+def compute_spans(pieces: list[tuple[int, Interval]], waits: list[Interval]) -> list[Span]:
+    """Pieces of steps, without waits for buckets."""
+    left = [(step, at) for step, piece in pieces for at in (minus([piece], waits) if waits else [piece])]
+    return [Span("compute", f"step {step}", begin, end) for step, (begin, end) in left if begin < end]
 
 
 def folded(values: np.ndarray) -> np.ndarray:

@@ -104,8 +104,7 @@ def save(
     """
     final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
     if processes.rank == 0:
-        for cut_off in folder.glob("step_*.tmp"):
-            shutil.rmtree(cut_off)
+        drop_cut_off(folder)
         aside.mkdir(parents=True)
     processes.barrier()
     index = {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}
@@ -139,8 +138,7 @@ class Apart(NamedTuple):
 
     def begin(self, step: int) -> None:
         """Worker 0, before the others hear of it."""
-        for cut_off in self.folder.glob("step_*.tmp"):
-            shutil.rmtree(cut_off)
+        drop_cut_off(self.folder)
         self.aside(step).mkdir(parents=True)
 
     def write_own(self, step: int, worker: int, tree: PyTree) -> None:
@@ -162,6 +160,15 @@ class Apart(NamedTuple):
             left.unlink()
         facts = {"workers": self.workers, "score": score, "files": files, "extra": dict(extra)}
         commit(self.folder, step, facts, self.keep)
+
+
+def drop_cut_off(folder: Path) -> None:
+    """Remove what was being written when a run ended; of a link, the link."""
+    for cut_off in folder.glob("step_*.tmp"):
+        if cut_off.is_dir() and not cut_off.is_symlink():
+            shutil.rmtree(cut_off)
+        else:
+            cut_off.unlink()
 
 
 def put_in_place(aside: Path, final: Path) -> None:
@@ -186,12 +193,12 @@ def prune(folder: Path, step: int, keep: Kept) -> None:
 
 
 def score_of(path: Path) -> float | None:
-    """The score of a checkpoint; None where it has none that can be read."""
+    """The score of a checkpoint; None where it has none that can be read, or that is no number to compare."""
     try:
         score = read_manifest(path).get("score")
     except (UsageError, OSError):  # damaged: it is kept as one of the newest or goes, and resuming names it
         return None
-    return float(score) if isinstance(score, (int, float)) else None
+    return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def sealed(manifest: dict[str, Any]) -> str:
@@ -251,11 +258,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def found(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Whole checkpoints, oldest first; what a link leads to is none of this folder's."""
     if not folder.is_dir():
         return []
-    whole = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / "manifest.json").is_file()]
-    return sorted(whole, key=step_of)
+    named = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()]
+    return sorted((p for p in named if (p / "manifest.json").is_file()), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -367,6 +374,13 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 _FIELDS = {"step": int, "workers": int, "files": dict, "extra": dict}
+COUNT = 1 << 53  # more of anything is no count of ours
+_EXTRA: dict[str, Callable[[Any], bool]] = {  # what a run goes on with, where it is there
+    "elapsed_s": lambda got: is_count(got) or (type(got) is float and 0 <= got < COUNT),
+    "skipped": lambda got: is_count(got),
+    "experiment": lambda got: isinstance(got, dict),
+    "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
+}
 _ROW = {"path": str, "shape": list, "dtype": str, "offset": int, "crc32": int}
 
 
@@ -408,6 +422,19 @@ def check_fields(file: Path, manifest: dict[str, Any]) -> None:
     undamaged(
         0 < workers <= len(manifest["files"]), f"{file}: workers: got {workers!r:.80}; expected one file for each"
     )
+    names = {"common.bin", *map(own_file, range(workers))}  # they become paths
+    undamaged(
+        manifest["files"].keys() == names,
+        f"{file}: files: got {[*manifest['files']]!r:.80}; expected common.bin and one for each worker",
+    )
+    for name, holds in _EXTRA.items():
+        got = manifest["extra"].get(name)
+        undamaged(name not in manifest["extra"] or holds(got), f"{file}: extra: {name}: got {got!r:.80}: damaged")
+
+
+def is_count(got: Any) -> bool:
+    """Whether this can be a count."""
+    return type(got) is int and 0 <= got < COUNT
 
 
 def is_row(row: Any) -> bool:
@@ -474,8 +501,11 @@ def described(path: Path, file: BufferedReader, row: dict[str, Any]) -> jax.Shap
         dtype = np.dtype(jnp.dtype(row["dtype"]))
     except (TypeError, ValueError):  # no type has this name
         dtype = np.dtype(object)
-    size = math.prod(row["shape"]) * dtype.itemsize
-    known = dtype.kind in "biufcV" and str(dtype) == row["dtype"] and min(row["shape"], default=0) >= 0
+    shape = row["shape"]
+    size = math.prod(shape) * dtype.itemsize
+    known = (dtype.kind in "biufc" or jnp.issubdtype(dtype, jnp.number)) and str(dtype) == row["dtype"]
+    # What is empty may be large in other directions, beyond what NumPy takes.
+    known = known and len(shape) <= 32 and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < COUNT
     undamaged(known and size <= os.fstat(file.fileno()).st_size, f"{path}: {row['path']:.80}: damaged, no such leaf")
     return jax.ShapeDtypeStruct(tuple(row["shape"]), dtype)
 

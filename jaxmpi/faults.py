@@ -8,6 +8,7 @@ Every fault takes `rank` (default 0, or all), `step` (default 1: the first at wh
 
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -224,25 +225,50 @@ def parse(text: str, workers: int) -> Fault:
     """
     name, _, rest = text.partition(":")
     kind = lookup(KINDS, name, "fault")
-    given: Values = {part.partition("=")[0]: part.partition("=")[2] for part in rest.split(",") if part}
+    pairs = [(part.partition("=")[0], part.partition("=")[2]) for part in rest.split(",") if part]
+    given: Values = dict(pairs)
     values = {"rank": "0", "step": "1", "times": "1", **kind.defaults}
     for key in set(given) - set(values):
         raise UsageError(f"--inject {text}: unknown key {key!r}; {nearest(key, values)}")
+    twice = {key for key, value in pairs if pairs.count((key, value)) > 1 or given[key] != value}
+    check(not twice, f"--inject {text}: {', '.join(sorted(twice))}: given twice")
     values |= given
-    numbers = {key: number(text, key, values[key]) for key in ("step", "times", "code", "bit") if key in values}
+    step, times = (number(text, key, values[key]) for key in ("step", "times"))
     rank = -1 if values["rank"] == "all" else number(text, "rank", values["rank"])
     check(rank < workers, f"--inject {text}: rank: got {rank}; expected all, or 0 to {workers - 1}")
     lookup(dict.fromkeys(PLACES), values.get("at", "step"), "place of a fault (at)")
+    check_values(text, values, workers)
+    return Fault(text, kind, values, rank, step, times)
+
+
+MOST = {"code": 255, "bit": 63, "hard": 1, "thread": 1}
+MOST_S = 1e8  # to sleep
+
+
+def check_values(text: str, values: Values, workers: int) -> None:
+    """Raise `UsageError` where what only some kinds take is out of range."""
+    for key, most in MOST.items():
+        got = values.get(key, "0")
+        expected = "0 or 1" if most == 1 else f"0 to {most}"
+        check(most > 1 or got in ("0", "1"), f"--inject {text}: {key}: got {got!r}; expected {expected}")
+        check(number(text, key, got) <= most, f"--inject {text}: {key}: got {got}; expected {expected}")
+    got = values.get("seconds", "0")
     try:
-        float(values.get("seconds", "0"))
-    except ValueError as error:
-        raise UsageError(f"--inject {text}: seconds: got {values['seconds']!r}; expected a number") from error
-    return Fault(text, kind, values, rank, numbers["step"], numbers["times"])
+        is_time = 0 <= float(got) <= MOST_S
+    except ValueError:
+        is_time = False
+    check(is_time, f"--inject {text}: seconds: got {got!r}; expected seconds from 0 to {MOST_S:g}")
+    files = ("manifest.json", "common.bin", f"worker_{workers - 1:05d}.bin")
+    got = values.get("file", "common.bin")
+    worker = re.fullmatch(r"worker_(\d{5,9})\.bin", got, re.ASCII)
+    holds = got in files or (worker is not None and int(worker[1]) < workers)
+    check(holds, f"--inject {text}: file: got {got!r}; expected {files[0]}, {files[1]} or {files[2]} at most")
 
 
 def number(text: str, key: str, value: str) -> int:
-    """A whole number >= 0."""
-    check(value.isdigit() and value.isascii(), f"--inject {text}: {key}: got {value!r}; expected a whole number >= 0")
+    """A whole number >= 0, of 18 digits at most."""
+    holds = value.isdigit() and value.isascii() and len(value) <= 18
+    check(holds, f"--inject {text:.80}: {key}: got {value!r:.80}; expected a whole number >= 0")
     return int(value)
 
 

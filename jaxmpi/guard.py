@@ -39,17 +39,21 @@ class Preempted(Exception):
 
 
 class Notice:
-    """Whether this process has been asked to leave, by SIGTERM or SIGUSR1."""
+    """Whether this process has been asked to leave: by SIGTERM, SIGUSR1, or SIGHUP, which nohup has it not hear."""
 
     def __init__(self) -> None:
         """Signals keep their meaning where Python cannot take them, which is outside the main thread."""
         self.given = False
         try:
-            self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGUSR1)}
+            heard = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+            heard -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+            self._before = {number: signal.signal(number, self._hear) for number in heard}
         except ValueError:
             self._before = {}
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.given:
+            return  # a terminal that goes says so twice, by its shell and by the kernel
         if self.given:  # asked twice: at once
             sys.stderr.write(f"jaxmpi: {runtime.who()}: asked twice to leave: not saved\n")
             runtime.end_job(runtime.PREEMPTED)

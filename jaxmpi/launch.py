@@ -57,11 +57,11 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
     least, most = elastic(values["--elastic"])
     workers = values["-n"] or str(most or 1)
-    if not workers.isdigit() or int(workers) < 1:
+    if not is_number(workers) or int(workers) < 1:
         raise UsageError(f"-n: got {workers!r}; expected a number of workers >= 1")
     if least and not least <= int(workers) <= most:
         raise UsageError(f"-n: got {workers}; expected {least} to {most}, as --elastic says")
-    if not values["--restarts"].isdigit():
+    if not is_number(values["--restarts"]):
         raise UsageError(f"--restarts: got {values['--restarts']!r}; expected a number >= 0")
     comm = ("--comm", values["--comm"]) if values["--comm"] and argv else ()
     try:
@@ -83,9 +83,14 @@ def elastic(text: str) -> tuple[int, int]:
     if not text:
         return 0, 0
     least, _, most = text.partition(":")
-    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+    if not (is_number(least) and is_number(most) and 1 <= int(least) <= int(most)):
         raise UsageError(f"--elastic: got {text!r}; expected MIN:MAX workers, such as 4:8")
     return int(least), int(most)
+
+
+def is_number(text: str) -> bool:
+    """Whether it is a whole number that anybody may mean."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
 def default_launcher(environ: Mapping[str, str]) -> str:
@@ -169,7 +174,7 @@ def main(argv: list[str]) -> NoReturn:
     def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
         asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
         line = command(asked, **facts)
-        print("+ " + shlex.join(line), flush=True)
+        print("+ " + shown(line, launcher_args), flush=True)
         return line
 
     plain = (options.launcher_args, options.train_args)
@@ -178,6 +183,20 @@ def main(argv: list[str]) -> NoReturn:
         os.execv(line[0], line)
     asked = Asked(options.workers, options.least or options.workers, options.restarts, *plain)
     raise SystemExit(keep_going(asked, printed, lambda host: answers(host, options, **facts)))
+
+
+SETTING = re.compile(r"(^|[,;=])([A-Za-z_]\w*)=[^,;]*")  # NAME=value, of a rank's environment
+SETS = ("-genv", "-env")  # take a name, then a value
+
+
+def shown(line: Sequence[str], launcher_args: Sequence[str]) -> str:
+    """The line as it is printed, without the values that launcher arguments give variables: they may be secret."""
+    hidden = [SETTING.sub(r"\1\2=...", arg) for arg in launcher_args]
+    hidden = ["..." if i > 1 and hidden[i - 2] in SETS else arg for i, arg in enumerate(hidden)]
+    size = len(launcher_args)
+    starts = (i for i in range(len(line)) if [*line[i : i + size]] == [*launcher_args])
+    at = next(starts, len(line))
+    return shlex.join([*line[:at], *hidden, *line[at + size :]] if size else line)
 
 
 def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:

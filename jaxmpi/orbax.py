@@ -8,6 +8,10 @@ checkpoint.py, and every leaf that comes in is checked here.
 """
 
 import argparse
+import math
+import os
+import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +60,19 @@ def params_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def leaves_of(path: Path, name: str, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Params in one file of a checkpoint, without `params/`."""
+    """Params in one file of a checkpoint, without `params/`; together no larger than the file.
+
+    Raises:
+        Damaged: leaves lie over each other, or have the same name; or one is damaged.
+    """
     with checkpoint.open_regular(path / name) as file:
-        return {
-            row["path"].partition(SEPARATOR)[2]: checkpoint.read_leaf(
-                path / name, file, row["path"], row, checkpoint.described(path, file, row)
-            )
-            for row in rows
-        }
+        likes = {row["path"]: checkpoint.described(path / name, file, row) for row in rows}
+        size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
+        is_whole = len(likes) == len(rows) and size <= os.fstat(file.fileno()).st_size
+        checkpoint.undamaged(is_whole, f"{path / name}: damaged, leaves lie over each other")
+        read = partial(checkpoint.read_leaf, path / name, file)
+        leaves = {row["path"]: read(row["path"], row, likes[row["path"]]) for row in rows}
+    return {path.partition(SEPARATOR)[2]: leaf for path, leaf in leaves.items()}
 
 
 def nested(leaves: dict[str, np.ndarray]) -> PyTree:
@@ -89,10 +98,13 @@ def load(folder: Path, like: PyTree) -> PyTree:
     import orbax.checkpoint as ocp
 
     check(folder.is_dir(), f"--params: no folder {str(folder)!r}; name one that `jaxmpi export` or Orbax has written")
+    refuse_ways_out(folder)
     try:
         with ocp.StandardCheckpointer() as reader:
-            sizes = reader.metadata(folder.absolute())
-            check_leaves(folder, getattr(sizes, "item_metadata", sizes), like)
+            told = reader.metadata(folder.absolute())
+            sizes = getattr(told, "item_metadata", told)
+            check_leaves(folder, sizes, like)
+            check_chunks(folder, sizes)
             tree = reader.restore(folder.absolute())
     except (UsageError, Damaged):
         raise
@@ -101,6 +113,25 @@ def load(folder: Path, like: PyTree) -> PyTree:
     check_leaves(folder, tree, like)
     leaves = dict(named_leaves(tree))
     return jax.tree.unflatten(jax.tree.structure(like), [np.asarray(leaves[name]) for name, _ in named_leaves(like)])
+
+
+def refuse_ways_out(folder: Path) -> None:
+    """Raise `UsageError` unless all in a folder are files and folders: a link may lead anywhere, a pipe never ends."""
+    for path, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            mode = os.lstat(os.path.join(path, name)).st_mode
+            holds = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+            check(holds, f"--params: {path}/{name}: got something other than a regular file or a folder")
+
+
+def check_chunks(folder: Path, sizes: PyTree) -> None:
+    """Raise `UsageError` where a chunk, which is read whole, is larger than its leaf."""
+    for name, leaf in named_leaves(sizes):
+        storage = getattr(leaf, "storage", None)
+        for shape in (getattr(storage, "chunk_shape", None), getattr(storage, "write_shape", None)):
+            holds = shape is None or math.prod(shape) <= max(1, math.prod(leaf.shape))
+            text = f"chunks of {[*(shape or ())]}, expected {[*leaf.shape]} at most"
+            check(holds, f"--params: {folder}: {name}: {text}")
 
 
 def check_leaves(folder: Path, tree: PyTree, like: PyTree) -> None:

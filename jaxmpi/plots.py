@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 ENDINGS = (".png", ".svg", ".pdf")
 WIDTH, LINES_HEIGHT, BAR_HEIGHT = 11.0, 5.5, 0.3  # inches
+SHORT = 1000  # times the least value: on a logarithmic axis up to there 2 and 5 have numbers, too
 MARKED = 20  # points of a long line that are marked
 NAMES = 25  # in one column of a legend
 STYLES = ("o-", "s:", "^-.")  # the next when the colours are used up; only the bound is dashed
@@ -125,6 +126,7 @@ class Map(NamedTuple):
     value: Quantity
     at: Sequence[float]  # of the columns, evenly apart
     rows: Sequence[Sequence[float]]  # from the top; NaN where nothing is known
+    each: int = 1  # of what the rows are numbered by, in a row
 
     @property
     def height(self) -> float:
@@ -136,7 +138,7 @@ class Map(NamedTuple):
         from matplotlib.ticker import MaxNLocator
 
         ends = (self.at[0], self.at[-1] if self.at[-1] > self.at[0] else self.at[0] + 1)
-        extent = (*ends, len(self.rows) - 0.5, -0.5)
+        extent = (*ends, len(self.rows) * self.each - 0.5, -0.5)
         image = axes.imshow(self.rows, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis")
         axes.set(xlabel=self.x.label, ylabel=self.y.label)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -211,7 +213,8 @@ def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Se
     axes.set(**{f"{which}label": quantity.label})
     if quantity.base and values and max(values) >= 10 * min(values):
         axes.set(**{f"{which}scale": "log"})
-        axis.set_major_locator(LogLocator(quantity.base, numticks=15))
+        is_short = quantity.base == 10 and max(values) < SHORT * min(values)
+        axis.set_major_locator(LogLocator(quantity.base, (1.0, 2.0, 5.0) if is_short else (1.0,), numticks=15))
         axis.set_minor_formatter(NullFormatter())
     else:
         axes.set(**{f"{which}lim": (quantity.low, None)})

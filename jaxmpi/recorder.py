@@ -130,6 +130,7 @@ class Recorder:
             "exchange_time": anatomy.source,
             "anatomy": listed(anatomy.table),
             "own_s": [*map(jsonable, blocks(anatomy.own_s))],
+            **({"own_ranks": per} if (per := per_block(len(anatomy.own_s))) > 1 else {}),
         }
 
     def _slowest(self, own_s: Sequence[float]) -> str:
@@ -252,9 +253,14 @@ def classic_line(fields: dict[str, Any]) -> str:
     return f"time per {fields['images']} images: {fields['time_s']:.2f} ({parts})"
 
 
+def per_block(ranks: int) -> int:
+    """Neighbours that one value stands for."""
+    return -(-ranks // MOST_RANKS) or 1
+
+
 def blocks(values: Sequence[float]) -> list[float]:
     """At most MOST_RANKS values: the greatest of neighbours."""
-    per = -(-len(values) // MOST_RANKS)
+    per = per_block(len(values))
     return [max(values[i : i + per]) for i in range(0, len(values), per)]
 
 

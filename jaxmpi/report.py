@@ -50,6 +50,7 @@ class Record(NamedTuple):
     facts: dict[str, Any]  # of the line of kind `run`, the last where it was resumed
     train: dict[str, np.ndarray]  # f64[lines] each, NaN where a line has none; parts as `compute`
     own: np.ndarray  # f64[lines, ranks], NaN where unknown
+    own_ranks: int  # neighbours that a column of it stands for, by the slowest
     evaluations: list[dict[str, Any]]
     buckets: list[list[Any]]  # of the last line of kind `exchange`
     slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty where none did
@@ -80,6 +81,7 @@ def read(folder: Path, name: str = "") -> Record:
         facts,
         columns(trains),
         own_times(trains),
+        max(1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int)), 1),
         [row for row in rows if row.get("kind") == "eval"],
         buckets_of(rows),
         [row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
@@ -254,8 +256,11 @@ def rank_map(record: Record) -> list[Panel]:
     median = np.median(own, axis=1, keepdims=True)
     relative = np.divide(own, median, out=np.ones_like(own), where=median > 0)
     title = f"{record.name}: a rank's own time, over the median of ranks"
+    title += f"; the slowest of every {record.own_ranks}" * (record.own_ranks > 1)
     ends = [float(steps[0]), float(steps[-1])]
-    return [Map(title, STEP, Quantity("rank"), Quantity("times the median"), ends, relative.T.tolist())]
+    return [
+        Map(title, STEP, Quantity("rank"), Quantity("times the median"), ends, relative.T.tolist(), record.own_ranks)
+    ]
 
 
 def bucket_bars(record: Record) -> list[Panel]:

@@ -57,12 +57,33 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Path
     """Choose the run directory, make it and its record, and lock it."""
     try:
         folder = resumed(experiment, name) if experiment.resume else new(experiment, name)
+        refuse_ways_out(folder)
         held.enter_context(locked(folder))
         if not experiment.resume:
             begin_record(folder)
     except OSError as error:
         raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
     return folder
+
+
+def refuse_ways_out(folder: Path) -> None:
+    """Keep a run within its directory, which someone else may have made: what it writes would go where a link leads.
+
+    Raises:
+        UsageError: something in it is neither a file nor a folder.
+    """
+    with os.scandir(folder) as entries:
+        odd = [entry.name for entry in entries if not (entry.is_file(follow_symlinks=False) or is_folder(entry))]
+    check(
+        not odd,
+        f"run directory {str(folder)!r}: {', '.join(sorted(odd)[:5])}: got a link, or no regular file; a run writes "
+        "nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
+    )
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is one itself, not a link to one."""
+    return entry.is_dir(follow_symlinks=False)
 
 
 @contextlib.contextmanager

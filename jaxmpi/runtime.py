@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,9 +274,11 @@ def over_leftovers(line: Sequence[str]) -> list[str]:
 
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
 OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
-BEGAN, FINISHED = "began", "finished"  # files there: a rank of this host has done so
+WORDS = "words"  # a folder there, on the host of who has made it
+BEGAN, FINISHED = "began", "finished"  # files in that: a rank of this host has done so
 # Where this process is killed, what its ranks still make on their way out goes as well; a word says that all is done.
 AFTER_ME = 'read -r word; [ "$word" ] || for _ in 1 2 3 4 5; do sleep 1; rm -rf "$1"; done'
+ENDING = "ending"  # and: a rank of this host has asked the launcher to end the job
 ENDED_WITH = "ended with "  # and a code: a rank of this host has said why it ends the job, and then ended by SIGKILL
 
 
@@ -284,8 +286,8 @@ def mark(name: str) -> None:
     """Leave word for whoever has made the folder of `own_segments`."""
     folder = Path(os.environ.get(SEGMENTS, ""))
     if folder.name.startswith(OWN):
-        with suppress(OSError):  # gone, or full: then there is no word
-            (folder / name).touch()
+        with suppress(OSError):  # on another host, gone, or full: then there is no word
+            (folder / WORDS / name).touch()
 
 
 @contextmanager
@@ -300,6 +302,7 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
         return
     sweep(root)
     folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
+    (folder / WORDS).mkdir()
     handle, line, silent = hold(folder), ["/bin/sh", "-c", AFTER_ME, "sh", str(folder)], subprocess.DEVNULL
     janitor = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
     try:
@@ -308,6 +311,11 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
         janitor.communicate(b"done\n")
+
+
+def words(setting: Mapping[str, str]) -> Path:
+    """The folder in which ranks of this host have left word, given what `own_segments` has."""
+    return Path(setting.get(SEGMENTS, os.devnull)) / WORDS
 
 
 def hold(folder: Path) -> int:
@@ -521,6 +529,8 @@ def end_job(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if _job is not None and _job.size > 1:
+        if not _job.kill:
+            mark(ENDING)
         if _job.has_spawned and not _job.kill:
             mark(f"{ENDED_WITH}{code}")
             os.kill(os.getpid(), signal.SIGKILL)

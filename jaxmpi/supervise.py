@@ -26,6 +26,11 @@ UNLOCK_S = 30.0  # for the last process of a job that has ended to be gone
 TAIL_BYTES = 200_000  # of what a job writes, searched for the culprit
 SHOWN_LINES = 12  # of its last words
 PROBE_S = 20.0  # for a host to answer
+LOOK_S = 1.0  # between looks whether ranks have left word
+ENDS_S = 15.0  # for a launcher to end a job; one waits longer for a host that has vanished
+# Open MPI takes eight minutes to see that a host has vanished; so it takes 25 s.
+KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}
+SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPALIVE.items()}
 
 
 class Culprit(NamedTuple):
@@ -52,7 +57,10 @@ KILLED = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\
 # Ways in which a job says who ended it, the surest first: groups rank, host and words.
 TRACES = [
     re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
-    re.compile(r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*rank \[(?P<rank>[\d, ]+)\] did not answer in time)"),
+    re.compile(
+        r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*?"
+        r"(?:has waited \d+ s for rank \[(?P<rank>[\d, ]+)\]|rank \[(?P<absent>[\d, ]+)\] did not answer in time))"
+    ),
     HOST_GONE,
     KILLED,
     re.compile(
@@ -75,7 +83,8 @@ def culprit(text: str) -> Culprit | None:
     lines = [line.rstrip() for line in found["words"].strip().splitlines()]
     words = "\n".join(lines[-SHOWN_LINES:]) if len(lines) > 3 else " ".join(lines)
     groups = found.groupdict()
-    return Culprit(groups.get("rank", "").replace(" ", ""), groups.get("host") or "", words)
+    rank = groups.get("rank") or groups.get("absent") or ""
+    return Culprit(rank.replace(" ", ""), groups.get("host") or "", words)
 
 
 # ---------------------------------------------------------------- one job
@@ -89,10 +98,13 @@ class Watch:
         self._job: subprocess.Popen | None = None
         self.asked = 0
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, self._ask)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._ask)
         signal.signal(signal.SIGINT, self._interrupt)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.asked:
+            return  # a terminal that goes says so twice, by its shell and by the kernel
         self.asked += 1
         self._send(signal.SIGUSR1 if self.asked == 1 else signal.SIGTERM)
 
@@ -113,11 +125,14 @@ class Watch:
                 stdout=said.end,
                 stderr=told.end,
                 preexec_fn=end_with_parent,
-                env=os.environ | setting,
+                env=SETTINGS | os.environ | setting,
+                start_new_session=signal.getsignal(signal.SIGHUP) == signal.SIG_IGN,  # mpirun would hear it: nohup
             )
+            if self.asked:  # since the last job
+                self._send(signal.SIGUSR1 if self.asked == 1 else signal.SIGTERM)
             said.start()
             told.start()
-            code = job.wait()
+            code = end_of(job, setting)
             text = told.tail()
             if code == 0 and is_unfinished(setting):
                 code = 128 + signal.SIGKILL
@@ -129,16 +144,27 @@ class Watch:
         return (code if code >= 0 else 128 - code), text
 
 
+def end_of(job: subprocess.Popen, setting: Mapping[str, str]) -> int:
+    """The exit code of a launcher, which is killed where it does not end a job that one of its ranks has ended."""
+    asked, asked_s = runtime.words(setting) / runtime.ENDING, 0.0
+    while asked_s < ENDS_S:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return job.wait(LOOK_S)
+        asked_s += LOOK_S * asked.exists()
+    say(f"killing the launcher, which has not ended the job for {ENDS_S:.0f} s")
+    job.kill()
+    return job.wait()
+
+
 def spoken_code(setting: Mapping[str, str]) -> int:
     """With what a rank of this host has ended the job, which its launcher takes for a signal; 0 where none has."""
-    folder = Path(setting.get(runtime.SEGMENTS, os.devnull))
-    codes = [path.name.removeprefix(runtime.ENDED_WITH) for path in folder.glob(runtime.ENDED_WITH + "*")]
-    return min(map(int, codes), default=0)
+    names = [path.name for path in runtime.words(setting).glob(runtime.ENDED_WITH + "*")]
+    return min((int(name.removeprefix(runtime.ENDED_WITH)) for name in names), default=0)
 
 
 def is_unfinished(setting: Mapping[str, str]) -> bool:
     """Whether ranks of this host began and none came to its end: mpirun --with-ft ends with 0 where all are killed."""
-    folder = Path(setting.get(runtime.SEGMENTS, os.devnull))
+    folder = runtime.words(setting)
     return (folder / runtime.BEGAN).exists() and not (folder / runtime.FINISHED).exists()
 
 
@@ -167,14 +193,24 @@ class Relay(threading.Thread):
             while some := os.read(self._mine, 65536):
                 some = some.replace(b"\0", b"")
                 self._kept = (self._kept + some)[-TAIL_BYTES:]
-                self._to.buffer.write(some)
-                self._to.buffer.flush()
+                try:
+                    self._to.buffer.write(some)
+                    self._to.buffer.flush()
+                except OSError:
+                    unheard(self._to)
         os.close(self._mine)
 
     def tail(self) -> str:
         """The end of what the job wrote; after the job."""
         self.join(5.0)  # a process that outlives the job may hold the other end
         return self._kept.decode(errors="replace")
+
+
+def unheard(stream: TextIO) -> None:
+    """Nobody hears a stream any more, as where a terminal is closed: the job goes on, and its exit code stays."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def end_with_parent() -> None:
@@ -217,6 +253,9 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
     before = None
     for start in range(asked.restarts + 1):
         code, text = watch.run(line(asked.workers, asked.launcher_args, asked.train_args))
+        if watch.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's answer before it minds signals
+            say("asked to leave before the ranks could save: what is saved stays")
+            return runtime.PREEMPTED
         if code in FINAL or watch.asked or folder is None:
             return tell(code, text)
         tell(code, text)
@@ -229,6 +268,9 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
         if asked.workers < asked.least:
             return give_up(code, f"{asked.workers} workers are left, --elastic asks for {asked.least}")
         wait_for_lock(folder)
+        if watch.asked:
+            say("asked to leave between two starts: what is saved stays")
+            return runtime.PREEMPTED
         asked = asked._replace(train_args=resuming(asked.train_args, folder))
         say(f"restart {start + 1} of {asked.restarts} from step {step}, with {asked.workers} workers")
     raise AssertionError  # the last start returns
@@ -250,7 +292,10 @@ def give_up(code: int, why: str) -> int:
 
 def say(text: str) -> None:
     """A line beside those of the ranks."""
-    print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        unheard(sys.stderr)
 
 
 def run_dir(train_args: Sequence[str]) -> Path:

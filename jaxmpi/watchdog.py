@@ -1,8 +1,9 @@
 """A thread on every rank that sees when the job gets no further, and says who is late.
 
-Each rank tells two others, ranks 0 and 1, what it is at, about once a second, over a communicator of its own. Rank 0
-judges; rank 1 does where rank 0 has fallen silent. A job is stuck when no rank has got on for `stall_s`, or one has
-been silent for as long: one that waits while others work, as where workers do not keep step, is not.
+Each rank tells two others what it is at, about once a second, over a communicator of its own: rank 0, which judges, and
+one on another host if there is one, which does where rank 0 has fallen silent. A job is stuck when no rank has got on
+for `stall_s`, or one has been silent for as long: one that waits while others work, as where workers do not keep step,
+is not.
 """
 
 import faulthandler
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -20,7 +21,6 @@ from jaxmpi import runtime, spans
 from jaxmpi.config import ON_STALL, lookup
 from jaxmpi.processes import MpiProcesses, Post, Processes, is_mpi_error, survives_losses
 
-JUDGES = (0, 1)  # ranks that are told
 BEAT_S = 1.0  # between two words of a rank; of more than RANKS ranks, less often
 RANKS = 500
 SILENT_BEATS = 3.5  # without a word: a rank that does not answer
@@ -53,6 +53,7 @@ class Watchdog:
     stacks: dict[int, str] = field(default_factory=dict)
     told_s: float | None = None  # when it last told of a stall that is not over
     now_s: float = field(default_factory=time.monotonic)
+    judges: tuple[int, int] = (0, 1)  # ranks that are told
 
     @property
     def beat_s(self) -> float:
@@ -64,18 +65,18 @@ class Watchdog:
         self._allow_for_sleep(now_s - self.now_s)
         self.now_s = now_s
         beat = mine(self.rank)
-        for judge in JUDGES:
+        for judge in self.judges:
             if judge == self.rank:
                 self._hear(beat)
             elif judge < self.size:
                 self.post.send(judge, beat)
         self.listen()
-        if self.rank in JUDGES:
+        if self.rank in self.judges:
             self._judge()
 
     def leave(self) -> None:
         """This rank has come to its end."""
-        for judge in JUDGES:
+        for judge in self.judges:
             if judge != self.rank and judge < self.size:
                 self.post.send(judge, {"kind": "bye", "rank": self.rank})
 
@@ -204,6 +205,11 @@ def own_stacks() -> str:
         return file.read()
 
 
+def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
+    """Rank 0 and the first rank on another host, for a host that hangs takes all its ranks with it; else rank 1."""
+    return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
+
+
 @contextmanager
 def watching(processes: Processes, stall_s: float, on_stall: str, is_mortal: bool = False) -> Iterator[str]:
     """Watch while this lasts; gives why it does not, empty where it does. All ranks come here together.
@@ -223,6 +229,7 @@ def watching(processes: Processes, stall_s: float, on_stall: str, is_mortal: boo
         yield "watchdog off: this job goes on without ranks that die"
     else:
         dog, ended = Watchdog(processes.post(), processes.rank, processes.size, stall_s, on_stall), threading.Event()
+        dog.judges = judges_of(processes.hosts if isinstance(processes, MpiProcesses) else [0])
         thread = threading.Thread(target=_run, args=(dog, ended), name="jaxmpi watchdog", daemon=True)
         thread.start()
         try:

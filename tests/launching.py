@@ -1,6 +1,7 @@
 """Real jobs for tests: mpirun with a hard time limit, killed by session so that no rank outlives a test."""
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -115,9 +116,25 @@ def shared_memory(processes: Sequence[int] = ()) -> set[str]:
         with contextlib.suppress(OSError):
             hosts[os.readlink(f"/proc/{pid}/ns/mnt")] = pid
     roots = [Path(f"/proc/{pid}/root/dev/shm") for pid in hosts.values()]
-    names = {str(path.relative_to(root)) for root in roots for path in root.rglob("*") if not path.is_dir()}
+    paths = [(path, path.relative_to(root)) for root in roots for path in root.rglob("*") if not path.is_dir()]
+    names = {str(name) for path, name in paths if len(name.parts) == 1 or not is_held(path.parent)}
     mapped: set[str] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             mapped |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
     return names - mapped
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a job has locked a folder, as `jaxmpi train` does its own."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False  # gone
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False

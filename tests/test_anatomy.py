@@ -76,6 +76,25 @@ def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden()
     assert busy == [(10.0, 13.0), (16.0, 20.0)]
 
 
+def test_the_time_of_a_step_has_its_number():
+    """While the loop waits for a batch, or looks at the loss of the step before, the device is at that step."""
+    rows = [
+        Row(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
+        Row(2, 12.0, 15.0, 15.0, 15.0, 16.0, (14.0, 14.0)),  # the first step has ended at 14
+        Row(3, 16.0, 17.0, 17.0, 17.0, 18.0, LATER),  # the second ends at 18
+        Row(4, 18.0, 19.0, 19.0, 19.0, 24.0, LATER),  # the last of the window: both it and the one before end
+    ]
+    found = taken_apart(rows, 3.0, None, False, []).spans
+    assert [(s.name, s.begin_s, s.end_s) for s in found] == [
+        ("step 1", 11.0, 12.0),
+        ("step 1", 12.0, 14.0),
+        ("step 2", 15.0, 16.0),
+        ("step 2", 16.0, 18.0),
+        ("step 3", 18.0, 21.0),
+        ("step 4", 21.0, 24.0),
+    ]
+
+
 def test_without_callbacks_a_step_without_exchange_tells():
     window = taken_apart([row(10.0, 0.0, 15.0, LATER), row(15.0, 0.0, 21.0, LATER)], None, 4.0, True, [])
     assert window.exposed.tolist() == [1.0, 2.0]

@@ -1,6 +1,7 @@
 """What is saved comes back bit for bit; what is damaged, foreign or hostile is refused by name."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -93,6 +94,26 @@ def test_a_process_reads_its_own_workers_only(tmp_path):
     assert saved is not None
     assert list(saved.states) == [2]
     assert bits(saved.states[2]) == bits(state(2))
+
+
+def test_a_score_that_is_no_number_is_not_the_best(tmp_path):
+    for step, score in enumerate([0.5, math.nan, 0.4, math.inf, 10**400, True, 0.6]):
+        save(tmp_path, {0: state(0)}, step=step, keep=1, best=1, score=score)
+    assert [checkpoint.step_of(path) for path in checkpoint.found(tmp_path)] == [2, 6]
+
+
+def test_what_is_no_folder_of_ours_stays_and_stops_no_checkpoint(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    kept = save(elsewhere)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step_00000001").symlink_to(kept)
+    (folder / "step_00000002.tmp").symlink_to(elsewhere)
+    (folder / "step_00000003.tmp").touch()
+    for step in (8, 9):
+        save(folder, {0: state(0)}, step=step, keep=1)
+    assert [checkpoint.step_of(path) for path in checkpoint.found(folder)] == [9]
+    assert (kept / "manifest.json").is_file()
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -295,7 +316,7 @@ HOSTILE = [
     (set_row(offset="0"), "common.bin: damaged, not an index"),
     (set_row(crc32="x"), "common.bin: damaged, not an index"),
     (rename_leaf, "leaves that this model does not have: ../../etc/passwd"),
-    (set_field("files", {"../../secret.bin": [], "a": [], "b": []}), "no common.bin in the manifest"),
+    (set_field("files", {"../../secret.bin": [], "a": [], "b": []}), "files: got .*expected common.bin"),
     (set_field("files", []), "files: got .*expected <class 'dict'>"),
     (set_field("files", {"common.bin": None}), "common.bin: damaged, not an index"),
     (set_field("step", "../7"), "step: got '../7'"),
@@ -317,6 +338,37 @@ def test_hostile_manifests_are_refused(tmp_path, change, message):
     change(manifest)
     file.write_text(checkpoint.sealed(manifest))  # a stranger knows how to make a checksum
     with pytest.raises(UsageError, match=message):
+        restore(tmp_path, say=str)
+
+
+EXTRAS = [
+    {"elapsed_s": "soon"},
+    {"elapsed_s": float("nan")},
+    {"elapsed_s": 10**400},
+    {"elapsed_s": -1},
+    {"skipped": [1]},
+    {"skipped": -5},
+    {"skipped": 10**30},
+    {"experiment": ["model"]},
+    {"tally": [float("inf")]},
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=[str(extra)[:24] for extra in EXTRAS])
+def test_hostile_words_beside_the_state_are_refused(tmp_path, extra):
+    file = save(tmp_path) / "manifest.json"
+    file.write_text(checkpoint.sealed(json.loads(file.read_text()) | {"extra": extra}))
+    with pytest.raises(UsageError, match=f"extra: {next(iter(extra))}: got"):
+        restore(tmp_path, say=str)
+
+
+@pytest.mark.parametrize("name", ["../step_00000007/common.bin", "/etc/passwd", "worker_1.bin", "manifest.json", ""])
+def test_names_of_files_are_those_that_are_written(tmp_path, name):
+    file = save(tmp_path) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["files"][name] = manifest["files"]["common.bin"]
+    file.write_text(checkpoint.sealed(manifest))
+    with pytest.raises(UsageError, match=r"files: got .*expected common.bin and one for each worker"):
         restore(tmp_path, say=str)
 
 

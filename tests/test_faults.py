@@ -357,7 +357,7 @@ ROWS = {
         "`stop` rank 2",
         inject("stop:rank=2,step=25"),
         "restart",
-        r"rank 2 ended the job.*\[2\] did not",
+        r"rank 2 ended the job.*(\[2\] did not|for rank \[2\])",
         within_s=HANGS_S,
     ),
     "stop_watched": Row(
@@ -467,7 +467,7 @@ def note(fault: str, outcome: str, noticed_s: float | None, equal: bool) -> None
 @pytest.mark.parametrize("name", ROWS)
 def test_fault(name, model, undisturbed, tmp_path):
     case, run_dir = ROWS[name], tmp_path / "run"
-    env = {"JAXMPI_AGREE_TIMEOUT_S": "12"} if name == "stop" else None
+    env = {"JAXMPI_AGREE_TIMEOUT_S": "12", "JAXMPI_EXCHANGE_TIMEOUT_S": "12"} if name == "stop" else None
     job = start(trainer(model, run_dir, *case.args, restarts=case.restarts), env)
     code = job.end()
     assert code == case.code, job.out[-6000:]
@@ -617,13 +617,43 @@ def test_a_host_that_is_gone_is_left_out(model, undisturbed, tmp_path):
     assert re.search(f"jaxmpi: (rank [{rank},]+ on node2|host node2) ended the job", job.out), job.out[-6000:]
     noticed_s = job.when("ended the job") - gone
     assert noticed_s < HANGS_S, job.out[-6000:]
-    assert "jaxmpi: no answer from node2\n" in job.out
+    assert "jaxmpi: no answer from node2\n" in job.out, job.out[-9000:]
     assert f"with {left} workers" in job.out
     share = -(-64 // left)  # more than the 64 / RANKS before: in slices, so that it takes no more memory
     assert f"{left} workers x local batch {share} = effective batch 64" in job.out
     assert f"in slices of {-(-share // 2)}" in job.out
     same_examples(run_dir, undisturbed)
     note("a host is killed, `--elastic`", "named; goes on with those left, the same examples a step", noticed_s, False)
+
+
+@needs_hosts
+@pytest.mark.parametrize("stall_s", [8, 600])
+def test_a_host_whose_cable_is_pulled_is_left_out(model, undisturbed, tmp_path, stall_s):
+    run_dir, slots = tmp_path / "run", RANKS // HOSTS
+    hosts, left = ",".join(f"node{i}:{slots}" for i in range(HOSTS)), RANKS - slots
+    extra = ("--elastic", f"{slots}:{RANKS}", "--launcher-args", f"--host {hosts}")
+    job = start(trainer(model, run_dir, *SLOWLY, "--stall-s", str(stall_s), restarts=1, extra=extra))
+    job.when(UNDER_WAY)
+    pull_cable(process_of(job, "jaxmpi.train", 2 * slots))
+    pulled = time.monotonic()
+    assert job.end() == 0, job.out[-6000:]
+    assert re.search(f"jaxmpi: (rank [{2 * slots},]+ on node2|host node2) ended the job", job.out), job.out[-6000:]
+    noticed_s = job.when("ended the job") - pulled
+    assert noticed_s < HANGS_S, job.out[-6000:]
+    assert "jaxmpi: no answer from node2\n" in job.out, job.out[-9000:]
+    assert f"with {left} workers" in job.out
+    same_examples(run_dir, undisturbed)
+    note(
+        f"a host's cable is pulled, `--elastic`, `--stall-s {stall_s}`",
+        "named; goes on with those left, the same examples a step",
+        noticed_s,
+        False,
+    )
+
+
+def pull_cable(pid: int) -> None:
+    """Let no byte reach or leave the emulated host that a process is on; its connections do not end."""
+    subprocess.run(["nsenter", "--target", str(pid), "--net", "ip", "link", "set", "eth0", "down"], check=True)
 
 
 def end_host(pid: int) -> None:

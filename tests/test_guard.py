@@ -3,6 +3,8 @@
 import functools
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -18,6 +20,7 @@ from jaxmpi.guard import Failure, Recovery, RollBack, Votes
 from jaxmpi.processes import SoloProcesses
 from jaxmpi.state import create
 from jaxmpi.workers import gather_workers, spread
+from launching import ROOT
 
 
 class Silent(guard.Notice):
@@ -164,7 +167,8 @@ def test_two_checkpoints_must_fit(tmp_path):
 
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
-    one = saver.Saver(tmp_path, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
+    folder = tmp_path / "checkpoints"
+    one = saver.Saver(folder, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
     one.save({0: state}, {}, None)
     one.wait()
     one.save(
@@ -173,7 +177,8 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     with pytest.raises(TrainingError, match=r"params/w of common.bin is not finite after step 1: .*step_00000000"):
         one.wait()
     one.poll()  # said once
-    (tmp_path / "step_00000002.tmp").write_text("a file where a folder should be")
+    folder.rename(tmp_path / "elsewhere")
+    folder.write_text("a file where a folder should be")
     one.save({0: state._replace(step=np.full((), 2, np.int32))}, {}, None)
     with pytest.raises(TrainingError, match=r"the checkpoint of step 2 cannot be written: .*last good checkpoint: "):
         one.wait()
@@ -188,6 +193,25 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
     found = saver.checkpoint.restore(tmp_path, {0: state}, SoloProcesses(), workers=1, replicated=True)
     assert found is not None
     assert (found.states[0].params["w"] == 1).all()
+
+
+# ---------------------------------------------------------------- signals
+
+HANGUP = """
+import os, signal, sys
+from jaxmpi.guard import Notice
+notice = Notice()
+for _ in range(2):  # by the shell and by the kernel
+    os.kill(os.getpid(), signal.SIGHUP)
+print(notice.given)
+"""
+
+
+@pytest.mark.parametrize(("before", "expected"), [([], "True"), (["nohup"], "False")])
+def test_a_terminal_that_goes_is_one_request_to_leave_and_nohup_none(before, expected):
+    line = [*before, sys.executable, "-c", HANGUP]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL)
+    assert (ended.stdout.strip(), ended.returncode) == (expected, 0), ended.stderr
 
 
 # ---------------------------------------------------------------- faults as they are spelled
@@ -210,6 +234,17 @@ def test_every_fault_is_parsed():
         ("kill:at=night", r"unknown place of a fault \(at\) 'night'"),
         ("slow:seconds=x", "seconds: got 'x'"),
         ("bitflip:bit=", "bit: got ''"),
+        ("kill:step=" + "9" * 5000, "step: got '9{60,}.*expected a whole number"),
+        ("kill:rank=1,rank=2", "rank: given twice"),
+        ("slow:seconds=-1", "seconds: got '-1'; expected seconds"),
+        ("slow:seconds=nan", "seconds: got 'nan'; expected seconds"),
+        ("slow:seconds=1e400", "seconds: got '1e400'; expected seconds"),
+        ("exit:code=256", "code: got 256; expected 0 to 255"),
+        ("exit:hard=no", "hard: got 'no'; expected 0 or 1"),
+        ("raise:thread=yes", "thread: got 'yes'; expected 0 or 1"),
+        ("bitflip:bit=64", "bit: got 64; expected 0 to 63"),
+        ("corrupt_checkpoint:file=../../x", "file: got '../../x'; expected manifest.json, common.bin or worker_00003"),
+        ("corrupt_checkpoint:file=", "file: got ''; expected manifest.json"),
     ],
 )
 def test_wrong_faults(text, message):

@@ -68,6 +68,11 @@ def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher
         ("-n 0 a.py", "got '0'"),
         ("a.py -n 8", "-n comes before the experiment"),
         ("--launcher-args '\"' a.py", "No closing quotation"),
+        ("-n ² a.py", "-n: got '²'"),
+        ("-n " + "9" * 30 + " a.py", "-n: got '9{30}'"),
+        ("--restarts ² a.py", "--restarts: got '²'"),
+        ("--restarts " + "9" * 5000 + " a.py", "--restarts: got '9"),
+        ("--elastic ²:³ --restarts 1 a.py", "expected MIN:MAX"),
     ],
 )
 def test_wrong_options(text, message):
@@ -101,6 +106,22 @@ def test_mpirun_gets_what_this_machine_needs(path, family, workers, cores, is_ro
 def test_arguments_for_the_launcher_come_before_the_trainer(path):
     path("mpirun", VERSIONS["mpich"])
     assert line("--launcher-args '-f hosts' -n 2 a.py")[3:6] == ["-f", "hosts", sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("-x API_KEY=s3cret -x PATH --host a:4,b:4", "-x API_KEY=... -x PATH --host a:4,b:4"),
+        ("--export=ALL,TOKEN=s3cret,B=s3cret --mem=4G", "--export=ALL,TOKEN=...,B=... --mem=4G"),
+        ("--export TOKEN=s3cret -N 2", "--export TOKEN=... -N 2"),
+        ("--mca mca_base_env_list 'A=s3cret;B=s3cret'", "--mca mca_base_env_list 'A=...;B=...'"),
+        ("-genv KEY s3cret -env KEY s3cret -n 1", "-genv KEY ... -env KEY ... -n 1"),
+        ("--map-by slot:PE=2", "--map-by slot:PE=2"),
+    ],
+)
+def test_what_variables_for_ranks_hold_is_not_shown(text, shown):
+    line = ["mpirun", *shlex.split(text), "python", "-m", "jaxmpi.train", "a.py", "--optim.lr=1"]
+    assert launch.shown(line, shlex.split(text)) == f"mpirun {shown} python -m jaxmpi.train a.py --optim.lr=1"
 
 
 def test_srun_starts_ranks_through_pmix(path):

@@ -1,9 +1,13 @@
 """Params go out to Orbax and come back; what is not of this model is refused by path."""
 
+import json
+import os
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxmpi import checkpoint, orbax
@@ -79,3 +83,53 @@ def test_what_cannot_be_exported(run_dir, tmp_path):
     (run_dir / "checkpoints" / "step_00000009" / "common.bin").write_bytes(b"x")
     with pytest.raises(UsageError, match="damaged"):
         orbax.export(run_dir, tmp_path / "out")
+
+
+ROWS = {
+    "many": lambda row: [row, *({**row, "path": f"params/{i}"} for i in range(100))],
+    "twice": lambda row: [row, row],
+    "dimensions": lambda row: [{**row, "shape": [1] * 100 + row["shape"]}],
+    "empty": lambda row: [{**row, "shape": [0, 10**30], "crc32": 0}],
+    "void": lambda row: [{**row, "shape": [3], "dtype": "|V2"}],
+    "nothing": lambda row: [{**row, "shape": [10**9], "dtype": "|V0", "crc32": 0}],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_strangers_checkpoint_takes_no_more_memory_than_its_file_and_is_refused_by_name(run_dir, tmp_path, name):
+    file = run_dir / "checkpoints" / "step_00000009" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    rows = manifest["files"]["common.bin"]
+    half = next(row for row in rows if row["path"] == "params/half")
+    manifest["files"]["common.bin"] = [*(row for row in rows if row is not half), *ROWS[name](half)]
+    file.write_text(checkpoint.sealed(manifest))
+    with pytest.raises(UsageError, match=r"common.bin: .*damaged"):
+        orbax.export(run_dir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_outside_a_strangers_folder_is_read(run_dir, tmp_path):
+    orbax.export(run_dir, tmp_path / "out")
+    file = tmp_path / "out" / "_METADATA"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
+        orbax.load(tmp_path / "out", PARAMS)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
+        orbax.load(tmp_path / "out", PARAMS)
+
+
+def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
+    import tensorstore
+
+    like = {"w": np.zeros(4, np.float32)}
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "out", like)
+    array = {"shape": [4], "chunks": [10**9], "dtype": "<f4", "fill_value": 0, "compressor": None}
+    place = {"driver": "ocdbt", "base": f"file://{tmp_path}/out/", "path": "w/"}
+    spec = {"driver": "zarr", "kvstore": place, "metadata": array, "create": True, "delete_existing": True}
+    tensorstore.open(spec).result()
+    with pytest.raises(UsageError, match=r"w: chunks of \[1000000000\], expected \[4\] at most"):
+        orbax.load(tmp_path / "out", like)

@@ -70,6 +70,20 @@ def test_an_axis_is_logarithmic_where_values_span_a_decade():
     assert [a.get_xlabel() for a in axes] == ["vector (B)", "vector (B)", "time (s)", "time (s)"]
 
 
+def test_a_short_logarithmic_axis_has_more_than_one_number():
+    """A loss from 2.3 to 0.14 holds one power of ten."""
+    figure = plots.figure([Lines("loss", SIZE, Quantity("loss"), {"a": [(1.0, 2.3), (99.0, 0.14)]})])
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    low, high = axes.get_ylim()
+    assert [label.get_text() for label in axes.get_yticklabels() if low <= label.get_position()[1] <= high] == [
+        "0.2",
+        "0.5",
+        "1",
+        "2",
+    ]
+
+
 @pytest.mark.parametrize(("ending", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF-")])
 def test_the_ending_says_the_format(ending, start, tmp_path):
     file = tmp_path / f"plot{ending}"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi import report
+from jaxmpi import plots, report
 from jaxmpi.anatomy import LOCAL, summary
 from jaxmpi.config import UsageError
 from jaxmpi.recorder import FORMAT, Recorder
@@ -271,6 +271,17 @@ def test_long_records_are_thinned():
     assert (kept[0], kept[-2:]) == (lines[0], lines[-2:])
     assert sampled(lines[:100]) == lines[:100]
     assert POINTS < MOST_LINES
+
+
+def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
+    """Of 130 ranks, a line of the record has the slowest of every 3."""
+    record = read(write_run(tmp_path / "run", ranks=130))
+    (drawn,) = report.rank_map(record)
+    assert isinstance(drawn, plots.Map)
+    assert len(drawn.rows) == 44
+    assert "slowest of every 3" in drawn.title
+    ends = plots.figure([drawn]).axes[0].get_ylim()
+    assert ends == (3 * 44 - 0.5, -0.5)
 
 
 def test_runs_of_one_name_get_numbers(tmp_path):

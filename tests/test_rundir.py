@@ -94,3 +94,27 @@ def test_the_digest_of_an_array_sees_labels_and_images():
     assert len(digests) == 3
     assert ArraySource(images.copy(), labels).digest() in digests
     ArraySource(np.zeros((0, 4, 4), np.uint8), []).digest()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder link"])
+@pytest.mark.parametrize("name", ["lock", "record.jsonl", "record.tmp", "config.json", "checkpoints", "trace.json"])
+def test_nothing_is_written_through_what_a_stranger_has_laid_in_a_run_directory(tmp_path, name, kind):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        outside.mkdir() if kind == "folder link" else outside.write_text("precious")
+        (folder / name).symlink_to(outside)
+    for resume in (False, True):
+        if name != "record.jsonl":
+            (folder / "record.jsonl").touch()
+        with pytest.raises(UsageError, match="run"):
+            claim(resume=resume, run_dir=str(folder))
+    assert outside.is_dir() or kind == "pipe" or outside.read_text() == "precious"
+
+
+def test_a_run_directory_may_be_a_link_itself(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "run").symlink_to("big")
+    assert claim(run_dir=str(tmp_path / "run")) == tmp_path / "run"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import launch, runtime, supervise
+from jaxmpi import launch, rundir, runtime, supervise
 from jaxmpi.config import UsageError
 from jaxmpi.supervise import Asked, Culprit, culprit
 from launching import ROOT
@@ -29,6 +29,10 @@ ENDINGS = {
     "late": (
         "jaxmpi: rank 0/4 on vm (step 5):\nerror: a barrier: rank [2, 3] did not answer in time; all\n",
         Culprit("2,3", "", "error: a barrier: rank [2, 3] did not answer in time"),
+    ),
+    "late for a bucket": (
+        "jaxmpi: rank 0/4 on node0 (step 25):\nerror: bucket 1 of 1 (b and 1 more) has waited 12 s for rank [2]; all\n",
+        Culprit("2", "", "error: bucket 1 of 1 (b and 1 more) has waited 12 s for rank [2]"),
     ),
     "no progress": (
         "jaxmpi: no progress for 60 s; late: rank 2 on vm, rank 3 on vm\n",
@@ -169,6 +173,59 @@ def test_a_signal_goes_on_as_usr1_and_a_second_one_ends_the_job(tmp_path):
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=30)
     assert job.returncode == 128 + signal.SIGTERM, out
+
+
+def test_a_request_that_comes_while_ranks_start_is_no_failure(tmp_path):
+    job = supervised(tmp_path, f"touch {tmp_path}/ready; exec sleep 100")  # as Python, before it minds signals
+    wait_for(tmp_path / "ready")
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=30)
+    assert job.returncode == runtime.PREEMPTED, out
+    assert "ended the job" not in out
+    assert "asked to leave before the ranks could save" in out
+
+
+def test_a_request_that_comes_between_two_starts_is_heard(tmp_path):
+    script = f"echo x >> {tmp_path}/starts; kill -9 $$"
+    job = supervised(tmp_path, script)
+    with rundir.locked(tmp_path):  # so that the next start waits
+        wait_for(tmp_path / "starts")
+        time.sleep(2)
+        job.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    out, _ = job.communicate(timeout=30)
+    assert job.returncode == runtime.PREEMPTED, out
+    assert (tmp_path / "starts").read_text().count("x") == 1
+
+
+def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
+    script = f"trap 'echo > {tmp_path}/asked' USR1; touch {tmp_path}/ready; while true; do sleep 0.05; done"
+    line = ["nohup", sys.executable, "-c", SUPERVISED, str(tmp_path), "0", script]
+    job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    wait_for(tmp_path / "ready")
+    job.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert not (tmp_path / "asked").exists()
+    assert job.poll() is None
+    for _ in range(2):
+        job.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    job.wait(30)
+
+
+def test_a_terminal_that_goes_is_one_request_and_what_is_said_is_not_missed(tmp_path):
+    script = f"trap 'sleep 1; echo saved; echo saved; touch {tmp_path}/saved; exit 75' USR1; touch {tmp_path}/ready"
+    mine, theirs = os.openpty()
+    line = [sys.executable, "-c", SUPERVISED, str(tmp_path), "0", f"{script}; while true; do sleep 0.05; done"]
+    job = subprocess.Popen(line, stdout=theirs, stderr=theirs, cwd=ROOT)
+    wait_for(tmp_path / "ready")
+    os.close(theirs)
+    os.close(mine)
+    for _ in range(2):  # the shell's, then the kernel's
+        job.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+    assert job.wait(30) == 75
+    assert (tmp_path / "saved").exists()
 
 
 def test_what_a_job_says_comes_through_without_nul(tmp_path):

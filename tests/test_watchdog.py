@@ -114,6 +114,18 @@ def test_rank_1_judges_where_rank_0_is_silent_and_leaves_it_to_it_where_it_is_no
     assert "late: rank 0 on node0" in out.getvalue()
 
 
+def test_where_there_are_hosts_the_second_judge_is_on_another_than_the_first():
+    """A host that hangs takes ranks 0 and 1 with it, as ranks are mostly placed."""
+    assert watchdog.judges_of(["a", "a", "b", "b"]) == (0, 2)
+    assert watchdog.judges_of(["a", "a"]) == (0, 1)
+    watch, letters, out = dog(rank=2)
+    watch.judges = (0, 2)
+    live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (0, 1, 3)])
+    assert {to for to, _ in letters.sent} == {0}
+    live(watch, letters, range(3, 16), lambda now: [beat(3, now)])
+    assert "late: rank 0 on node0, rank 1 on node1" in out.getvalue()
+
+
 def test_a_clock_that_jumps_or_a_process_that_slept_accuses_nobody():
     watch, letters, out = dog()
     live(watch, letters, range(1, 5), lambda now: [beat(r, 5) for r in (1, 2, 3)])
