@@ -166,11 +166,8 @@ def taken_apart(
     waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = 0 if not has_exchange else 3 if waits else 1 if lone_s is None else 2
-    each, busy_from = [], 0.0
-    for row, after in zip(rows, [*rows[1:], None], strict=True):
-        low, high = row.ended
-        ended_s = low if low == high else min(max(busy_from + (step_s or float("inf")), low), high)
-        busy_from = row.start_s if row.ended == LATER else max(row.start_s, ended_s)
+    each, ends = [], ends_of(rows, step_s)
+    for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0], strict=True):
         idle = (ended_s, row.start_s)
         data, transfer = (shared(part, idle) for part in waits_of(row))
         idle_s = max(0.0, row.start_s - ended_s)
@@ -178,7 +175,7 @@ def taken_apart(
         mine = inside(waits, row.begin_s, row.end_s) if waits else []
         out = min(length(mine), busy_s) if source == 3 else max(0.0, busy_s - (lone_s or busy_s)) * (source == 2)
         each.append((data, transfer, busy_s - out, out, 0.0, idle_s - data - transfer + row.gap_s))
-        is_through = after is None or after.ended[1] <= after.begin_s  # with its own step, too
+        is_through = after_s <= row.end_s  # with its own step, too
         pieces = pieces_of(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if is_through else 0.0)
         noted += compute_spans(pieces, mine)
     spent = np.array(each).reshape(-1, len(LOCAL))
@@ -187,6 +184,16 @@ def taken_apart(
         behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s) if rows else [], waits)
         parts[LOCAL.index("hidden")] = length(behind)
     return Window(len(rows), parts, folded(spent[:, LOCAL.index("exposed")]), source, noted)
+
+
+def ends_of(rows: Sequence[Row], step_s: float | None) -> list[float]:
+    """When the step before each of these iterations ended, as far as that is known."""
+    ends, busy_from = [], 0.0
+    for row in rows:
+        low, high = row.ended
+        ends.append(low if low == high else min(max(busy_from + (step_s or float("inf")), low), high))
+        busy_from = row.start_s if row.ended == LATER else max(row.start_s, ends[-1])
+    return ends
 
 
 def shared(a: Interval, b: Interval) -> float:
@@ -203,9 +210,12 @@ def pieces_of(row: Row, idle_from_s: float, own_s: float | None) -> list[tuple[i
     """When the device was at work in an iteration, and at which step: the one before it, then its own.
 
     Args:
-        own_s: at its end, of its own step, where it was not idle between; None: since that was handed over.
+        own_s: at its end, of its own step, where it was not idle between; None: unknown. What leaves the step before
+            nothing is no good: then each has half.
     """
-    own_from = max(row.start_s, row.end_s - own_s) if own_s is not None else row.start_s
+    if own_s is None or own_s >= row.end_s - row.start_s:
+        own_s = (row.end_s - row.begin_s) / 2
+    own_from = max(row.start_s, row.end_s - own_s)
     before_to, own_from = (idle_from_s, row.start_s) if idle_from_s < row.start_s else (own_from, own_from)
     return [(row.step - 1, (row.begin_s, before_to)), (row.step, (own_from, row.end_s))]
 

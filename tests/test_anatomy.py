@@ -95,6 +95,20 @@ def test_the_time_of_a_step_has_its_number():
     ]
 
 
+def test_every_step_has_a_bar_wherever_the_one_before_has_ended():
+    """When a step ended that did so while the loop waited is an estimate, also at either end of what is known."""
+    for step_s in (0.5, 1.0, 2.0, 3.5, 6.0):
+        rows = [
+            Row(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
+            Row(2, 12.0, 13.0, 13.0, 13.0, 14.0, (12.0, 13.0)),
+            Row(3, 14.0, 17.0, 17.0, 17.0, 18.0, (14.0, 17.0)),
+            Row(4, 18.0, 18.5, 18.5, 18.5, 19.0, LATER),
+            Row(5, 19.0, 21.0, 21.0, 21.0, 24.0, (19.0, 21.0)),
+        ]
+        found = taken_apart(rows, step_s, None, False, []).spans
+        assert {s.name for s in found} == {f"step {k}" for k in range(1, 6)}, step_s
+
+
 def test_without_callbacks_a_step_without_exchange_tells():
     window = taken_apart([row(10.0, 0.0, 15.0, LATER), row(15.0, 0.0, 21.0, LATER)], None, 4.0, True, [])
     assert window.exposed.tolist() == [1.0, 2.0]

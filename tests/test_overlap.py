@@ -28,8 +28,8 @@ from models.cnn import digits_cnn
 @pytest.mark.parametrize(
     ("asked", "comm", "unfit", "line"),
     [
-        ("auto", SoloComm(), "", "overlap off: there is one worker"),
-        ("on", SoloComm(), "", "overlap off: there is one worker"),
+        ("auto", SoloComm(), "", "overlap off: no other worker takes part in a step"),
+        ("on", SoloComm(), "", "overlap off: no other worker takes part in a step"),
         ("on", SoloComm(), "the step is split", "overlap off: the step is split"),
         ("off", AxisComm("w", 2), "", "overlap off: as asked"),
         ("auto", AxisComm("w", 2), "", "overlap off: workers are not MPI ranks"),
