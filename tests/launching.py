@@ -116,8 +116,9 @@ def shared_memory(processes: Sequence[int] = ()) -> set[str]:
         with contextlib.suppress(OSError):
             hosts[os.readlink(f"/proc/{pid}/ns/mnt")] = pid
     roots = [Path(f"/proc/{pid}/root/dev/shm") for pid in hosts.values()]
-    paths = [(path, path.relative_to(root)) for root in roots for path in root.rglob("*") if not path.is_dir()]
-    names = {str(name) for path, name in paths if len(name.parts) == 1 or not is_held(path.parent)}
+    tops = [(root, top) for root in roots for top in root.iterdir() if not (top.is_dir() and is_held(top))]
+    paths = [(root, path) for root, top in tops for path in (top, *top.rglob("*")) if not path.is_dir()]
+    names = {str(path.relative_to(root)) for root, path in paths}
     mapped: set[str] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
