@@ -538,7 +538,8 @@ def test_a_damaged_choice_is_named(stored, tmp_path):
 
 def manifest_of(exchange) -> str:
     extra = {"scaled_for": 1, "experiment": {"effective batch": 8}, "exchange": exchange}
-    return sealed({"format": 2, "step": 4, "workers": 1, "files": {"common.bin": []}, "extra": extra})
+    files = {"common.bin": [], "worker_00000.bin": []}
+    return sealed({"format": 2, "step": 4, "workers": 1, "files": files, "extra": extra})
 
 
 def test_a_choice_for_another_word_does_not_count(tmp_path):
