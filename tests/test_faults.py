@@ -603,52 +603,44 @@ def test_a_link_between_hosts_is_cut(model, undisturbed, tmp_path):
     note("`drop_link` of rank 2", "restart", noticed_s, True)
 
 
+GONE = "named; goes on with those left, the same examples a step"
+
+
 @needs_hosts
 def test_a_host_that_is_gone_is_left_out(model, undisturbed, tmp_path):
-    run_dir, slots = tmp_path / "run", RANKS // HOSTS
-    hosts, left = ",".join(f"node{i}:{slots}" for i in range(HOSTS)), RANKS - slots
-    extra = ("--elastic", f"{slots}:{RANKS}", "--launcher-args", f"--host {hosts}")
-    job = start(trainer(model, run_dir, *SLOWLY, "--stall-s", "8", restarts=1, extra=extra))
-    job.when(UNDER_WAY)
-    rank = 2 * slots  # the first of the third host
-    end_host(process_of(job, "jaxmpi.train", rank))
-    gone = time.monotonic()
-    assert job.end() == 0, job.out[-6000:]
-    assert re.search(f"jaxmpi: (rank [{rank},]+ on node2|host node2) ended the job", job.out), job.out[-6000:]
-    noticed_s = job.when("ended the job") - gone
-    assert noticed_s < HANGS_S, job.out[-6000:]
-    assert "jaxmpi: no answer from node2\n" in job.out, job.out[-9000:]
-    assert f"with {left} workers" in job.out
+    out, noticed_s = without_a_host(model, undisturbed, tmp_path / "run", end_host, stall_s=8)
+    left = RANKS - RANKS // HOSTS
     share = -(-64 // left)  # more than the 64 / RANKS before: in slices, so that it takes no more memory
-    assert f"{left} workers x local batch {share} = effective batch 64" in job.out
-    assert f"in slices of {-(-share // 2)}" in job.out
-    same_examples(run_dir, undisturbed)
-    note("a host is killed, `--elastic`", "named; goes on with those left, the same examples a step", noticed_s, False)
+    assert f"{left} workers x local batch {share} = effective batch 64" in out
+    assert f"in slices of {-(-share // 2)}" in out
+    note("a host is killed, `--elastic`", GONE, noticed_s, False)
 
 
 @needs_hosts
 @pytest.mark.parametrize("stall_s", [8, 600])
 def test_a_host_whose_cable_is_pulled_is_left_out(model, undisturbed, tmp_path, stall_s):
-    run_dir, slots = tmp_path / "run", RANKS // HOSTS
+    _, noticed_s = without_a_host(model, undisturbed, tmp_path / "run", pull_cable, stall_s)
+    note(f"a host's cable is pulled, `--elastic`, `--stall-s {stall_s}`", GONE, noticed_s, False)
+
+
+def without_a_host(model, undisturbed, run_dir, lose, stall_s) -> tuple[str, float]:
+    """A run that loses its third host on the way, to its end: what it said, seconds until the host was named."""
+    slots = RANKS // HOSTS
     hosts, left = ",".join(f"node{i}:{slots}" for i in range(HOSTS)), RANKS - slots
     extra = ("--elastic", f"{slots}:{RANKS}", "--launcher-args", f"--host {hosts}")
     job = start(trainer(model, run_dir, *SLOWLY, "--stall-s", str(stall_s), restarts=1, extra=extra))
     job.when(UNDER_WAY)
-    pull_cable(process_of(job, "jaxmpi.train", 2 * slots))
-    pulled = time.monotonic()
+    rank = 2 * slots  # the first of the third host
+    lose(process_of(job, "jaxmpi.train", rank))
+    lost = time.monotonic()
     assert job.end() == 0, job.out[-6000:]
-    assert re.search(f"jaxmpi: (rank [{2 * slots},]+ on node2|host node2) ended the job", job.out), job.out[-6000:]
-    noticed_s = job.when("ended the job") - pulled
+    assert re.search(f"jaxmpi: (rank [{rank},]+ on node2|host node2) ended the job", job.out), job.out[-6000:]
+    noticed_s = job.when("ended the job") - lost
     assert noticed_s < HANGS_S, job.out[-6000:]
     assert "jaxmpi: no answer from node2\n" in job.out, job.out[-9000:]
     assert f"with {left} workers" in job.out
     same_examples(run_dir, undisturbed)
-    note(
-        f"a host's cable is pulled, `--elastic`, `--stall-s {stall_s}`",
-        "named; goes on with those left, the same examples a step",
-        noticed_s,
-        False,
-    )
+    return job.out, noticed_s
 
 
 def pull_cable(pid: int) -> None:
