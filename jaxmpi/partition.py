@@ -1,7 +1,8 @@
 """A worker's part of a data set in memory, brought to where the epoch's order wants it by a thread of its own.
 
-Bytes travel by MPI_Ialltoallv over a communicator of the group's own, made when all ranks open their data, and used by
-one thread at a time. The thread sleeps between looks at it: it must not spin on a core that computes.
+A worker reads the records of others on its host out of their memory. Those of other hosts travel by MPI_Ialltoallv over
+a communicator of the group's own, made when all ranks open their data, and used by one thread at a time. The thread
+sleeps between looks at it: it must not spin on a core that computes.
 """
 
 import collections
@@ -31,6 +32,7 @@ from jaxmpi.data.memory import (
     shuffled,
     slices,
 )
+from jaxmpi.neighbours import Neighbours, Remote, told
 from jaxmpi.processes import MpiProcesses, Processes
 from jaxmpi.workers import Workers
 
@@ -67,6 +69,9 @@ class Memory:
         self.group: Any = group
         self.shuffle_s: list[float] = []  # seconds that each shuffle has taken
         self.sent_bytes: list[int] = []  # by this worker in each, what stayed here included
+        if group is not None:
+            first = control.rank - group.rank
+            self.neighbours = Neighbours(group, control.hosts[first : first + group.size])
         self._is_loaded = False
         self._epoch, self._last = -1, None  # that is read, and the last that will be
         self._placed: int | None = None  # the epoch in whose places records lie or will; None: as they were loaded
@@ -110,9 +115,9 @@ class Memory:
         """Say that all batches before this epoch have been made; bring what the next one needs."""
         if epoch != self._epoch and self.group is not None:
             self._epoch = epoch
-            self.source.forget()
-            if self._last is None or epoch < self._last:
-                self._want(epoch + 1)
+            is_last = self._last is not None and epoch >= self._last
+            if is_last or not self._want(epoch + 1):
+                self.source.forget()
 
     def _load(self) -> None:
         if self.own is not None:
@@ -134,13 +139,14 @@ class Memory:
             self._wait(control.world.Iallgather(mine, rows), "ranks to say what memory they need")  # some read slower
         check_room(rows, control.hosts)
 
-    def _want(self, epoch: int) -> None:
+    def _want(self, epoch: int) -> bool:
+        """Have the records brought to where this epoch wants them; whether any move."""
         if self.group is None:
-            return
+            return False
         assert isinstance(self.sampler, GroupSampler)
         placed = self.sampler.moved(epoch)
         if placed == self._placed:
-            return
+            return False
         self.source.promise()
         bring = partial(self._bring, placed, self._placed)
         if self._end:
@@ -148,6 +154,7 @@ class Memory:
         else:
             bring()
         self._placed = placed
+        return True
 
     # ------------------------------------------------------------ the thread's own
 
@@ -155,7 +162,6 @@ class Memory:
         """Shuffle records from where those of one epoch lie to where those of another do."""
         assert isinstance(self.sampler, GroupSampler)
         group, source = self.group, self.source
-        source.forget()
         begin = time.perf_counter()
         order, parts = self.sampler.places(epoch), group.size
         whose = members(len(source), self.sampler.effective_batch, parts * self.each) // self.each
@@ -163,35 +169,44 @@ class Memory:
             holders = holders_by_slice(len(source), parts)
         else:
             holders = holders_by_place(self.sampler.places(before), whose)
-        arena, moves = shuffled(source, order, holders, whose, group.rank, parts)
+        arena, moves = shuffled(source, order, holders, whose, group.rank, parts, source.forget())
         source.expect(arena.records)
         self._fill(arena, moves)
+        self._wait(group.Ibarrier())  # others may still read what this member forgets next
         source.take(arena)
         self.shuffle_s.append(time.perf_counter() - begin)
         self.sent_bytes.append(sum(int(move.sent_bytes.sum()) for move in moves))
 
     def _fill(self, arena: Arena, moves: list[Move]) -> None:
         under_way: collections.deque[tuple[Any, np.ndarray]] = collections.deque()
-        old, at = self.source.newest(), 0
+        old, at, is_far = self._old(), 0, ~self.neighbours.near
         for move in moves:
-            size_bytes = int(move.received_bytes.sum())
-            under_way.append(self._sent(move, old, arena.bytes[at : at + size_bytes]))
-            at += size_bytes
+            received = arena.bytes[at : at + int(move.received_bytes.sum())]
+            at += received.size
+            begins = np.cumsum(move.received_bytes) - move.received_bytes
+            if is_far.any():
+                under_way.append(self._sent(move, is_far, received, begins))
+            for m, near in old.items():
+                near.gather(move.received[move.source == m], received[begins[m] : begins[m] + move.received_bytes[m]])
             if len(under_way) == AHEAD:
                 self._wait(under_way.popleft()[0])
         while under_way:
             self._wait(under_way.popleft()[0])
 
-    def _sent(self, move: Move, old: Arena, received: np.ndarray) -> tuple[Any, np.ndarray]:
-        """The request under way, and what it sends; what stays here is copied once, past MPI."""
-        me, stay = self.group.rank, move.staying
-        sent = old.gather(np.concatenate([move.sent[: stay.start], move.sent[stay.stop :]]))
-        leaving, coming = move.sent_bytes.copy(), move.received_bytes.copy()
-        leaving[me] = coming[me] = 0
-        place = np.cumsum(move.received_bytes) - move.received_bytes
-        request = self.group.Ialltoallv(message(sent, leaving), message(received, coming, place))
-        old.gather(move.sent[stay], received[place[me] : place[me] + move.received_bytes[me]])
-        return request, sent
+    def _old(self) -> dict[int, Arena | Remote]:
+        """The complete arenas of this member and those near it."""
+        group, source, neighbours = self.group, self.source, self.neighbours
+        rows = np.empty((group.size, 4), np.int64)
+        self._wait(group.Iallgather(told(source.newest()), rows))
+        near = np.roll(np.flatnonzero(neighbours.near), -group.rank)  # not all read the same one first
+        old = {m: Remote(int(neighbours.pids[m]), rows[m], source.lengths) for m in near.tolist() if m != group.rank}
+        return old | {group.rank: source.newest()}
+
+    def _sent(self, move: Move, is_far: np.ndarray, received: np.ndarray, begins: np.ndarray) -> tuple[Any, np.ndarray]:
+        """The request under way that sends records to members far away and receives theirs; and what it sends."""
+        sent = self.source.newest().gather(move.sent[is_far[move.to]])
+        leaving, coming = move.sent_bytes * is_far, move.received_bytes * is_far
+        return self.group.Ialltoallv(message(sent, leaving), message(received, coming, begins)), sent
 
     def _wait(self, request: Any, what: str = "workers of its group; all must read as many epochs") -> None:
         deadline = time.monotonic() + TIMEOUT_S

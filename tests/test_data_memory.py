@@ -1,6 +1,7 @@
 """Who holds which record when, and what moves: by properties, all members of a group in one process."""
 
 import gc
+import itertools
 import sys
 import threading
 import time
@@ -189,11 +190,12 @@ class TestMoves:
                 assert arena.records.tolist() == sorted(np.concatenate(mine).tolist())
                 assert all((arena[r] == content(r, lengths)).all() for r in arena.records)
             assert max(len(a.records) for a in arenas) - min(len(a.records) for a in arenas) <= each
-            for me, own in enumerate(planned):
-                for move in own:
-                    assert move.sent_bytes.sum() < parts * segment + 50
-                    assert lengths[move.sent[move.staying]].sum() == move.sent_bytes[me]
-                    assert lengths[move.sent[: move.staying.start]].sum() == move.sent_bytes[:me].sum()
+            for move in itertools.chain(*planned):
+                assert move.sent_bytes.sum() < parts * segment + 50
+                for records, member, size_bytes in (move[:3], move[3:]):
+                    assert (np.diff(member) >= 0).all()
+                    assert np.bincount(member, lengths[records], parts).tolist() == size_bytes.tolist()
+                assert (whose_place[np.argsort(order)[move.sent]] == move.to).all()
 
     @given(st.integers(1, 300), st.integers(1, 9))
     def test_slices_are_equal_up_to_rounding(self, n, parts):
@@ -296,8 +298,8 @@ class TestRoom:
 
     def test_chunks_that_wait_are_not_counted_twice(self, monkeypatch):
         """On a machine with room for the part and a fifth of it."""
-        taken, whole = [], mem._memory
-        monkeypatch.setattr(mem, "_memory", lambda size_bytes: taken.append(size_bytes) or whole(size_bytes))
+        taken, whole = [], mem._pages
+        monkeypatch.setattr(mem, "_pages", lambda size_bytes: taken.append(size_bytes) or whole(size_bytes))
         monkeypatch.setattr(mem, "available_bytes", lambda: 1500 - sum(taken))
         monkeypatch.setattr(mem, "CHUNK_BYTES", 100)
         source = MemorySource(Damaged(50), Data())
@@ -466,10 +468,33 @@ class TestSource:
         told_s = source.awaited_s(3)
         assert source.awaited_s(7) > told_s == source.awaited_s(8) > came_s
 
+    def test_memory_that_nobody_reads_any_more_is_used_again(self, monkeypatch):
+        source = MemorySource(Damaged(90), Data())
+        source.load(np.arange(80))
+        address, size_bytes = source.newest().bytes.ctypes.data, source.newest().bytes.size
+        view = source.newest().bytes[5:7]
+        assert source.forget() is None  # the newest stays
+        source.take(Arena(np.arange(9), source.lengths))
+        assert source.forget() is None  # a view of it is left
+        del view
+        source.take(Arena(np.arange(9), source.lengths))
+        source.load(np.arange(80))
+        address = source.newest().bytes.ctypes.data
+        source.take(Arena(np.arange(9), source.lengths))
+        spare = source.forget()
+        assert spare is not None
+        arena = Arena(np.arange(78), source.lengths, spare)
+        assert (arena.bytes.ctypes.data, arena.bytes.size) == (address, sum(range(78)))
+        monkeypatch.setattr(mem, "available_bytes", lambda: size_bytes)
+        stays = np.zeros(80, int)
+        mem.shuffled(source, np.arange(80), stays, stays, 0, 1, spare)  # counted as there already
+        source.lengths[79] = len(spare)
+        assert Arena(np.arange(80), source.lengths, spare).bytes.size == len(spare) + sum(range(79))
+
     def test_memory_goes_back_with_the_last_view(self):
         source = MemorySource(Damaged(9), Data())
         source.load(np.arange(9))
-        pages = weakref.ref(source.newest().bytes.base)
+        pages = weakref.ref(source.newest().pages)
         view = source.record(3)[0]
         source.take(Arena(np.array([1]), source.lengths))
         assert bytes(source.record(3)[0]) == b"\3\3\3"  # while records are shuffled the old ones are there

@@ -14,6 +14,7 @@ import json
 import mmap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ SEGMENT_BYTES = 32 << 20  # a worker's part of what travels at once
 CHUNK_BYTES = 64 << 20  # of records that have been read and wait for the memory they will lie in
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
 READERS = 4  # threads: files are often on another machine
+MORE = 16  # of an arena's pages one in so many is more than it needs
 MOST_BYTES = 1 << 30  # of all parts together, and of a record: their sum stays below 2^31, whatever the lengths
 
 # ---------------------------------------------------------------- order and places
@@ -119,10 +121,11 @@ class Move(NamedTuple):
     """What one member sends and receives in one segment of a shuffle."""
 
     sent: np.ndarray  # i64[k], records by destination, then by place
+    to: np.ndarray  # i64[k], the member that each goes to
     sent_bytes: np.ndarray  # i64[parts], to each member
     received: np.ndarray  # i64[l], records by source, then by place
+    source: np.ndarray  # i64[l], the member that each comes from
     received_bytes: np.ndarray  # i64[parts], from each member
-    staying: slice  # of those in `sent`, which the member sends to itself
 
 
 def moves(
@@ -156,10 +159,8 @@ def moves(
     to = _by_segment(leaving, segment, after[leaving], parts)
     source = _by_segment(coming, segment, before[order[coming]], parts)
     for number in range(count):
-        sent, sent_bytes = _of_segment(number, to, order, lengths, parts)
-        received, received_bytes = _of_segment(number, source, order, lengths, parts)
-        begin, *edges = np.searchsorted(to[1], number * parts + np.array([0, me, me + 1])).tolist()
-        yield Move(sent, sent_bytes, received, received_bytes, slice(*(edge - begin for edge in edges)))
+        sent, received = (_of_segment(number, places, order, lengths, parts) for places in (to, source))
+        yield Move(*sent, *received)
 
 
 def _by_segment(
@@ -173,14 +174,14 @@ def _by_segment(
 
 def _of_segment(
     number: int, sorted_places: tuple[np.ndarray, np.ndarray], order: np.ndarray, lengths: np.ndarray, parts: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Records of one segment, and bytes by member."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Records of one segment, the member of each, and bytes by member."""
     places, keys = sorted_places
     begin, end = np.searchsorted(keys, [number * parts, (number + 1) * parts])
-    records = order[places[begin:end]]
+    records, member = order[places[begin:end]], keys[begin:end] - number * parts
     size_bytes = np.zeros(parts, np.int64)
-    np.add.at(size_bytes, keys[begin:end] - number * parts, lengths[records])
-    return records, size_bytes
+    np.add.at(size_bytes, member, lengths[records])
+    return records, member, size_bytes
 
 
 # ---------------------------------------------------------------- the bytes
@@ -192,14 +193,17 @@ class Arena:
     Args:
         records: i64[k], in the order in which they lie.
         lengths: i64[n], bytes of every record of the data set.
+        spare: pages to lie in, if they are enough: new ones must be cleared first, which takes longer than a copy.
     """
 
-    def __init__(self, records: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(self, records: np.ndarray, lengths: np.ndarray, spare: mmap.mmap | None = None) -> None:
         ends = np.cumsum(lengths[records])
         by_number = np.argsort(records)
         self.records = records[by_number]
         self.begins, self.ends = (ends - lengths[records])[by_number], ends[by_number]
-        self.bytes = _memory(int(ends[-1]) if len(ends) else 0)
+        size_bytes = int(ends[-1]) if len(ends) else 0
+        self.pages = _pages(size_bytes) if spare is None or len(spare) < size_bytes else spare
+        self.bytes = np.frombuffer(self.pages, np.uint8, size_bytes)
 
     def __contains__(self, record: int) -> bool:
         place = int(np.searchsorted(self.records, record))
@@ -263,12 +267,15 @@ def _check_left(need_bytes: float, left_bytes: float, whose: str) -> None:
     )
 
 
-def _memory(size_bytes: int) -> np.ndarray:
-    """u8 from the system itself, in large pages where it has them: NumPy's would stay with the process when freed."""
-    pages = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _pages(size_bytes: int) -> mmap.mmap:
+    """Memory from the system itself, in large pages where it has them: NumPy's would stay with the process when freed.
+
+    A little more than asked for, which takes none until it is used: another epoch's part may need it.
+    """
+    pages = mmap.mmap(-1, size_bytes + size_bytes // MORE + 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint8, size_bytes)
+    return pages
 
 
 def run_of(blobs: Iterator[Any]) -> list[Any]:
@@ -283,7 +290,8 @@ def run_of(blobs: Iterator[Any]) -> list[Any]:
 
 def _joined(blobs: list) -> np.ndarray:
     """u8: all of them, one after another."""
-    joined = _memory(sum(map(len, blobs)))
+    size_bytes = sum(map(len, blobs))
+    joined = np.frombuffer(_pages(size_bytes), np.uint8, size_bytes)
     at = 0
     for blob in blobs:
         joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
@@ -493,10 +501,12 @@ class MemorySource:
         """The arena that came last."""
         return self._arenas[0]
 
-    def forget(self) -> None:
-        """Let go of all arenas but the newest."""
+    def forget(self) -> mmap.mmap | None:
+        """Let go of all arenas but the newest; the pages of one that nobody reads any more."""
         with self._changed:
+            gone = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas[1:]]
             self._arenas = self._arenas[:1]
+        return next((pages for view, pages in gone if view() is None), None)
 
 
 def sample_first(records: np.ndarray) -> np.ndarray:
@@ -508,12 +518,21 @@ def sample_first(records: np.ndarray) -> np.ndarray:
 
 
 def shuffled(
-    source: MemorySource, order: np.ndarray, before: np.ndarray, after: np.ndarray, me: int, parts: int
+    source: MemorySource,
+    order: np.ndarray,
+    before: np.ndarray,
+    after: np.ndarray,
+    me: int,
+    parts: int,
+    spare: mmap.mmap | None = None,
 ) -> tuple[Arena, list[Move]]:
     """The arena that this part will have, still empty, and the moves that fill it from its begin to its end."""
     planned = list(moves(order, before, after, source.lengths, me, parts))
-    check_alone(sum(int(move.received_bytes.sum()) for move in planned))  # others may have taken memory since
-    return Arena(np.concatenate([move.received for move in planned]), source.lengths), planned
+    held_bytes = len(spare) * MORE // (MORE + 1) if spare else 0
+    check_alone(
+        sum(int(move.received_bytes.sum()) for move in planned), held_bytes
+    )  # others may have taken memory since
+    return Arena(np.concatenate([move.received for move in planned]), source.lengths, spare), planned
 
 
 def check_group(group: int, workers: int, each: int = 1) -> int:

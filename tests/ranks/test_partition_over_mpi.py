@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from jaxmpi import neighbours
 from jaxmpi.config import AgreedError, Data, UsageError
 from jaxmpi.data import ArraySource, Crew, Loader, Sampler, kind_for
 from jaxmpi.data import memory as mem
@@ -111,6 +112,26 @@ def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
     assert feed.memory.source.newest().records.tolist() == list(range(RANK, N, SIZE))
 
 
+@pytest.fixture(params=["one host", "hosts in turn", "forbidden on one rank"])
+def near(request, monkeypatch) -> int:
+    """Where ranks are, and how many of them this rank is near to, itself included."""
+    if request.param == "hosts in turn":
+        monkeypatch.setattr(CONTROL, "hosts", tuple(rank % 2 for rank in range(SIZE)))
+        return len(range(RANK % 2, SIZE, 2))
+    if request.param == "forbidden on one rank" and RANK == SIZE - 1:
+        monkeypatch.setattr(neighbours, "_readv", None)
+    return SIZE if request.param == "one host" else 1
+
+
+def test_who_is_near(near):
+    memory = kept(Shapes()).memory
+    assert memory is not None
+    assert int(memory.neighbours.near.sum()) == near
+    assert memory.neighbours.near[RANK]
+    memory.close()
+
+
+@pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("period", [0, 1, 3])
 @pytest.mark.parametrize("segment_bytes", [7, SEGMENT_BYTES])
