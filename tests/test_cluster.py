@@ -1,6 +1,7 @@
 """The emulated cluster: hosts with names, links and shared memory of their own, gone when it ends."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,9 +30,9 @@ if world.rank == 1:
 """
 
 
-def on_cluster(*args: str, timeout_s: float = 60):
+def on_cluster(*args: str, timeout_s: float = 60, env: dict[str, str] | None = None):
     """A run of the script; the test is skipped, visibly, where namespaces are not allowed."""
-    ended = run([*CLUSTER, *args], timeout_s=timeout_s, cwd=ROOT)
+    ended = run([*CLUSTER, *args], timeout_s=timeout_s, cwd=ROOT, env=env)
     if ended.code == NOT_PERMITTED:
         pytest.skip(ended.out.strip())
     assert not ended.timed_out, ended.out
@@ -44,6 +45,14 @@ def test_hosts_have_names_slots_and_shared_memory_of_their_own():
     assert ended.code == 0, ended.out
     assert {f"node{rank // 2} {rank}" for rank in range(6)} <= set(ended.out.splitlines())
     assert ended.out.splitlines().count("1") == 6  # nobody sees another host's file
+
+
+def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
+    """As the README has it; `:oversubscribe` alone puts all on the first."""
+    said = re.search(r"^export (PRTE_MCA_rmaps_default_mapping_policy)=(\S+)$", (ROOT / "README.md").read_text(), re.M)
+    assert said is not None
+    ended = on_cluster("--hosts", "3", "--", "mpirun", "-n", "3", "hostname", env=dict([said.groups()]))
+    assert sorted(ended.out.split()) == ["node0", "node1", "node2"]
 
 
 def test_a_link_carries_what_it_was_asked_to(tmp_path):
