@@ -51,7 +51,7 @@ def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
     """As the README has it; `:oversubscribe` alone puts all on the first."""
     said = re.search(r"^export (PRTE_MCA_rmaps_default_mapping_policy)=(\S+)$", (ROOT / "README.md").read_text(), re.M)
     assert said is not None
-    ended = on_cluster("--hosts", "3", "--", "mpirun", "-n", "3", "hostname", env=dict([said.groups()]))
+    ended = on_cluster("--hosts", "3", "--", "mpirun", "-n", "3", "hostname", env={said[1]: said[2]})
     assert sorted(ended.out.split()) == ["node0", "node1", "node2"]
 
 
