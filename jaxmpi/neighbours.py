@@ -55,7 +55,7 @@ def read(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> 
 class Neighbours:
     """The members of a group whose records this process reads out of their memory, and which read its own.
 
-    Communicates: once when made, an allgather over the group.
+    Communicates: once when made, two allgathers over the group.
 
     Args:
         group: communicator of mpi4py.

@@ -249,7 +249,7 @@ def keep(
 
     Examples of an evaluation are read in one order for ever: each worker keeps those that it reads.
 
-    Communicates: makes a communicator of each group.
+    Communicates: makes a communicator of each group; two allgathers over it.
 
     Raises:
         UsageError: the workers cannot be split into groups of that size.

@@ -342,6 +342,7 @@ def main() -> None:
     """Soak, and say what was counted."""
     asked = parse()
     folder = Path(asked.folder or tempfile.mkdtemp(prefix="soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
     if not asked.experiment:
         asked.experiment = str(folder / "softmax.py")
         Path(asked.experiment).write_text(TINY)

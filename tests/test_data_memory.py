@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from scipy import stats
 
 from jaxmpi.config import Data, UsageError
-from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, segments
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source, segments
 from jaxmpi.data import memory as mem
 from jaxmpi.data.memory import Arena, GroupSampler, MemorySource
 
@@ -490,6 +491,32 @@ class TestSource:
         mem.shuffled(source, np.arange(80), stays, stays, 0, 1, spare)  # counted as there already
         source.lengths[79] = len(spare)
         assert Arena(np.arange(80), source.lengths, spare).bytes.size == len(spare) + sum(range(79))
+
+    @pytest.mark.parametrize("kind", ["a damaged image is skipped", "a share is empty"])
+    def test_a_loader_keeps_nothing_of_a_part_that_is_forgotten(self, kind, tmp_path):
+        """Were it to wait for a collection of cycles, a run would hold part after part."""
+        inner = numbered(5)
+        if kind == "a damaged image is skipped":
+            for i in range(5):
+                path = tmp_path / "train" / "one" / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(np.random.default_rng(i).integers(0, 256, (40, 40, 3), np.uint8)).save(path)
+            path.write_bytes(path.read_bytes()[:-500])
+            inner = open_source(Data("imagefolder", dir=str(tmp_path)), "train")
+        data = Data(on_error="skip", loader="threads")
+        source = MemorySource(inner, data)
+        source.load(np.arange(5))
+        gc.collect()
+        gc.disable()
+        try:
+            with Loader(source, Sampler(5, 4, 1, 2), data, train=True) as loader:
+                for _ in range(3):
+                    next(loader)
+                source.take(Arena(np.arange(2), source.lengths))
+                assert source.forget() is not None
+                assert loader.skipped == (kind == "a damaged image is skipped")
+        finally:
+            gc.enable()
 
     def test_memory_goes_back_with_the_last_view(self):
         source = MemorySource(Damaged(9), Data())

@@ -13,8 +13,9 @@ HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x
 WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 
-CORE = "tests/ranks/test_exchange_over_mpi.py"
-SUITES = {2: ["tests/ranks"], 3: [CORE], 4: [CORE, "-k", "sum_equals"]}
+CORE, PARTITION = (f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "partition"))
+SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
+SUITES = {2: ["tests/ranks"], 3: [CORE], 4: [CORE, PARTITION, "-k", SOME]}
 WHOLE = [pytest.param(ranks, ["tests/ranks"], marks=pytest.mark.slow) for ranks in (3, 4, 8)]
 
 

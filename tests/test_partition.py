@@ -166,21 +166,28 @@ def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
 KILLED = """
 import os, signal, sys
 from jaxmpi import partition, train
-whole = partition.Memory._wait
+{where}
+whole, calls = kind.{name}, []
 
-def wait(self, request, *what):
-    if len(self.shuffle_s) == 1 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)  # the second shuffle is under way
-    whole(self, request, *what)
+def killed(self, *args):
+    calls.append(1)
+    if len(calls) == {calls} and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(self, *args)
 
-partition.Memory._wait = wait
+kind.{name} = killed
 train.main(sys.argv[1:])
 """
 
 
-def test_a_rank_that_is_killed_while_records_move(tmp_path):
+@pytest.mark.parametrize(
+    ("where", "name", "calls"),
+    [("kind = partition.Remote", "gather", 3), pytest.param("kind = partition.Memory", "_wait", 6, marks=SLOW)],
+    ids=["one reads", "one waits"],
+)
+def test_a_rank_that_is_killed_while_records_move(tmp_path, where, name, calls):
     (tmp_path / "tiny.py").write_text(TINY)
-    (tmp_path / "killed.py").write_text(KILLED)
+    (tmp_path / "killed.py").write_text(KILLED.format(where=where, name=name, calls=calls))
     before, begin = shared_memory(), time.monotonic()
     line = (str(tmp_path / "killed.py"), str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / "run"))
     ended = mpirun(3, *line, *PARTITION, "--train-for", "100ep", timeout_s=100)

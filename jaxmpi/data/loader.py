@@ -199,10 +199,11 @@ class Loader:
     def _good_row(self) -> Row:
         """The source's first good example: real pixels, since a model's batch statistics see them."""
         if self._filler is None:
-            self._filler = self._sample(0, range(len(self._recipe.source)))
-        if self._filler is None:
-            source = self._recipe.source
-            raise UsageError(f"{source.name}: not one of {len(source)} examples is good")
+            row = self._sample(0, range(len(self._recipe.source)))
+            if row is None:
+                source = self._recipe.source
+                raise UsageError(f"{source.name}: not one of {len(source)} examples is good")
+            self._filler = row._replace(image=row.image.copy())  # a view would keep a part of a data set in memory
         return self._filler
 
     def _corrupt(self, failures: list[Failure]) -> list[int]:

@@ -162,6 +162,8 @@ class Member:
                 failures.append(Failure(position, error))
                 if not (recipe.skip and isinstance(error, CorruptExample)):
                     break
+                # Frames would keep what was read, and so a whole part of a data set in memory.
+                error.__traceback__ = error.__cause__ = error.__context__ = None
         return Answer(message.ticket, failures)
 
 

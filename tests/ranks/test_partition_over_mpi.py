@@ -94,6 +94,26 @@ def test_the_same_batches_as_from_files(group, start):
     assert feed.memory.source.read_again <= epochs * is_empty + 4 * LOCAL * (start > 0)
 
 
+def test_two_parts_are_held_however_many_epochs(monkeypatch):
+    arenas, per_epoch = [], -(-N // (LOCAL * SIZE))
+    whole = mem.Arena.__init__
+
+    def noted(self, *args) -> None:
+        whole(self, *args)
+        arenas.append((weakref.ref(self.bytes), self.pages))
+
+    monkeypatch.setattr(mem.Arena, "__init__", noted)
+    feed = kept(numbered())
+    gc.disable()
+    try:
+        for _ in feed.batches(0, 7 * per_epoch):
+            assert sum(view() is not None for view, _ in arenas) <= 2
+    finally:
+        gc.enable()
+    assert len(arenas) == 8
+    assert len({id(pages) for _, pages in arenas}) <= 3  # the first had a part of another size
+
+
 def test_a_run_that_goes_back_reads_the_same_again():
     """As with `recover rollback`: the generator is left in the middle, and begun anew at an earlier step."""
     feed, per_epoch = kept(numbered()), -(-N // (LOCAL * SIZE))

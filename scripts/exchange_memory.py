@@ -1,0 +1,123 @@
+"""Memory that an exchange takes beyond the gradients, for every strategy: goal at most 3 K a rank for K bytes.
+
+python scripts/exchange_memory.py --ranks 4 --tree alexnet
+python scripts/cluster.py --hosts 4 -- python scripts/exchange_memory.py --ranks 4 --strategies ring32 lowrank4
+
+Each strategy has a job of its own. A rank holds the gradients, and what a compressor owes, and exchanges them in one jit;
+the kernel says by how much its memory has grown at most: means, copies, MPI's buffers. `used` is of calls that begin
+with a heap that has given freed memory back; `kept` after as many calls as they come, with holes in the heap. What a
+first exchange of single numbers grows (connections, code) and what compiling takes do not count. The rank that grows
+most does.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STRATEGIES = (
+    *("shm", "ar", "asa32", "asa16", "asa8", "ring32", "ring16", "ring:8", "tree:32", "hier-ring32", "hier-ring16"),
+    *("root:32", "pipering:32", "color4:32", "lowrank4", "topk1"),
+)
+GOAL = 3.0
+CALLS = 3
+
+
+def held_bytes(field: str) -> int:
+    """What the kernel counts for this process: VmRSS now, VmHWM at most since it was told to count anew."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def count_anew() -> int:
+    """Bytes held now, with freed memory given back; from here on VmHWM counts."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return held_bytes("VmRSS")
+
+
+def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+    """Bytes by which this rank's memory has grown at most: used, and kept."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmpi import compressors
+    from jaxmpi.exchange import exchange, exchange_gradients
+
+    tx = exchange_gradients(name) if compressors.is_compressor(name) else None
+    step = jax.jit(tx.update if tx else lambda grads, state: (exchange(grads, name), state))
+    used = kept = 0
+    for exchanged in ([(1,)] * 2, shapes):
+        grads = [jnp.ones(shape) for shape in exchanged]
+        state = jax.block_until_ready(tx.init(grads)) if tx else ()
+        before, peaks = count_anew(), []
+        for call in range(1 + 2 * CALLS):
+            _, state = jax.block_until_ready(step(grads, state))
+            peaks.append(held_bytes("VmHWM") - before)
+            if call < CALLS:
+                count_anew()
+        used, kept = max(peaks[1 : 1 + CALLS]), peaks[-1]  # the first compiles
+    return used, kept
+
+
+def run_job(options: argparse.Namespace) -> None:
+    """As a rank; rank 0 prints copies of the gradients."""
+    import jaxmpi
+    from jaxmpi.bench.options import trees
+    from jaxmpi.processes import processes
+
+    jaxmpi.world()
+    shapes = list(trees([options.tree])[options.tree].values())
+    size_bytes = 4 * sum(map(floats, shapes))
+    mine = [grown_bytes / size_bytes for grown_bytes in grown(options.strategies[0], shapes)]
+    rows = [json.loads(text) for text in processes().gather(json.dumps(mine))]
+    if processes().rank == 0:
+        print("copies", *map(max, zip(*rows, strict=True)))
+
+
+def floats(shape: tuple[int, ...]) -> int:
+    """In an array."""
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def measured(options: argparse.Namespace, strategy: str) -> tuple[float, float]:
+    """Copies of the gradients, used and kept, from a job of its own."""
+    line = ["mpirun", "-n", str(options.ranks), sys.executable, __file__, "--rank", "--tree", options.tree]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    env |= {"PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe"}
+    ended = subprocess.run([*line, "--strategies", strategy], env=env, capture_output=True, text=True, cwd=ROOT)
+    found = re.search(r"^copies (\S+) (\S+)$", ended.stdout, re.M)
+    if ended.returncode or found is None:
+        sys.exit(f"{strategy}: {ended.stdout}{ended.stderr}")
+    return float(found[1]), float(found[2])
+
+
+def main() -> None:
+    """A row a strategy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tree", default="alexnet", help="whose gradients, see `jaxmpi models`")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        return run_job(options)
+    print(f"{options.ranks} ranks, gradients of {options.tree}; goal {GOAL:g} K")
+    print("\n| strategy | used | kept |\n|---|---|---|")
+    for strategy in options.strategies:
+        used, kept = measured(options, strategy)
+        print(f"| `{strategy}` | {used:.2f} | {kept:.2f} |", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
