@@ -276,8 +276,13 @@ def cut_record(path: Path, step: int) -> None:
                 kept.append(line + b"\n")
         except (ValueError, AttributeError, TypeError, RecursionError):  # no line of ours
             continue
+    write_whole(path, b"".join(kept))
+
+
+def write_whole(path: Path, raw: bytes) -> None:
+    """Write a file aside, then rename it: who reads it finds the old one or the new one, never a part."""
     aside = path.with_suffix(".tmp")
-    aside.write_bytes(b"".join(kept))
+    aside.write_bytes(raw)
     aside.replace(path)
 
 

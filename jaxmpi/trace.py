@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxmpi.processes import Processes
+from jaxmpi.recorder import write_whole
 from jaxmpi.spans import TRACKS, Span
 
 FIRST_BUCKET = 100  # number of the first bucket's track
@@ -77,9 +78,7 @@ class Apart:
         if step >= self.last or is_end:
             self._is_open = False
             part = self._part(worker)
-            aside = part.with_suffix(".tmp")
-            aside.write_text(json.dumps(of_steps(self._kept, (self.first, self.last))))
-            aside.replace(part)
+            write_whole(part, json.dumps(of_steps(self._kept, (self.first, self.last))).encode())
 
     def merge(self, workers: int) -> str:
         """On worker 0, when the others have come to their end: what was written; empty where nothing was asked for."""

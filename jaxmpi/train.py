@@ -29,7 +29,7 @@ from jaxmpi.modelcheck import check_model
 from jaxmpi.noise import Noise
 from jaxmpi.parts import Functions, Plan, build_functions, initial_states, make_plan, settle_exchange
 from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, named_leaves, processes
-from jaxmpi.recorder import FORMAT, Recorder, cut_record
+from jaxmpi.recorder import FORMAT, Recorder, cut_record, write_whole
 from jaxmpi.rules import Rule
 from jaxmpi.saver import Saver, extra_of, identity, open_saver, restored, warn
 from jaxmpi.state import TrainState, worker_key
@@ -181,7 +181,7 @@ def run_in(
             "asked": functions.asked,
             "format": FORMAT,
         }
-        (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+        write_whole(folder / "config.json", (json.dumps(facts, indent=2) + "\n").encode())
         recorder.write("run", **facts)
     place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
     recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)

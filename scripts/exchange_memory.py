@@ -3,11 +3,11 @@
 python scripts/exchange_memory.py --ranks 4 --tree alexnet
 python scripts/cluster.py --hosts 4 -- python scripts/exchange_memory.py --ranks 4 --strategies ring32 lowrank4
 
-Each strategy has a job of its own. A rank holds the gradients, and what a compressor owes, and exchanges them in one jit;
-the kernel says by how much its memory has grown at most: means, copies, MPI's buffers. `used` is of calls that begin
-with a heap that has given freed memory back; `kept` after as many calls as they come, with holes in the heap. What a
-first exchange of single numbers grows (connections, code) and what compiling takes do not count. The rank that grows
-most does.
+Each strategy has a job of its own. A rank holds the gradients, and what a compressor owes, and exchanges them in one
+jit; the kernel says by how much its memory has grown at most: means, copies, MPI's buffers. `used` is of calls that
+begin with a heap that has given freed memory back; `kept` after as many calls as they come, with holes in the heap.
+What a first exchange of single numbers grows (connections, code) and what compiling takes do not count. The rank that
+grows most does.
 """
 
 import argparse

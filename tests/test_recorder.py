@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.anatomy import LOCAL, PARTS, Summary, summary, summary_apart
-from jaxmpi.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable
+from jaxmpi.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable, write_whole
 from jaxmpi.spans import Span
 from jaxmpi.terminal import Plain
 from launching import train
@@ -123,6 +123,21 @@ def test_a_run_that_goes_back_goes_on_in_the_same_file(tmp_path):
     record.write("rollback", step=6)
     record.close()
     assert [row["step"] for row in rows(tmp_path)] == [3, 6, 6]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    write_whole(path, b"old")
+
+    def full(self, raw):
+        with open(self, "wb") as file:
+            file.write(raw[:1])
+        raise OSError("no space left")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
 
 
 def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
