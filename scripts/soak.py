@@ -28,6 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 FOREVER = "100000000st"
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # jaxmpi.runtime's, which would import JAX
+WORDS = "words"  # jaxmpi.runtime's: a folder there, on the launcher's host, that goes with the job
 PROGRESS_S = 600.0  # from a kill to the next checkpoint, on a machine that may be busy
 GONE_S = 60.0  # from a kill to the end of the job's last process
 LOOK_S = 1.0  # between looks at what processes hold
@@ -296,7 +297,7 @@ def soak(asked: argparse.Namespace, folder: Path) -> dict:
     quiet, ranks, supervisors = time.monotonic(), ranks_of(folder), supervisors_of(folder)
     self.spend(60 * asked.quiet - min(60.0, 30 * asked.quiet))
     counted = {"rank": self.seen.growth(ranks, quiet), "supervisor": self.seen.growth(supervisors, begin + 60)}
-    counted |= {"leaked_on_hosts": sorted(leaked(folder, self.seen.folders))}
+    counted |= {"leaked_on_hosts": sorted(leaked(folder, self.seen.folders) - {WORDS})}
     self.end()
     minutes = round((time.monotonic() - begin) / 60, 1)
     counts = {"kills": self.kills, "while_saving": self.cut_off, "steps": self.step, "minutes": minutes}
