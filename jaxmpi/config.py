@@ -21,12 +21,27 @@ T = TypeVar("T")
 InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
 
 
+# What moves a terminal's cursor or changes its colours or title, and what turns the direction of text.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may get it: names of a stranger's files hold any bytes."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class UsageError(ValueError):
     """What the user asked for cannot be: got, expected, way out. Shown without a traceback."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class TrainingError(RuntimeError):
     """A run that cannot go on, for a reason the message gives in full. Shown without a traceback."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class AgreedError(TrainingError):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import tempfile
 import tracemalloc
@@ -588,3 +589,81 @@ def test_an_image_in_a_record_is_decoded_as_any_other(tmp_path):
     (folder / shard_name(0)).write_bytes(raw)
     with pytest.raises(CorruptExample, match=r"shard-00000\.bin at byte 0 \(example 0\)"):
         PackedSource(str(folder), 3, 0)[0]
+
+
+# ---------------------------------------------------------------- a half-packed set of a stranger's
+
+
+def half_packed(folder: Path) -> ArraySource:
+    whole = noise(12)
+    with pytest.raises(KeyboardInterrupt):
+        pack.pack(Breaks(whole.images, whole.labels), folder, PNG, threads=1)
+    return whole
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", [pack.JOB, "shard-00000.rows", "shard-00004.bin.tmp", "index.bin.tmp"])
+def test_packing_writes_through_no_link_and_waits_for_no_pipe(tmp_path, name, kind):
+    source, precious = half_packed(tmp_path / "a"), tmp_path / "precious"
+    precious.write_text("precious")
+    odd = tmp_path / "a" / name
+    odd.unlink(missing_ok=True)
+    odd.symlink_to(precious) if kind == "link" else os.mkfifo(odd)
+    with pytest.raises(UsageError, match=rf"{name}: got a link, or no regular file; packing writes nothing through"):
+        pack.pack(source, tmp_path / "a", PNG)
+    assert precious.read_text() == "precious"
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "note", [{"next": 10**6}, {"next": 0}, {"next": "4"}, {"skipped": "x"}, {"skipped": [1]}, {"records": 7}, DEEP]
+)
+def test_a_forged_note_counts_as_damaged(tmp_path, note):
+    source, path = half_packed(tmp_path), tmp_path / "shard-00001.json"
+    path.write_text(note if isinstance(note, str) else json.dumps({**json.loads(path.read_text()), **note}))
+    assert pack.pack(source, tmp_path, PNG) == pack.Packing(12, sum(Packed(tmp_path).manifest.shard_bytes), 0)
+    assert pack.damaged(Packed(tmp_path)) == []
+
+
+def test_rows_that_are_none_count_as_damaged(tmp_path):
+    source, note = half_packed(tmp_path), tmp_path / "shard-00001.json"
+    (tmp_path / "shard-00001.rows").write_bytes(b"1234567")
+    note.write_text(json.dumps({**json.loads(note.read_text()), "rows_crc32": zlib.crc32(b"1234567")}))
+    assert pack.pack(source, tmp_path, PNG).records == 12
+
+
+def test_a_job_that_is_nested_beyond_reading_is_begun_anew(tmp_path):
+    source = half_packed(tmp_path)
+    (tmp_path / pack.JOB).write_text(DEEP)
+    assert pack.pack(source, tmp_path, PNG).records == 12
+
+
+@pytest.mark.parametrize("skipped", ["x", -1, None, 1e308, [[[]]]])
+def test_a_finished_packing_that_lies_about_what_it_left_out(packed, skipped):
+    source, folder = packed
+    forge(folder, made={**Packed(folder).manifest.made, "skipped": skipped})
+    with pytest.raises(UsageError, match=r"got skipped .*; expected how many|damaged: fields \['made'\]"):
+        pack.pack(source, folder, PNG)
+
+
+def test_an_index_with_holes_larger_than_memory(packed):
+    _, folder = packed
+    forge(folder, records=1 << 32)
+    os.truncate(folder / INDEX, 20 << 32)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (64 << 30, before[1]))
+    try:
+        with pytest.raises(UsageError, match=r"got 85899345920 bytes; expected no more|more than there is memory"):
+            Packed(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_an_error_does_not_repeat_a_megabyte(packed):
+    _, folder = packed
+    forge(folder, **{"x" * 10**6: 1})
+    with pytest.raises(UsageError) as caught:
+        Packed(folder)
+    assert len(str(caught.value)) < 1000

@@ -680,3 +680,86 @@ class TestBatchFiles:
         with pytest.raises(UsageError, match=r"array\[1\]: got uint8\[4, 5, 3\]"):
             write_batch_files(ArraySource(images, [0, 1]), tmp_path, "train")
         assert not list((tmp_path / "train").glob("*.npy"))
+
+
+# ---------------------------------------------------------------- strangers' files
+
+
+@pytest.mark.parametrize("name", ["train/00000.npy", "train_labels.npy"])
+def test_batch_files_that_are_pipes_are_refused_without_waiting(batch_files, name):
+    (batch_files / name).unlink()
+    os.mkfifo(batch_files / name)
+    with pytest.raises(UsageError, match=rf"{name}: got no plain file; expected a .npy file"):
+        opened_batch_files(batch_files)
+
+
+def test_batch_files_with_holes_ask_for_no_memory(batch_files):
+    """Some kilobytes on the disk, terabytes by their size."""
+    for path in (batch_files / "train").iterdir():
+        path.unlink()
+    path = batch_files / "train" / "00000.npy"
+    path.write_bytes(npy_head("'descr': '|u1', 'fortran_order': False, 'shape': (1, 1048576, 1048576, 3)"))
+    os.truncate(path, (3 << 40) + 1000)
+    np.save(batch_files / "train_labels.npy", np.zeros(1, int))
+    with pytest.raises(UsageError, match=rf"got {3 << 40} bytes an image; expected <= 268435456"):
+        opened_batch_files(batch_files)
+
+
+def test_links_in_a_circle_are_no_images_and_no_classes(folder):
+    before = len(open_source(folder_data(folder), "train"))
+    (folder / "train" / "circle").symlink_to("circle")
+    (next((folder / "train").iterdir()) / "circle.jpg").symlink_to("circle.jpg")
+    assert len(open_source(folder_data(folder), "train")) == before
+
+
+def test_an_image_file_with_holes_is_corrupt_and_not_read(folder):
+    source: Any = open_source(folder_data(folder), "train")
+    os.truncate(source.where(0), 1 << 40)
+    with pytest.raises(CorruptExample, match=rf"got {1 << 40} bytes; expected at most {1 << 30}"):
+        source.encoded(0)
+
+
+def test_names_of_files_do_not_steer_the_terminal(folder):
+    odd = next(path for path in (folder / "train").rglob("*") if path.is_file())
+    odd = odd.rename(odd.with_name("\x1b]0;title\x07\u202e.png"))
+    odd.write_bytes(b"no image")
+    source = open_source(folder_data(folder), "train")
+    index = next(i for i in range(len(source)) if source.where(i) == str(odd))
+    with pytest.raises(CorruptExample) as caught:
+        source[index]
+    assert r"\x1b]0;title\x07\u202e.png" in str(caught.value)
+    assert "\x1b" not in str(pickle.loads(pickle.dumps(caught.value)))
+
+
+def test_an_eps_file_starts_no_ghostscript(tmp_path, monkeypatch):
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(UsageError, match="an EPS file is a program"):
+        decoded(eps, 3, 0)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_of_thousands_of_scans_is_refused(progressive):
+    """Each takes a few bytes and goes over all pixels; a scan of another kind of file needs bits for all of them."""
+    whole = photograph(progressive=progressive)
+    assert decoded(whole, 3, 0).ndim == 3
+    many = whole[:-2] + b"\xff\xda\x00\x08\x01\x01\x00\x01\x3f\x00" * 1000 + b"\xff\xd9"
+    if progressive:
+        with pytest.raises(UsageError, match=r"got a JPEG of 10\d\d scans; expected at most 500"):
+            decoded(many, 3, 0)
+
+
+def test_tfds_imports_no_module_that_a_data_set_names(tmp_path, monkeypatch):
+    pytest.importorskip("tensorflow_datasets")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "got_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    made = tmp_path / "mnist" / "3.0.1"
+    made.mkdir(parents=True)
+    (made / "features.json").write_text('{"pythonClassName": "got_evil.Feature", "featuresDict": {}}')
+    (made / "dataset_info.json").write_text('{"name": "mnist", "version": "3.0.1", "fileFormat": "array_record"}')
+    with pytest.raises(UsageError, match=r"got 'got_evil\.Feature'; expected features of TFDS itself"):
+        open_source(Data("tfds", dir=str(tmp_path), name="mnist:3.0.1"), "train")
+    assert not (tmp_path / "ran").exists()

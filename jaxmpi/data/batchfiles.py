@@ -20,8 +20,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jaxmpi.config import UsageError, check
+from jaxmpi.plain import open_plain
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
+MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
 MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
 
 
@@ -74,6 +76,8 @@ class BatchFileSource:
         _check_order(self.folder, self.files)
         headers = [header(os.path.join(self.folder, name)) for name in self.files]
         self.shape = headers[0].shape[1:]
+        each = math.prod(self.shape)  # of a file with holes, which is larger than its disk
+        check(each <= MOST_IMAGE_BYTES, f"{self._path(0)}: got {each} bytes an image; expected <= {MOST_IMAGE_BYTES}")
         odd = [i for i, found in enumerate(headers) if found.shape[1:] != self.shape]
         check(not odd, f"{self._path(odd[0] if odd else 0)}: got images of another shape than {self.shape} before it")
         self.offsets = np.array([found.offset for found in headers], np.int64)
@@ -148,7 +152,12 @@ def load_array(path: str, expected: Expected) -> np.ndarray:
     """
     with _reading(path, expected) as (file, found):
         file.seek(found.offset)
-        flat = np.fromfile(file, found.dtype, math.prod(found.shape))
+        try:
+            flat = np.fromfile(file, found.dtype, math.prod(found.shape))
+        except MemoryError as error:  # a file with holes may be larger than its disk
+            raise UsageError(
+                f"{path}: got {found}, more than there is memory for; expected {expected.words}"
+            ) from error
         check(flat.size == math.prod(found.shape), f"{path}: it cannot be read, or changed meanwhile")
         return flat.reshape(found.shape, order="F" if found.is_fortran else "C")
 
@@ -157,7 +166,7 @@ def load_array(path: str, expected: Expected) -> np.ndarray:
 def _reading(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
     """A .npy file and its header, which is what was expected and says no more than there is."""
     try:
-        with open(path, "rb") as file:
+        with open(open_plain(path, f"a .npy file, {expected.words}", follow=True), "rb") as file:
             found, size = _head(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
             check(expected.fits(found), f"{path}: got {found}; expected {expected.words}")
             missing = found.offset + math.prod(found.shape) * found.dtype.itemsize - size

@@ -19,6 +19,7 @@ SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
 # Of a JPEG that libjpeg-turbo decodes, and of an image that has been scaled; Pillow warns of larger files, and refuses
 # the largest.
 MAX_PIXELS = 1 << 26
+MAX_SCANS = 500  # of a progressive JPEG, which has ten: each goes over all blocks, and may be a few bytes
 
 
 class CorruptExample(UsageError):
@@ -70,6 +71,7 @@ def opened(blob: Any, channels: int) -> Picture:
     """
     import simplejpeg
 
+    _check_scans(memoryview(blob))
     with contextlib.suppress(ValueError):  # no JPEG, or one that is not sound: Pillow says which
         header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(blob)
         height, width, space = header[:3]
@@ -77,6 +79,20 @@ def opened(blob: Any, channels: int) -> Picture:
             return Picture(height, width, functools.partial(_jpeg, blob, channels), (blob, channels))
     pixels = _by_pillow(blob, channels)
     return Picture(pixels.shape[0], pixels.shape[1], lambda height, width: pixels)
+
+
+def _check_scans(blob: memoryview) -> None:
+    """Refuse a small JPEG that would take hours; one that is not progressive has bits for each block in each scan."""
+    if blob[:2] == b"\xff\xd8" and not _is_sequential(blob):
+        scans = bytes(blob).count(b"\xff\xda")
+        check(scans <= MAX_SCANS, f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
+
+
+def _is_sequential(blob: memoryview) -> bool:
+    at = 2
+    while at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in _SKIPPED:
+        at += 2 + int.from_bytes(blob[at + 2 : at + 4], "big")
+    return at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in (0xC0, 0xC1)
 
 
 def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True) -> np.ndarray:
@@ -101,6 +117,7 @@ def _by_pillow(blob: Any, channels: int) -> np.ndarray:
     from PIL import Image
 
     with Image.open(io.BytesIO(blob)) as image:
+        check(image.format != "EPS", "an EPS file is a program, which Pillow has Ghostscript run; expected an image")
         pixels = np.array(_convert(image, MODES[channels]))
     return pixels if pixels.ndim == 3 else pixels[..., None]
 

@@ -28,12 +28,14 @@ from jaxmpi.config import Data, UsageError, check, lookup
 from jaxmpi.data.images import CorruptExample, corrupt_if_it_fails, encoded, encoded_again, resized
 from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Manifest, Packed, checked, shard_name, write_manifest
 from jaxmpi.data.sources import SOURCES, PackedSource, Source, open_source, where
+from jaxmpi.plain import refuse_ways_out
 
 A = TypeVar("A")
 B = TypeVar("B")
 Progress = Callable[[int], None]  # how many more examples are done
 
 JOB = "packing.json"
+MOST_NOTE_BYTES = 1 << 16  # of a file that says what is packed, or how far; a few hundred are used
 AHEAD = 4  # examples in memory, per thread
 SHOWN = 20  # damaged records that are named
 
@@ -183,10 +185,11 @@ def pack(
     }
     with writing(folder, 0, len(source)):
         folder.mkdir(parents=True, exist_ok=True)
+        refuse_ways_out(folder, str(folder), "packing writes nothing through those: remove it")
     with claimed(folder, job) as is_new:
         if (folder / MANIFEST).exists():
             return finished(folder, job)
-        done = [] if is_new else whole_shards(folder)
+        done = [] if is_new else whole_shards(folder, len(source))
         with writing(folder, done[-1].next if done else 0, len(source)):
             _forget(folder, len(done))
         if progress and done:
@@ -228,8 +231,8 @@ def _begin(file: TextIO, folder: Path, job: dict[str, Any]) -> bool:
         raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
     file.seek(0)
     try:
-        begun = json.loads(file.read() or "null")
-    except ValueError:
+        begun = json.loads(file.read(MOST_NOTE_BYTES) or "null")
+    except (ValueError, RecursionError):
         begun = None  # it was stopped before it had written anything else
     check(
         begun in (None, job),
@@ -256,35 +259,56 @@ def finished(folder: Path, job: dict[str, Any]) -> Packing:
     packed = Packed(folder)
     made = {k: v for k, v in packed.manifest.made.items() if k != "skipped"}
     check(made == job, f"{folder}: packed from something else: {_changed(made, job)}; give another folder")
-    _tidy(folder, len(packed.manifest.shard_bytes))
+    skipped = packed.manifest.made.get("skipped")
+    check(_is_count(skipped), f"{folder}: got skipped {skipped!r:.80}; expected how many; delete this folder")
+    with writing(folder, len(packed), len(packed)):
+        _tidy(folder, len(packed.manifest.shard_bytes))
     return Packing(len(packed), sum(packed.manifest.shard_bytes), int(packed.manifest.made["skipped"]))
 
 
-def whole_shards(folder: Path) -> list[Shard]:
+def whole_shards(folder: Path, examples: int) -> list[Shard]:
     """Notes of the shards that an earlier packing has put in place, up to the first that is missing or damaged.
+
+    Args:
+        folder: of the split.
+        examples: of the source, of which no note can tell more.
 
     Raises:
         UsageError: one cannot be read.
     """
     done: list[Shard] = []
-    while (shard := _whole(folder, len(done))) is not None:
+    while (shard := _whole(folder, len(done), done[-1].next if done else 0, examples)) is not None:
         done.append(shard)
     return done
 
 
-def _whole(folder: Path, number: int) -> Shard | None:
-    note = _note(folder, number)
+def _whole(folder: Path, number: int, first: int, examples: int) -> Shard | None:
+    """The note of a shard of examples from `first` on."""
+    note, rows_file = _note(folder, number), _rows(folder, number)
     try:
-        shard = Shard(**json.loads(note.read_bytes()))
+        with note.open("rb") as file:
+            shard = Shard(**json.loads(file.read(MOST_NOTE_BYTES)))
         bin_bytes = (folder / shard_name(number)).stat().st_size
-        rows = _rows(folder, number).read_bytes()
-    except (FileNotFoundError, TypeError, ValueError):
+        if not _is_sound(shard, first, examples) or rows_file.stat().st_size != shard.records * ROW.itemsize:
+            return None
+        rows = rows_file.read_bytes()
+    except (FileNotFoundError, RecursionError, TypeError, ValueError):
         return None
     except OSError as error:  # it may be there again tomorrow: hours of packing are not thrown away for that
         raise UsageError(
             f"{note}, or its shard, cannot be read: {error}; mend it, or delete {folder} and pack again"
         ) from error
     return shard if bin_bytes == shard.size_bytes and zlib.crc32(rows) == shard.rows_crc32 else None
+
+
+def _is_sound(shard: Shard, first: int, examples: int) -> bool:
+    """Whether a note's numbers, which a stranger may have written, can be true."""
+    is_told = all(map(_is_count, shard)) and first < shard.next <= examples
+    return is_told and shard.records + shard.skipped == shard.next - first
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _forget(folder: Path, whole: int) -> None:

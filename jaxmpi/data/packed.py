@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxmpi.config import UsageError, check
 from jaxmpi.data.images import CorruptExample
+from jaxmpi.plain import open_plain, read_plain
 
 FORMAT = "jaxmpi packed 1"
 MANIFEST, INDEX = "manifest.json", "index.bin"
@@ -33,6 +34,7 @@ ROW = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4"), ("crc32"
 MAX_RECORD_BYTES = 1 << 30  # counts of MPI messages are C ints
 MAX_MANIFEST_BYTES = 4 << 20  # as objects of Python perhaps thirty times as much
 MAX_SHARDS = 100_000
+PLAIN = "a file of a packed data set, no link"
 # Halves of surrogate pairs, but for those in which Python holds the bytes of a folder's name that is not UTF-8.
 NO_TEXT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
@@ -79,37 +81,6 @@ def checked(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
 # ---------------------------------------------------------------- reading what a stranger may have written
 
 
-def open_plain(path: Path) -> int:
-    """A file descriptor for reading; only of a plain file in its own place.
-
-    Raises:
-        UsageError: it is missing, a link, a folder or a device.
-    """
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; expected a file of a packed data set, no link") from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise UsageError(f"{path}: expected a plain file")
-    return file
-
-
-def read_plain(path: Path, most_bytes: int) -> bytes:
-    """All of a plain file.
-
-    Raises:
-        UsageError: it is none, larger than it may be, or cannot be read.
-    """
-    with open(open_plain(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        check(size <= most_bytes, f"{path}: got {size} bytes; expected at most {most_bytes}")
-        try:
-            return file.read(size)
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read: {error}; copy it again") from error
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, each of its fields checked.
 
@@ -122,14 +93,17 @@ def read_manifest(folder: Path) -> Manifest:
         f"{folder}: no {MANIFEST}, so no packed data set, or one not finished; make it with: jaxmpi data pack SRC DST",
     )
     try:
-        fields = json.loads(read_plain(path, MAX_MANIFEST_BYTES))
+        fields = json.loads(read_plain(path, MAX_MANIFEST_BYTES, PLAIN))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: damaged: {error}") from error
     check(isinstance(fields, dict), f"{path}: damaged: expected an object")
     got = fields.pop("format", None)
     check(got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT!r}")
     wrong = [name for name, fits in FIELDS.items() if name not in fields or not fits(fields[name])]
-    check(not wrong and set(fields) == set(FIELDS), f"{path}: damaged: fields {wrong or sorted(fields)[:10]}")
+    check(
+        not wrong and set(fields) == set(FIELDS),
+        f"{path}: damaged: fields {wrong or [name[:80] for name in sorted(fields)[:10]]}",
+    )
     return Manifest(**fields)._replace(names=tuple(fields["names"]), shard_bytes=tuple(fields["shard_bytes"]))
 
 
@@ -149,7 +123,7 @@ FIELDS = {
         isinstance(value, list) and len(value) <= MAX_SHARDS and all(_is_whole(size, 1 << 48) for size in value)
     ),
     "index_sha256": lambda value: isinstance(value, str),
-    "made": lambda value: isinstance(value, dict),
+    "made": lambda value: isinstance(value, dict) and all(isinstance(of, str | int) for of in value.values()),
 }
 
 
@@ -160,10 +134,15 @@ def read_index(folder: Path, manifest: Manifest) -> np.ndarray:
         UsageError: it is missing or damaged, or does not fit the manifest; the first record that is wrong.
     """
     path, n = folder / INDEX, manifest.records
-    with open(open_plain(path), "rb") as file:
+    with open(open_plain(path, PLAIN), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         check(size == n * ROW.itemsize, f"{path}: got {size} bytes; expected {n * ROW.itemsize}, {n} records")
-        rows = np.fromfile(file, ROW, n)
+        try:
+            rows = np.fromfile(file, ROW, n)
+        except MemoryError as error:  # a file with holes may be larger than its disk
+            raise UsageError(
+                f"{path}: got {size} bytes, more than there is memory for; use a larger machine"
+            ) from error
     check(len(rows) == n, f"{path}: got {len(rows)} of {n} records; it cannot be read, or changed meanwhile")
     digest = hashlib.sha256(rows.view(np.uint8).data).hexdigest()
     check(digest == manifest.index_sha256, f"{path}: damaged: its SHA-256 is not that of {MANIFEST}")
@@ -282,7 +261,7 @@ class Packed:
         if shard not in self._files:
             with self._lock:
                 if shard not in self._files:
-                    self._files[shard] = open_plain(self.folder / shard_name(shard))
+                    self._files[shard] = open_plain(self.folder / shard_name(shard), PLAIN)
         return self._files[shard]
 
     def digest(self) -> str:

@@ -3,6 +3,7 @@
 A new source is one class and one row in `SOURCES`.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -15,8 +16,8 @@ import numpy as np
 from jaxmpi.config import Data, UsageError, check, lookup
 from jaxmpi.data import batchfiles as batches
 from jaxmpi.data.batchfiles import BatchFileSource
-from jaxmpi.data.images import MODES, corrupt_if_it_fails, decoded, resized
-from jaxmpi.data.packed import Packed
+from jaxmpi.data.images import MODES, CorruptExample, corrupt_if_it_fails, decoded, resized
+from jaxmpi.data.packed import MAX_RECORD_BYTES, Packed
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.text import stdlib, text
 
@@ -263,7 +264,10 @@ class FolderSource:
         """The bytes of file `index`, and its label."""
         # A file that cannot be read is no corrupt image: never skipped. All of it is read at once, so without a buffer.
         with open(self.where(index), "rb", buffering=0) as file:
-            return file.read(), int(self.labels[index])
+            blob = file.read() if (size := os.fstat(file.fileno()).st_size) <= MAX_RECORD_BYTES else None
+        if blob is None:  # a file with holes may be larger than its disk
+            raise CorruptExample(self.where(index), index, f"got {size} bytes; expected at most {MAX_RECORD_BYTES}")
+        return blob, int(self.labels[index])
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         blob, label = self.encoded(index)
@@ -274,16 +278,32 @@ _LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
 
 
 def _folders(root: str) -> list[str]:
-    with os.scandir(root) as entries:
-        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+    with _listing(root), os.scandir(root) as entries:
+        return sorted(e.name for e in entries if not e.name.startswith(".") and _is(e.is_dir))
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """What an entry of a folder is; nothing where its link leads in a circle."""
+    try:
+        return kind()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _listing(folder: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {_LAYOUT}") from error
 
 
 def _images(folder: str) -> list[str]:
     def names() -> Iterator[str]:
-        with os.scandir(folder) as entries:
+        with _listing(folder), os.scandir(folder) as entries:
             for entry in entries:
                 is_image = entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")
-                if is_image and entry.is_file():
+                if is_image and _is(entry.is_file):
                     yield entry.name
 
     return sorted(names()) if os.path.isdir(folder) else []
@@ -415,7 +435,30 @@ class TfdsSource:
 def _tfds_in_folder(folder: str, split: str, channels: int, resize: int) -> TfdsSource:
     from tensorflow_datasets.core import read_only_builder
 
-    return TfdsSource(read_only_builder.builder_from_directory(folder), split, channels, resize)
+    with _own_features():
+        builder = read_only_builder.builder_from_directory(folder)
+    return TfdsSource(builder, split, channels, resize)
+
+
+@contextlib.contextmanager
+def _own_features() -> Iterator[None]:
+    """Keep TFDS from importing what features.json names, any module that Python finds, but for its own."""
+    from tensorflow_datasets.core.features.feature import FeatureConnector
+
+    find = FeatureConnector.cls_from_name
+
+    def own(name: str) -> Any:
+        check(
+            isinstance(name, str) and name.startswith("tensorflow_datasets."),
+            f"tfds: features.json: got {name!r:.80}; expected features of TFDS itself: others are code",
+        )
+        return find(name)
+
+    FeatureConnector.cls_from_name = staticmethod(own)
+    try:
+        yield
+    finally:
+        FeatureConnector.cls_from_name = find
 
 
 _TFDS_PREPARE = (
@@ -433,7 +476,8 @@ def tfds(config: Data, split: str) -> Source:
         from tensorflow_datasets.core import read_only_builder
 
         # From files only: the trainer neither downloads nor runs the code of a data set.
-        builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
+        with _own_features():
+            builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
         return TfdsSource(builder, name, config.channels, config.resize)
     except ImportError as error:  # of tensorflow-datasets or array-record
         raise UsageError(f"tfds: {error}; install it with pip install 'jaxmpi[tfds]'") from error
