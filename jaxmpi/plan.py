@@ -26,6 +26,7 @@ from jaxmpi import costs, runtime
 from jaxmpi.comm import Comm, MpiComm
 from jaxmpi.config import UsageError, check, lookup, seconds_from
 from jaxmpi.costs import Fit, Link, Net
+from jaxmpi.plain import read_plain
 from jaxmpi.processes import MpiProcesses, statement
 from jaxmpi.strategies import parse
 from jaxmpi.sums import sums
@@ -33,6 +34,9 @@ from jaxmpi.wires import WIRES
 
 BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # of a probe; what has begun when it is over is finished
 FORMAT = 1
+MOST_BYTES = 1 << 20  # of a saved probe; a few thousand are used
+MOST = 1e9  # of whatever a saved probe counts or times; its least time is 1 / MOST
+MOST_RANKS = 1 << 20  # of a saved probe
 BUCKETS = (4 << 20, 1 << 20, 16 << 20, 64 << 20)  # bytes; the first stays unless another gains MARGIN
 MARGIN = 0.05
 SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
@@ -427,13 +431,32 @@ def from_json(value: Any) -> Probe:
         parse(name).name: {int(n): float(s) for n, s in times.items()} for name, times in value["seconds"].items()
     }
     numbers = [*made.inside, *made.between, made.gamma_s_per_byte, made.call_s, *made.codec_s_per_float.values()]
-    check(all(math.isfinite(x) and x >= 0 for x in numbers), "a price is negative or not finite")
-    check(made.hosts >= 1 and made.slots >= 1 and made.cores > 0, "no hosts, ranks or cores")
-    check(all(s > 0 and n > 0 for times in seconds.values() for n, s in times.items()), "a time is not > 0")
+    check(all(0 <= x <= MOST for x in numbers), "a price is negative or not finite")
+    check(type(made.hosts) is int and type(made.slots) is int, "hosts or ranks are no whole numbers")
+    check(made.hosts >= 1 and made.slots >= 1 and made.cores >= 1 / MOST, "no hosts, ranks or cores")
+    check(made.hosts <= MOST_RANKS and made.workers <= MOST_RANKS, "too many hosts or ranks")
+    times = [(n, s) for each in seconds.values() for n, s in each.items()]
+    check(all(1 / MOST <= s <= MOST and 0 < n <= MOST for n, s in times), "a time is not > 0, or none of a vector")
     return Probe(made, seconds)
 
 
-DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)  # what reading can raise
+def check_hosts(hosts: Any) -> None:
+    """Refuse what is no table of ranks by host's name; names are printed."""
+    check(isinstance(hosts, dict), "no hosts")
+    check(
+        all(name.isprintable() and type(ranks) is int for name, ranks in hosts.items()), "a host has no name or ranks"
+    )
+
+
+DAMAGED = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+)  # what reading can raise
 
 
 def read(key: Mapping[str, Any]) -> Probe | None:
@@ -442,11 +465,11 @@ def read(key: Mapping[str, Any]) -> Probe | None:
         return None
     try:
         path = file_of(key)
-        value = json.loads(path.read_bytes())
+        if not os.path.lexists(path):
+            return None
+        value = json.loads(read_plain(path, MOST_BYTES, "a probe"))
         check(value["format"] == FORMAT and value["key"] == key, "of another kind")
         return from_json(value)
-    except FileNotFoundError:
-        return None
     except DAMAGED as error:
         print(f"jaxmpi: the saved probe cannot be used ({error}); probing again", file=sys.stderr)
         return None
@@ -455,10 +478,11 @@ def read(key: Mapping[str, Any]) -> Probe | None:
 def newest() -> tuple[dict[str, Any], Probe] | None:
     """The last saved probe on this machine that can be read, and what it is true for."""
     folder = runtime.cache_folder("probes")
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime, reverse=True):
         try:
-            value = json.loads(path.read_bytes())
-            check(value["format"] == FORMAT and isinstance(value["key"]["hosts"], dict), "of another kind")
+            value = json.loads(read_plain(path, MOST_BYTES, "a probe"))
+            check(value["format"] == FORMAT, "of another kind")
+            check_hosts(value["key"]["hosts"])
             return value["key"], from_json(value)
         except DAMAGED:  # `read` says so where it matters
             continue

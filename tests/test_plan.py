@@ -5,6 +5,7 @@ On real ranks: tests/ranks/test_plan_over_mpi.py and the runs of the trainer at 
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -318,6 +319,13 @@ DAMAGE = {
     "no ranks": changed(net=SAVED.net._asdict() | {"slots": 0}),
     "an unknown strategy": changed(seconds={"warp:32": {"8": 1.0}}),
     "no seconds": changed(seconds={"asa:32": {"8": 0.0}}),
+    "a price beyond floats": changed(net=SAVED.net._asdict() | {"gamma_s_per_byte": 10**400}),
+    "a time beyond floats": changed(seconds={"asa:32": {"8": 10**400}}),
+    "a vector beyond floats": changed(seconds={"asa:32": {"1" + "0" * 400: 1.0}}),
+    "next to no cores": changed(net=SAVED.net._asdict() | {"cores": 1e-320}),
+    "half a host": changed(net=SAVED.net._asdict() | {"hosts": 2.5}),
+    "ranks that fill the memory": changed(net=SAVED.net._asdict() | {"hosts": 10**6, "slots": 10**6}),
+    "nested beyond reading": "[" * 100_000,
 }
 
 
@@ -329,6 +337,24 @@ def test_a_damaged_file_counts_as_none(damage, cache, capsys):
     assert "the saved probe cannot be used (" in capsys.readouterr().err
     if damage != "of other hosts":
         assert plan.newest() is None
+
+
+def test_what_is_no_plain_file_counts_as_none(cache, capsys):
+    plan.save(KEY, SAVED)
+    path = plan.file_of(KEY)
+    path.with_name("lost.json").symlink_to("nowhere")
+    os.mkfifo(path.with_name("pipe.json"))
+    assert plan.newest() == (KEY, SAVED)
+    path.unlink()
+    os.mkfifo(path)
+    assert plan.read(KEY) is None
+    assert "got no plain file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hosts", [{"\x1b]0;title\x07": 8}, {"\ud800": 8}, {"node0": "8"}])
+def test_a_probe_of_hosts_that_have_no_names_is_not_shown(hosts, cache):
+    plan.save({**KEY, "hosts": hosts}, SAVED)
+    assert plan.newest() is None
 
 
 # ---------------------------------------------------------------- jaxmpi plan
