@@ -53,7 +53,7 @@ class Lines(NamedTuple):
         """Lines with their points, and the bound."""
         for i, (name, line) in enumerate(self.series.items()):
             every = max(1, len(line) // MARKED)
-            axes.plot(*columns(line), style(i), color=colour(i), label=name, markersize=4, markevery=every)
+            axes.plot(*columns(line), style(i), color=colour(i), label=literal(name), markersize=4, markevery=every)
         if self.bound:
             axes.plot(*columns(self.bound), **BOUND)
         points = [point for line in [*self.series.values(), self.bound] for point in line]
@@ -88,7 +88,7 @@ class Bars(NamedTuple):
         axes.bar_label(drawn, [EngFormatter(self.x.unit, places=2)(middle) for middle in middles], padding=4)
         if self.bound is not None:
             axes.axvline(self.bound, **BOUND)
-        axes.set_yticks(rows, names)
+        axes.set_yticks(rows, [*map(literal, names)])
         axes.invert_yaxis()
         axes.margins(x=0.12)  # for the last bar's value
         scale(axes, "x", self.x, [*lows, *highs, *([self.bound] if self.bound else [])])
@@ -195,7 +195,7 @@ def figure(panels: Sequence[Panel]) -> "Figure":
     rows = made.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, panel in zip(rows, panels, strict=True):
         panel.draw(axes)
-        axes.set_title(panel.title, loc="left")
+        axes.set_title(literal(panel.title), loc="left")
         if not isinstance(panel, Map):
             axes.grid(alpha=0.4)
         axes.set_axisbelow(True)
@@ -232,6 +232,11 @@ def colour(i: int) -> Any:
 
     colours = color_sequences["petroff10"]
     return colours[i % len(colours)]
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib takes for no formula."""
+    return text.replace("$", r"\$")
 
 
 def style(i: int) -> str:

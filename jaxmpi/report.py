@@ -19,6 +19,7 @@ import numpy as np
 from jaxmpi import plots
 from jaxmpi.anatomy import PARTS
 from jaxmpi.config import UsageError, check
+from jaxmpi.plain import read_plain, refuse_ways_out
 from jaxmpi.plots import Areas, Bars, Lines, Map, Panel, Quantity
 from jaxmpi.processes import flatten_json
 from jaxmpi.recorder import FORMAT
@@ -26,6 +27,10 @@ from jaxmpi.recorder import FORMAT
 MOST_LINES = 8_000  # of steps that are read; of a longer record every n-th
 POINTS = 400  # of a line; of a longer record, means of neighbours
 COLUMNS = 200  # of a map
+MOST_RANKS = 1 << 20
+MOST = 1e100  # sums of what is drawn shall be finite
+MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
+MOST_DEEP = 32  # objects in one another in a line
 MOST_BUCKETS = 40  # drawn; the slowest
 STEP, SECONDS = Quantity("step", base=None), Quantity("seconds of training", base=None)
 NUMBERS = (
@@ -67,10 +72,7 @@ def read(folder: Path, name: str = "") -> Record:
         UsageError: it cannot be read, is none, or holds no line yet.
     """
     path = folder / "record.jsonl"
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}; name a run directory") from error
+    lines = read_plain(path, MOST_RECORD_BYTES, "the record of a run, no link; name a run directory").split(b"\n")
     rows, broken = parsed(sampled(lines))
     check(bool(rows), f"{str(path)!r} holds no line yet; wait for the first step, or name another run")
     facts = next((row for row in reversed(rows) if row.get("kind") == "run"), {})
@@ -81,7 +83,7 @@ def read(folder: Path, name: str = "") -> Record:
         facts,
         columns(trains),
         own_times(trains),
-        max(1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int)), 1),
+        max(1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1),
         [row for row in rows if row.get("kind") == "eval"],
         buckets_of(rows),
         [row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
@@ -113,13 +115,29 @@ def parsed(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
     rows, broken = [], 0
     for line in lines:
         try:
-            row = json.loads(line) if line else None
-        except ValueError:
+            row = plain_text(json.loads(line)) if line else None
+        except (ValueError, RecursionError):
             broken += line is not lines[-1]
             continue
         if isinstance(row, dict):
             rows.append(row)
     return rows, broken
+
+
+def plain_text(value: Any, deep: int = 0) -> Any:
+    """A JSON value whose texts can be written and drawn; halves of surrogate pairs in it become `?`.
+
+    Raises:
+        ValueError: it is deeper than lines of a record are.
+    """
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if not isinstance(value, (list, dict)):
+        return value
+    check(deep < MOST_DEEP, "too deep")
+    if isinstance(value, list):
+        return [plain_text(each, deep + 1) for each in value]
+    return {plain_text(name): plain_text(each, deep + 1) for name, each in value.items()}
 
 
 def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
@@ -144,8 +162,8 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def number(value: Any) -> float:
-    """A float, NaN for what is none or not finite."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+    """A float, NaN for what is none, not finite, or so large that only a forged record has it."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
 
 
 def median_of(row: Mapping[str, Any], part: str) -> float:
@@ -416,6 +434,8 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
     records = [read(run, name) for run, name in zip(runs, names(runs), strict=True)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for made in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have made them
+            refuse_ways_out(made, repr(str(made)), "a report is not written through those: remove it, or use --out")
         pictures = drawn(records, folder)
         (folder / "index.html").write_text(page(records, pictures), encoding="utf-8")
     except OSError as error:
@@ -425,7 +445,7 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
 
 def names(runs: Sequence[Path]) -> list[str]:
     """Of the run directories; with their number where two are called the same."""
-    short = [run.resolve().name for run in runs]
+    short = [plain_text(run.resolve().name) for run in runs]
     return [name if short.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 

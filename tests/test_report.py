@@ -207,7 +207,7 @@ def test_an_empty_record(tmp_path, content):
 
 
 def test_no_record_and_no_permission(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read: No such file or directory; name a run directory"):
+    with pytest.raises(UsageError, match="No such file or directory; expected the record of a run, no link"):
         read(tmp_path)
     run = write_run(tmp_path / "run", lines=3)
     (tmp_path / "file").write_text("")
@@ -245,7 +245,7 @@ def test_a_run_directory_without_permission_and_a_machine_without_display(tmp_pa
     page, first, second = ended.stdout.splitlines()
     assert page == str(tmp_path / "out" / "index.html")
     assert (tmp_path / "out" / "by_step.png").stat().st_size > 1000
-    assert "cannot be read: Permission denied; name a run directory" in first
+    assert "Permission denied; expected the record of a run" in first
     assert "Permission denied; use --out FOLDER" in second
 
 
@@ -319,3 +319,66 @@ def test_a_browser_shows_the_page(two_runs, tmp_path):
     assert dumped.stdout.count("<svg") == 11
     with Image.open(shot) as picture:
         assert len(picture.convert("RGB").resize((120, 900)).getcolors(120 * 900) or []) > 50
+
+
+# ---------------------------------------------------------------- a stranger's run
+
+
+def forged(folder: Path, kind: str, **fields: object) -> Path:
+    """A run whose last lines of a kind have other fields."""
+    path = write_run(folder, lines=10) / "record.jsonl"
+    lines = [*map(json.loads, path.read_text().splitlines())]
+    for i in [i for i, row in enumerate(lines) if row["kind"] == kind][-3:]:
+        lines[i] = {**lines[i], **fields}
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return folder
+
+
+def deep(depth: int, value: object = 1) -> object:
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("train", {name: 10**400 for name in ("loss", "step", "own_ranks")}),
+        ("train", {"loss": 1e308, "lr": -1e308}),
+        ("train", {"slowest": "\ud800"}),
+        ("eval", {"eval_loss": 10**400}),
+        ("exchange", {"buckets": [["$\\frac{$", 0.1, 0.1], ["\ud800", 0.1, 0.1], ["a", 10**400, 1]]}),
+        ("run", {"strategy": "\ud800", "\ud801": 1}),
+        ("run", {"more": deep(300)}),
+    ],
+)
+def test_a_forged_record_gives_a_page(kind, fields, tmp_path):
+    assert report.write([forged(tmp_path / "run", kind, **fields)], tmp_path / "out").exists()
+
+
+def test_a_line_that_is_nested_beyond_reading_is_damaged(tmp_path):
+    run = write_run(tmp_path / "run", lines=3)
+    with (run / "record.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    assert "1 lines are damaged and left out" in read(run).notes
+
+
+def test_names_of_a_record_are_no_markup(tmp_path):
+    evil = "--><script>alert(1)</script>"
+    run = forged(tmp_path / "run", "exchange", buckets=[[evil, 0.1, 0.1]])
+    text = report.write([forged(run.with_name("second"), "run", strategy=evil, **{evil: evil}), run], tmp_path / "out")
+    assert "script" not in Page(text.read_text()).tags
+    assert "&lt;script&gt;" in text.read_text()
+
+
+@pytest.mark.parametrize("name", ["report", "report/index.html", "report/speed.png", "record.jsonl"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_report_writes_through_no_link_and_waits_for_no_pipe(name, kind, tmp_path):
+    run, elsewhere = write_run(tmp_path / "run", lines=3), tmp_path / "elsewhere"
+    elsewhere.mkdir() if name == "report" else elsewhere.write_text("precious")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(elsewhere) if kind == "link" else os.mkfifo(run / name)
+    with pytest.raises(UsageError, match=r"no regular file; a report|no plain file|symbolic links|written to"):
+        report.write([run], run / "report")
+    assert os.listdir(elsewhere) == [] if name == "report" else elsewhere.read_text() == "precious"
