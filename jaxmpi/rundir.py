@@ -20,6 +20,7 @@ from jaxmpi import config
 from jaxmpi import experiment as experiments
 from jaxmpi.checkpoint import found, newest
 from jaxmpi.config import Experiment, UsageError, check
+from jaxmpi.plain import refuse_ways_out
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
 
@@ -57,33 +58,17 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Path
     """Choose the run directory, make it and its record, and lock it."""
     try:
         folder = resumed(experiment, name) if experiment.resume else new(experiment, name)
-        refuse_ways_out(folder)
+        refuse_ways_out(
+            folder,
+            f"run directory {str(folder)!r}",
+            "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
+        )
         held.enter_context(locked(folder))
         if not experiment.resume:
             begin_record(folder)
     except OSError as error:
         raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
     return folder
-
-
-def refuse_ways_out(folder: Path) -> None:
-    """Keep a run within its directory, which someone else may have made: what it writes would go where a link leads.
-
-    Raises:
-        UsageError: something in it is neither a file nor a folder.
-    """
-    with os.scandir(folder) as entries:
-        odd = [entry.name for entry in entries if not (entry.is_file(follow_symlinks=False) or is_folder(entry))]
-    check(
-        not odd,
-        f"run directory {str(folder)!r}: {', '.join(sorted(odd)[:5])}: got a link, or no regular file; a run writes "
-        "nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
-    )
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is one itself, not a link to one."""
-    return entry.is_dir(follow_symlinks=False)
 
 
 @contextlib.contextmanager
@@ -93,14 +78,14 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UsageError: another job has it: its host and process.
     """
-    with (folder / "lock").open("a+") as file:
+    with (folder / "lock").open("a+", errors="backslashreplace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
+            holder = file.read(200).strip() or "another job"
             raise UsageError(
-                f"run directory {str(folder)!r} is in use by {file.read().strip() or 'another job'}; wait for its end, "
-                "or name another with --run-dir"
+                f"run directory {str(folder)!r} is in use by {holder}; wait for its end, or name another with --run-dir"
             ) from None
         except OSError as error:  # a file system without locks
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
@@ -115,7 +100,7 @@ def begin_record(folder: Path) -> None:
     """Begin the record; refuse a folder with a checkpoint or steps. A run that came to neither has nothing to lose."""
     record = folder / "record.jsonl"
     check(
-        not found(folder / "checkpoints") and not (record.exists() and '"kind": "train"' in record.read_text()),
+        not found(folder / "checkpoints") and not (record.exists() and b'"kind": "train"' in record.read_bytes()),
         f"run directory {str(folder)!r} holds a run already; go on with --resume, or name another with --run-dir",
     )
     record.write_text("")

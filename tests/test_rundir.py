@@ -118,3 +118,12 @@ def test_a_run_directory_may_be_a_link_itself(tmp_path):
     (tmp_path / "big").mkdir()
     (tmp_path / "run").symlink_to("big")
     assert claim(run_dir=str(tmp_path / "run")) == tmp_path / "run"
+
+
+def test_a_record_and_a_lock_that_are_no_text(tmp_path):
+    (tmp_path / "record.jsonl").write_bytes(b"\xff\xfe")
+    rundir.begin_record(tmp_path)
+    with rundir.locked(tmp_path):
+        (tmp_path / "lock").write_bytes(b"\xff\x1b]0;")
+        with pytest.raises(UsageError, match=r"is in use by .*xff.x1b\]0;"), rundir.locked(tmp_path):
+            pass
