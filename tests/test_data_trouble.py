@@ -117,7 +117,7 @@ class Failing(io.FileIO):
 
 
 def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
-    monkeypatch.setattr("jaxmpi.data.packed.open", Failing, raising=False)
+    monkeypatch.setattr("jaxmpi.plain.open", Failing, raising=False)
     with pytest.raises(UsageError, match=rf"{folder}/packed/train/{MANIFEST}: cannot be read: .*Input/output error"):
         Packed(folder / "packed" / "train")
 
