@@ -663,7 +663,7 @@ def test_an_index_with_holes_larger_than_memory(packed):
 
 def test_an_error_does_not_repeat_a_megabyte(packed):
     _, folder = packed
-    forge(folder, **{"x" * 10**6: 1})
+    forge(folder, None, **{"x" * 10**6: 1})
     with pytest.raises(UsageError) as caught:
         Packed(folder)
     assert len(str(caught.value)) < 1000

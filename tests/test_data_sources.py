@@ -723,7 +723,7 @@ def test_names_of_files_do_not_steer_the_terminal(folder):
     odd = next(path for path in (folder / "train").rglob("*") if path.is_file())
     odd = odd.rename(odd.with_name("\x1b]0;title\x07\u202e.png"))
     odd.write_bytes(b"no image")
-    source = open_source(folder_data(folder), "train")
+    source: Any = open_source(folder_data(folder), "train")
     index = next(i for i in range(len(source)) if source.where(i) == str(odd))
     with pytest.raises(CorruptExample) as caught:
         source[index]

@@ -45,6 +45,7 @@ ORDER = [
     "step",
     "noise",
     "workers",
+    "neighbours",
     "partition",
     "feed",
     "anatomy",

@@ -445,7 +445,7 @@ def _own_features() -> Iterator[None]:
     """Keep TFDS from importing what features.json names, any module that Python finds, but for its own."""
     from tensorflow_datasets.core.features.feature import FeatureConnector
 
-    find = FeatureConnector.cls_from_name
+    find, whole = FeatureConnector.cls_from_name, vars(FeatureConnector)["cls_from_name"]
 
     def own(name: str) -> Any:
         check(
@@ -454,11 +454,11 @@ def _own_features() -> Iterator[None]:
         )
         return find(name)
 
-    FeatureConnector.cls_from_name = staticmethod(own)
+    setattr(FeatureConnector, "cls_from_name", staticmethod(own))
     try:
         yield
     finally:
-        FeatureConnector.cls_from_name = find
+        setattr(FeatureConnector, "cls_from_name", whole)
 
 
 _TFDS_PREPARE = (
