@@ -454,11 +454,11 @@ def _own_features() -> Iterator[None]:
         )
         return find(name)
 
-    setattr(FeatureConnector, "cls_from_name", staticmethod(own))
+    setattr(FeatureConnector, "cls_from_name", staticmethod(own))  # noqa: B010 - a method there
     try:
         yield
     finally:
-        setattr(FeatureConnector, "cls_from_name", whole)
+        setattr(FeatureConnector, "cls_from_name", whole)  # noqa: B010 - a method there
 
 
 _TFDS_PREPARE = (
