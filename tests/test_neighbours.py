@@ -1,8 +1,10 @@
 """Reading another process's memory: a real one's."""
 
 import contextlib
+import json
 import os
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,24 +13,17 @@ import pytest
 from jaxmpi import neighbours
 from jaxmpi.config import TrainingError
 from jaxmpi.data.memory import Arena
+from launching import ROOT
 
 LENGTHS = np.random.default_rng(0).integers(0, 9, 5000)
-
-
-@contextlib.contextmanager
-def child() -> Iterator[int]:
-    """A process with a copy of this one's memory, which does nothing."""
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(60)
-        os._exit(0)
-    try:
-        yield pid
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 9)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+OTHER = """
+import json, sys
+from test_neighbours import filled
+from jaxmpi.neighbours import told
+arena = filled()
+print(json.dumps(told(arena).tolist()), flush=True)
+sys.stdin.read()
+"""
 
 
 def filled() -> Arena:
@@ -38,8 +33,27 @@ def filled() -> Arena:
     return arena
 
 
+@contextlib.contextmanager
+def other() -> Iterator[tuple[subprocess.Popen, np.ndarray]]:
+    """A process that holds such an arena, and what it tells of it."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", OTHER], stdin=pipe, stdout=pipe, env=env, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, np.array(json.loads(process.stdout.readline()), np.int64)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def there() -> Iterator[tuple[int, np.ndarray]]:
+    with other() as (process, told):
+        yield process.pid, told
+
+
 @pytest.mark.parametrize("most", [None, 1000])
-def test_records_are_read_in_any_order(most, monkeypatch):
+def test_records_are_read_in_any_order(there, most, monkeypatch):
     """More of them than one call takes, some of no bytes; also where the system copies less than it is asked for."""
     if most:
         whole = neighbours._readv
@@ -50,31 +64,27 @@ def test_records_are_read_in_any_order(most, monkeypatch):
             return whole(pid, here, one, there, count, flags)
 
         monkeypatch.setattr(neighbours, "_readv", partly)
-    arena = filled()
-    with child() as pid:
-        arena_there = neighbours.told(arena)
-        wanted = np.random.default_rng(2).permutation(arena.records)
-        out = np.zeros(LENGTHS[wanted].sum(), np.uint8)
-        remote = neighbours.Remote(pid, arena_there, LENGTHS)
-        arena.bytes[:] = 255  # the other process keeps its own
-        remote.gather(wanted, out)
+    wanted = np.random.default_rng(2).permutation(filled().records)
+    out = np.zeros(LENGTHS[wanted].sum(), np.uint8)
+    neighbours.Remote(*there, LENGTHS).gather(wanted, out)
     assert out.tolist() == np.repeat(wanted % 251, LENGTHS[wanted]).tolist()
 
 
 def test_a_process_that_has_ended(monkeypatch):
     monkeypatch.setattr(neighbours, "LAUNCHER_FIRST_S", 0)
     arena = filled()
-    with child() as pid:
-        remote = neighbours.Remote(pid, neighbours.told(arena), LENGTHS)
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        with pytest.raises(TrainingError, match=f"cannot be read any more; .*memory of process {pid}: No such process"):
+    with other() as (process, told):
+        remote = neighbours.Remote(process.pid, told, LENGTHS)
+        process.kill()
+        process.wait(10)
+        said = f"cannot be read any more; .*memory of process {process.pid}: No such process"
+        with pytest.raises(TrainingError, match=said):
             remote.gather(arena.records, np.empty(arena.bytes.size, np.uint8))
 
 
-def test_memory_that_is_not_there():
-    with child() as pid, pytest.raises(OSError, match="Bad address"):
-        neighbours.read(pid, np.array([4096]), np.array([8]), np.empty(8, np.uint8))
+def test_memory_that_is_not_there(there):
+    with pytest.raises(OSError, match="Bad address"):
+        neighbours.read(there[0], np.array([4096]), np.array([8]), np.empty(8, np.uint8))
 
 
 def test_a_system_without_the_call(monkeypatch):
@@ -83,10 +93,10 @@ def test_a_system_without_the_call(monkeypatch):
         neighbours.read(os.getpid(), np.array([0]), np.array([8]), np.empty(8, np.uint8))
 
 
-def test_another_process_of_that_number_is_none_of_the_group():
+def test_another_process_of_that_number_is_none_of_the_group(there):
     """As in containers, where each counts its own."""
-    token = np.arange(2) + 7
-    with child() as pid:
-        assert neighbours._is_readable(np.array([pid, token.ctypes.data, *token]))
-        assert not neighbours._is_readable(np.array([pid, token.ctypes.data, 7, 9]))
-        assert not neighbours._is_readable(np.array([2**22 + 1, token.ctypes.data, *token]))
+    pid, told = there
+    token = filled().bytes[:16].view(np.int64)
+    assert neighbours._is_readable(np.array([pid, told[0], *token]))
+    assert not neighbours._is_readable(np.array([pid, told[0], *(token + 1)]))
+    assert not neighbours._is_readable(np.array([2**22 + 1, told[0], *token]))
