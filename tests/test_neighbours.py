@@ -66,7 +66,8 @@ def test_records_are_read_in_any_order(there, most, monkeypatch):
         monkeypatch.setattr(neighbours, "_readv", partly)
     wanted = np.random.default_rng(2).permutation(filled().records)
     out = np.zeros(LENGTHS[wanted].sum(), np.uint8)
-    neighbours.Remote(*there, LENGTHS).gather(wanted, out)
+    pid, told = there
+    neighbours.Remote(pid, told, LENGTHS).gather(wanted, out)
     assert out.tolist() == np.repeat(wanted % 251, LENGTHS[wanted]).tolist()
 
 
