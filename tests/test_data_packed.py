@@ -492,24 +492,33 @@ def pristine(tmp_path_factory) -> tuple[Path, list[tuple[bytes, int]]]:
 
 def outcome(folder: Path) -> list[tuple[bytes, int] | None] | None:
     """What can be read; None for what is refused. Nothing else is raised, and no more memory taken than is there."""
-    on_disk = sum(path.stat().st_size for path in folder.iterdir())
+    most = 40 * sum(path.stat().st_size for path in folder.iterdir()) + 200_000
     tracemalloc.start()
     try:
-        try:
-            source = Packed(folder)
-        except UsageError:
-            return None
-        got = []
-        for i in range(len(source)):
-            try:
-                got.append(source.encoded(i))
-            except UsageError:
-                got.append(None)
-        return got
-    finally:
+        got = read_all(folder)
+        if tracemalloc.get_traced_memory()[1] >= most:  # once in 10^4 times others took it meanwhile
+            tracemalloc.reset_peak()
+            read_all(folder)
         peak = tracemalloc.get_traced_memory()[1]
+    finally:
         tracemalloc.stop()
-        assert peak < 40 * on_disk + 200_000
+    assert peak < most
+    return got
+
+
+def read_all(folder: Path) -> list[tuple[bytes, int] | None] | None:
+    """Every record, None for one that is refused; None where the folder is."""
+    try:
+        source = Packed(folder)
+    except UsageError:
+        return None
+    got = []
+    for i in range(len(source)):
+        try:
+            got.append(source.encoded(i))
+        except UsageError:
+            got.append(None)
+    return got
 
 
 FILES = st.sampled_from([MANIFEST, INDEX, shard_name(0), shard_name(1)])
