@@ -496,8 +496,8 @@ def outcome(folder: Path) -> list[tuple[bytes, int] | None] | None:
     tracemalloc.start()
     try:
         got = read_all(folder)
-        if tracemalloc.get_traced_memory()[1] >= most:  # once in 10^4 times others took it meanwhile
-            tracemalloc.reset_peak()
+        if tracemalloc.get_traced_memory()[1] >= most:  # once in 10^4 times a table of all of Python grows
+            tracemalloc.clear_traces()
             read_all(folder)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
