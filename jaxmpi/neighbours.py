@@ -62,27 +62,27 @@ class Neighbours:
         hosts: of each member.
 
     Attributes:
-        near: bool[members]; this process is near to itself. Either all members of a host are near to each other, or it
-            is told by all of them that its system does not permit it.
+        is_forbidden: whether the system of this host does not permit it.
+        near: bool[members]; this process is near to itself. All members of a host are near to each other, or none.
     """
 
     def __init__(self, group: Any, hosts: Sequence[int]) -> None:
         token = np.frombuffer(os.urandom(16), np.int64)  # in containers a process number may be another's
         rows = np.empty((group.size, 4), np.int64)
         group.Allgather(np.array([os.getpid(), token.ctypes.data, *token], np.int64), rows)
-        self.pids, self.me = rows[:, 0], group.rank
-        is_here = np.array(hosts) == hosts[self.me]
+        self.pids = rows[:, 0]
+        is_here = np.array(hosts) == hosts[group.rank]
         can_read = np.empty(group.size, np.uint8)
         group.Allgather(np.array([all(map(_is_readable, rows[is_here]))], np.uint8), can_read)
-        self.near = is_here & bool(can_read[is_here].all())
-        self.near[self.me] = True
+        self.is_forbidden = not can_read[is_here].all()
+        self.near = is_here & (not self.is_forbidden)
+        self.near[group.rank] = True
 
 
-def told(arena: Arena) -> np.ndarray:
+def addresses(arena: Arena) -> np.ndarray:
     """i64[4]: where an arena lies in this process: its bytes, records, their begins; how many they are."""
-    return np.array(
-        [a.ctypes.data for a in (arena.bytes, arena.records, arena.begins)] + [arena.records.size], np.int64
-    )
+    at = [array.ctypes.data for array in (arena.bytes, arena.records, arena.begins)]
+    return np.array([*at, arena.records.size], np.int64)
 
 
 class Remote:
@@ -90,13 +90,13 @@ class Remote:
 
     Args:
         pid: of the process.
-        told: i64[4], what it has told of the arena.
+        found: i64[4], its `addresses`.
         lengths: i64[n], bytes of every record of the data set.
     """
 
-    def __init__(self, pid: int, told: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(self, pid: int, found: np.ndarray, lengths: np.ndarray) -> None:
         self.pid, self.lengths = pid, lengths
-        at_bytes, at_records, at_begins, count = told.tolist()
+        at_bytes, at_records, at_begins, count = found.tolist()
         self.records, begins = np.empty((2, count), np.int64)
         for table, address in ((self.records, at_records), (begins, at_begins)):
             self._read(np.array([address]), np.array([table.nbytes]), table.view(np.uint8))

@@ -7,6 +7,7 @@ sleeps between looks at it: it must not spin on a core that computes.
 
 import collections
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -32,13 +33,17 @@ from jaxmpi.data.memory import (
     shuffled,
     slices,
 )
-from jaxmpi.neighbours import Neighbours, Remote, told
+from jaxmpi.neighbours import Neighbours, Remote, addresses
 from jaxmpi.processes import MpiProcesses, Processes
 from jaxmpi.workers import Workers
 
 THREAD = "jaxmpi shuffle"
 POLL_S = 0.0002  # between looks at what travels
 AHEAD = 2  # segments under way: one is copied together while the one before travels
+FORBIDDEN = (
+    "jaxmpi: data in memory: this host does not let workers read each other's memory (kernel.yama.ptrace_scope, or a "
+    "container's rules), so shuffles go by MPI and take up to twice as long"
+)
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
@@ -72,6 +77,8 @@ class Memory:
         if group is not None:
             first = control.rank - group.rank
             self.neighbours = Neighbours(group, control.hosts[first : first + group.size])
+            if self.neighbours.is_forbidden and control.rank == 0:
+                print(FORBIDDEN, file=sys.stderr)
         self._is_loaded = False
         self._epoch, self._last = -1, None  # that is read, and the last that will be
         self._placed: int | None = None  # the epoch in whose places records lie or will; None: as they were loaded
@@ -197,7 +204,7 @@ class Memory:
         """The complete arenas of this member and those near it."""
         group, source, neighbours = self.group, self.source, self.neighbours
         rows = np.empty((group.size, 4), np.int64)
-        self._wait(group.Iallgather(told(source.newest()), rows))
+        self._wait(group.Iallgather(addresses(source.newest()), rows))
         near = np.roll(np.flatnonzero(neighbours.near), -group.rank)  # not all read the same one first
         old = {m: Remote(int(neighbours.pids[m]), rows[m], source.lengths) for m in near.tolist() if m != group.rank}
         return old | {group.rank: source.newest()}

@@ -448,15 +448,8 @@ def check_hosts(hosts: Any) -> None:
     )
 
 
-DAMAGED = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    OverflowError,
-)  # what reading can raise
+# What reading can raise.
+DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
 def read(key: Mapping[str, Any]) -> Probe | None:

@@ -13,6 +13,7 @@ grows most does.
 import argparse
 import ctypes
 import json
+import math
 import os
 import re
 import subprocess
@@ -74,19 +75,11 @@ def run_job(options: argparse.Namespace) -> None:
 
     jaxmpi.world()
     shapes = list(trees([options.tree])[options.tree].values())
-    size_bytes = 4 * sum(map(floats, shapes))
+    size_bytes = 4 * sum(map(math.prod, shapes))
     mine = [grown_bytes / size_bytes for grown_bytes in grown(options.strategies[0], shapes)]
     rows = [json.loads(text) for text in processes().gather(json.dumps(mine))]
     if processes().rank == 0:
         print("copies", *map(max, zip(*rows, strict=True)))
-
-
-def floats(shape: tuple[int, ...]) -> int:
-    """In an array."""
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def measured(options: argparse.Namespace, strategy: str) -> tuple[float, float]:

@@ -19,9 +19,9 @@ LENGTHS = np.random.default_rng(0).integers(0, 9, 5000)
 OTHER = """
 import json, sys
 from test_neighbours import filled
-from jaxmpi.neighbours import told
+from jaxmpi.neighbours import addresses
 arena = filled()
-print(json.dumps(told(arena).tolist()), flush=True)
+print(json.dumps(addresses(arena).tolist()), flush=True)
 sys.stdin.read()
 """
 

@@ -528,10 +528,8 @@ def shuffled(
 ) -> tuple[Arena, list[Move]]:
     """The arena that this part will have, still empty, and the moves that fill it from its begin to its end."""
     planned = list(moves(order, before, after, source.lengths, me, parts))
-    held_bytes = len(spare) * MORE // (MORE + 1) if spare else 0
-    check_alone(
-        sum(int(move.received_bytes.sum()) for move in planned), held_bytes
-    )  # others may have taken memory since
+    part_bytes, held_bytes = sum(int(move.received_bytes.sum()) for move in planned), len(spare) if spare else 0
+    check_alone(part_bytes, held_bytes * MORE // (MORE + 1))  # others may have taken memory since
     return Arena(np.concatenate([move.received for move in planned]), source.lengths, spare), planned
 
 

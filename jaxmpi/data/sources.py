@@ -5,6 +5,7 @@ A new source is one class and one row in `SOURCES`.
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -402,7 +403,7 @@ class TfdsSource:
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _tfds_in_folder, (self.folder, self.split, self.channels, self.resize)
+        return _tfds_in_folder, (self.folder, self.split, self.channels, self.resize, _own_modules())
 
     def __len__(self) -> int:
         return len(self.records)
@@ -432,35 +433,49 @@ class TfdsSource:
         return image, label
 
 
-def _tfds_in_folder(folder: str, split: str, channels: int, resize: int) -> TfdsSource:
+def _tfds_in_folder(folder: str, split: str, channels: int, resize: int, modules: Sequence[str]) -> TfdsSource:
+    """In a loader process, which imports what the trainer has."""
     from tensorflow_datasets.core import read_only_builder
 
-    with _own_features():
+    for module in modules:
+        importlib.import_module(module)
+    with _known_features():
         builder = read_only_builder.builder_from_directory(folder)
     return TfdsSource(builder, split, channels, resize)
 
 
+def _own_modules() -> list[str]:
+    """Those with features of the user's own that have been imported."""
+    from tensorflow_datasets.core.features.feature import FeatureConnector
+
+    modules = {feature.__module__ for feature in FeatureConnector._registered_features.values()}
+    return sorted(module for module in modules if not module.startswith(_TFDS))
+
+
 @contextlib.contextmanager
-def _own_features() -> Iterator[None]:
-    """Keep TFDS from importing what features.json names, any module that Python finds, but for its own."""
+def _known_features() -> Iterator[None]:
+    """Keep TFDS from importing what features.json names, which may be any module that Python finds."""
     from tensorflow_datasets.core.features.feature import FeatureConnector
 
     find, whole = FeatureConnector.cls_from_name, vars(FeatureConnector)["cls_from_name"]
 
-    def own(name: str) -> Any:
+    def known(name: Any) -> Any:
+        is_known = isinstance(name, str) and (name.startswith(_TFDS) or name in FeatureConnector._registered_features)
         check(
-            isinstance(name, str) and name.startswith("tensorflow_datasets."),
-            f"tfds: features.json: got {name!r:.80}; expected features of TFDS itself: others are code",
+            is_known,
+            f"tfds: features.json: got {name!r:.80}; expected features of TFDS itself: others are code; if you trust "
+            "them, import their module in the experiment file",
         )
         return find(name)
 
-    setattr(FeatureConnector, "cls_from_name", staticmethod(own))  # noqa: B010 - a method there
+    setattr(FeatureConnector, "cls_from_name", staticmethod(known))  # noqa: B010 - a method there
     try:
         yield
     finally:
         setattr(FeatureConnector, "cls_from_name", whole)  # noqa: B010 - a method there
 
 
+_TFDS = "tensorflow_datasets."
 _TFDS_PREPARE = (
     'python -c "import tensorflow_datasets as tfds; '
     "tfds.builder('{name}'{where}, file_format='array_record').download_and_prepare()\""
@@ -476,7 +491,7 @@ def tfds(config: Data, split: str) -> Source:
         from tensorflow_datasets.core import read_only_builder
 
         # From files only: the trainer neither downloads nor runs the code of a data set.
-        with _own_features():
+        with _known_features():
             builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
         return TfdsSource(builder, name, config.channels, config.resize)
     except ImportError as error:  # of tensorflow-datasets or array-record

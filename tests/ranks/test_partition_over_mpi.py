@@ -143,9 +143,11 @@ def near(request, monkeypatch) -> int:
     return SIZE if request.param == "one host" else 1
 
 
-def test_who_is_near(near):
+def test_who_is_near(near, request, capsys):
     memory = kept(Shapes()).memory
     assert memory is not None
+    is_forbidden = "forbidden" in request.node.name
+    assert ("does not let workers read each other's memory" in capsys.readouterr().err) == (is_forbidden and RANK == 0)
     assert int(memory.neighbours.near.sum()) == near
     assert memory.neighbours.near[RANK]
     memory.close()
