@@ -191,6 +191,7 @@ def environment(folder: Path, agent: Path) -> dict[str, str]:
     """What makes a plain mpirun line use these hosts."""
     settings = {
         "PRTE_MCA_plm_ssh_agent": str(agent),
+        "PRTE_MCA_hwloc_default_binding_policy": "none",  # else every host binds its rank to the same core
         "PRTE_MCA_prte_default_hostfile": str(folder / "hostfile"),
         # Process numbers begin anew in here, so sessions of two clusters would have the same names in /tmp.
         "PRTE_MCA_prte_tmpdir_base": str(folder),

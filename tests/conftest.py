@@ -5,6 +5,7 @@ The whole suite runs in two processes, named files and slow tests in one.
 
 import importlib.metadata
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -21,6 +22,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 from jaxmpi import runtime
 from jaxmpi.processes import processes
 
+# Under nohup the jobs that tests start would not hear it, either.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 UNDER_MPI = (launch := runtime.launched()) is not None and launch.size > 1
 
 jax.config.update("jax_num_cpu_devices", 1 if UNDER_MPI else 8)

@@ -52,7 +52,13 @@ def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
     said = re.search(r"^export (PRTE_MCA_rmaps_default_mapping_policy)=(\S+)$", (ROOT / "README.md").read_text(), re.M)
     assert said is not None
     ended = on_cluster("--hosts", "3", "--", "mpirun", "-n", "3", "hostname", env={said[1]: said[2]})
-    assert sorted(ended.out.split()) == ["node0", "node1", "node2"]
+    assert sorted(re.findall(r"^node\d$", ended.out, re.M)) == ["node0", "node1", "node2"]
+
+
+def test_hosts_share_all_cores():
+    """A launcher that binds gives the only rank of every host the same core."""
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "nproc")
+    assert re.findall(r"^\d+$", ended.out, re.M) == 2 * [str(len(os.sched_getaffinity(0)))]
 
 
 def test_a_link_carries_what_it_was_asked_to(tmp_path):
