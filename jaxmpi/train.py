@@ -133,7 +133,7 @@ def gather_all(experiment: Experiment) -> Workers:
         control.outlive()
         return gather_mortal(control)
     if rules.is_asynchronous(experiment.rule):
-        return gather_apart(experiment.rule.servers, experiment.comm)
+        return gather_apart(experiment.rule.servers, experiment.comm, experiment.devices)
     return gather_workers(experiment.devices, experiment.comm)
 
 

@@ -64,13 +64,18 @@ def gather_mortal(control: MpiProcesses) -> Workers:
     return Workers(comm, control, (control.rank,), None)
 
 
-def gather_apart(servers: int, comm: str) -> Workers:
+def gather_apart(servers: int, comm: str, devices: int) -> Workers:
     """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work.
 
     Raises:
-        UsageError: `comm` is xla, whose exchanges are between all workers at once.
+        UsageError: `comm` is xla, whose exchanges are between all workers at once; or several devices of a process.
     """
     control = processes()
+    check(
+        devices == 1,
+        f"devices: got {devices} with an asynchronous rule, whose workers are processes of their own; leave it out, "
+        "and start as many ranks (mpirun -n 4, jaxmpi train -n 4)",
+    )
     check(comm == "mpi", f"comm: got {comm} with an asynchronous rule, whose workers do not meet; take --comm mpi")
     workers = control.size - servers
     return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, apart=workers)
