@@ -250,9 +250,10 @@ class Worker:
         self.wire = Layout(self.flat.n, 1, job.wire).host_wire()
         self.base = start.center  # f32[n]: the center as this worker last knew it
         self.new, self.spent = Tally(), Spent()  # since the last report
-        self.clock = self.saved = 0
+        self.clock, self.saved = 0, 0.0
         self._held_s = 0.0  # of the last talk: waited for nothing but the answer to its report
         self.is_done = False
+        self.tau = job.config.tau
         self._waited = 0, 0.0
         seed = int(np.asarray(start.state.key)[0]) + start.step
         self.gossip = Gossip(self.number, size, job.config.p, seed, start.weight)
@@ -316,10 +317,13 @@ class Worker:
         return state
 
     def end(self, state: TrainState) -> TrainState:
-        """After the last step. In gossip: take what is under way, then lay alpha w and alpha down at the center."""
+        """After the last step: meet the center with what has been learnt since.
+
+        In gossip: take what is under way, then lay alpha w and alpha down at the center.
+        """
         self.is_done = True
         if self.post.gossiper is None:
-            return state
+            return self.exchange(state, {})[0] if self.clock % self.tau else state
         self.post.gossiper.end()
         state = self.gossip_step(state)
         weight = np.float32(self.gossip.weight)
@@ -337,17 +341,18 @@ class Worker:
 
     def write_if_asked(self, apart: Apart, state: TrainState, answer: Answer) -> None:
         """This worker's part of a checkpoint that has been begun."""
-        save = int(answer.books.save)
+        save = answer.books.save
         if save <= self.saved:
             return
+        step = int(save) - 1
         host = jax.tree.map(np.asarray, state)
         for path, leaf in named_leaves(host):
             if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
                 raise TrainingError(f"{path} of worker {self.number} is not finite: not saved, earlier ones stay")
         try:
-            apart.write_own(save - 1, self.number, {**host._asdict(), "weight": np.array(self.gossip.weight)})
+            apart.write_own(step, self.number, {**host._asdict(), "weight": np.array(self.gossip.weight)})
         except OSError as error:
-            raise TrainingError(f"the checkpoint of step {save - 1} cannot be written: {error}") from error
+            raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}") from error
         self.saved = save
 
     def close(self, is_left: bool) -> None:
@@ -402,20 +407,21 @@ class Keeper:
         self.recorder, self.apart = job.recorder, job.apart
         self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
         self.logged, self.evaluated, self.begun = -1, start.step, start.step  # steps
+        self.number = 0.0  # of the last checkpoint: its step + 1, and 1/2 more for that of the end, maybe of that step
         self.is_writing = False  # a checkpoint, whose parts workers still write
         self.alive, self.times = 0, np.zeros((worker.workers, len(Spent._fields)))  # as at the last line
         self.result: dict[str, float] = {}
 
     def asks(self) -> dict[str, float]:
         """What the next report says to all workers: to write their parts of a checkpoint."""
-        return {"save": self.begun + 1.0} if self.is_writing else {}
+        return {"save": self.number} if self.is_writing else {}
 
     def look(self, state: TrainState, answer: Answer) -> None:
         """Do what is due."""
         step, course = self.course.step(answer.tally.examples), self.course
         if self.logged < 0 or step // course.log_every > self.logged // course.log_every or answer.books.stop:
             self.log(step, answer)
-        if self.is_writing and answer.books.save == self.begun + 1 and answer.books.saved >= answer.books.alive:
+        if self.is_writing and answer.books.save == self.number and answer.books.saved >= answer.books.alive:
             self.commit(state)
         if answer.books.stop:
             return
@@ -428,6 +434,7 @@ class Keeper:
         """Have all workers write their parts of a checkpoint."""
         self.apart.begin(step)
         self.begun, self.at, self.is_writing = step, answer.tally, True
+        self.number = step + 1 + self.worker.is_done / 2
 
     def evaluate(self, state: TrainState, step: int) -> None:
         """On the center; in gossip on worker 0's own params until all have laid theirs down."""

@@ -149,7 +149,7 @@ class Ledger:
         self.spent = np.zeros((workers, len(Spent._fields)))
         self._exchanges, self._last = 0, dict[int, int]()
         self._held: set[int] = set()
-        self.save = self.closing = self.leaving = 0.0
+        self.save = self.closing = self.leaving = self.stop = 0.0
 
     def exchange_begins(self, worker: int) -> None:
         """Count how many exchanges of others came since this worker's last."""
@@ -192,8 +192,9 @@ class Ledger:
         reports = self.reports.values()
         saved = sum(report.saved >= self.save for report in reports)
         done = sum(report.is_done for report in reports)
-        stop = 2.0 * self.leaving or float(self.tally.examples >= self.target)
-        books = Books(stop, self.save, self.closing, saved, len(reports), done)
+        # The first reason holds, so that all leave with the same exit code.
+        self.stop = self.stop or float(self.tally.examples >= self.target) or 2.0 * self.leaving
+        books = Books(self.stop, self.save, self.closing, saved, len(reports), done)
         return Answer(books, self.tally, tuple(float(self.staleness[late]) for late in range(LONGEST + 1)))
 
     def awaited(self) -> set[int]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +17,16 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import launch, parts, rules, runtime, supervise
-from jaxmpi.checkpoint import found
+from jaxmpi import asynchronous, launch, parts, rules, runtime, supervise, workers
+from jaxmpi.center import Ledger, Report, Spent, Tally
+from jaxmpi.checkpoint import Apart, Kept, found
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
+from jaxmpi.recorder import Recorder
+from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.state import TrainState
 from launching import ROOT, kill_session, mpirun_line, run, train
 from test_trace import check_schema
 from tolerances import U
@@ -108,6 +113,55 @@ def test_who_is_slow_is_named_and_others_wait_for_it_where_there_is_a_bound(tmp_
     assert last["anatomy"]["sync"][0] < 0.05  # of the slow one
     assert int(np.argmax(last["own_s"])) == 2
     assert "slowest rank 2" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["easgd", "asgd"])
+def test_what_was_learnt_since_the_last_exchange_comes_to_the_center_in_the_end(name, tmp_path):
+    """With periods longer than the run, of which workers hear in between; else the center would be as it began."""
+    args = (*COMMON, "--rule.name", name, "--rule.tau", "1000", "--train-for", "4ep", "--run-dir", str(tmp_path))
+    ended = train(2, *args)
+    assert ended.code == 0, ended.out
+    assert record(tmp_path, "eval")[-1]["eval_top1"] > 0.4  # chance is 0.1
+
+
+class LoneWorker(asynchronous.Worker):
+    """Worker 0 of one, with the books at hand and nothing to learn."""
+
+    def __init__(self) -> None:
+        self.number, self.workers, self.saved, self.is_done = 0, 1, 0.0, False
+        self.gossip, self.tracer = Gossip(0, 1, 0.0, seed=0), SimpleNamespace(merge=lambda workers: "")
+        self.rule = SimpleNamespace(is_gossip=False)
+        self.ledger = Ledger(1, target=100, bound=0)
+
+    def tell(self, asks, examples=0.0):
+        self.ledger.report(0, Report(1, self.saved, self.is_done, **asks), Tally(examples=examples))
+        [(_, answer)] = self.ledger.answers()
+        return answer
+
+    def center(self):
+        return {"w": np.ones(3, np.float32)}
+
+    def times(self):
+        return np.zeros((1, len(Spent._fields)))
+
+
+def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path):
+    course = asynchronous.Course(10, 100, 10, 10, 100, log_every=1, eval_every=100, save_every=1)
+    state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
+    duties = SimpleNamespace(extra=dict, lr=lambda step: 0.1, check_skipped=lambda skipped, epochs: None)
+    home, start = Apart(tmp_path, 1, Kept(2)), SimpleNamespace(tally=Tally(), step=0)
+    worker = LoneWorker()
+    job = SimpleNamespace(course=course, duties=duties, start=start, recorder=Recorder(None), apart=home)
+    keeper = asynchronous.Keeper(worker, job)  # pyright: ignore[reportArgumentType] # of all this a part
+    keeper.look(state, worker.tell({}, examples=10))
+    while keeper.is_writing:
+        keeper.again(state)
+    worker.is_done = True
+    keeper.finish(state, worker.tell({"leave": 1.0}, examples=5))
+    [saved] = found(tmp_path)
+    assert saved.name == "step_00000001"
+    assert json.loads((saved / "manifest.json").read_text())["files"]["worker_00000.bin"]
 
 
 # ---------------------------------------------------------------- who dies
@@ -327,6 +381,11 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
     ended = train(1, *COMMON, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
     assert ended.code != 0
     assert "start several (mpirun -n 4, jaxmpi train -n 4)" in ended.out
+
+
+def test_several_devices_of_a_process_are_refused():
+    with pytest.raises(UsageError, match=r"devices: got 2 with an asynchronous rule.*start as many ranks"):
+        workers.gather_apart(servers=0, comm="mpi", devices=2)
 
 
 @pytest.mark.parametrize("strategy", ["none", "lowrank4"])

@@ -345,3 +345,15 @@ def test_when_worker_0_dies_the_others_hear_it():
     ledger.lose(0)
     ledger.report(1, Report(1, 0), [*Tally()])
     assert [a.books.closing for _, a in ledger.answers()] == [2]
+
+
+@pytest.mark.parametrize(("first", "then", "stop"), [("enough", "leave", 1), ("leave", "enough", 2)])
+def test_all_workers_stop_for_the_same_reason(first, then, stop):
+    """So that no rank leaves with the code of a run that is over and another with that of one to go on with."""
+    ledger = Ledger(2, target=10, bound=0)
+    said = {"enough": (Report(1, 0), [*Tally(examples=10)]), "leave": (Report(1, 0, leave=1), [*Tally()])}
+    heard = []
+    for worker, what in enumerate((first, then)):
+        ledger.report(worker, *said[what])
+        heard += [answer.books.stop for _, answer in ledger.answers()]
+    assert heard == [stop, stop]
