@@ -24,6 +24,7 @@ from jaxmpi.processes import named_leaves
 
 PyTree = Any
 SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
+CENTERS = ("center", "rule_state/center")  # of asynchronous rules, of easgd_sync
 
 
 def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
@@ -45,22 +46,28 @@ def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
 
 
 def params_of(path: Path) -> dict[str, np.ndarray]:
-    """Params of a checkpoint by path, the mean where workers have their own; their sizes are bounded by the file's.
+    """Params of a checkpoint by path: the center, or else the workers' params, the mean where they have their own.
+
+    Their sizes are bounded by the file's.
 
     Raises:
         UsageError: it is damaged, or a leaf's type is not known.
     """
     files = read_manifest(path)["files"]
+    for where in CENTERS:
+        for name, rows in files.items():
+            if held := [row for row in rows if row["path"].startswith(where + SEPARATOR)]:
+                return leaves_of(path, name, held, where)
     named = {name: [row for row in rows if row["path"].startswith("params")] for name, rows in files.items()}
-    first, *others = [leaves_of(path, name, rows) for name, rows in named.items() if rows] or [{}]
+    first, *others = [leaves_of(path, name, rows, "params") for name, rows in named.items() if rows] or [{}]
     if not others:
         return first
     sums = {name: sum((more[name] for more in others), leaf.astype(np.float64)) for name, leaf in first.items()}
     return {name: (sums[name] / (1 + len(others))).astype(leaf.dtype) for name, leaf in first.items()}
 
 
-def leaves_of(path: Path, name: str, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Params in one file of a checkpoint, without `params/`; together no larger than the file.
+def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> dict[str, np.ndarray]:
+    """Leaves in one file of a checkpoint, by their paths below `where`; together no larger than the file.
 
     Raises:
         Damaged: leaves lie over each other, or have the same name; or one is damaged.
@@ -72,7 +79,7 @@ def leaves_of(path: Path, name: str, rows: list[dict[str, Any]]) -> dict[str, np
         checkpoint.undamaged(is_whole, f"{path / name}: damaged, leaves lie over each other")
         read = partial(checkpoint.read_leaf, path / name, file)
         leaves = {row["path"]: read(row["path"], row, likes[row["path"]]) for row in rows}
-    return {path.partition(SEPARATOR)[2]: leaf for path, leaf in leaves.items()}
+    return {path.removeprefix(where).removeprefix(SEPARATOR): leaf for path, leaf in leaves.items()}
 
 
 def nested(leaves: dict[str, np.ndarray]) -> PyTree:

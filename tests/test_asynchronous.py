@@ -484,8 +484,7 @@ def test_synchronous_easgd_is_the_papers_and_conserves_the_sum(tau):
     rng = np.random.default_rng(0)
     w = rng.uniform(-1, 1, (k, 5))
     params = {"a": jnp.asarray(w, jnp.float32)}
-    steps_done, _, *rest = jax.vmap(lambda p: rule.init(p), axis_name="w")(params)
-    state = steps_done, {"a": jnp.zeros((k, 5))}, *rest
+    state = jax.vmap(lambda p: rule.init(p), axis_name="w")(params)._replace(center={"a": jnp.zeros((k, 5))})
     center = np.zeros(5)
     step = jax.jit(jax.vmap(lambda p, s: rule.update(gradient(p), s, p), axis_name="w"))
     for t in range(steps):

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmpi import checkpoint, orbax
-from jaxmpi.config import UsageError
+from jaxmpi import checkpoint, orbax, rules
+from jaxmpi.config import RuleConfig, UsageError
 from jaxmpi.processes import SoloProcesses
 from jaxmpi.state import create
 
@@ -71,6 +72,27 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
     mean = orbax.params_of(checkpoint.found(tmp_path / "checkpoints")[0])
     for name, leaf in checkpoint.named_leaves(PARAMS):
         np.testing.assert_array_equal(mean[name], leaf + np.asarray(1, leaf.dtype))
+
+
+def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
+    """As in evaluation: of an asynchronous one, and of `easgd_sync`, where it is a part of the state."""
+    center = jax.tree.map(lambda x: np.asarray(x + np.asarray(5, x.dtype)), PARAMS)
+    exchange = rules.Exchange(lambda tree: tree, lambda tree: tree)
+    rule = rules.easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
+    synchronous = create(PARAMS, {}, rule.init(center), seed=0, worker=0)
+    checkpoint.save(
+        *(tmp_path / "sync", checkpoint.files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
+        **{"step": 0, "workers": 1, "extra": {}, "keep": checkpoint.Kept(2)},
+    )
+    apart = checkpoint.Apart(tmp_path / "apart", 1, checkpoint.Kept(2))
+    apart.begin(0)
+    apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
+    apart.end(0, {"center": center}, {}, None)
+    for folder in (tmp_path / "sync", tmp_path / "apart"):
+        got = orbax.params_of(checkpoint.found(folder)[0])
+        assert set(got) == {name for name, _ in checkpoint.named_leaves(PARAMS)}
+        for name, leaf in checkpoint.named_leaves(center):
+            np.testing.assert_array_equal(got[name], leaf)
 
 
 def test_what_cannot_be_exported(run_dir, tmp_path):

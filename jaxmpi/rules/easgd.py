@@ -1,6 +1,6 @@
 """EASGD: workers and a center pull at each other, whenever a worker comes; EAMSGD; the synchronous form."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,15 @@ def nesterov(tx: optax.GradientTransformation, exchange: Exchange, delta: float,
     return Rule(init, exchange.jit(update, donate_argnums=(1, 2)), False, asynchronous=travelling)
 
 
+class Elastic(NamedTuple):
+    """What a worker holds beside its weights in the synchronous form."""
+
+    steps: Any  # i32[]: so far
+    center: PyTree  # equal on all workers
+    inner: PyTree  # state of the optimizer, this worker's
+    distance: Any  # f32[]: L2 of this worker's weights from the center, when they met last
+
+
 def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
     """All workers meet the center at once, every tau steps, from the old values.
 
@@ -74,23 +83,24 @@ def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: Rul
     length = exchange.jit(lambda pulls: l2(pulls) / config.alpha)
 
     def init(params: PyTree) -> PyTree:
-        return np.zeros((), np.int32), jax.tree.map(jnp.array, params), tx.init(params), np.zeros((), np.float32)
+        center = jax.tree.map(jnp.array, params)
+        return Elastic(np.zeros((), np.int32), center, tx.init(params), np.zeros((), np.float32))
 
     def meet(params: PyTree, center: PyTree, _: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         pulls = pull(params, center)
         return less(params, pulls), add(center, exchange.sum(pulls)), length(pulls)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, state: Elastic, params: PyTree) -> tuple[PyTree, PyTree]:
         steps, center, inner, distance = state
         updates, inner = descent(grads, inner, params)
         params, center, distance = either(steps % config.tau == 0, meet, params, center, distance)
-        return add(params, updates), (steps + 1, center, inner, distance)
+        return add(params, updates), Elastic(steps + 1, center, inner, distance)
 
     return Rule(
         init,
         update,
         state_is_replicated=False,
         params_are_replicated=False,
-        eval_params=lambda params, state: state[1],
-        distance=lambda state: state[3],
+        eval_params=lambda params, state: state.center,
+        distance=lambda state: state.distance,
     )
