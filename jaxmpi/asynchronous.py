@@ -305,7 +305,7 @@ class Worker:
             w = self.gossip.merge(w, sent, parcel.share)
         if w is not None:
             state = state._replace(params=self._params(w, state))
-        push = None if self.is_done else self.gossip.draw(frozenset(gossiper.gone))
+        push = None if self.is_done else self.gossip.draw(gossiper.shut())
         if push:
             begin = begin or end_s(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)

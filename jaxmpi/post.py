@@ -264,6 +264,7 @@ def go_on(talk: Talk, lines: Sequence[Line]) -> bool:
 # ---------------------------------------------------------------- between workers
 
 PUSHED, ENDED = range(2)
+MOST = 2  # parcels of one worker that another may have yet to take: more would fill the memory of either
 
 
 class Parcel(NamedTuple):
@@ -291,7 +292,9 @@ class Gossiper:
         self.gone: set[int] = set()
         self._peers = [peer for peer in range(workers) if peer != worker]
         self._to_send: deque[tuple[int, Parcel | None]] = deque()
-        self._outbox = Outbox(mpi)
+        self._outboxes = {peer: Outbox(mpi) for peer in self._peers}
+        self._pushed, self._begun, self._out = (dict.fromkeys(self._peers, 0) for _ in range(3))  # parcels so far
+        self._is_ending = False
         self._heads = {peer: self._expect(peer) for peer in self._peers}
         self._coming: dict[int, Coming] = {}
         self._thread = threading.Thread(target=self._run, name="jaxmpi gossip", daemon=True)
@@ -299,7 +302,12 @@ class Gossiper:
 
     def push(self, to: int, share: float, body: np.ndarray) -> None:
         """Have params carried to another worker; u8[body_bytes] must not change any more."""
+        self._pushed[to] += 1
         self._to_send.append((to, Parcel(share, body)))
+
+    def shut(self) -> frozenset[int]:
+        """Workers to push nothing to: they are gone, or have not taken what was pushed to them before."""
+        return frozenset(peer for peer in self._peers if self._pushed[peer] - self._out[peer] >= MOST) | self.gone
 
     def end(self) -> None:
         """Push no more, and wait for what the others have pushed; it is in `arrived` then."""
@@ -313,14 +321,20 @@ class Gossiper:
 
     def _run(self) -> None:
         hostcomm.take_short_turns()
-        pauses, is_ending = Pauses(), False
-        while not (is_ending and self.ended | self.gone >= set(self._peers) and self._outbox.is_empty()):
+        pauses = Pauses()
+        while not (self._is_ending and self.ended | self.gone >= set(self._peers) and self._all_out()):
             moved = bool(self._to_send)
             while self._to_send:
-                is_ending |= self._send(*self._to_send.popleft())
+                self._is_ending |= self._send(*self._to_send.popleft())
             moved |= any([self._look(peer) for peer in self._peers if peer not in self.gone | self.ended])
-            self._outbox.is_empty()
+            self._all_out()
             pauses.after(moved)
+
+    def _all_out(self) -> bool:
+        """Look whether all is out, to whomever."""
+        out = [peer for peer, outbox in self._outboxes.items() if outbox.is_empty()]
+        self._out |= {peer: self._begun[peer] for peer in out}
+        return len(out) == len(self._peers)
 
     def _send(self, to: int, parcel: Parcel | None) -> bool:
         """Begin to send; whether it is the end."""
@@ -328,7 +342,8 @@ class Gossiper:
         messages = [np.array([PUSHED if parcel else ENDED, share], np.float64).view(np.uint8)]
         messages += hostcomm.cut(parcel.body) if parcel else []
         for message in messages if to not in self.gone else []:
-            self._guarded(to, lambda message=message: self._outbox.send(message, to))
+            self._guarded(to, lambda message=message: self._outboxes[to].send(message, to))
+        self._begun[to] += parcel is not None
         return parcel is None
 
     def _expect(self, peer: int) -> tuple[Any, np.ndarray]:
@@ -338,6 +353,8 @@ class Gossiper:
     def _look(self, peer: int) -> bool:
         """Look at what comes from a peer: the head of a parcel, then its parts."""
         coming = self._coming.get(peer)
+        if coming is None and len(self.arrived) >= MOST * len(self._peers) and not self._is_ending:
+            return False  # until the main thread has taken some; at the end it waits for all
         if coming is None:
             return bool(self._guarded(peer, lambda: self._head(peer)))
         self._guarded(peer, lambda: hostcomm.some_are_complete(coming.requests))

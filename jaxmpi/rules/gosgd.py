@@ -50,9 +50,9 @@ class Gossip:
         self.weight = weight or 1 / workers
         self._rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, worker], np.uint64)))
 
-    def draw(self, is_gone: frozenset[int] = frozenset()) -> Push | None:
-        """Half of the weight for one of the others that are still there, or nothing this time."""
-        others = [rank for rank in range(self.workers) if rank != self.worker and rank not in is_gone]
+    def draw(self, is_shut: frozenset[int] = frozenset()) -> Push | None:
+        """Half of the weight for one of the others that take it, or nothing this time."""
+        others = [rank for rank in range(self.workers) if rank != self.worker and rank not in is_shut]
         if not others or self._rng.random() >= self.p:
             return None
         self.weight /= 2
@@ -64,7 +64,3 @@ class Gossip:
         mean = np.float32(self.weight / total) * w + np.float32(share / total) * sent
         self.weight = total
         return mean
-
-    def take_back(self, share: float) -> None:
-        """A push did not arrive: its receiver is gone."""
-        self.weight += share

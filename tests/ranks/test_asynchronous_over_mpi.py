@@ -10,7 +10,7 @@ import pytest
 import jaxmpi
 from jaxmpi.center import END, PUSH, READ, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.hostcomm import HOST_WIRES
-from jaxmpi.post import Counter, FarLine, Gossiper, NearLine, converse
+from jaxmpi.post import MOST, Counter, FarLine, Gossiper, NearLine, converse
 from jaxmpi.processes import MpiProcesses, processes
 from jaxmpi.rules.gosgd import Gossip
 from tolerances import U
@@ -113,3 +113,22 @@ def test_all_push_to_each_other_at_once_and_nothing_is_lost():
     # At most 10 SIZE merges of 4 roundings each, of numbers below SIZE.
     np.testing.assert_allclose(mean, (SIZE - 1) / 2, atol=10 * SIZE * 4 * U * SIZE)
     assert time.monotonic() - begin < 60
+
+
+def test_a_worker_that_takes_nothing_is_pushed_nothing_more_and_no_memory_fills():
+    """All push for a second and take nothing, as in an evaluation; in the end nothing is lost."""
+    gossiper, gossip = Gossiper(control().clone(), RANK, SIZE, 4 * N), Gossip(RANK, SIZE, 1.0, seed=3)
+    body, pushed, end_s = np.full(N, RANK, np.float32).view(np.uint8), 0, time.monotonic() + 1
+    while time.monotonic() < end_s:
+        if push := gossip.draw(gossiper.shut()):
+            gossiper.push(push.to, push.share, body)
+            pushed += 1
+        time.sleep(0.001)
+    # Of each other: what has arrived there, one on its way to it, and what waits here.
+    assert 0 < pushed <= (SIZE - 1) * (2 * MOST + 1) * (SIZE - 1)
+    assert len(gossiper.arrived) <= MOST * (SIZE - 1) + SIZE - 2
+    gossiper.end()
+    weight = gossip.weight + sum(parcel.share for parcel in gossiper.arrived)
+    whole, lost = total(np.array([weight, pushed - len(gossiper.arrived)]))
+    assert abs(whole - 1) <= 20 * SIZE**2 * 2.0**-52  # a rounding for every push and parcel
+    assert lost == 0
