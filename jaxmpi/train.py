@@ -237,7 +237,9 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice, hosts: Se
     solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
     leaves = [path for path, _ in named_leaves(start.state.params)]
     votes = guard.Votes(solo.processes, notice, leaves)
-    judge, by_itself = dataclasses.replace(run.guard, votes=votes, workers=solo), run._replace(workers=solo)
+    told = run.recorder if run.workers.processes.rank == 0 else Aside(None)
+    judge = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=told)
+    by_itself = run._replace(workers=solo)
 
     def sums(step: int, metrics: steps.Metrics) -> np.ndarray:
         is_made = judge.passes(step, metrics)
@@ -274,6 +276,14 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice, hosts: Se
         *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
         *(run.folder, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
     )
+
+
+class Aside(Recorder):
+    """Of a rank that keeps no record: what it alone can say goes to standard error."""
+
+    def say(self, text: str) -> None:
+        """A line that names the rank."""
+        warn(f"{runtime.who()}: {text}")
 
 
 class Run(NamedTuple):

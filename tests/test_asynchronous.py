@@ -125,6 +125,14 @@ def test_what_was_learnt_since_the_last_exchange_comes_to_the_center_in_the_end(
     assert record(tmp_path, "eval")[-1]["eval_top1"] > 0.4  # chance is 0.1
 
 
+@pytest.mark.slow
+def test_a_step_that_any_worker_leaves_out_is_told(tmp_path):
+    args = ("--inject", "nan:rank=1,step=5", "--recover", "skip", "--train-for", "5ep", "--run-dir", str(tmp_path))
+    ended = train(2, *COMMON, *RULES["easgd"], *args)
+    assert ended.code == 0, ended.out
+    assert re.search(r"rank 1/2 on \S+: the gradient of \S+ of worker 1 is not finite at step 5: skipped", ended.out)
+
+
 class LoneWorker(asynchronous.Worker):
     """Worker 0 of one, with the books at hand and nothing to learn."""
 
