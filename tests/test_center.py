@@ -357,3 +357,20 @@ def test_all_workers_stop_for_the_same_reason(first, then, stop):
         ledger.report(worker, *said[what])
         heard += [answer.books.stop for _, answer in ledger.answers()]
     assert heard == [stop, stop]
+
+
+def test_a_worker_that_is_done_holds_nobody_back():
+    """Its clock stands still, while others come to their end."""
+    ledger = Ledger(2, 1e9, bound=1)
+    ledger.report(0, Report(1, 0, is_done=1), [*Tally()])
+    ledger.report(1, Report(9, 0), [*Tally()])
+    assert [w for w, _ in ledger.answers()] == [0, 1]
+
+
+def test_worker_and_center_go_shares_of_their_own():
+    rule = asynchronous("easgd", alpha=0.5, server_alpha=0.25)
+    w, center = np.full(3, 8, np.float32), np.full(3, 4, np.float32)
+    seen = center.copy()
+    rule.serve(center, w, seen)
+    moved, _ = rule.meet(w, w, w, seen)
+    assert (moved.tolist(), center.tolist()) == ([6] * 3, [5] * 3)
