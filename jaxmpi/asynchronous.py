@@ -419,7 +419,8 @@ class Keeper:
     def look(self, state: TrainState, answer: Answer) -> None:
         """Do what is due."""
         step, course = self.course.step(answer.tally.examples), self.course
-        if self.logged < 0 or step // course.log_every > self.logged // course.log_every or answer.books.stop:
+        is_due = self.logged < 0 or step // course.log_every > self.logged // course.log_every
+        if is_due and not answer.books.stop:  # the last lines come when all are done
             self.log(step, answer)
         if self.is_writing and answer.books.save == self.number and answer.books.saved >= answer.books.alive:
             self.commit(state)
@@ -495,6 +496,7 @@ class Keeper:
         while self.is_writing or answer.books.done < answer.books.alive:
             answer = self.again(state)
         step = self.course.step(answer.tally.examples)
+        self.log(step, answer)
         if step == self.course.total_steps:
             self.evaluate(state, step)
         self.begin(step, answer)

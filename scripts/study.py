@@ -210,9 +210,11 @@ class Summary(NamedTuple):
     elapsed_s: float
 
     @property
-    def within(self) -> bool:
-        """Whether the difference is at most two of its standard errors."""
-        return abs(self.difference) <= 2 * self.difference_error
+    def within(self) -> str:
+        """Whether the difference is at most two of its standard errors; of one seed nothing is known."""
+        if not math.isfinite(self.difference_error):
+            return "unknown"
+        return "yes" if abs(self.difference) <= 2 * self.difference_error else "no"
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -254,7 +256,7 @@ def table(study: Study, made: Sequence[Summary]) -> str:
     lines = [f"{study.question} `{study.experiment}`", ""]
     lines += [f"| cell | seeds | {what} | difference | within 2 standard errors |", "|---|---|---|---|---|"]
     for i, row in enumerate(made):
-        compared = f"{row.difference:+.3f} ± {row.difference_error:.3f} | {'yes' if row.within else 'no'}"
+        compared = f"{row.difference:+.3f} ± {row.difference_error:.3f} | {row.within}"
         shown = "reference | " if i == 0 else compared
         lines.append(f"| {row.title} | {row.seeds} | {row.mean:.3f} ± {row.error:.3f} | {shown} |")
     return "\n".join(lines)

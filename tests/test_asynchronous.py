@@ -43,6 +43,13 @@ RULES = {
 }
 
 
+def check_lines(run_dir: Path) -> None:
+    """Progress lines of a run that was never resumed: one a step, and in the last all examples since the one before."""
+    lines = record(run_dir, "train")
+    steps = [row["step"] for row in lines]
+    assert steps == sorted(set(steps))
+
+
 def record(run_dir: Path, kind: str) -> list[dict]:
     rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] == kind]
@@ -60,15 +67,17 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     # All workers see that there are enough when they next report, which is within 10 steps (log_every) of 16 examples.
     assert 3 * EXAMPLES <= last["examples"] < 3 * EXAMPLES + 3 * 11 * 16
     assert last["step"] == 90
+    check_lines(tmp_path)
     workers = record(tmp_path, "workers")[-1]
     assert workers["alive"] == 3
     assert workers["exchanges"] > 3
     assert workers["distance"] > 0
-    assert last["exchange_time"] == "measured"
     assert 0.01 < last["gradient_norm"] < 100
-    assert last["anatomy"]["compute"][0] > 0
-    assert last["anatomy"]["exchange"][2] > 0
-    assert len(last["own_s"]) == 3
+    seen = [row for row in record(tmp_path, "train") if "own_s" in row][-1]  # times may come before examples
+    assert seen["exchange_time"] == "measured"
+    assert seen["anatomy"]["compute"][0] > 0
+    assert seen["anatomy"]["exchange"][2] > 0
+    assert len(seen["own_s"]) == 3
     assert "compute " in ended.out
     check_trace(tmp_path / "trace.json", meets_center="gosgd" not in name)
     if "gosgd" not in name:
@@ -222,6 +231,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
         assert record(run_dir, "workers")[-1]["alive"] == 2
         last = record(run_dir, "train")[-1]
         assert last["examples"] >= 12 * EXAMPLES
+        check_lines(run_dir)
         seen = [row for row in record(run_dir, "train") if "own_s" in row][-1]  # no step, no anatomy
         assert seen["own_s"][fault.killed] == 0 < max(seen["own_s"])
         assert seen["anatomy"]["compute"][3] != fault.killed

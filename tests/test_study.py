@@ -63,6 +63,11 @@ def rows(study, errors: list[list[float]]) -> list[dict]:
 STUDY = script.Study("Q?", "x.py", [script.Grid({"optim.lr": ("1", "2")}, {"workers": "2"})])
 
 
+def test_of_one_seed_nothing_is_known():
+    made = script.summaries(STUDY, rows(STUDY, [[1.0], [2.0]]))
+    assert made[1].within == "unknown"
+
+
 def test_differences_are_taken_seed_by_seed():
     made = script.summaries(STUDY, rows(STUDY, [[1.0, 5.0, 3.0], [1.5, 5.5, 3.8]]))
     assert [row.title for row in made] == ["optim.lr 1", "optim.lr 2"]
@@ -72,7 +77,7 @@ def test_differences_are_taken_seed_by_seed():
     assert made[1].difference_error == pytest.approx(
         math.sqrt(0.03) / math.sqrt(3)
     )  # spread of .5 .5 .8, not of errors
-    assert not made[1].within
+    assert made[1].within == "no"
     text = script.table(STUDY, made)
     assert "| optim.lr 2 | 3 | 3.600 ± 1.159 | +0.600 ± 0.100 | no |" in text
     assert [type(panel).__name__ for panel in script.panels(STUDY, rows(STUDY, [[1.0], [2.0]]), made)] == [
@@ -84,7 +89,7 @@ def test_differences_are_taken_seed_by_seed():
 def test_one_seed_says_nothing_of_its_error():
     made = script.summaries(STUDY, rows(STUDY, [[1.0], [2.0]]))
     assert made[1].difference_error == math.inf
-    assert made[1].within
+    assert made[1].within == "yes"
 
 
 def test_what_has_not_been_run_is_left_out():
