@@ -137,24 +137,27 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     climbs = [[(comm.order[child], comm.order[parent]) for _, child, parent in edges] for edges in forest.rounds]
     descents = [[(parent, child) for child, parent in edges] for edges in climbs]
 
+    def landed(t: int | jax.Array, down: PyTree, rows: jax.Array) -> jax.Array:
+        packet = t - 1 - height - depth  # what came in the turn before goes where its own was, which has left by now
+        place_out = (jnp.arange(k), jnp.where(packet < 0, packets, packet))  # what is no packet falls off the end
+        return put(rows, place_out, wire.decode(down))
+
     def step(t: jax.Array, carry: tuple) -> tuple:
-        up, down, out = carry
-        received = jnp.zeros_like(own[0, 0])
+        up, down, rows = carry
+        rows = landed(t, down, rows)  # before the rows are read: else XLA would copy them in every turn
+        received = jnp.zeros_like(rows[0, 0])
         for i, pairs in enumerate(climbs):
             received = received + wire.decode(comm.permute(take(up, colour[i]), pairs))
-        partial = own[jnp.arange(k), jnp.clip(t - height + depth, 0, packets - 1)]
+        partial = rows[jnp.arange(k), jnp.clip(t - height + depth, 0, packets - 1)]
         up = wire.encode(partial.at[home].add(received))
         arrived = up  # right at a root; all other rows come from parents
         for i, pairs in enumerate(descents):
             arrived = put(arrived, colour[i], comm.permute(take(down, home), pairs))
-        packet = t - height - depth
-        place_out = (jnp.arange(k), jnp.where(packet < 0, packets, packet))  # what is no packet falls off the end
-        return up, arrived, put(out, place_out, arrived)
+        return up, arrived, rows
 
-    still = jax.tree.map(jnp.zeros_like, wire.encode(own[:, 0]))
-    out = jax.tree.map(jnp.zeros_like, wire.encode(own))
-    out = comm.loop(packets + 2 * height, step, (still, still, out))[2]
-    return wire.decode(out).reshape(-1)[: x.size]
+    still, turns = jax.tree.map(jnp.zeros_like, wire.encode(own[:, 0])), packets + 2 * height
+    _, down, rows = comm.loop(turns, step, (still, still, own))
+    return landed(turns, down, rows).reshape(-1)[: x.size]
 
 
 def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
