@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxmpi.comm import AxisComm
-from jaxmpi.compressors import COMPRESSORS, parse, transposed_dot
+from jaxmpi.compressors import COMPRESSORS, largest, parse, transposed_dot
 from jaxmpi.config import UsageError
 from jaxmpi.exchange import exchange, exchange_gradients
 from tolerances import U, bound
@@ -239,6 +239,13 @@ def test_the_largest_are_sent_and_added_in_rank_order(name):
     expected = functools.reduce(np.add, sent) / np.float32(workers)
     assert np.asarray(mean[name][0]).tobytes() == expected.tobytes()
     np.testing.assert_array_equal(np.asarray(state.error[name]), rows - sent)
+
+
+@pytest.mark.parametrize(("n", "k"), [(3, 1), (100, 49), (1009, 11), (4096, 41)])
+def test_the_largest_in_pieces_are_those_of_top_k_equals_and_nan_included(n, k):
+    m = np.round(3 * np.random.default_rng(n).standard_normal(n)).astype(np.float32)
+    m[n // 2] = np.nan
+    np.testing.assert_array_equal(jax.jit(largest, static_argnums=1)(m, k), jax.lax.top_k(np.abs(m), k)[1])
 
 
 # ---------------------------------------------------------------- bytes
