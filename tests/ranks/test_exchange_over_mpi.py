@@ -48,6 +48,15 @@ def test_sum_equals_numpy_and_is_bitwise_equal_on_all_ranks(strategy):
     assert np.isnan(np.asarray(jaxmpi.exchange([row[RANK] for row in rows], strategy, op="sum")[-1])[7])
 
 
+@pytest.mark.parametrize("strategy", ["pipering:32", "color4:32", "topk1"])
+def test_a_program_takes_two_and_a_half_times_the_gradients(strategy):
+    tx = jaxmpi.exchange_gradients(strategy)
+    grads = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1500, 1024), (1000, 1024), (9,))]
+    memory = jax.jit(tx.update).lower(grads, jax.eval_shape(tx.init, grads)).compile().memory_analysis()
+    taken = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    assert taken <= 2.5 * 4 * sum(leaf.size for leaf in grads)
+
+
 def scattered() -> MpiComm:
     """The ranks of this host as if dealt out to several."""
     if not isinstance(COMM, MpiComm):
