@@ -35,6 +35,7 @@ OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "st
 CALM_S, HURRY_S = 0.002, 0.0003
 WINDOW = 16  # segments of a bucket under way at once
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
+PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
 
 
 @dataclass(eq=False)
@@ -226,9 +227,10 @@ class Courier:
 
     def _check_time(self) -> None:
         """Give up on ranks that do not come; those that do ask each other who is not there."""
-        if self._segments and time.monotonic() - self._moved_s > TIMEOUT_S:
+        waited_s = time.monotonic() - self._moved_s
+        if self._segments and (waited_s > TIMEOUT_S or (waited_s > PATIENT_S and self.control.is_asked())):
             raise TrainingError(
-                f"{self._segments[0].job.label} has waited {TIMEOUT_S:.0f} s for rank {self.control.late()}; all ranks "
+                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {self.control.late()}; all ranks "
                 "must exchange as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
 

@@ -448,7 +448,7 @@ class MpiProcesses:
         Raises:
             TrainingError: who did not come within AGREE_TIMEOUT_S.
         """
-        if wait(request, timeout_s or AGREE_TIMEOUT_S):
+        if wait(request, timeout_s or AGREE_TIMEOUT_S, self.is_asked):
             return
         late = self.late()
         if not (runtime.go_on_without(late) and wait(request, 4 * LATE_S)):
@@ -534,7 +534,7 @@ class MpiProcesses:
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
 
     def late(self) -> list[int]:
-        """Who is not here, by rank 0's word: the others report to it, and it tells those that did."""
+        """Who is not here, by rank 0's word: it asks the others, they report to it, and it tells those that did."""
         if self.rank == 0:
             late = self._collect()
             data = np.frombuffer(json.dumps(late[:200]).encode().ljust(4096), np.uint8)
@@ -543,13 +543,24 @@ class MpiProcesses:
             return late
         self.world.Send(np.zeros(1, np.uint8), 0, tag=1)  # one byte: sent at once, whoever is late
         data = np.empty(4096, np.uint8)
-        return json.loads(data.tobytes()) if wait(self.world.Irecv(data, 0, tag=2), 4 * LATE_S) else [0]
+        if not wait(self.world.Irecv(data, 0, tag=2), 4 * LATE_S):
+            return [0]
+        self.world.Recv(np.empty(1, np.uint8), 0, tag=5)  # it came before the answer
+        return json.loads(data.tobytes())
+
+    def is_asked(self) -> bool:
+        """Whether another rank has waited in vain: who waits as well answers at once, or it would be called late."""
+        return self.world.Iprobe(tag=1 if self.rank == 0 else 5)
 
     def _collect(self) -> list[int]:
-        requests = {rank: self.world.Irecv(np.empty(1, np.uint8), rank, tag=1) for rank in range(1, self.size)}
+        def ask(rank: int) -> list[Any]:
+            question, answer = np.zeros(1, np.uint8), np.empty(1, np.uint8)
+            return [self.world.Isend(question, rank, tag=5), self.world.Irecv(answer, rank, tag=1)]
+
+        requests = {rank: ask(rank) for rank in range(1, self.size)}
         deadline = time.monotonic() + LATE_S
         while requests and time.monotonic() < deadline:
-            requests = {rank: request for rank, request in requests.items() if not request.Test()}
+            requests = {rank: both for rank, both in requests.items() if not all([each.Test() for each in both])}
             time.sleep(POLL_S)
         return sorted(requests)
 
@@ -565,8 +576,8 @@ def met(rank: int, turn: int, ranks: int) -> int:
     return found if found != rank else others
 
 
-def wait(request: Any, timeout_s: float) -> bool:
-    """Poll an MPI request, giving the core away between looks; False where time ran out."""
+def wait(request: Any, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Poll an MPI request, giving the core away between looks; False where time ran out, or where `is_over` before."""
     deadline = time.monotonic() + timeout_s
     for looks in itertools.count():
         if request.Test():
@@ -575,6 +586,8 @@ def wait(request: Any, timeout_s: float) -> bool:
             return False
         if looks < YIELDS:
             os.sched_yield()
+        elif is_over():
+            return request.Test()
         else:
             time.sleep(POLL_S)
     return False

@@ -96,6 +96,18 @@ def test_absent_rank_is_named_within_the_time_limit(case, tmp_path):
     assert message in ended.out, ended.out[-3000:]
 
 
+# When the first of the ranks that come gives up, the second has not waited as long by more than it is given to answer.
+@pytest.mark.parametrize(("first", "limit_s", "later_s"), [(0, 6, 4), pytest.param(1, 12, 10, marks=pytest.mark.slow)])
+def test_a_rank_that_came_late_but_waits_is_not_called_absent(first, limit_s, later_s, tmp_path):
+    (tmp_path / "job.py").write_text(
+        f"{HEAD}from jaxmpi import processes\nprocesses.LATE_S = 2\n"
+        f"time.sleep({{{first}: 0, 2: 100}}.get(comm.rank, {later_s}))\njaxmpi.exchange(np.ones(7, np.float32))\n"
+    )
+    ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": str(limit_s)})
+    assert not ended.timed_out
+    assert "exchange: rank [2] did not answer in time" in ended.out, ended.out[-3000:]
+
+
 def test_launcher_and_mpi_of_different_families_are_named():
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
     ended = run([sys.executable, "-c", "import jaxmpi; jaxmpi.world()"], timeout_s=60, env=env, cwd=ROOT)

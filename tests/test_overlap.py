@@ -197,6 +197,17 @@ def test_a_fault_ends_the_job(fault, tmp_path):
     assert not survivors(str(tmp_path))
 
 
+def test_a_rank_that_came_late_but_waits_is_not_called_absent(tmp_path):
+    """Rank 0 gives up 4 s before rank 1 has waited as long, and hears for 2 s who is there."""
+    code = "from jaxmpi import processes\nprocesses.LATE_S = 2\n" + STEP
+    code += "step(jnp.ones(9))['conv1'].block_until_ready()\n"
+    code += "time.sleep([0, 4, 100][comm.rank])\nstep(jnp.ones(9))\ntime.sleep(60)"
+    (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
+    ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=90, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "6"})
+    assert not ended.timed_out
+    assert "s for rank [2]; all ranks must exchange" in ended.out, ended.out[-3000:]
+
+
 def survivors(path: str) -> list[str]:
     """Processes that still run a script of this folder."""
     found = []
