@@ -105,11 +105,16 @@ def check_options(options: argparse.Namespace) -> None:
     """Refuse what cannot be."""
     both = (options.alpha_s is None) == (options.beta_s_per_byte is None)
     check(both, "give --alpha-s and --beta-s-per-byte together, or neither to go by a probe")
+    defaults = {"alpha_inside_s": None, "beta_inside_s_per_byte": None, "gamma_s_per_byte": 0.0, "cores": math.inf}
+    unused = [flag(name) for name, default in defaults.items() if getattr(options, name) != default]
+    check(
+        options.alpha_s is not None or not unused,
+        f"{', '.join(unused)}: a probe has its own; give --alpha-s and --beta-s-per-byte too, or leave it out",
+    )
     names = ("alpha_s", "beta_s_per_byte", "alpha_inside_s", "beta_inside_s_per_byte", "gamma_s_per_byte", "step_s")
     for name in names:
         value = getattr(options, name)
-        flag = "--" + name.replace("_", "-")
-        check(value is None or 0 <= value < math.inf, f"{flag}: got {value}; expected seconds >= 0")
+        check(value is None or 0 <= value < math.inf, f"{flag(name)}: got {value}; expected seconds >= 0")
     share = options.overlap
     check(share is None or 0 <= share <= 1, f"--overlap: got {share}; expected a share of the step in [0, 1]")
     check(options.cores > 0, f"--cores: got {options.cores}; expected > 0")
@@ -120,11 +125,16 @@ def check_options(options: argparse.Namespace) -> None:
         plots.check_file(options.plot, "--plot")
 
 
+def flag(name: str) -> str:
+    """An option as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
 def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
     """Floats of every leaf: one, or those of a model's params."""
     check((options.bytes is None) != (options.experiment is None), "give --bytes or --experiment, one of the two")
     if options.experiment is None:
-        check(options.bytes >= 4, f"--bytes: got {options.bytes}; expected >= 4")
+        check(4 <= options.bytes < math.inf, f"--bytes: got {options.bytes}; expected a number >= 4")
         return (int(options.bytes) // 4,)
     model = experiments.load(options.experiment).model
     params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())

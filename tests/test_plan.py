@@ -448,7 +448,10 @@ WRONG = [
     ([*GIVEN, "--step-s", "-1"], "--step-s: got -1.0; expected seconds >= 0"),
     ([*GIVEN, "--slots", "0"], r"--slots: got \[0\]"),
     ([*GIVEN, "--wires", "5"], "unknown wire '5'"),
-    ([*GIVEN, "--bytes", "3"], "--bytes: got 3.0; expected >= 4"),
+    ([*GIVEN, "--bytes", "3"], "--bytes: got 3.0; expected a number >= 4"),
+    ([*GIVEN, "--bytes", "inf"], "--bytes: got inf; expected a number >= 4"),
+    (["--bytes", "8", "--cores", "2", "--gamma-s-per-byte", "1e-10"], "--gamma-s-per-byte, --cores: a probe has its"),
+    (["--bytes", "8", "--alpha-inside-s", "0"], "--alpha-inside-s: a probe has its own; give --alpha-s and"),
     ([*GIVEN, "--plot", "plan.jpg"], "--plot: got 'plan.jpg'; expected a name that ends in .png, .svg or .pdf"),
     ([*GIVEN, "--plot", "absent/plan.png"], "cannot write 'absent/plan.png'"),
 ]
