@@ -190,7 +190,13 @@ class AxisComm:
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
     def sign(self, statement: Statement) -> None:
-        """One program for all workers: nothing can differ."""
+        """One program for all workers: nothing can differ, but there may be others than are counted on.
+
+        Raises:
+            UsageError: the axis has another size.
+        """
+        have = lax.axis_size(self.axis)
+        check(have == self.size, f"got {self.size} workers along axis {self.axis!r}, which has {have}; give that size")
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """`jax.jit`."""

@@ -273,7 +273,7 @@ STEMS = {name.partition("<")[0]: row for name, row in COMPRESSORS.items()}
 
 def is_compressor(spelling: str) -> bool:
     """Whether it is spelled as one, rightly or not."""
-    return "/" in spelling or spelling.startswith(tuple(STEMS))
+    return isinstance(spelling, str) and ("/" in spelling or spelling.startswith(tuple(STEMS)))
 
 
 def parse(spelling: str) -> tuple[Compressor, Strategy]:

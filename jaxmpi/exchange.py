@@ -80,7 +80,7 @@ def exchange(
 def check_strategy(strategy: str) -> None:
     """Refuse what is neither a strategy nor `auto`, with a wire or without."""
     check(
-        not (isinstance(strategy, str) and compressors.is_compressor(strategy)),
+        not compressors.is_compressor(strategy),
         f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
         f"use exchange_gradients({strategy!r}), which holds it in its state",
     )

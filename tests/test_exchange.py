@@ -11,6 +11,8 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxmpi
 from jaxmpi.comm import AxisComm, SoloComm
@@ -300,9 +302,12 @@ def test_unknown_words_list_what_exists(kwargs, message):
         exchange(jnp.ones(2), **kwargs)
 
 
-def test_exchange_gradients_refuses_at_once():
-    with pytest.raises(UsageError, match="unknown strategy"):
-        exchange_gradients("nothing")
+@pytest.mark.parametrize(
+    ("strategy", "message"), [("nothing", "unknown strategy"), (None, "strategy: got None; expected a name")]
+)
+def test_exchange_gradients_refuses_at_once(strategy, message):
+    with pytest.raises(UsageError, match=message):
+        exchange_gradients(strategy)
 
 
 def loss(x, comm=None):
@@ -331,6 +336,17 @@ def test_another_axis_may_be_mapped_inside_and_outside_that_of_the_workers(strat
     for maps in [({"axis_name": "w"}, {}), ({"in_axes": 1, "out_axes": 1}, {"axis_name": "w"})]:
         outer, inner = (functools.partial(jax.vmap, **kwargs) for kwargs in maps)
         assert np.array_equal(jax.jit(outer(inner(each)))(x), expected)
+
+
+@pytest.mark.parametrize("strategy", ["ar", "ring32", "shm"])
+@pytest.mark.parametrize("workers", [2, 8])
+def test_an_axis_of_another_size_is_refused(strategy, workers):
+    """Half of the workers would be left out, or the sum divided by too few."""
+    each = functools.partial(exchange, strategy=strategy, comm=AxisComm("w", workers))
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("w",))
+    for run in (jax.vmap(each, axis_name="w"), jax.shard_map(each, mesh=mesh, in_specs=P("w"), out_specs=P("w"))):
+        with pytest.raises(UsageError, match=f"got {workers} workers along axis 'w', which has 4; give that size"):
+            run(jnp.ones((4, 3)))
 
 
 def test_exchanged_gradients_of_a_loss_are_fine(no_launcher):
