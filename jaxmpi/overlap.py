@@ -58,7 +58,7 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
         return not reason, "overlap delayed: gradients are applied one step late, which is not synchronous SGD"
     if asked == "auto" and not reason and len(set(comm.hosts)) == 1:
         reason = "all ranks are on one host"
-    reason = "as asked" if asked == "off" else reason
+    reason = "as set" if asked == "off" else reason
     on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
 

@@ -1,7 +1,7 @@
 """The parts of a run: its plan in numbers, its compiled functions, its state 0."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,7 +147,7 @@ class Functions(NamedTuple):
 def settle_exchange(
     experiment: Experiment, plan: Plan, workers: Workers, kept: rundir.Stored | None
 ) -> tuple[Experiment, str]:
-    """`auto` as a strategy and a bucket size, and a line that says why; empty where nothing was left open.
+    """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty where nothing was left open.
 
     They are those of the run that is resumed, so that it goes on bit for bit; where there are none, or these ranks
     cannot have them, those that a probe finds.
@@ -157,18 +157,28 @@ def settle_exchange(
         return dataclasses.replace(experiment, exchange=dataclasses.replace(asked, strategy=to_center(asked))), ""
     if not is_auto(asked.strategy):
         return experiment, ""
-    stored = rundir.settled_exchange(kept, asked.strategy)
+    stored = rundir.settled_exchange(kept, asked)
     if stored and can_go_on(stored["strategy"], asked.overlap, workers.comm):
         exchange = dataclasses.replace(asked, **stored)
         return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
-    among = hostcomm.fitting(workers.comm.hosts) if is_beside else ()  # what can run beside the backward pass
-    verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, among)
-    exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
+    exchange, why = probed(asked, workers.comm, sizes, is_beside)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
-    return dataclasses.replace(experiment, exchange=exchange), gone + verdict.why
+    return dataclasses.replace(experiment, exchange=exchange), gone + why
+
+
+def probed(
+    asked: config.ExchangeConfig, comm: Comm, sizes: Sequence[int], is_beside: bool
+) -> tuple[config.ExchangeConfig, str]:
+    """What a probe finds for these leaves, and why: among what can run beside the backward pass, where that pays."""
+    among = hostcomm.fitting(comm.hosts) if is_beside else ()
+    verdict = choose(comm, sizes, asked.strategy, asked.bucket_bytes, among)
+    if is_beside and asked.overlap == "auto" and not verdict.overlap:
+        alone, why = probed(dataclasses.replace(asked, overlap="off"), comm, sizes, False)
+        return alone, f"{why}; overlap off: most of an exchange is work for cores, which compute already"
+    return dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes), verdict.why
 
 
 def can_go_on(name: str, asked: str, comm: Comm) -> bool:

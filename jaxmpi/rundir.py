@@ -19,7 +19,7 @@ import jax
 from jaxmpi import config
 from jaxmpi import experiment as experiments
 from jaxmpi.checkpoint import found, newest
-from jaxmpi.config import Experiment, UsageError, check
+from jaxmpi.config import ExchangeConfig, Experiment, UsageError, check
 from jaxmpi.plain import refuse_ways_out
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
@@ -138,7 +138,7 @@ class Stored(NamedTuple):
     workers: int  # that wrote it
     scaled_for: int  # workers that the run began with, by which the learning rate is scaled
     effective_batch: int
-    exchange: dict[str, Any]  # asked, strategy and bucket_bytes
+    exchange: dict[str, Any]  # asked, strategy, bucket_bytes and, but in old ones, overlap
 
 
 def stored(experiment: Experiment, name: str) -> Stored | None:
@@ -155,7 +155,7 @@ def stored(experiment: Experiment, name: str) -> Stored | None:
     exchange, run = extra.get("exchange"), extra.get("experiment")
     sound = (
         isinstance(exchange, dict)
-        and {"asked", "strategy", "bucket_bytes"} == set(exchange)
+        and {"asked", "strategy", "bucket_bytes"} == set(exchange) - {"overlap"}
         and isinstance(exchange["strategy"], str)
         and isinstance(run, dict)
         and all(type(n) is int and n > 0 for n in (extra.get("scaled_for"), run.get("effective batch")))
@@ -164,11 +164,13 @@ def stored(experiment: Experiment, name: str) -> Stored | None:
     return Stored(manifest["workers"], extra["scaled_for"], extra["experiment"]["effective batch"], extra["exchange"])
 
 
-def settled_exchange(kept: Stored | None, strategy: str) -> dict[str, Any] | None:
-    """The strategy and bucket size that `auto` came to in the run that is resumed; None where there are none."""
-    if kept is None or kept.exchange["asked"] != strategy:
+def settled_exchange(kept: Stored | None, asked: ExchangeConfig) -> dict[str, Any] | None:
+    """Strategy, bucket size and overlap that `auto` came to in the run that is resumed; None where there are none."""
+    if kept is None or kept.exchange["asked"] != asked.strategy:
         return None
-    return {name: kept.exchange[name] for name in ("strategy", "bucket_bytes")}
+    is_off = asked.overlap == "auto" and kept.exchange.get("overlap") == "off"
+    settled = {name: kept.exchange[name] for name in ("strategy", "bucket_bytes")}
+    return settled | {"overlap": "off" if is_off else asked.overlap}
 
 
 def as_begun(experiment: Experiment, kept: Stored | None, workers: int) -> Experiment:

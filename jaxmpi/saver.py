@@ -179,6 +179,7 @@ def extra_of(experiment: Experiment, plan: Plan, functions: Functions, elapsed_s
             "asked": functions.asked,
             "strategy": functions.strategy,
             "bucket_bytes": experiment.exchange.bucket_bytes,
+            "overlap": experiment.exchange.overlap,
         },
         "experiment": identity(experiment, plan),
     }

@@ -31,7 +31,7 @@ from models.cnn import digits_cnn
         ("auto", SoloComm(), "", "overlap off: no other worker takes part in a step"),
         ("on", SoloComm(), "", "overlap off: no other worker takes part in a step"),
         ("on", SoloComm(), "the step is split", "overlap off: the step is split"),
-        ("off", AxisComm("w", 2), "", "overlap off: as asked"),
+        ("off", AxisComm("w", 2), "", "overlap off: as set"),
         ("auto", AxisComm("w", 2), "", "overlap off: workers are not MPI ranks"),
         ("auto", AxisComm("w", 2), "the step is split", "overlap off: the step is split"),
     ],

@@ -3,6 +3,7 @@
 On real ranks: tests/ranks/test_plan_over_mpi.py and the runs of the trainer at the end.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -18,13 +19,12 @@ import numpy as np
 import pytest
 
 import launching
-from jaxmpi import cli, costs, forecast, plan, rundir, runtime
+from jaxmpi import cli, costs, forecast, parts, plan, rundir, runtime
 from jaxmpi.checkpoint import sealed
 from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Experiment, UsageError
 from jaxmpi.costs import COSTS, Fit, Link, Net
 from jaxmpi.exchange import exchange
-from jaxmpi.parts import can_go_on
 from jaxmpi.strategies import PRICE, STRATEGIES, parse
 from jaxmpi.wires import WIRES
 from launching import ROOT, train
@@ -543,7 +543,7 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     ],
 )
 def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
-    assert can_go_on(strategy, overlap, AxisComm("w", len(hosts), hosts)) == goes_on
+    assert parts.can_go_on(strategy, overlap, AxisComm("w", len(hosts), hosts)) == goes_on
 
 
 @pytest.mark.parametrize(
@@ -562,7 +562,7 @@ def test_a_damaged_choice_is_named(stored, tmp_path):
     (tmp_path / "record.jsonl").touch()
     experiment = Experiment(exchange=ExchangeConfig("auto"), resume=True, run_dir=str(tmp_path))
     with pytest.raises(UsageError, match=r"newest checkpoint: got .*damaged|bucket_bytes: got 'many'"):
-        ExchangeConfig(**(rundir.settled_exchange(rundir.stored(experiment, "digits"), "auto") or {}))
+        ExchangeConfig(**(rundir.settled_exchange(rundir.stored(experiment, "digits"), experiment.exchange) or {}))
 
 
 def manifest_of(exchange) -> str:
@@ -578,4 +578,32 @@ def test_a_choice_for_another_word_does_not_count(tmp_path):
     folder = tmp_path / "checkpoints" / "step_00000004"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(manifest_of({"asked": "auto", "strategy": "asa:32", "bucket_bytes": None}))
-    assert rundir.settled_exchange(rundir.stored(experiment, "digits"), "auto:16") is None
+    assert rundir.settled_exchange(rundir.stored(experiment, "digits"), experiment.exchange) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "goes_on"),
+    [("off", "auto", "off"), ("off", "on", "on"), ("auto", "auto", "auto"), ("", "auto", "auto")],
+)
+def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goes_on, tmp_path):
+    experiment = Experiment(exchange=ExchangeConfig("auto", overlap=asked), resume=True, run_dir=str(tmp_path))
+    (tmp_path / "record.jsonl").touch()
+    folder = tmp_path / "checkpoints" / "step_00000004"
+    folder.mkdir(parents=True)
+    exchange = {"asked": "auto", "strategy": "asa:32", "bucket_bytes": None} | ({"overlap": before} if before else {})
+    (folder / "manifest.json").write_text(manifest_of(exchange))
+    settled = rundir.settled_exchange(rundir.stored(experiment, "digits"), experiment.exchange)
+    assert settled == {"strategy": "asa:32", "bucket_bytes": None, "overlap": goes_on}
+
+
+@pytest.mark.parametrize(("pays", "overlap", "strategy"), [(True, "auto", "ring:32"), (False, "off", "shm:32")])
+def test_auto_overlaps_where_the_probe_says_that_it_pays(pays, overlap, strategy, monkeypatch):
+    def choose(comm, sizes, asked, bucket_bytes, among=()):
+        return plan.Verdict("ring:32" if among else "shm:32", 4, pays, "why")
+
+    monkeypatch.setattr(parts, "choose", choose)
+    asked, comm = ExchangeConfig("auto"), AxisComm("w", 2, (0, 1))
+    settled, why = parts.probed(asked, comm, [8], is_beside=True)
+    assert (settled.overlap, settled.strategy) == (overlap, strategy)
+    assert ("overlap off" in why) != pays
+    assert parts.probed(dataclasses.replace(asked, overlap="on"), comm, [8], is_beside=True)[0].overlap == "on"
