@@ -160,7 +160,9 @@ def settle_exchange(
     stored = rundir.settled_exchange(kept, asked)
     if stored and can_go_on(stored["strategy"], asked.overlap, workers.comm):
         exchange = dataclasses.replace(asked, **stored)
-        return dataclasses.replace(experiment, exchange=exchange), f"{asked.strategy}: {exchange.strategy}, as before"
+        off = ", overlap off" if exchange.overlap != asked.overlap else ""
+        why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
+        return dataclasses.replace(experiment, exchange=exchange), why
     params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))

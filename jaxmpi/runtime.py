@@ -98,6 +98,8 @@ def prepare() -> None:
         # Ranks compile at the same time: what one finds half written by another it compiles for itself.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
         tune_mpi(here)
+        if here.rank == 0 and (idle := idle_cores(len(core_mask()), os.cpu_count() or 1, here.local_size)):
+            print(f"jaxmpi: {idle}", file=sys.stderr, flush=True)
         pin_cores(here.local_rank, here.local_size)
         pin_gpu(here.local_rank, here.local_size)
     use_compilation_cache()
@@ -176,6 +178,19 @@ def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
 def core_mask() -> list[int]:
     """The cores that this process may use; none where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def idle_cores(mine: int, all_cores: int, local_size: int) -> str:
+    """What to tell where each rank may use one core and the host has more than ranks; else empty.
+
+    So Open MPI binds where it starts one or two ranks on a host.
+    """
+    if mine != 1 or all_cores <= local_size:
+        return ""
+    return (
+        f"each rank may use 1 of the {all_cores} cores of its host, which has {local_size} of the ranks; where the "
+        "launcher has bound them: mpirun --bind-to none, or srun --cpus-per-task"
+    )
 
 
 def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:

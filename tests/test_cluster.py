@@ -61,6 +61,14 @@ def test_hosts_share_all_cores():
     assert re.findall(r"^\d+$", ended.out, re.M) == 2 * [str(len(os.sched_getaffinity(0)))]
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves none idle")
+@pytest.mark.parametrize(("to", "lines"), [("core", 1), ("none", 0)])
+def test_cores_that_a_launcher_leaves_idle_are_told_once(to, lines):
+    prepare = [sys.executable, "-c", "from jaxmpi import runtime; runtime.prepare()"]
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "--bind-to", to, "-n", "2", *prepare)
+    assert ended.out.count(f"each rank may use 1 of the {os.cpu_count()} cores of its host") == lines
+
+
 def test_a_link_carries_what_it_was_asked_to(tmp_path):
     """2 MB at 50 Mbit/s: 0.33 s with headers; what the queue and the first burst hide is below 0.1 s of it."""
     (tmp_path / "send.py").write_text(SEND)
