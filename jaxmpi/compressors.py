@@ -8,6 +8,7 @@ has been sent over many steps comes to what was meant. `exchange` has no state a
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -167,9 +168,10 @@ def topk(percent: float) -> Compressor:
     Communicates: an allgather of 8 bytes an entry (wire 32), one mean of what travels whole.
     Stich et al. 2018, algorithm 1.
     """
+    share = Fraction(str(percent)) / 100  # exact: in floats 7 % of 100 are more than 7
 
     def count(leaf: jax.Array) -> int:
-        return math.ceil(percent / 100 * leaf.size)
+        return math.ceil(share * leaf.size)
 
     def is_sparse(leaf: jax.Array) -> bool:
         return 2 * count(leaf) < leaf.size < 2**31

@@ -303,6 +303,15 @@ def test_top_k_sends_eight_bytes_an_entry():
     assert bytes_of("topk1/asa16").gathered == 6 * entries + 4 * math.ceil(entries / 256)  # with scales
 
 
+def test_top_k_counts_exactly():
+    """In floats 7 % of 100 are a little more than 7."""
+    comm = Counting(2)
+    tx = exchange_gradients("topk7", comm=comm)
+    grads = jax.ShapeDtypeStruct((2, 100), jnp.float32)
+    jax.eval_shape(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="w"), grads)
+    assert comm.gathered == 8 * 7
+
+
 # ---------------------------------------------------------------- learning
 
 
