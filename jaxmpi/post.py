@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxmpi import hostcomm
+from jaxmpi import hostcomm, runtime
 from jaxmpi.center import WINDOW, Server, Talk
 from jaxmpi.config import TrainingError
 from jaxmpi.courier import TIMEOUT_S
@@ -225,7 +225,8 @@ def converse(talk: Talk, lines: Sequence[Line]) -> float:
     Returns: seconds at its end in which nothing but the answer to the report was missing.
 
     Raises:
-        TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S.
+        TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S, six times that where only
+            the answer to the report is missing.
     """
     pauses, since_s = Pauses(), None
     while not talk.is_over():
@@ -240,10 +241,12 @@ def converse(talk: Talk, lines: Sequence[Line]) -> float:
             raise TrainingError(
                 "a rank that keeps the center is gone; go on from the last checkpoint with --resume"
             ) from error
-        if time.monotonic() - pauses.moved_s > TIMEOUT_S:
+        # Where only the report's answer is missing, the slowest worker is waited for, which may be evaluating.
+        limit_s = TIMEOUT_S * (1.0 if since_s is None else runtime.LONG)
+        if time.monotonic() - pauses.moved_s > limit_s:
             raise TrainingError(
-                f"the center has not answered for {TIMEOUT_S:.0f} s; its rank is stuck, or with rule.staleness the "
-                "slowest worker is (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                f"the center has not answered for {limit_s:g} s; its rank is stuck, or with rule.staleness the "
+                f"slowest worker is (JAXMPI_EXCHANGE_TIMEOUT_S sets the time, {TIMEOUT_S:g} s now)"
             )
     return 0.0 if since_s is None else time.perf_counter() - since_s
 

@@ -1,6 +1,7 @@
 """The protocol of asynchronous rules under simulated messages: any order of sends and deliveries, workers that die."""
 
 import random
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmpi import post
 from jaxmpi.center import LONGEST, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.comm import SoloComm
-from jaxmpi.config import RuleConfig
+from jaxmpi.config import RuleConfig, TrainingError
 from jaxmpi.hostcomm import HOST_WIRES, MESSAGE_BYTES
 from jaxmpi.rules import Asynchronous, Exchange
 from jaxmpi.rules.asgd import asgd
@@ -287,6 +289,41 @@ def test_where_the_time_of_all_workers_went_can_be_asked_for():
     assert times[:, Spent._fields.index("steps")].tolist() == [2, 4, 0]
     assert times[:, Spent._fields.index("compute")].tolist() == [0.5, 6, 0]
     assert times[:, Spent._fields.index("sync")].tolist() == [0.0625, 0.75, 0]
+
+
+class StraightLine:
+    """To a server in this process, which is struck dumb after so many answers for some time."""
+
+    def __init__(self, server: Server, answers: int, dumb_s: float) -> None:
+        self.server, self.left, self.dumb_s, self.until_s = server, answers, dumb_s, np.inf
+
+    def send(self, message: np.ndarray, answer_bytes: int) -> None:
+        del answer_bytes
+        self.server.take(0, message)
+
+    def answer(self) -> np.ndarray | None:
+        if self.left == 0 and self.until_s == np.inf:
+            self.until_s = time.monotonic() + self.dumb_s
+        if not self.server.out.get(0) or (self.left == 0 and time.monotonic() < self.until_s):
+            return None
+        self.left -= self.left > 0
+        return self.server.out[0].popleft()
+
+
+@pytest.mark.parametrize(("answers", "dumb_s", "is_patient"), [(1, 0.6, False), (2, 0.6, True), (2, 3.0, False)])
+def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, answers, dumb_s, is_patient):
+    """The slowest worker may be evaluating; two answers hold the params, the third is the report's."""
+    monkeypatch.setattr(post, "TIMEOUT_S", 0.2)
+    layout, ledger = Layout(N, 1, "32"), Ledger(1, 1e9, bound=0)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
+    talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])
+    lines = [StraightLine(server, answers, dumb_s)]
+    if is_patient:
+        assert post.converse(talk, lines) >= dumb_s * 0.9
+    else:
+        limit_s = 0.2 if answers == 1 else 1.2
+        with pytest.raises(TrainingError, match=f"has not answered for {limit_s} s; .* 0.2 s now"):
+            post.converse(talk, lines)
 
 
 def test_a_talk_that_lacks_only_the_books_knows_it():
