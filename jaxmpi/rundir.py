@@ -145,7 +145,8 @@ def stored(experiment: Experiment, name: str) -> Stored | None:
     """How the run that is resumed was made; None where none is, or has no checkpoint yet.
 
     Raises:
-        UsageError: the newest checkpoint's word is of another kind than what is written.
+        UsageError: the newest checkpoint's word is of another kind than what is written, or it is of another rule or
+            optimizer, whose state has other leaves.
     """
     folder = resumed(experiment, name) / "checkpoints" if experiment.resume else None
     manifest = newest(folder) if folder else None
@@ -161,6 +162,7 @@ def stored(experiment: Experiment, name: str) -> Stored | None:
         and all(type(n) is int and n > 0 for n in (extra.get("scaled_for"), run.get("effective batch")))
     )
     check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
+    refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(config.resolved(experiment)))
     return Stored(manifest["workers"], extra["scaled_for"], extra["experiment"]["effective batch"], extra["exchange"])
 
 
@@ -222,10 +224,13 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
     }
 
 
+SHAPING = ("rule.name", "optim.name")  # what decides, beside the model, which leaves a state has
+
+
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
     """What makes a run the same run: with another of these, a step number would mean other examples or updates."""
     fields = flatten_json(config.resolved(experiment))
-    names = ("model", "seed", "micro_batch", "rule.name", "optim.name")
+    names = ("model", "seed", "micro_batch", *SHAPING)
     kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
     return {**kept, **flatten_json(data), "effective batch": effective_batch}
 

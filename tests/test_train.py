@@ -307,6 +307,16 @@ def test_resume_goes_on_with_the_same_run_only(tmp_path):
     assert "effective batch: got 64, expected 32" in ended.out
 
 
+def test_resume_with_another_rule_or_optimizer_names_these_and_no_leaves(tmp_path):
+    args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+    assert train(1, *args).code == 0
+    ended = train(1, *args, "--resume", "--rule.name", "diloco", "--optim.name", "adamw")
+    assert ended.code != 0
+    assert "rule.name: got diloco, expected gradients (the checkpoint's)" in ended.out
+    assert "optim.name: got adamw, expected momentum (the checkpoint's)" in ended.out
+    assert "leaves" not in ended.out
+
+
 def test_resume_on_other_data_is_refused(tmp_path):
     for split in ("train", "validation"):
         for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (20, 8, 8), np.uint8)):
