@@ -12,7 +12,7 @@ from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 script = importlib.import_module("bench_diloco")
-SIZES = script.Sizes(steps=8, period=4, local_batch=2, window=16, every=4, tiny=True)
+SIZES = script.Sizes(steps=8, period=4, local_batch=2, window=16, every=4, lr=1e-3, tiny=True)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_tiny(tmp_path):
     if importlib.util.find_spec("torch"):
         contenders.append("DDP")
     line = [sys.executable, str(ROOT / "scripts" / "bench_diloco.py"), "--tiny", "--hosts", "2", "--seeds", "1"]
-    sizes = ["--steps", "8", "--timed", "3", "--period", "4", "--every", "4", "--local-batch", "2", "--window", "16"]
+    sizes = "--steps 8 --timed 3 --period 4 --every 4 --local-batch 2 --window 16 --lr 1e-3".split()
     names = ["--contenders", *contenders, "--json", str(tmp_path / "all.json")]
     ended = subprocess.run([*line, *sizes, *names], capture_output=True, text=True, timeout=280, cwd=ROOT)
     if ended.returncode == script.NOT_PERMITTED:
