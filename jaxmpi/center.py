@@ -244,8 +244,8 @@ class Server:
     def lose(self, worker: int) -> None:
         """A worker is gone."""
         self.out.pop(worker, None)
-        self.is_closed |= worker == 0  # nobody else would say so
         if self.ledger:
+            self.is_closed |= worker == 0  # nobody else would say so; the others hear it from the books
             self.ledger.lose(worker)
             self._answer()
 

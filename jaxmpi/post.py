@@ -157,6 +157,7 @@ class Counter:
             self.lost.append(worker)
             with self.lock:
                 self.server.lose(worker)
+                self.server.is_closed |= not self._coming  # nobody is left to say so
             return None
 
 

@@ -201,6 +201,9 @@ FAULTS = {
     "worker-gosgd": Fault(RULES["gosgd"], 3, 2, 0, "finished with 2 of 3 workers"),
     "server": Fault(RULES["easgd-servers"], 4, 3, 1, "a rank that keeps the center is gone"),
     "worker-0": Fault(RULES["easgd-servers"], 4, 0, 1, "worker 0, which keeps the record, is gone"),
+    "worker-0-of-two-servers": Fault(
+        (*RULES["easgd-servers"], "--rule.servers", "2"), 5, 0, 1, "worker 0, which keeps the record, is gone"
+    ),
     "worker-0-and-center": Fault(RULES["easgd"], 3, 0, 1, "a rank that keeps the center is gone"),
 }
 QUICK_FAULTS = ("worker",)
