@@ -249,7 +249,7 @@ def title(cell: Cell, study: Study) -> str:
     """What tells a cell from the others of its study."""
     cells = study.cells()
     names = [name for name in dict.fromkeys(itertools.chain(*cells)) if len({each.get(name) for each in cells}) > 1]
-    return ", ".join(f"{name} {cell[name]}" for name in names if name in cell) or "the only cell"
+    return ", ".join(f"{name} {cell[name]}" for name in names if name in cell) or "the experiment as it is"
 
 
 def table(study: Study, made: Sequence[Summary]) -> str:

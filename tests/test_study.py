@@ -63,6 +63,12 @@ def rows(study, errors: list[list[float]]) -> list[dict]:
 STUDY = script.Study("Q?", "x.py", [script.Grid({"optim.lr": ("1", "2")}, {"workers": "2"})])
 
 
+def test_a_cell_without_what_the_others_vary_is_the_experiment_as_it_is():
+    grids = [script.Grid({}, {"workers": "2"}), script.Grid({"rule.tau": ("1",)}, {"workers": "2"})]
+    study = script.Study("Q?", "x.py", grids)
+    assert [script.title(cell, study) for cell in study.cells()] == ["the experiment as it is", "rule.tau 1"]
+
+
 def test_differences_are_taken_seed_by_seed():
     made = script.summaries(STUDY, rows(STUDY, [[1.0, 5.0, 3.0], [1.5, 5.5, 3.8]]))
     assert [row.title for row in made] == ["optim.lr 1", "optim.lr 2"]
