@@ -267,7 +267,7 @@ class RuleConfig:
     servers: int = 0  # easgd, asgd: last ranks, which only keep the center; 0 = a thread of rank 0 does
     momentum: float = 0.0  # easgd: Nesterov momentum delta of EAMSGD, in [0, 1), over optimizer sgd
     local_steps: int = 50  # local_sgd, diloco: H, steps from one exchange to the next
-    outer_lr: float = 0.7  # diloco: eta of the outer optimizer
+    outer_lr: float = 0.7  # diloco: eta of the outer optimizer; take optim.lr lower, a seventh to a third
     outer_momentum: float = 0.9  # diloco: Nesterov momentum mu of the outer optimizer, in [0, 1)
     noise_scale: bool = True  # gradients: record variance between workers and noise scale, where there are several
 

@@ -157,7 +157,8 @@ class Counter:
             self.lost.append(worker)
             with self.lock:
                 self.server.lose(worker)
-                self.server.is_closed |= not self._coming  # nobody is left to say so
+                # Nobody is left to say so; where there are books, these know the end.
+                self.server.is_closed |= not (self._coming or self.server.ledger)
             return None
 
 

@@ -298,22 +298,27 @@ def test_resume_from_another_model_names_the_leaf(tmp_path):
     assert "Traceback" not in ended.out
 
 
-def test_resume_goes_on_with_the_same_run_only(tmp_path):
-    args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert train(1, *args).code == 0
-    ended = train(1, *args, "--resume", "--seed", "1", "--effective-batch", "64")
-    assert ended.code != 0
-    assert "seed: got 1, expected 0" in ended.out
-    assert "effective batch: got 64, expected 32" in ended.out
+OTHER_RUNS = {
+    "seed and batch": (
+        ("--seed", "1", "--effective-batch", "64"),
+        ("seed: got 1, expected 0", "effective batch: got 64, expected 32"),
+    ),
+    "rule and optimizer, whose states have other leaves": (
+        ("--rule.name", "diloco", "--optim.name", "adamw"),
+        ("rule.name: got diloco, expected gradients", "optim.name: got adamw, expected momentum"),
+    ),
+}
 
 
-def test_resume_with_another_rule_or_optimizer_names_these_and_no_leaves(tmp_path):
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_resume_goes_on_with_the_same_run_only(name, tmp_path):
+    flags, messages = OTHER_RUNS[name]
     args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert train(1, *args).code == 0
-    ended = train(1, *args, "--resume", "--rule.name", "diloco", "--optim.name", "adamw")
+    ended = train(1, *args, "--resume", *flags)
     assert ended.code != 0
-    assert "rule.name: got diloco, expected gradients (the checkpoint's)" in ended.out
-    assert "optim.name: got adamw, expected momentum (the checkpoint's)" in ended.out
+    for message in messages:
+        assert f"{message} (the checkpoint's)" in ended.out
     assert "leaves" not in ended.out
 
 
