@@ -64,6 +64,7 @@ CONTENDERS = {
     "ring16": Contender(strategy="ring16"),
     "DiLoCo": DILOCO,
     "DiLoCo, 16 bits": DILOCO._replace(strategy="ring16"),
+    "DiLoCo, 8 bits": DILOCO._replace(strategy="ring:8"),
     "DDP": Contender(hook="allreduce"),
     "DDP, fp16 hook": Contender(hook="fp16"),
     "DDP, PowerSGD rank 4": Contender(hook="powersgd"),
