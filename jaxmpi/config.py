@@ -48,6 +48,10 @@ class AgreedError(TrainingError):
     """One that all ranks raise together: rank 0 speaks for them."""
 
 
+class NotFinite(AgreedError):
+    """A loss or gradients that are not finite: the run has diverged."""
+
+
 def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
     """`table[name]`, or a `UsageError` that lists what exists and suggests the nearest."""
     if name in table:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmpi import runtime
-from jaxmpi.config import AgreedError
+from jaxmpi.config import AgreedError, NotFinite
 from jaxmpi.parts import Functions
 from jaxmpi.processes import Processes
 from jaxmpi.recorder import Recorder
@@ -138,10 +138,10 @@ class Recovery:
             tail: of the error, with what the user can do.
 
         Raises:
-            AgreedError: the run stops.
+            NotFinite: the run stops.
             RollBack: the run goes back.
         """
-        self._spend(f"{failure}; {tail}")
+        self._spend(NotFinite, f"{failure}; {tail}")
         if self.policy == "skip":
             return f"{failure}: skipped"
         (self.left_out if failure.step in self.failed else self.failed).add(failure.step)
@@ -156,15 +156,15 @@ class Recovery:
         """
         if self.policy != "rollback":
             raise AgreedError(text)
-        self._spend(text)
+        self._spend(AgreedError, text)
         raise RollBack(0, text)
 
-    def _spend(self, text: str) -> None:
+    def _spend(self, error: type[AgreedError], text: str) -> None:
         if self.policy == "stop":
-            raise AgreedError(text)
+            raise error(text)
         self.count += 1
         if self.count > self.limit:
-            raise AgreedError(f"{text}. This is number {self.count}, recover_limit is {self.limit}")
+            raise error(f"{text}. This is number {self.count}, recover_limit is {self.limit}")
 
 
 # ---------------------------------------------------------------- in a run

@@ -5,8 +5,9 @@
 
 A study of STUDIES by name, or a grid: all combinations of --workers and of the values of --vary, which takes any flag
 of the trainer. Every run is a line of --out as soon as it is done; what is there already is not run again, so a study
-that was stopped goes on, and one with more seeds only adds them. The first cell is what the others are compared with,
-seed by seed: same seed, same initial params and same order of examples.
+that was stopped goes on, and one with more seeds only adds them. A run that diverges is a line too, counted as failed
+and left out of means. The first cell is what the others are compared with, seed by seed: same seed, same initial params
+and same order of examples.
 
 Workers are devices of one process. With --launch, and in `elastic`, they are ranks under mpirun, as asynchronous rules
 need it.
@@ -29,7 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmpi import experiment as experiments
-from jaxmpi import launch, plots, runtime, train
+from jaxmpi import launch, plots, rules, runtime, train
+from jaxmpi.config import Experiment, NotFinite
 
 ROOT = Path(__file__).resolve().parent.parent
 Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
@@ -127,11 +129,27 @@ def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launc
     runtime.make_cpu_devices(chosen.devices)
     with runtime.at_work():
         for seed in seeds:
-            with shared_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
-                train.train(dataclasses.replace(chosen, seed=seed, run_dir=str(folder), resume=False), path.stem)
-                row = {"experiment": experiment, "cell": cell, "seed": seed, **outcome(folder)}
-            if runtime.my_rank() == 0:
-                append(out, row)
+            row = {"experiment": experiment, "cell": cell, "seed": seed}
+            run_seed(dataclasses.replace(chosen, seed=seed), path.stem, row, out)
+
+
+def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> None:
+    """One run; `row` and what came of it are a line of OUT.
+
+    Raises:
+        NotFinite: it diverged, and that is in the line.
+    """
+    try:
+        with shared_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
+            train.train(dataclasses.replace(chosen, run_dir=str(folder), resume=False), name)
+            row |= outcome(folder)
+    except NotFinite as error:
+        row["failed"] = str(error)
+        if runtime.my_rank() == 0 or rules.is_asynchronous(chosen.rule):  # where a worker finds it alone
+            append(out, row)
+        raise
+    if runtime.my_rank() == 0:
+        append(out, row)
 
 
 def append(out: Path, row: dict[str, Any]) -> None:
@@ -151,26 +169,23 @@ def shared_folder() -> Iterator[Path]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Of a run's record: the last evaluation and the way to it."""
+    """Of a run's record: the last evaluation and the way to it; or that it came to nothing."""
     rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if row["kind"] == "eval"]
     steps = [row for row in rows if row["kind"] == "train"]
+    if evaluations[-1]["eval_loss"] is None:
+        return {"failed": "the held-out loss is not finite"}
     curve = [[row["epoch"], row["eval_loss"]] for row in evaluations]
     kept = {name: value for name, value in evaluations[-1].items() if name.startswith("eval_")}
     return {**kept, "curve": curve, "loss": steps[-1]["loss"], "elapsed_s": evaluations[-1]["elapsed_s"]}
 
 
-def start_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> None:
-    """Run a cell's job and wait for it.
-
-    Raises:
-        SystemExit: it failed; its message is above.
-    """
+def start_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> bool:
+    """Run a cell's job and wait for it; whether it came to its end."""
     job = json.dumps({"experiment": experiment, "cell": cell, "seeds": list(seeds), "launched": launched})
     ranks = launch.mpirun(launch.Options(int(cell["workers"]), "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
     line = [*(ranks if launched else ()), sys.executable, __file__, "--out", str(out), "--job", job]
-    if subprocess.run(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode:
-        raise SystemExit(f"study.py: the job of {cell} failed; its message is above")
+    return subprocess.run(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
@@ -183,18 +198,32 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -> None:
-    """Every cell and seed that has no line yet."""
-    for number, cell in enumerate(study.cells(), 1):
-        done = {row["seed"] for row in found(rows_of(out), study, cell)}
-        missing = [seed for seed in seeds if seed not in done]
-        if missing:
-            print(f"{number}/{len(study.cells())} {title(cell, study)}: seeds {missing}", file=sys.stderr, flush=True)
-            start_cell(study.experiment, cell, missing, out, launched)
+    """Every cell and seed that has no line yet. A run that diverges ends its job; the other seeds get another one.
+
+    Raises:
+        SystemExit: a job failed for another reason; its message is above.
+    """
+    cells = study.cells()
+    for number, cell in enumerate(cells, 1):
+        before = found(rows_of(out), study, cell)
+        while missing := sorted(set(seeds) - {row["seed"] for row in before}):
+            print(f"{number}/{len(cells)} {title(cell, study)}: seeds {missing}", file=sys.stderr, flush=True)
+            if start_cell(study.experiment, cell, missing, out, launched):
+                break
+            rows = found(rows_of(out), study, cell)
+            if not any("failed" in row for row in rows[len(before) :]):
+                raise SystemExit(f"study.py: the job of {cell} failed; its message is above")
+            before = rows
 
 
 def found(rows: Sequence[dict[str, Any]], study: Study, cell: Cell) -> list[dict[str, Any]]:
     """The lines of a cell."""
     return [row for row in rows if row["experiment"] == study.experiment and row["cell"] == cell]
+
+
+def finished(rows: Sequence[dict[str, Any]], study: Study, cell: Cell) -> dict[int, dict[str, Any]]:
+    """The lines of a cell by seed, but for runs that diverged."""
+    return {row["seed"]: row for row in found(rows, study, cell) if "failed" not in row}
 
 
 # ---------------------------------------------------------------- tables and plots
@@ -204,12 +233,12 @@ class Summary(NamedTuple):
     """A cell over its seeds: metric, and its difference from the reference's, seed by seed."""
 
     title: str
-    seeds: int
+    seeds: int  # that came to their end
+    failed: int
     mean: float
     error: float  # standard error
     difference: float
     difference_error: float
-    elapsed_s: float
 
     @property
     def within(self) -> str:
@@ -231,18 +260,22 @@ def metric(row: Mapping[str, Any]) -> float:
 
 def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
     """All cells that have been run, in order."""
-    cells = {title(cell, study): {row["seed"]: row for row in found(rows, study, cell)} for cell in study.cells()}
-    cells = {name: by_seed for name, by_seed in cells.items() if by_seed}
-    reference = next(iter(cells.values()), {})
+    run = [cell for cell in study.cells() if found(rows, study, cell)]
+    reference = finished(rows, study, run[0]) if run else {}
     made = []
-    for name, by_seed in cells.items():
+    for cell in run:
+        by_seed = finished(rows, study, cell)
+        failed = len({row["seed"] for row in found(rows, study, cell)} - set(by_seed))
         values = [metric(row) for row in by_seed.values()]
         apart = [metric(by_seed[seed]) - metric(reference[seed]) for seed in by_seed if seed in reference]
-        elapsed_s = statistics.median(row["elapsed_s"] for row in by_seed.values())
-        difference = statistics.mean(apart) if apart else math.nan
-        mean, error = statistics.mean(values), standard_error(values)
-        made.append(Summary(name, len(values), mean, error, difference, standard_error(apart), elapsed_s))
+        of_values, of_apart = ((mean_of(x), standard_error(x)) for x in (values, apart))
+        made.append(Summary(title(cell, study), len(values), failed, *of_values, *of_apart))
     return made
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return statistics.mean(values) if values else math.nan
 
 
 def title(cell: Cell, study: Study) -> str:
@@ -258,26 +291,43 @@ def table(study: Study, made: Sequence[Summary]) -> str:
     lines = [f"{study.question} `{study.experiment}`", ""]
     lines += [f"| cell | seeds | {what} | difference | within 2 standard errors |", "|---|---|---|---|---|"]
     for i, row in enumerate(made):
-        compared = f"{row.difference:+.3f} ± {row.difference_error:.3f} | {row.within}"
+        seeds = f"{row.seeds}, {row.failed} failed" if row.failed else row.seeds
+        compared = f"{with_error(row.difference, row.difference_error, '+')} | {row.within}"
         shown = "reference | " if i == 0 else compared
-        lines.append(f"| {row.title} | {row.seeds} | {row.mean:.3f} ± {row.error:.3f} | {shown} |")
+        lines.append(f"| {row.title} | {seeds} | {with_error(row.mean, row.error)} | {shown} |")
     return "\n".join(lines)
+
+
+def with_error(value: float, error: float, sign: str = "") -> str:
+    """A mean and its standard error, in a table."""
+    return "-" if math.isnan(value) else f"{value:{sign}.3f} ± {error:.3f}"
 
 
 def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]) -> list[plots.Panel]:
     """The metric with its standard errors, and the held-out loss by epoch, mean of the seeds."""
-    bars = [(row.title, row.mean, max(row.mean - finite(row.error), 0.0), row.mean + finite(row.error)) for row in made]
+    known = [row for row in made if row.seeds]
+    bars = [
+        (row.title, row.mean, max(row.mean - finite(row.error), 0.0), row.mean + finite(row.error)) for row in known
+    ]
     series = {}
     for cell in study.cells():
-        curves = [row["curve"] for row in found(rows, study, cell)]
+        curves = [row["curve"] for row in finished(rows, study, cell).values()]
         if curves and min(map(len, curves)) > 1:
-            points = zip(*curves, strict=True)
-            series[title(cell, study)] = [(p[0][0], statistics.mean(loss for _, loss in p)) for p in points]
+            series[title(cell, study)] = mean_curve(curves)
     drawn: list[plots.Panel] = [plots.Bars(study.question, plots.Quantity("held out", base=None), bars)]
     if series:
         x, y = plots.Quantity("epoch", base=None), plots.Quantity("loss", base=None)
         drawn.append(plots.Lines("held-out loss", x, y, series))
     return drawn
+
+
+def mean_curve(curves: Sequence[Sequence[tuple[float, float | None]]]) -> list[plots.Point]:
+    """The mean of evaluations over seeds, where all have one that is finite.
+
+    Workers that do not wait for each other evaluate a little apart, and may leave one out.
+    """
+    every = [list(zip(*points, strict=True)) for points in zip(*curves, strict=False)]
+    return [(statistics.mean(epochs), statistics.mean(losses)) for epochs, losses in every if None not in losses]
 
 
 def finite(value: float) -> float:

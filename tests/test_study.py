@@ -42,6 +42,29 @@ def test_a_study_goes_on_where_it_stopped(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_study_goes_on_past_runs_that_diverge(tmp_path):
+    """Of 1e38 no step is finite. Every such run is a line, which says why; none is run again."""
+    out = tmp_path / "study.jsonl"
+    args = ("--vary", "local-batch=8", "train-for=4st", "optim.lr=1e38,0.02", "schedule.warmup=0st")
+    first = run(out, "--seeds", "2", *args)
+    assert first.returncode == 0, first.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    failed = {(row["cell"]["optim.lr"], row["seed"]) for row in rows if "not finite" in row.get("failed", "")}
+    assert failed == {("1e38", 0), ("1e38", 1)}
+    assert {(row["cell"]["optim.lr"], row["seed"]) for row in rows if "eval_top1" in row} == {("0.02", 0), ("0.02", 1)}
+    assert "| optim.lr 1e38 | 0, 2 failed |" in first.stdout
+    again = run(out, "--seeds", "2", *args)
+    assert (again.returncode, again.stderr, again.stdout) == (0, "", first.stdout)
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_start_ends_the_study(tmp_path):
+    ended = run(tmp_path / "study.jsonl", "--seeds", "2", "--vary", "local-batch=8", "optim.name=none")
+    assert ended.returncode == 1
+    assert "failed; its message is above" in ended.stderr
+
+
+@pytest.mark.slow
 def test_ranks_instead_of_devices(tmp_path):
     ended = run(tmp_path / "study.jsonl", "--seeds", "2", "--launch")
     assert ended.returncode == 0, ended.stderr
@@ -91,6 +114,36 @@ def test_one_seed_says_nothing_of_its_error():
     made = script.summaries(STUDY, rows(STUDY, [[1.0], [2.0]]))
     assert made[1].difference_error == math.inf
     assert made[1].within == "unknown"
+
+
+def test_runs_that_diverged_are_counted_and_left_out_of_means():
+    """Of the first cell's seed 0 and all of the third cell."""
+    study = script.Study("Q?", "x.py", [script.Grid({"optim.lr": ("1", "2", "3")}, {"workers": "2"})])
+    made = rows(study, [[9.0, 1.0, 2.0], [2.0, 2.0, 4.0], [8.0, 8.0]])
+    for row in (made[0], *made[6:]):
+        for name in ("eval_top1", "elapsed_s", "curve"):
+            del row[name]
+        row["failed"] = "the loss is not finite"
+    first, second, third = script.summaries(study, made)
+    assert (first.seeds, first.failed, first.mean) == (2, 1, pytest.approx(1.5))
+    assert (second.failed, second.difference) == (0, pytest.approx(1.5))  # of seeds 1 and 2, which both have
+    assert (third.seeds, third.failed, third.within) == (0, 2, "unknown")
+    text = script.table(study, [first, second, third])
+    assert "| optim.lr 1 | 2, 1 failed | 1.500 ± 0.500 | reference |  |" in text
+    assert "| optim.lr 3 | 0, 2 failed | - | - | unknown |" in text
+    bars, lines = script.panels(study, made, [first, second, third])
+    assert [bar[0] for bar in bars.bars] == ["optim.lr 1", "optim.lr 2"]
+    assert list(lines.series) == ["optim.lr 1", "optim.lr 2"]
+
+
+def test_curves_may_have_gaps_and_another_length():
+    """Asynchronous runs evaluate when worker 0 comes by; a loss of infinity is null in a record."""
+    made = rows(STUDY, [[1.0, 3.0], [2.0, 2.0]])
+    made[0]["curve"].append([3.0, 0.1])
+    made[1]["curve"][0] = [1.5, 1.0]
+    made[2]["curve"][0][1] = None
+    lines = script.panels(STUDY, made, script.summaries(STUDY, made))[1]
+    assert lines.series == {"optim.lr 1": [(1.25, 1.0), (2.0, 1.0)], "optim.lr 2": [(2.0, 1.0)]}
 
 
 def test_what_has_not_been_run_is_left_out():
