@@ -339,25 +339,51 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="*", choices=[*STUDIES, []], help="by name")
-    parser.add_argument("--experiment", default=DIGITS, help="of a grid")
-    parser.add_argument("--workers", nargs="+", default=["8"], help="of a grid")
-    parser.add_argument("--vary", nargs="+", default=[], metavar="FLAG=VALUE,...", help="of a grid")
+    parser.add_argument("--experiment", help=f"of a grid (default: {DIGITS})")
+    parser.add_argument("--workers", nargs="+", help="of a grid (default: 8)")
+    parser.add_argument("--vary", nargs="+", metavar="FLAG=VALUE,...", help="of a grid")
     parser.add_argument("--seeds", type=int, default=5, help="0, 1, ... of every cell")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.jsonl", help="a line a run")
     parser.add_argument("--png", type=Path, help="file for the plots")
     parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
     parser.add_argument("--show", action="store_true", help="tables of what is there; run nothing")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if wrong := refused(options):
+        parser.error(wrong)
+    options.out = options.out.resolve()  # jobs run in ROOT
+    if options.experiment and not (ROOT / options.experiment).is_file():
+        options.experiment = str(Path(options.experiment).resolve())
+    return options
+
+
+OWN = ("seed", "run-dir", "resume", "devices")  # flags that a study sets
+
+
+def refused(options: argparse.Namespace) -> str:
+    """What is wrong with the command line: above all what would not count; empty where nothing is."""
+    of_grid = [name for name in ("experiment", "workers", "vary") if getattr(options, name) is not None]
+    if options.studies and of_grid:
+        return f"--{of_grid[0]}: it is of a grid, and {options.studies[0]} is one of its own; leave one of them out"
+    for text in options.vary or ():
+        name, _, values = text.partition("=")
+        if not values:
+            return f"--vary: got {text!r}; expected FLAG=VALUE or FLAG=VALUE,VALUE"
+        if name in OWN:
+            return f"--vary: got {name}, which the study sets; --seeds and --workers are its own options"
+    for number in options.workers or ():
+        if not number.isdecimal() or int(number) < 1:
+            return f"--workers: got {number}; expected whole numbers >= 1"
+    return f"--seeds: got {options.seeds}; expected >= 1" if options.seeds < 1 else ""
 
 
 def asked(options: argparse.Namespace) -> list[Study]:
     """Named studies, or a grid."""
     if options.studies:
         return [STUDIES[name] for name in options.studies]
-    pairs = (text.partition("=")[::2] for text in options.vary)
-    vary = {"workers": options.workers} | {name: values.split(",") for name, values in pairs}
-    return [Study("A grid.", options.experiment, [Grid(vary, {})])]
+    pairs = (text.partition("=")[::2] for text in options.vary or ())
+    vary = {"workers": options.workers or ["8"]} | {name: values.split(",") for name, values in pairs}
+    return [Study("A grid.", options.experiment or DIGITS, [Grid(vary, {})])]
 
 
 def main() -> None:

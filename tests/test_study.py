@@ -146,6 +146,36 @@ def test_curves_may_have_gaps_and_another_length():
     assert lines.series == {"optim.lr 1": [(1.25, 1.0), (2.0, 1.0)], "optim.lr 2": [(2.0, 1.0)]}
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["periods", "--vary", "optim.lr=0.1"], "--vary: it is of a grid, and periods is one of its own"),
+        (["periods", "--workers", "4"], "--workers: it is of a grid"),
+        (["--vary", "seed=1,2"], "--vary: got seed, which the study sets"),
+        (["--vary", "optim.lr"], "--vary: got 'optim.lr'; expected FLAG=VALUE"),
+        (["--workers", "four"], "--workers: got four; expected whole numbers >= 1"),
+        (["--workers", "0"], "--workers: got 0; expected whole numbers >= 1"),
+        (["--seeds", "0"], "--seeds: got 0; expected >= 1"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_arguments_that_would_not_count_are_refused(line, expected, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["study.py", *line])
+    with pytest.raises(SystemExit):
+        script.parse()
+    assert expected in capsys.readouterr().err
+
+
+def test_files_are_where_the_user_is(tmp_path, monkeypatch):
+    """Jobs run in the project's root."""
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["study.py", "--out", "all.jsonl", "--experiment", "mine.py"])
+    assert (script.parse().out, script.parse().experiment) == (tmp_path / "all.jsonl", str(tmp_path / "mine.py"))
+    monkeypatch.setattr(sys, "argv", ["study.py", "--experiment", script.DIGITS])
+    assert script.parse().experiment == script.DIGITS  # as it stands in the lines of --out
+
+
 def test_what_has_not_been_run_is_left_out():
     half = [row for row in rows(STUDY, [[1.0], [2.0]]) if row["cell"]["optim.lr"] == "1"]
     assert [row.title for row in script.summaries(STUDY, half)] == ["optim.lr 1"]
