@@ -186,6 +186,8 @@ def run_in(
     place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
     recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
+    if idle := rules.without_effect(experiment.rule):
+        recorder.say(f"without effect in rule {experiment.rule.name}: {', '.join(f'rule.{name}' for name in idle)}")
     if functions.why:
         recorder.say(functions.why)
     if start >= plan.clock.total_steps:

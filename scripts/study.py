@@ -233,6 +233,7 @@ class Summary(NamedTuple):
     """A cell over its seeds: metric, and its difference from the reference's, seed by seed."""
 
     title: str
+    unit: str  # of the mean
     seeds: int  # that came to their end
     failed: int
     mean: float
@@ -258,10 +259,16 @@ def metric(row: Mapping[str, Any]) -> float:
     return row.get("eval_bits_per_byte", 100 * (1 - row["eval_top1"]))
 
 
+def unit(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of `metric`."""
+    return "bits per byte" if any("eval_bits_per_byte" in row for row in rows) else "error of top-1, %"
+
+
 def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
     """All cells that have been run, in order."""
     run = [cell for cell in study.cells() if found(rows, study, cell)]
     reference = finished(rows, study, run[0]) if run else {}
+    of_mean = unit([row for cell in run for row in found(rows, study, cell)])
     made = []
     for cell in run:
         by_seed = finished(rows, study, cell)
@@ -269,7 +276,7 @@ def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
         values = [metric(row) for row in by_seed.values()]
         apart = [metric(by_seed[seed]) - metric(reference[seed]) for seed in by_seed if seed in reference]
         of_values, of_apart = ((mean_of(x), standard_error(x)) for x in (values, apart))
-        made.append(Summary(title(cell, study), len(values), failed, *of_values, *of_apart))
+        made.append(Summary(title(cell, study), of_mean, len(values), failed, *of_values, *of_apart))
     return made
 
 
@@ -287,9 +294,11 @@ def title(cell: Cell, study: Study) -> str:
 
 def table(study: Study, made: Sequence[Summary]) -> str:
     """As Markdown."""
-    what = "bits per byte" if "gpt" in study.experiment or "lstm" in study.experiment else "error of top-1, %"
     lines = [f"{study.question} `{study.experiment}`", ""]
-    lines += [f"| cell | seeds | {what} | difference | within 2 standard errors |", "|---|---|---|---|---|"]
+    lines += [
+        f"| cell | seeds | {made[0].unit if made else '-'} | difference | within 2 standard errors |",
+        "|---|---|---|---|---|",
+    ]
     for i, row in enumerate(made):
         seeds = f"{row.seeds}, {row.failed} failed" if row.failed else row.seeds
         compared = f"{with_error(row.difference, row.difference_error, '+')} | {row.within}"

@@ -1,5 +1,6 @@
 """The rules against one worker on the whole batch: the equivalences of Ma et al. 2016, section 3.3."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -268,6 +269,26 @@ def test_compressors_are_for_gradients():
     for name in ("subgd", "awagd"):
         with pytest.raises(UsageError, match=f"rule '{name}' exchanges no gradients, which compressors and "):
             rules.build(RuleConfig(name), optax.sgd(ETA), talk, optimizer="sgd", linear=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "idle"),
+    [
+        (RuleConfig(), []),
+        (RuleConfig("awagd", average_momentum=True, force=True), []),
+        (RuleConfig("gradients", local_steps=10, outer_lr=0.5), ["local_steps", "outer_lr"]),
+        (RuleConfig("gosgd", p=0.5, staleness=3, alpha=0.5), ["staleness"]),  # alpha: as it is by default
+        (RuleConfig("easgd_sync", tau=4, server_alpha=0.1), ["server_alpha"]),
+    ],
+    ids=lambda x: x.name if isinstance(x, RuleConfig) else "",
+)
+def test_settings_that_a_rule_does_not_go_by_are_known(config, idle):
+    assert rules.without_effect(config) == idle
+
+
+def test_every_setting_is_some_rules():
+    of_rules = {name for row in rules.RULES.values() for name in row.settings}
+    assert of_rules == {field.name for field in dataclasses.fields(RuleConfig)} - {"name", "force"}
 
 
 NOT_LINEAR = [Optim(name=name) for name, row in OPTIMIZERS.items() if not row.linear] + [Optim(clip_norm=1.0)]

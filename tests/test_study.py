@@ -176,6 +176,15 @@ def test_files_are_where_the_user_is(tmp_path, monkeypatch):
     assert script.parse().experiment == script.DIGITS  # as it stands in the lines of --out
 
 
+def test_the_unit_is_that_of_what_was_recorded():
+    made = rows(STUDY, [[1.0], [2.0]])
+    assert "| error of top-1, % |" in script.table(STUDY, script.summaries(STUDY, made))
+    made = [{**row, "eval_bits_per_byte": 2.5} for row in made]
+    text = script.table(STUDY, script.summaries(STUDY, made))
+    assert "| cell | seeds | bits per byte |" in text
+    assert "| 2.500 " in text
+
+
 def test_what_has_not_been_run_is_left_out():
     half = [row for row in rows(STUDY, [[1.0], [2.0]]) if row["cell"]["optim.lr"] == "1"]
     assert [row.title for row in script.summaries(STUDY, half)] == ["optim.lr 1"]

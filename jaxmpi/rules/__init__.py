@@ -1,5 +1,6 @@
 """Rules: one paper, one file, one row of the table."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class Row(NamedTuple):
     """A rule and its learning-rate contract."""
 
     build: Build
+    settings: tuple[str, ...]  # fields of RuleConfig that it goes by
     lr_scaling: str  # the default
     sums_updates: bool  # scaling lr linearly as well would count the workers twice
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
@@ -33,17 +35,25 @@ class Row(NamedTuple):
     is_asynchronous: bool = False  # workers do not wait for each other
 
 
+CENTER = ("tau", "staleness", "servers")
 RULES: dict[str, Row] = {
-    "gradients": Row(lambda tx, x, config: gradients(tx, x, config.noise_scale), "linear", False, True),
-    "subgd": Row(lambda tx, x, config: subgd(tx, x), "none", True, False),
-    "awagd": Row(lambda tx, x, config: awagd(tx, x, config.average_momentum), "linear", False, False),
-    "local_sgd": Row(local_sgd, "linear", False, True, is_periodic=True),
-    "diloco": Row(diloco, "none", False, True, is_periodic=True),
-    "easgd": Row(easgd, "none", False, False, is_asynchronous=True),
-    "easgd_sync": Row(easgd_sync, "none", False, False, is_periodic=True),
-    "asgd": Row(asgd, "none", True, False, is_asynchronous=True),
-    "gosgd": Row(gosgd, "none", False, False, is_asynchronous=True),
+    "gradients": Row(lambda tx, x, c: gradients(tx, x, c.noise_scale), ("noise_scale",), "linear", False, True),
+    "subgd": Row(lambda tx, x, c: subgd(tx, x), (), "none", True, False),
+    "awagd": Row(lambda tx, x, c: awagd(tx, x, c.average_momentum), ("average_momentum",), "linear", False, False),
+    "local_sgd": Row(local_sgd, ("local_steps",), "linear", False, True, is_periodic=True),
+    "diloco": Row(diloco, ("local_steps", "outer_lr", "outer_momentum"), "none", False, True, is_periodic=True),
+    "easgd": Row(easgd, ("alpha", "server_alpha", "momentum", *CENTER), "none", False, False, is_asynchronous=True),
+    "easgd_sync": Row(easgd_sync, ("alpha", "tau"), "none", False, False, is_periodic=True),
+    "asgd": Row(asgd, CENTER, "none", True, False, is_asynchronous=True),
+    "gosgd": Row(gosgd, ("p",), "none", False, False, is_asynchronous=True),
 }
+
+
+def without_effect(config: RuleConfig) -> list[str]:
+    """Settings that differ from their defaults and that this rule does not go by; `force` is of all rules."""
+    used = ("name", "force", *lookup(RULES, config.name, "rule").settings)
+    others = [field for field in dataclasses.fields(config) if field.name not in used]
+    return [field.name for field in others if getattr(config, field.name) != field.default]
 
 
 def is_asynchronous(config: RuleConfig) -> bool:
