@@ -472,8 +472,12 @@ class MpiProcesses:
 
     def _gather_ints(self, value: int) -> list[int]:
         out = np.empty(self.size, np.int64)
-        self.world.Allgather(np.array([value], np.int64), out)
+        self._gathered(self.world.Iallgather(np.array([value], np.int64), out))
         return out.tolist()
+
+    def _gathered(self, request: Any) -> None:
+        """Wait, by looking: where a rank fails meanwhile, a blocking MPI_Allgatherv may return garbage as if it were well."""
+        wait(request, float("inf"))
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, on every rank."""
@@ -481,7 +485,7 @@ class MpiProcesses:
         mine = np.frombuffer(text.encode(), np.uint8)
         sizes = self._gather_ints(mine.size)
         out = np.empty(sum(sizes), np.uint8)
-        self.world.Allgatherv(mine, (out, sizes))
+        self._gathered(self.world.Iallgatherv(mine, (out, sizes)))
         ends = np.cumsum(sizes)
         return [out[end - n : end].tobytes().decode() for end, n in zip(ends, sizes, strict=True)]
 

@@ -284,6 +284,22 @@ def test_an_error_of_one_rank_ends_all_where_ranks_may_die(tmp_path):
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
+def test_who_still_gathers_when_another_fails_has_nothing_to_say(tmp_path):
+    """Rank 0 has all texts and ends the job, while the last rank still waits for them; most likely
+    at the first, when connections are made."""
+    script = (
+        "import jaxmpi\ncomm = jaxmpi.world()\ncomm.processes.gather('abc')\n"
+        "if comm.rank == 0: raise ValueError('boom')\ncomm.processes.gather('abc')\n"
+    )
+    (tmp_path / "job.py").write_text(script)
+    line = [*mpirun_line(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "job.py")]
+    for _ in range(3):
+        ended = run(line, timeout_s=60)
+        assert ended.code == 1, ended.out
+        assert ended.out.count("Traceback") == 1, ended.out
+
+
 MISFIT = """
 import dataclasses
 from experiments.digits import experiment as digits
