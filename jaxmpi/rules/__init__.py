@@ -78,6 +78,11 @@ def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
         f"rule.servers: got {config.servers} with rule {name}, which has no center; leave it out, or use easgd or asgd",
     )
     check(
+        name in ("easgd", "asgd") or not config.staleness,
+        f"rule.staleness: got {config.staleness} with rule {name}, whose workers report to no center that could hold "
+        "them back; leave it out, or use easgd or asgd",
+    )
+    check(
         not is_asynchronous(config) or size > 1,
         f"rule {name} is between workers that do not wait for each other; got one rank: start several "
         "(mpirun -n 4, jaxmpi train -n 4), or use rule gradients",
