@@ -476,7 +476,7 @@ class MpiProcesses:
         return out.tolist()
 
     def _gathered(self, request: Any) -> None:
-        """Wait, by looking: where a rank fails meanwhile, a blocking MPI_Allgatherv may return garbage as if it were well."""
+        """Wait, by looking: where a rank fails meanwhile, a blocking MPI_Allgatherv may give garbage."""
         wait(request, float("inf"))
 
     def gather(self, text: str) -> list[str]:
