@@ -180,6 +180,7 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
         mine = TrainState(**own)
     if rule.starts_at_center:
         mine = mine._replace(params=center)
+    mine = mine._replace(rule_state=optim.at_step(mine.rule_state, manifest["step"]))  # a new worker's is of step 0
     extra = manifest["extra"]
     tally = extra.get("tally")
     # Of an older version: what it did not count begins at 0.
@@ -321,10 +322,11 @@ class Worker:
 
         In gossip: take what is under way, then lay alpha w and alpha down at the center.
         """
+        if self.post.gossiper is not None:
+            self.post.gossiper.end(lambda: self.tell({}))  # not late, though others may be long in coming
         self.is_done = True
         if self.post.gossiper is None:
             return self.exchange(state, {})[0] if self.clock % self.tau else state
-        self.post.gossiper.end()
         state = self.gossip_step(state)
         weight = np.float32(self.gossip.weight)
         self._talk(PUSH, np.append(weight * self.flat.vector(state.params), weight), None)

@@ -314,15 +314,21 @@ class Gossiper:
         """Workers to push nothing to: they are gone, or have not taken what was pushed to them before."""
         return frozenset(peer for peer in self._peers if self._pushed[peer] - self._out[peer] >= MOST) | self.gone
 
-    def end(self) -> None:
-        """Push no more, and wait for what the others have pushed; it is in `arrived` then."""
+    def end(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
+        """Push no more, and wait for what the others have pushed; it is in `arrived` then.
+
+        Args:
+            meanwhile: called ten times a second or so: another may be evaluating, or slow.
+        """
         self._to_send.extend((peer, None) for peer in self._peers)
-        deadline = time.monotonic() + TIMEOUT_S
+        limit_s = TIMEOUT_S * runtime.LONG
+        deadline = time.monotonic() + limit_s
         while self._thread.is_alive():
             self._thread.join(0.1)
+            meanwhile()
             if time.monotonic() > deadline:
                 late = sorted(set(self._peers) - self.ended - self.gone)
-                raise TrainingError(f"ranks {late} have not ended their gossip for {TIMEOUT_S:.0f} s")
+                raise TrainingError(f"ranks {late} have not ended their gossip for {limit_s:.0f} s")
 
     def _run(self) -> None:
         hostcomm.take_short_turns()

@@ -368,6 +368,16 @@ def test_a_worker_that_hangs_is_named_and_ends_the_job(tmp_path):
     assert "Traceback" not in ended.out, ended.out
 
 
+@pytest.mark.slow
+def test_who_ends_its_gossip_while_worker_0_evaluates_is_not_late(tmp_path):
+    """Worker 0 evaluates for longer than `stall_s`, which it may; the others, who come to the end meanwhile, wait."""
+    args = ("--eval-every", "40st", "--train-for", "90st", "--stall-s", "10", "--run-dir", str(tmp_path / "run"))
+    line = surviving(3, *COMMON, *RULES["gosgd"], *args, "--inject", "slow:rank=0,at=eval,seconds=25")
+    ended = run(line, timeout_s=150)
+    assert ended.code == 0, ended.out
+    assert "late: " not in ended.out
+
+
 # ---------------------------------------------------------------- what is refused
 
 BAD = {
@@ -395,6 +405,8 @@ RANKS = {
     "rule.servers: got 3 of 3 ranks; expected at most 2": (RuleConfig("easgd", servers=3), 3, "momentum"),
     "rule.servers: got 1 with rule gosgd": (RuleConfig("gosgd", servers=1), 3, "momentum"),
     "rule.servers: got 1 with rule gradients": (RuleConfig(servers=1), 3, "momentum"),
+    "rule.staleness: got 2 with rule gosgd": (RuleConfig("gosgd", staleness=2), 3, "momentum"),
+    "rule.staleness: got 2 with rule easgd_sync": (RuleConfig("easgd_sync", alpha=0.1, staleness=2), 3, "momentum"),
     "expected at most 1/4 = 0.25": (RuleConfig("easgd_sync"), 4, "momentum"),
     "EAMSGD is rule easgd over optim.name sgd": (RuleConfig("easgd", momentum=0.9), 4, "momentum"),
 }
@@ -585,6 +597,21 @@ def test_learning_rates_follow_the_run_and_moments_stay():
     assert [int(x) for x in jax.tree.leaves(later) if x.ndim == 0] == [7]
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(later), strict=True):
         assert before.ndim == 0 or np.asarray(before).tobytes() == np.asarray(after).tobytes()
+
+
+def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(tmp_path):
+    """Else it would warm up until its first report, at the place where the others' rate has long fallen."""
+    tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * jnp.asarray(step, jnp.float32))
+    params = {"a": np.ones(3, np.float32)}
+    fresh = TrainState(np.zeros((), np.int32), params, {}, tx.init(params), np.zeros(2, np.uint32))
+    home = Apart(tmp_path, 1, Kept(2))
+    home.begin(7)
+    home.write_own(7, 0, {**jax.tree.map(np.asarray, fresh)._asdict(), "weight": np.array(1.0)})
+    home.end(7, {"center": params}, {"tally": [0.0] * len(Tally._fields)}, None)
+    rule = build(RuleConfig("easgd"), Optim("sgd")).asynchronous
+    for worker in range(2):
+        start = asynchronous.start_of(found(tmp_path)[-1], fresh, worker, 2, rule)
+        assert [int(x) for x in jax.tree.leaves(start.state.rule_state) if x.ndim == 0] == [7]
 
 
 # ---------------------------------------------------------------- the script of figures
