@@ -356,7 +356,7 @@ def build_rule(experiment: Experiment, plan: Plan, workers: Workers, exchange: r
         dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
         optim.optimizer(experiment.optim, plan.lr),
         exchange,
-        optimizer=experiment.optim.name,
+        optimizer=experiment.optim.name + " with clip_norm" * bool(experiment.optim.clip_norm),
         linear=optim.is_linear(experiment.optim),
     )
 

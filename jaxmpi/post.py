@@ -373,7 +373,7 @@ class Gossiper:
             return False
         self.arrived.append(coming.parcel)
         del self._coming[peer]
-        self._heads[peer] = self._expect(peer)
+        self._guarded(peer, lambda: self._heads.update({peer: self._expect(peer)}))
         return True
 
     def _head(self, peer: int) -> bool:

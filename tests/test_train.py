@@ -185,6 +185,7 @@ BAD = {
     "source": ([DIGITS, "--data.source", "digit"], "did you mean 'digits'"),
     "folder": ([DIGITS, "--data.source", "imagefolder", "--data.dir", "/nowhere"], "/nowhere"),
     "adam": ([DIGITS, "--rule.name", "subgd", "--optim.name", "adam"], "not linear"),
+    "clipping": ([DIGITS, "--rule.name", "subgd", "--optim.clip-norm", "1"], "momentum with clip_norm is not linear"),
     "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-scaling", "linear"], "count them twice"),
     "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "'/nowhere' is no run directory"),
     "split devices": ([DIGITS, "--devices", "2", "--form", "split"], "several devices of one process share one jit"),
