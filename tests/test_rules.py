@@ -286,6 +286,12 @@ def test_settings_that_a_rule_does_not_go_by_are_known(config, idle):
     assert rules.without_effect(config) == idle
 
 
+def test_of_a_user_s_rule_nothing_is_known(monkeypatch):
+    row = rules.Row(lambda tx, x, config: rules.RULES["subgd"].build(tx, x, config), "none", True, False)
+    monkeypatch.setitem(rules.RULES, "mine", row)
+    assert rules.without_effect(RuleConfig("mine", tau=3)) == []
+
+
 def test_every_setting_is_some_rules():
     of_rules = {name for row in rules.RULES.values() for name in row.settings}
     assert of_rules == {field.name for field in dataclasses.fields(RuleConfig)} - {"name", "force"}

@@ -23,29 +23,34 @@ from jaxmpi.rules.subgd import subgd
 Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
 
 
+ALL_SETTINGS = tuple(field.name for field in dataclasses.fields(RuleConfig))
+
+
 class Row(NamedTuple):
     """A rule and its learning-rate contract."""
 
     build: Build
-    settings: tuple[str, ...]  # fields of RuleConfig that it goes by
     lr_scaling: str  # the default
     sums_updates: bool  # scaling lr linearly as well would count the workers twice
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
     is_periodic: bool = False  # exchanges every so many steps, nothing in between
     is_asynchronous: bool = False  # workers do not wait for each other
+    settings: tuple[str, ...] = ALL_SETTINGS  # of RuleConfig, that it goes by
 
 
-CENTER = ("tau", "staleness", "servers")
+CENTER, LOCAL = ("tau", "staleness", "servers"), ("local_steps",)
+SPRING, OUTER = ("alpha", "server_alpha", "momentum"), ("outer_lr", "outer_momentum")
+AVERAGE, NOISE = ("average_momentum",), ("noise_scale",)
 RULES: dict[str, Row] = {
-    "gradients": Row(lambda tx, x, c: gradients(tx, x, c.noise_scale), ("noise_scale",), "linear", False, True),
-    "subgd": Row(lambda tx, x, c: subgd(tx, x), (), "none", True, False),
-    "awagd": Row(lambda tx, x, c: awagd(tx, x, c.average_momentum), ("average_momentum",), "linear", False, False),
-    "local_sgd": Row(local_sgd, ("local_steps",), "linear", False, True, is_periodic=True),
-    "diloco": Row(diloco, ("local_steps", "outer_lr", "outer_momentum"), "none", False, True, is_periodic=True),
-    "easgd": Row(easgd, ("alpha", "server_alpha", "momentum", *CENTER), "none", False, False, is_asynchronous=True),
-    "easgd_sync": Row(easgd_sync, ("alpha", "tau"), "none", False, False, is_periodic=True),
-    "asgd": Row(asgd, CENTER, "none", True, False, is_asynchronous=True),
-    "gosgd": Row(gosgd, ("p",), "none", False, False, is_asynchronous=True),
+    "gradients": Row(lambda tx, x, c: gradients(tx, x, c.noise_scale), "linear", False, True, settings=NOISE),
+    "subgd": Row(lambda tx, x, c: subgd(tx, x), "none", True, False, settings=()),
+    "awagd": Row(lambda tx, x, c: awagd(tx, x, c.average_momentum), "linear", False, False, settings=AVERAGE),
+    "local_sgd": Row(local_sgd, "linear", False, True, is_periodic=True, settings=LOCAL),
+    "diloco": Row(diloco, "none", False, True, is_periodic=True, settings=LOCAL + OUTER),
+    "easgd": Row(easgd, "none", False, False, is_asynchronous=True, settings=SPRING + CENTER),
+    "easgd_sync": Row(easgd_sync, "none", False, False, is_periodic=True, settings=("alpha", "tau")),
+    "asgd": Row(asgd, "none", True, False, is_asynchronous=True, settings=CENTER),
+    "gosgd": Row(gosgd, "none", False, False, is_asynchronous=True, settings=("p",)),
 }
 
 
