@@ -12,9 +12,11 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -32,6 +34,8 @@ from jaxmpi.config import AgreedError, TrainingError, UsageError, check, seconds
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
 # How long another rank leaves rank 0 the word when both may hold the same error.
 RANK_0_FIRST_S = 3.0
+# How long a rank that ends the job lets the launcher read what it has said, and then pass it on.
+READ_S, PASSED_ON_S = 2.0, 0.1
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 MISUSED = 2  # exit code where what was asked for cannot be
 PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
@@ -544,6 +548,7 @@ def end_job(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if _job is not None and _job.size > 1:
+        let_be_heard()
         if not _job.kill:
             mark(ENDING)
         if _job.has_spawned and not _job.kill:
@@ -551,6 +556,26 @@ def end_job(code: int) -> NoReturn:
             os.kill(os.getpid(), signal.SIGKILL)
         _job.abort(code)
     os._exit(code)
+
+
+def let_be_heard() -> None:
+    """Wait until the launcher has read what this process has said: Open MPI 5's forgets at times what it has not
+    passed on by the time a job is ended.
+    """
+    deadline = time.monotonic() + READ_S
+    while any(map(unread, (1, 2))) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(PASSED_ON_S)
+
+
+def unread(fd: int) -> int:
+    """Bytes in a pipe that nobody has read yet; 0 for what is no pipe."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            return 0
+        return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:  # closed
+        return 0
 
 
 def leave() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import select
 import subprocess
 import sys
 import time
@@ -220,6 +221,29 @@ def test_a_thread_may_end_itself():
         code + "thread = threading.Thread(target=lambda: sys.exit(0))\nthread.start()\nthread.join()\nprint('on')"
     )
     assert (job.returncode, job.stdout, job.stderr) == (0, "on\n", "")
+
+
+LAST_WORDS = """
+import os
+from jaxmpi import runtime
+from jaxmpi.runtime import Job
+runtime.install_hooks(Job(0, 2, os._exit, lambda patience_s: True))
+os.write(2, b"why\\n")
+runtime.end_job(3)
+"""
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_job_ends_once_its_last_words_are_read(is_read):
+    """As its launcher forgets what it has not read by then; a launcher that reads no more holds nobody up."""
+    with subprocess.Popen([sys.executable, "-c", LAST_WORDS], stderr=subprocess.PIPE) as rank:
+        assert rank.stderr is not None
+        assert select.select([rank.stderr], [], [], 20)[0]
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(runtime.READ_S / 2)
+        if is_read:
+            assert rank.stderr.read(4) == b"why\n"
+        assert rank.wait(10) == 3
 
 
 @pytest.mark.parametrize(
