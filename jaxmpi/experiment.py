@@ -62,8 +62,10 @@ def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
                 description=f"Train {name}. Every field can be given here; defaults are the experiment's.",
             )
         except SystemExit as end:
-            if runtime.my_rank() == 0 or not end.code:
+            if not isinstance(end.code, int) or end.code == 0 or runtime.launched_workers() == 1:
                 raise
+            if runtime.my_rank() == 0:
+                runtime.end_job(end.code)  # now: to take Python down takes a second, and others would say it too
             raise UsageError(said.getvalue()) from end
 
 

@@ -299,6 +299,7 @@ class MpiProcesses:
         except Exception as error:
             if not is_loss(error):
                 raise
+        runtime.let_end()
         sys.stdout.flush()
         os._exit(code)
 
@@ -618,9 +619,10 @@ def is_loss(error: Exception) -> bool:
 
 
 def abort(code: int) -> NoReturn:
-    """End every rank of the job."""
+    """End every rank of the job, once what this one has said is read."""
     from mpi4py import MPI
 
+    runtime.let_be_heard()
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # not reached where MPI keeps its word
 

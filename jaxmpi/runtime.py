@@ -32,10 +32,11 @@ from jaxmpi.config import AgreedError, TrainingError, UsageError, check, seconds
 
 # How long a rank at its end waits for the others before it takes them for stuck.
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
-# How long another rank leaves rank 0 the word when both may hold the same error.
-RANK_0_FIRST_S = 3.0
 # How long a rank that ends the job lets the launcher read what it has said, and then pass it on.
-READ_S, PASSED_ON_S = 2.0, 0.1
+READ_S, PASSED_ON_S = 1.0, 0.1
+# How long another rank leaves rank 0 the word when both may hold the same error; longer where ranks came up slowly.
+RANK_0_FIRST_S, RANK_0_FIRST_MOST_S = 4.0, 30.0
+LOADED_S = time.monotonic()  # nearly when this process began
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 MISUSED = 2  # exit code where what was asked for cannot be
 PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
@@ -406,6 +407,8 @@ class Job:
 
 
 _job: Job | None = None
+_ending = threading.RLock()  # by the thread that ends the job, until this process is gone
+ENDING_S = READ_S + PASSED_ON_S + 1  # after which another thread takes that one for stuck
 
 
 def install_hooks(job: Job) -> None:
@@ -515,7 +518,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
         sys.stderr.write(f"jaxmpi: {who()} ({_at.phase}) {echo}\n" if echo else "")
         end_job(1 if echo else 0)  # so that the other rank's code is the job's
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
-        time.sleep(RANK_0_FIRST_S)  # rank 0 most likely says the same, and ends the job
+        time.sleep(rank_0_first_s())  # rank 0 most likely says the same, and ends the job
     phase = f" ({_at.phase})" if _job else ""
     if isinstance(error, (UsageError, TrainingError)):
         text = f"error: {error}\n"
@@ -527,6 +530,12 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
         go_alone()
     end_job(exit_code(error))
+
+
+def rank_0_first_s() -> float:
+    """How long to leave rank 0 the word: before ranks have met, it may be as late as this one has taken to get here."""
+    age_s = time.monotonic() - LOADED_S if _job is None else 0.0
+    return max(RANK_0_FIRST_S, min(age_s, RANK_0_FIRST_MOST_S))
 
 
 def go_alone() -> None:
@@ -548,24 +557,33 @@ def end_job(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if _job is not None and _job.size > 1:
-        let_be_heard()
+        _ending.acquire(timeout=ENDING_S)
         if not _job.kill:
             mark(ENDING)
         if _job.has_spawned and not _job.kill:
             mark(f"{ENDED_WITH}{code}")
+            let_be_heard()
             os.kill(os.getpid(), signal.SIGKILL)
         _job.abort(code)
     os._exit(code)
 
 
 def let_be_heard() -> None:
-    """Wait until the launcher has read what this process has said: Open MPI 5's forgets at times what it has not
-    passed on by the time a job is ended.
+    """Wait until the launcher has read what this process has said to a pipe, and could pass it on: Open MPI 5's forgets
+    at times what it has not by the time the job is ended. Of a terminal, as that launcher makes stdout, nobody can tell
+    what has been read: there the time to pass it on must do. Ctrl-C ends the wait.
     """
     deadline = time.monotonic() + READ_S
-    while any(map(unread, (1, 2))) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(PASSED_ON_S)
+    with suppress(KeyboardInterrupt):
+        while any(map(unread, (1, 2))) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(PASSED_ON_S)
+
+
+def let_end() -> None:
+    """Where another thread is ending the job, let it: this process must not end well meanwhile."""
+    if _ending.acquire(timeout=ENDING_S):
+        _ending.release()
 
 
 def unread(fd: int) -> int:
@@ -582,6 +600,7 @@ def leave() -> None:
     """At exit: wait for the other ranks, or end them if they would wait for this one for ever."""
     if _job is None or _job.size == 1:
         return
+    let_end()
     if _job.working:
         end = "the others go on" if _job.kill else "ending the job"
         print(f"jaxmpi: {who()} left early ({_at.phase}); {end}", file=sys.stderr)

@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
         except guard.Preempted:
             code = runtime.PREEMPTED
+        runtime.let_end()
         if not code:
             runtime.mark(runtime.FINISHED)
         control.leave(code)

@@ -4,9 +4,12 @@ import contextlib
 import ctypes
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from typing import IO
 
 import jax
 import pytest
@@ -226,24 +229,55 @@ def test_a_thread_may_end_itself():
 LAST_WORDS = """
 import os
 from jaxmpi import runtime
-from jaxmpi.runtime import Job
-runtime.install_hooks(Job(0, 2, os._exit, lambda patience_s: True))
+runtime.READ_S = {patience_s}
 os.write(2, b"why\\n")
-runtime.end_job(3)
+runtime.let_be_heard()
+os._exit(3)
 """
 
 
-@pytest.mark.parametrize("is_read", [True, False])
-def test_a_job_ends_once_its_last_words_are_read(is_read):
-    """As its launcher forgets what it has not read by then; a launcher that reads no more holds nobody up."""
-    with subprocess.Popen([sys.executable, "-c", LAST_WORDS], stderr=subprocess.PIPE) as rank:
+@contextlib.contextmanager
+def with_last_words(patience_s: float) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """A process that has just said `why`, and what it says that on."""
+    code = LAST_WORDS.format(patience_s=patience_s)
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as rank:
         assert rank.stderr is not None
-        assert select.select([rank.stderr], [], [], 20)[0]
+        assert select.select([rank.stderr], [], [], 60)[0]
+        yield rank, rank.stderr
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_last_words_are_waited_for_until_they_are_read(reads):
+    """By the launcher, which forgets what it has not read when a job is ended; Ctrl-C ends the wait."""
+    with with_last_words(patience_s=100) as (rank, words):
         with pytest.raises(subprocess.TimeoutExpired):
-            rank.wait(runtime.READ_S / 2)
-        if is_read:
-            assert rank.stderr.read(4) == b"why\n"
-        assert rank.wait(10) == 3
+            rank.wait(1)
+        assert words.read(4) == b"why\n" if reads else rank.send_signal(signal.SIGINT) is None
+        assert rank.wait(50) == 3
+
+
+def test_last_words_that_nobody_reads_hold_nobody_up():
+    with with_last_words(patience_s=0.5) as (rank, _):
+        assert rank.wait(60) == 3
+
+
+SLOW_END = """
+import os, threading, time
+from jaxmpi import runtime
+from jaxmpi.runtime import Job
+ending = threading.Event()
+def abort(code):
+    ending.set()
+    time.sleep(0.5)
+    os._exit(code)
+runtime.install_hooks(Job(0, 2, abort, lambda patience_s: True))
+threading.Thread(target=lambda: 1 / 0, daemon=True).start()
+ending.wait()
+"""
+
+
+def test_a_process_whose_thread_ends_the_job_does_not_end_well_meanwhile():
+    assert python(SLOW_END).returncode == 1
 
 
 @pytest.mark.parametrize(
