@@ -97,6 +97,14 @@ def on_small_disk(folder: Path, script: str) -> Ended:
     return run([*enter, sys.executable, "-c", script, str(folder)], timeout_s=60)
 
 
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait for what other threads or processes bring about."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def leaked(before: set[str], processes: Callable[[], list[int]] = list, patience_s: float = 5) -> set[str]:
     """Shared memory that nobody maps and that was not there before, some seconds after a job has ended.
 

@@ -205,9 +205,10 @@ def slow(count: int, seconds: float):
         yield {"image": i}
 
 
-@pytest.mark.parametrize(("data_s", "step_s"), [(0.002, 0.02), (0.02, 0.002)])
+@pytest.mark.parametrize(("data_s", "step_s"), [(0.008, 0.08), (0.08, 0.008)])
 def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
-    seen, results, begin = Anatomy(1), [], time.perf_counter()
+    seen, results = Anatomy(1), []
+    begin = time.perf_counter()
     for k, _ in enumerate(seen.batches(slow(20, data_s), 1)):
         results.append(Result(step_s))
         seen.started(results[-1])
@@ -250,12 +251,12 @@ def test_what_is_no_training_is_left_out():
         seen.started(Result(0.0))
     seen.pause()
     seen.window()
-    time.sleep(0.05)  # an evaluation
+    time.sleep(1)  # an evaluation
     seen.restart()
     for _ in seen.batches(slow(1, 0.0), 2):
         seen.started(Result(0.0))
     seen.pause()
-    assert seen.window().parts.sum() < 0.04
+    assert seen.window().parts.sum() < 0.5
     for _ in seen.batches(slow(1, 0.0), 3):
         time.sleep(0.05)  # the log, between two windows
     seen.pause()

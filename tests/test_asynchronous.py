@@ -214,7 +214,8 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     fault, run_dir = FAULTS[name], tmp_path / "run"
     args = [*COMMON, *fault.args, "--train-for", "12ep", "--checkpoint-every", "1ep", "--eval-every", "12ep"]
     args += ["--run-dir", str(run_dir)]
-    line = surviving(fault.ranks, *args)
+    slowly = ("--inject", "slow:rank=all,seconds=0.01,times=0")  # so that the death comes before the end
+    line = surviving(fault.ranks, *args, *slowly)
     with (tmp_path / "out").open("w") as out:
         job = subprocess.Popen(runtime.over_leftovers(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -222,7 +223,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
         while not found(run_dir / "checkpoints") and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(rank_of(fault.killed, run_dir), signal.SIGKILL)
-        code = job.wait(timeout=60)
+        code = job.wait(timeout=120)
     finally:
         kill_session(job.pid)
         job.wait()

@@ -14,6 +14,7 @@ from PIL import Image
 
 from jaxmpi.config import Data, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source
+from launching import wait_until
 
 PX = 6
 
@@ -196,18 +197,25 @@ def test_made_ahead_is_bounded():
     source = Slow(100, 0)
     with loader(source, 2, data=Data(prefetch=3)) as batches:
         next(batches)
+        bound = 1 + 2 * (1 + 3 + 1)  # to see the shape; given out, waiting, in the making
+        wait_until(lambda: source.read >= bound)
         time.sleep(0.2)
-        assert source.read == 1 + 2 * (1 + 3 + 1)  # to see the shape; given out, waiting, in the making
+        assert source.read == bound
 
 
 def test_wait_is_measured():
-    with loader(Slow(8, 0.02), 2, data=Data(loaders=1), stop_step=4) as batches:
+    begin = time.perf_counter()
+    with loader(Slow(8, 0.05), 2, data=Data(loaders=1), stop_step=4) as batches:
         assert len(list(batches)) == 4
-        assert 0.1 < batches.wait_s < 2
+        assert 0.1 < batches.wait_s < time.perf_counter() - begin  # three are read before the first batch is there
     with loader(Slow(8, 0.0), 2, stop_step=4) as batches:
-        for _ in batches:
-            time.sleep(0.02)
-        assert batches.wait_s < 0.1
+        next(batches)
+        first_s = batches.wait_s
+        for _ in range(3):
+            wait_until(batches.ready)
+            time.sleep(0.2)
+            next(batches)
+        assert batches.wait_s - first_s < 0.3
 
 
 def test_floats_become_f32_and_keep_their_shape():
@@ -334,14 +342,28 @@ class TestClosing:
         assert len(list(batches)) == 2
         assert crew() == []
 
-    def test_close_is_prompt_and_drops_what_is_queued(self):
-        source = Slow(1000, 0.05)
-        begin = time.perf_counter()
-        with loader(source, 100, data=Data(prefetch=8)):
-            pass
-        assert time.perf_counter() - begin < 2
-        assert source.read <= 4
-        assert crew() == []
+    def test_close_is_prompt_and_drops_what_is_queued(self, monkeypatch):
+        monkeypatch.setattr("jaxmpi.data.crew.JOIN_S", 0.1)
+        gate = threading.Event()
+
+        class Held(Slow):
+            """All but the first batch cannot be read yet."""
+
+            def __getitem__(self, index: int):
+                example = super().__getitem__(index)
+                if index >= 4:
+                    gate.wait(60)
+                return example
+
+        source, read = Held(1000, 0), 1 + 4 + 2  # to see the shape; the first batch; what each of two loaders is at
+        with loader(source, 4, train=False, data=Data(prefetch=8, loaders=2)) as batches:
+            next(batches)
+            wait_until(lambda: source.read >= read)
+            begin = time.perf_counter()
+        assert time.perf_counter() - begin < 10
+        gate.set()
+        wait_until(lambda: crew() == [])
+        assert source.read == read
 
     def test_consumer_that_raises(self):
         def consume():

@@ -438,15 +438,15 @@ class TestSource:
         assert got == [b"\7" * 7]
 
     def test_a_loader_that_waits_for_a_record_is_not_stalled(self):
-        data = Data(stall_s=0.5, loaders=1, prefetch=1)
+        data = Data(stall_s=2, loaders=1, prefetch=1)
         source = MemorySource(numbered(8), data)
         source.load(np.arange(4))
         source.promise()
 
         def shuffle() -> None:
-            time.sleep(0.7)
+            time.sleep(2.5)
             source.expect(np.arange(4, 8))
-            time.sleep(0.7)
+            time.sleep(2.5)
             for i in range(4, 8):
                 source.lengths[i] = source.lengths[0]
             arena = Arena(np.arange(4, 8), source.lengths)

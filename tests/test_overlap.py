@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -151,28 +152,36 @@ def test_buckets_leave_while_the_backward_pass_goes_on(cores, tmp_path):
 
 STEP = "step = jax.jit(lambda x: overlap.exchange({'conv1': x * 2, 'conv2': x * 3}))\n"
 ON_AND_ON = "for i in range(10**6):\n    step(jnp.ones(300_000)).popitem()[1].block_until_ready()\n"
-FAULTS = {
+FAULTS = {  # what ranks do, what is said (a pattern), and the one time limit in it, by name and seconds
     "another size on rank 1": (
         STEP + "step(jnp.ones(1000 + comm.rank % 2)); time.sleep(60)",
-        "rank 1: leaf.conv1: got float32[1001], expected float32[1000] (rank 0)",
+        r"rank 1: leaf\.conv1: got float32\[1001\], expected float32\[1000\] \(rank 0\)",
+        {},
     ),
     "another plan on rank 1": (
         "step = jax.jit(lambda x: overlap.exchange(x * 2, bucket_bytes=4 + comm.rank % 2))\n"
         "step(jnp.ones(1000)); time.sleep(60)",
-        "rank 1: bucket_bytes: got 5, expected 4 (rank 0)",
+        r"rank 1: bucket_bytes: got 5, expected 4 \(rank 0\)",
+        {},
     ),
     "rank 1 does not come": (
         STEP + "if comm.rank != 1: step(jnp.ones(9))\ntime.sleep(60)",
-        "rank [1] did not answer in time",
+        r"rank \[1\] did not answer in time",
+        {"AGREE": "6"},
     ),
     "rank 1 comes once": (
         STEP + "for i in range(2 - comm.rank % 2): step(jnp.ones(9))\ntime.sleep(60)",
-        "bucket 1 of 1 (conv2 and 1 more) has waited 2 s for rank [1]",
+        r"bucket 1 of 1 \(conv2 and 1 more\) has waited \d+ s for rank \[1\]",
+        {"EXCHANGE": "4"},
     ),
-    "rank 1 raises": (STEP + ON_AND_ON + "    if comm.rank == 1 and i: raise ValueError('boom')", "ValueError: boom"),
-    "rank 1 is killed": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 9)", ""),
-    "rank 1 is ended": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 15)", ""),
-    "rank 1 leaves": (STEP + ON_AND_ON + "    if comm.rank == 1: sys.exit(0)", "others had not"),
+    "rank 1 raises": (
+        STEP + ON_AND_ON + "    if comm.rank == 1 and i: raise ValueError('boom')",
+        "ValueError: boom",
+        {},
+    ),
+    "rank 1 is killed": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 9)", "", {}),
+    "rank 1 is ended": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 15)", "", {}),
+    "rank 1 leaves": (STEP + ON_AND_ON + "    if comm.rank == 1: sys.exit(0)", "others had not", {"EXIT": "2"}),
 }
 
 
@@ -183,14 +192,14 @@ SLOW_FAULTS = ("another size on rank 1", "rank 1 does not come", "rank 1 is kill
     "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault in SLOW_FAULTS)) for fault in FAULTS]
 )
 def test_a_fault_ends_the_job(fault, tmp_path):
-    code, message = FAULTS[fault]
+    code, message, limits_s = FAULTS[fault]
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
-    env = {f"JAXMPI_{limit}_TIMEOUT_S": "2" for limit in ("EXIT", "EXCHANGE", "AGREE")}
+    env = {f"JAXMPI_{limit}_TIMEOUT_S": seconds for limit, seconds in limits_s.items()}
     begin = time.monotonic()
     ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=90, env=env)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
-    assert message in ended.out, ended.out[-3000:]
+    assert re.search(message, ended.out), ended.out[-3000:]
     if message:
         assert "jaxmpi: rank " in ended.out
     assert time.monotonic() - begin < 60

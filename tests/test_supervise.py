@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -186,11 +187,10 @@ def test_a_request_that_comes_while_ranks_start_is_no_failure(tmp_path):
 
 
 def test_a_request_that_comes_between_two_starts_is_heard(tmp_path):
-    script = f"echo x >> {tmp_path}/starts; kill -9 $$"
-    job = supervised(tmp_path, script)
+    script = f"echo x >> {tmp_path}/starts; echo 'jaxmpi: rank 1/4 on vm left early' >&2; kill -9 $$"
     with rundir.locked(tmp_path):  # so that the next start waits
-        wait_for(tmp_path / "starts")
-        time.sleep(2)
+        job = supervised(tmp_path, script)
+        read_until(job, "rank 1 on vm ended the job")  # said after the first
         job.send_signal(signal.SIGTERM)
         time.sleep(0.5)
     out, _ = job.communicate(timeout=30)
@@ -264,6 +264,19 @@ def test_a_job_ends_with_its_supervisor(tmp_path):
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")
     job.communicate(timeout=30)
+
+
+def read_until(job, words, timeout_s=60):
+    """Read what a job says up to a line with these words; a job that does not say them is killed."""
+    killer, said = threading.Timer(timeout_s, job.kill), ""
+    killer.start()
+    try:
+        while words not in said:
+            line = job.stdout.readline()
+            assert line, said
+            said += line
+    finally:
+        killer.cancel()
 
 
 def wait_for(path):

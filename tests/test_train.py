@@ -108,7 +108,8 @@ def test_kill_and_resume_is_bit_exact(rule, tmp_path):
     args = (DIGITS, *common, "--optim.lr", "0.01", "--run-dir")
     ended = train(2, *args, str(tmp_path / "whole"))
     assert ended.code == 0, ended.out
-    killed = kill_one_rank_after(50, [*args, str(tmp_path / "killed")], tmp_path / "killed")
+    slowly = ("--inject", "slow:rank=1,step=51,seconds=0.05,times=0")  # so that its death comes before its end
+    killed = kill_one_rank_after(50, [*args, str(tmp_path / "killed"), *slowly], tmp_path / "killed")
     assert killed != 0
     assert record(tmp_path / "killed", "eval") == []  # it did not reach its end
     ended = train(2, *args, str(tmp_path / "killed"), "--resume")
