@@ -227,8 +227,9 @@ def test_a_thread_may_end_itself():
 
 
 LAST_WORDS = """
-import os
+import os, signal
 from jaxmpi import runtime
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background has not
 runtime.READ_S = {patience_s}
 os.write(2, b"why\\n")
 runtime.let_be_heard()
