@@ -26,10 +26,15 @@ BENCH = {
 }
 
 
+def theirs(name: str, *args: str) -> dict[str, float]:
+    """What the paper says, with a command line's numbers of workers."""
+    return reproduce.JOBS[name].theirs(reproduce.parse([name, *args]))
+
+
 def test_ratios_of_a_bench():
     ours = reproduce.JOBS["table3"].read([], [json.dumps(BENCH)])
     assert ours == {"alexnet, ar / asa32": 2.0, "alexnet, ar / asa16": 4.0}
-    rows = reproduce.rows_of(reproduce.JOBS["table3"], ours)
+    rows = reproduce.rows_of(theirs("table3"), ours)
     assert rows[0] == {"quantity": "alexnet, ar / asa32", "paper": 2.68, "ours": 2.0, "ours / paper": 2.0 / 2.68}
     assert rows[2]["ours"] is None
 
@@ -52,7 +57,17 @@ def test_points_lost():
     table = "| rule | ar | asa32 | asa16 | ring32 |\n|---|---|---|---|---|\n"
     table += "| `subgd` | 99.00 %, 9 s | 99.17 %, 9 s | 98.67 %, 9 s | 98 %, 1 s |\n"
     ours = reproduce.JOBS["table1"].read([table], [])
-    assert ours == {"subgd, points lost by 16 bits": pytest.approx(0.5)}
+    assert ours == {"digits, subgd, points of top-1 lost by 16 bits": pytest.approx(0.5)}
+    rows = reproduce.rows_of(theirs("table1"), ours)
+    assert [row["ours / paper"] for row in rows] == [None] * 3  # no row of theirs is about a rule on digits
+
+
+def test_the_paper_is_asked_for_as_many_workers():
+    """Gibiansky's N / 2; of Ma et al. the row of 32 bits, which is what the runs send."""
+    name = "root / ring32"
+    ratios = [theirs("ring", *args)[name] for args in ([], ["-n", "2"], ["--hosts", "4"], ["--hosts", "8"])]
+    assert ratios == [4, 1, 2, 4]
+    assert theirs("speedup")["8 workers"] == 7.2
 
 
 SHUFFLE = """2 MB; medians of 1, 2 cores
@@ -96,7 +111,7 @@ def test_scaling_of_functions():
     assert ours["weak scaling, speed-up over workers"] == pytest.approx(0.8)
     assert ours["strong scaling, speed-up over workers"] == pytest.approx(0.625)
     assert ours["weak scaling, straggler of the time"] == pytest.approx(0.04)
-    assert set(ours) == set(reproduce.JOBS["synkhronos"].theirs)
+    assert set(ours) == set(theirs("synkhronos"))
 
 
 @pytest.mark.slow  # tests/test_cli.py counts the same
@@ -106,7 +121,7 @@ def test_the_models_are_those_of_the_papers(tmp_path, capsys):
     folder = tmp_path / "table2"
     with (folder / "table2.csv").open() as file:
         rows = {row["quantity"]: row for row in csv.DictReader(file)}
-    assert all(float(rows[name]["ours / paper"]) == 1.0 for name in reproduce.JOBS["table2"].theirs)
+    assert all(float(rows[name]["ours / paper"]) == 1.0 for name in theirs("table2"))
     assert (folder / "table2.png").stat().st_size > 5000
     assert "| alexnet, parameters | 60,965,224 | 60,965,224 | 1 |" in (folder / "table2.md").read_text()
     assert "-m models" in capsys.readouterr().out
