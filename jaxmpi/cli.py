@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "report": ("one HTML page, and pictures, of one run or several", report.main),
     "doctor": ("MPI, cores, network, devices, a test of the exchange, and what to change", doctor.main),
     "data": ("pack any source into few files; check them", pack.main),
-    "export": ("params of a checkpoint as an Orbax folder", orbax.main),
+    "export": ("params and model state of a checkpoint as an Orbax folder", orbax.main),
     "models": ("table of the models in this folder's models/", models),
 }
 

@@ -400,7 +400,7 @@ class Experiment:
     on_stall: str = "abort"  # abort | warn: what then happens
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
-    params: str = ""  # Orbax folder that the run begins with, instead of the model's own params
+    params: str = ""  # Orbax folder of params and model state that the run begins with, instead of the model's own
     recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     compare_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only

@@ -1,7 +1,11 @@
-"""Params to and from Orbax, which Flax brings along: for other programs, never for going on with a run.
+"""Params and model state to and from Orbax, which Flax brings along: for other programs, never for resuming a run.
 
-    jaxmpi export RUN_DIR FOLDER [--step K]                      params of a checkpoint as an Orbax folder
-    python -m jaxmpi.train EXPERIMENT.py --params FOLDER         begin a run with params from one
+    jaxmpi export RUN_DIR FOLDER [--step K]                      a checkpoint's model as an Orbax folder
+    python -m jaxmpi.train EXPERIMENT.py --params FOLDER         begin a run with the model of one
+
+A folder holds `{"params": ..., "model_state": ...}`, nested dicts of arrays: all that a trained model needs to give the
+logits of the run's evaluation, in the library that it was written in (docs/models.md). `--params` also takes a folder
+of bare params, as other programs write them.
 
 Orbax keeps no checksums and lets shapes of NumPy leaves differ, so a checkpoint of a run is read and checked by
 checkpoint.py, and every leaf that comes in is checked here.
@@ -10,11 +14,14 @@ checkpoint.py, and every leaf that comes in is checked here.
 import argparse
 import math
 import os
+import shutil
 import stat
+import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxmpi import checkpoint
@@ -28,50 +35,93 @@ CENTERS = ("center", "rule_state/center")  # of asynchronous rules, of easgd_syn
 
 
 def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
-    """Write the params of a checkpoint as an Orbax folder of nested dicts; the step.
+    """Write the model of a checkpoint as an Orbax folder; return its step.
+
+    The folder appears under its name only when it is whole; if it cannot be written nothing is left of it.
 
     Raises:
-        UsageError: there is no such checkpoint, it is damaged, or the folder exists.
+        UsageError: there is no such checkpoint, it is damaged, or the folder exists or cannot be written.
     """
-    import orbax.checkpoint as ocp  # seconds to import
-
     kept = {checkpoint.step_of(path): path for path in checkpoint.found(run_dir / "checkpoints")}
     check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
     step = max(kept) if step is None else step
     check(step in kept, f"--step: got {step}; there are {', '.join(map(str, kept))}")
-    check(not folder.exists(), f"{folder} exists; name a new folder")
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(folder.absolute(), nested(params_of(kept[step])))
+    tree = nested(model_of(kept[step]))
+    try:
+        check(not os.path.lexists(folder), f"{folder} exists; name a new folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write(tree, folder)
+    except UsageError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise of all kinds
+        text = str(error) if isinstance(error, OSError) else f"{error!s:.400}".splitlines()[0]
+        raise UsageError(
+            f"{folder}: cannot be written: {text}; nothing of it is left: name another folder, or make room"
+        ) from error
     return step
 
 
-def params_of(path: Path) -> dict[str, np.ndarray]:
-    """Params of a checkpoint by path: the center, or else the workers' params, the mean where they have their own.
+def write(tree: PyTree, folder: Path) -> None:
+    """Write a tree beside the folder, then rename it."""
+    import orbax.checkpoint as ocp  # seconds to import
 
-    Their sizes are bounded by the file's.
+    aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
+    try:
+        # Not StandardCheckpointer: it writes in a thread, and waits for ever for a folder which that cannot make.
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
+            writer.save(aside.absolute() / "model", args=ocp.args.StandardSave(tree))  # pyright: ignore[reportCallIssue]
+        (aside / "model").rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def model_of(path: Path) -> dict[str, np.ndarray]:
+    """Params and model state of a checkpoint by path, as the run evaluates them; their sizes are bounded by the file's.
+
+    Params are the center, if the rule has one, else the workers' mean. Of the model state, floating-point leaves are
+    the workers' mean and others worker 0's. Under asynchronous rules worker 0 evaluates, so all of it is worker 0's.
 
     Raises:
         UsageError: it is damaged, or a leaf's type is not known.
     """
     files = read_manifest(path)["files"]
-    for where in CENTERS:
-        for name, rows in files.items():
-            if held := [row for row in rows if row["path"].startswith(where + SEPARATOR)]:
-                return leaves_of(path, name, held, where)
-    named = {name: [row for row in rows if row["path"].startswith("params")] for name, rows in files.items()}
-    first, *others = [leaves_of(path, name, rows, "params") for name, rows in named.items() if rows] or [{}]
-    if not others:
-        return first
-    sums = {name: sum((more[name] for more in others), leaf.astype(np.float64)) for name, leaf in first.items()}
-    return {name: (sums[name] / (1 + len(others))).astype(leaf.dtype) for name, leaf in first.items()}
+    centers = ((where, name) for where in CENTERS for name in files if rows_below(files[name], where))
+    where, name = next(centers, ("params", ""))
+    params = leaves_of(path, name, files[name], where) if name else mean_of(path, files, "params")
+    first = {name: files[name] for name in sorted(files) if rows_below(files[name], "model_state")}
+    if where == "center":
+        first = dict([*first.items()][:1])
+    state = mean_of(path, first, "model_state")
+    return {f"params{rest}": leaf for rest, leaf in params.items()} | {
+        f"model_state{rest}": leaf for rest, leaf in state.items()
+    }
+
+
+def rows_below(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Those lines of an index whose leaves are in this field of the state."""
+    return [row for row in rows if row["path"] == where or row["path"].startswith(where + SEPARATOR)]
+
+
+def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> dict[str, np.ndarray]:
+    """The mean over the files that have them of floating-point leaves below `where`; other leaves are the first's."""
+    each = [leaves_of(path, name, rows, where) for name, rows in files.items() if rows_below(rows, where)]
+    if len(each) < 2:
+        return each[0] if each else {}
+    mean = dict(each[0])
+    for name, leaf in mean.items():
+        if checkpoint.is_float(leaf):
+            total = sum((other[name] for other in each), np.zeros(leaf.shape))  # float64
+            mean[name] = (total / len(each)).astype(leaf.dtype)
+    return mean
 
 
 def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> dict[str, np.ndarray]:
-    """Leaves in one file of a checkpoint, by their paths below `where`; together no larger than the file.
+    """Leaves below `where` in one file of a checkpoint, by the rest of their paths; no larger than the file together.
 
     Raises:
         Damaged: leaves lie over each other, or have the same name; or one is damaged.
     """
+    rows = rows_below(rows, where)
     with checkpoint.open_regular(path / name) as file:
         likes = {row["path"]: checkpoint.described(path / name, file, row) for row in rows}
         size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
@@ -79,7 +129,7 @@ def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> 
         checkpoint.undamaged(is_whole, f"{path / name}: damaged, leaves lie over each other")
         read = partial(checkpoint.read_leaf, path / name, file)
         leaves = {row["path"]: read(row["path"], row, likes[row["path"]]) for row in rows}
-    return {path.removeprefix(where).removeprefix(SEPARATOR): leaf for path, leaf in leaves.items()}
+    return {path.removeprefix(where): leaf for path, leaf in leaves.items()}
 
 
 def nested(leaves: dict[str, np.ndarray]) -> PyTree:
@@ -95,13 +145,24 @@ def nested(leaves: dict[str, np.ndarray]) -> PyTree:
     return tree
 
 
-def load(folder: Path, like: PyTree) -> PyTree:
-    """Params from an Orbax folder in the structure of `like`, whose leaves have shapes and dtypes.
+class Loaded(NamedTuple):
+    """What a run begins with."""
+
+    params: PyTree
+    model_state: PyTree
+    has_state: bool  # whether the folder held the model state, or it is the model's own
+
+
+def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
+    """Params and model state from an Orbax folder, in the structures of those given.
+
+    Args:
+        params: their leaves have the shapes and dtypes that the folder's must have.
+        model_state: likewise; what the run begins with if the folder holds bare params.
 
     Raises:
         UsageError: it cannot be read, or a leaf is absent, of another shape or type, or unknown: path, got, expected.
     """
-    import jax
     import orbax.checkpoint as ocp
 
     check(folder.is_dir(), f"--params: no folder {str(folder)!r}; name one that `jaxmpi export` or Orbax has written")
@@ -110,6 +171,8 @@ def load(folder: Path, like: PyTree) -> PyTree:
         with ocp.StandardCheckpointer() as reader:
             told = reader.metadata(folder.absolute())
             sizes = getattr(told, "item_metadata", told)
+            has_state = not is_bare(sizes, params)
+            like = {"params": params, "model_state": model_state} if has_state else params
             check_leaves(folder, sizes, like)
             check_chunks(folder, sizes)
             tree = reader.restore(folder.absolute())
@@ -119,7 +182,14 @@ def load(folder: Path, like: PyTree) -> PyTree:
         raise UsageError(f"--params: {folder}: cannot be read: {error!s:.400}") from error
     check_leaves(folder, tree, like)
     leaves = dict(named_leaves(tree))
-    return jax.tree.unflatten(jax.tree.structure(like), [np.asarray(leaves[name]) for name, _ in named_leaves(like)])
+    got = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(leaves[name]) for name, _ in named_leaves(like)])
+    return Loaded(got["params"], got["model_state"], True) if has_state else Loaded(got, model_state, False)
+
+
+def is_bare(tree: PyTree, params: PyTree) -> bool:
+    """Whether a folder's tree holds params alone, as programs other than `jaxmpi export` write them."""
+    got, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
+    return got == bare or not {name.split(SEPARATOR)[0] for name in got} <= {"params", "model_state"}
 
 
 def refuse_ways_out(folder: Path) -> None:
@@ -157,12 +227,16 @@ def main(argv: list[str]) -> None:
     """`jaxmpi export RUN_DIR FOLDER [--step K]`."""
     asked = parser().parse_args(argv)
     step = export(asked.run_dir, asked.folder, asked.step)
-    print(f"{asked.folder}: params at step {step}")
+    print(f"{asked.folder}: params and model state at step {step}")
 
 
 def parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi export`."""
-    options = argparse.ArgumentParser(prog="jaxmpi export", description="Params of a checkpoint as an Orbax folder.")
+    options = argparse.ArgumentParser(
+        prog="jaxmpi export",
+        description="Params and model state of a checkpoint as an Orbax folder, for --params of another run or for "
+        "the library that the model was written in (docs/models.md).",
+    )
     options.add_argument("run_dir", type=Path, help="run directory")
     options.add_argument("folder", type=Path, help="new folder to write")
     options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")

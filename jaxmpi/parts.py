@@ -1,6 +1,7 @@
 """The parts of a run: its plan in numbers, its compiled functions, its state 0."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -365,13 +366,17 @@ def build_rule(experiment: Experiment, plan: Plan, workers: Workers, exchange: r
 
 
 def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict[int, TrainState]:
-    """State 0 of this process's workers: params of rank 0 on all ranks, compared by hash."""
+    """State 0 of this process's workers: params and model state of rank 0 on all ranks, params compared by hash."""
     example = experiment.model.example()
     key = jax.random.key(experiment.seed)
     if workers.processes.rank == 0:
         made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
         params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
-        params = orbax.load(Path(experiment.params), params) if experiment.params else params
+        if experiment.params:
+            params, model_state, has_state = orbax.load(Path(experiment.params), params, model_state)
+            if not has_state and jax.tree.leaves(model_state):
+                text = "bare params, so the model state begins as the model's own"
+                print(f"jaxmpi: --params: {experiment.params}: {text}", file=sys.stderr, flush=True)
     else:
         shapes = jax.eval_shape(experiment.model.init, key, example)
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +48,22 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
         kill_session(job.pid)
         out, _ = job.communicate()
         return Ended(-9, out, True)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str = "200k", inodes: int = 0) -> Iterator[Path]:
+    """A file system of so many bytes, and of so many names if there is a number; skips the test without the right."""
+    folder.mkdir()
+    options = f"size={size}" + f",nr_inodes={inodes}" * bool(inodes)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, text=True, timeout=20
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk takes the right to mount: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
 
 
 def kill_session(leader: int) -> None:

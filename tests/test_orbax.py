@@ -1,7 +1,9 @@
 """Params go out to Orbax and come back; what is not of this model is refused by path."""
 
+import contextlib
 import json
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,10 @@ from jaxmpi import checkpoint, orbax, rules
 from jaxmpi.config import RuleConfig, UsageError
 from jaxmpi.processes import SoloProcesses
 from jaxmpi.state import create
+from launching import run, small_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
+STATE = {"norm": {"mean": np.arange(3, dtype=np.float32)}, "calls": np.full((), 4, np.int32)}
 PARAMS = {
     "conv": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "a/b": np.full(2, 7, np.float32)},
     "half": np.full(3, -0.5, ml_dtypes.bfloat16),
@@ -27,7 +31,7 @@ PARAMS = {
 def run_dir(tmp_path):
     for step in (3, 9):
         params = jax.tree.map(lambda x, step=step: x + np.asarray(step, x.dtype), PARAMS)
-        state = create(params, {}, {}, seed=0, worker=0)._replace(step=np.full((), step, np.int32))
+        state = create(params, STATE, {}, seed=0, worker=0)._replace(step=np.full((), step, np.int32))
         checkpoint.save(
             *(tmp_path / "run" / "checkpoints", checkpoint.files_of({0: state}, True), SoloProcesses()),
             step=step,
@@ -41,37 +45,45 @@ def run_dir(tmp_path):
 def test_out_and_in(run_dir, tmp_path):
     orbax.main([str(run_dir), str(tmp_path / "out"), "--step", "3"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
-    got = orbax.load(tmp_path / "out", like)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(PARAMS), strict=True):
+    got = orbax.load(tmp_path / "out", like, STATE)
+    assert got.has_state
+    jax.tree.map(np.testing.assert_array_equal, got.model_state, STATE)
+    for one, other in zip(jax.tree.leaves(got.params), jax.tree.leaves(PARAMS), strict=True):
         np.testing.assert_array_equal(one, other + np.asarray(3, other.dtype))
         assert one.dtype == other.dtype
     with pytest.raises(UsageError, match="exists; name a new folder"):
         orbax.export(run_dir, tmp_path / "out")
     for change, message in (
-        ({"half": jnp.zeros(4, jnp.bfloat16)}, r"half: got bfloat16\[3\], expected bfloat16\[4\]"),
+        ({"half": jnp.zeros(4, jnp.bfloat16)}, r"params/half: got bfloat16\[3\], expected bfloat16\[4\]"),
         ({"more": jnp.zeros(1)}, r"more: got nothing, expected float32\[1\]"),
     ):
         with pytest.raises(UsageError, match=message):
-            orbax.load(tmp_path / "out", {**PARAMS, **change})
+            orbax.load(tmp_path / "out", {**PARAMS, **change}, STATE)
     with pytest.raises(UsageError, match=r"half: got bfloat16\[3\], expected nothing"):
-        orbax.load(tmp_path / "out", {"conv": PARAMS["conv"]})
+        orbax.load(tmp_path / "out", {"conv": PARAMS["conv"]}, STATE)
+    with pytest.raises(UsageError, match=r"model_state/calls: got int32\[\], expected nothing"):
+        orbax.load(tmp_path / "out", PARAMS, {})
     next((tmp_path / "out").glob("**/_METADATA")).write_text("{")
     with pytest.raises(UsageError, match=r"cannot be read|is not of this model"):
-        orbax.load(tmp_path / "out", like)
+        orbax.load(tmp_path / "out", like, {})
 
 
 def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
     states = {}
     for worker in range(2):
         params = jax.tree.map(lambda x, by=worker: np.asarray(x + np.asarray(2 * by, x.dtype)), PARAMS)
-        states[worker] = create(params, {}, {}, seed=0, worker=worker)
+        model_state = {**STATE, "calls": np.full((), worker, np.int32), "var": np.full(2, worker, np.float32)}
+        states[worker] = create(params, model_state, {}, seed=0, worker=worker)
     checkpoint.save(
         *(tmp_path / "checkpoints", checkpoint.files_of(states, False, same_params=False), SoloProcesses()),
         **{"step": 0, "workers": 2, "extra": {}, "keep": checkpoint.Kept(2)},
     )
-    mean = orbax.params_of(checkpoint.found(tmp_path / "checkpoints")[0])
-    for name, leaf in checkpoint.named_leaves(PARAMS):
+    mean = orbax.model_of(checkpoint.found(tmp_path / "checkpoints")[0])
+    for name, leaf in checkpoint.named_leaves({"params": PARAMS}):
         np.testing.assert_array_equal(mean[name], leaf + np.asarray(1, leaf.dtype))
+    np.testing.assert_array_equal(mean["model_state/var"], [0.5, 0.5])
+    np.testing.assert_array_equal(mean["model_state/norm/mean"], STATE["norm"]["mean"])
+    np.testing.assert_array_equal(mean["model_state/calls"], 0)  # a count has no mean: it is worker 0's
 
 
 def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
@@ -89,10 +101,38 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
     apart.end(0, {"center": center}, {}, None)
     for folder in (tmp_path / "sync", tmp_path / "apart"):
-        got = orbax.params_of(checkpoint.found(folder)[0])
-        assert set(got) == {name for name, _ in checkpoint.named_leaves(PARAMS)}
-        for name, leaf in checkpoint.named_leaves(center):
+        got = orbax.model_of(checkpoint.found(folder)[0])
+        assert set(got) == {name for name, _ in checkpoint.named_leaves({"params": PARAMS})}
+        for name, leaf in checkpoint.named_leaves({"params": center}):
             np.testing.assert_array_equal(got[name], leaf)
+
+
+def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
+    """Also of a model whose own params have a node called so."""
+    for number, tree in enumerate((PARAMS, {"params": PARAMS})):
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(tmp_path / f"{number}", tree)
+        got = orbax.load(tmp_path / f"{number}", tree, STATE)
+        assert not got.has_state
+        assert got.model_state is STATE
+        jax.tree.map(np.testing.assert_array_equal, got.params, tree)
+
+
+@pytest.mark.parametrize("place", ["below a file", "full"])
+def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir, tmp_path):
+    """Below a file it waited for ever for a thread of Orbax."""
+    with contextlib.ExitStack() as ends:
+        if place == "full":
+            home = ends.enter_context(small_disk(tmp_path / "disk", inodes=3))
+        else:
+            home = tmp_path / "file"
+            home.write_text("")
+        line = [sys.executable, "-m", "jaxmpi.cli", "export", str(run_dir), str(home / "out")]
+        ended = run(line, timeout_s=60)
+        assert (ended.timed_out, ended.code != 0) == (False, True), ended.out
+        assert f"error: {home / 'out'}: cannot be written: " in ended.out
+        assert "Traceback" not in ended.out
+        assert place != "full" or not os.listdir(home)
 
 
 def test_what_cannot_be_exported(run_dir, tmp_path):
@@ -101,7 +141,7 @@ def test_what_cannot_be_exported(run_dir, tmp_path):
     with pytest.raises(UsageError, match="no checkpoint"):
         orbax.export(tmp_path, tmp_path / "out")
     with pytest.raises(UsageError, match="no folder"):
-        orbax.load(tmp_path / "nothing", PARAMS)
+        orbax.load(tmp_path / "nothing", PARAMS, {})
     (run_dir / "checkpoints" / "step_00000009" / "common.bin").write_bytes(b"x")
     with pytest.raises(UsageError, match="damaged"):
         orbax.export(run_dir, tmp_path / "out")
@@ -136,11 +176,11 @@ def test_nothing_outside_a_strangers_folder_is_read(run_dir, tmp_path):
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
-        orbax.load(tmp_path / "out", PARAMS)
+        orbax.load(tmp_path / "out", PARAMS, STATE)
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
-        orbax.load(tmp_path / "out", PARAMS)
+        orbax.load(tmp_path / "out", PARAMS, STATE)
 
 
 def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
@@ -154,4 +194,4 @@ def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
     spec = {"driver": "zarr", "kvstore": place, "metadata": array, "create": True, "delete_existing": True}
     tensorstore.open(spec).result()
     with pytest.raises(UsageError, match=r"w: chunks of \[1000000000\], expected \[4\] at most"):
-        orbax.load(tmp_path / "out", like)
+        orbax.load(tmp_path / "out", like, {})

@@ -98,6 +98,7 @@ NOT_RUN = {
     "hosts": "needs several hosts",
     "own_mpi": "installs, and needs an MPI other than the one that comes along",
     "cuda": "installs, and needs GPUs",
+    **{f"use_{name}.py": "runs in test_export.py" for name in ("nnx", "linen", "equinox", "functions")},
 }
 
 

@@ -1,0 +1,93 @@
+"""A trained model gives the run's logits in its own library, by the blocks of docs/models.md."""
+
+import dataclasses
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmpi import checkpoint, orbax, rules
+from jaxmpi.data import open_source
+from jaxmpi.model import Model
+from jaxmpi.parts import initial_states
+from jaxmpi.train import train
+from jaxmpi.workers import gather_workers
+from launching import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
+PAGE = (ROOT / "docs" / "models.md").read_text()
+BLOCKS = dict(re.findall(r"<!-- block: (\S+\.py) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))
+ROUNDING = 1e-5  # logits near 1, of sums of some thousand f32 terms in another order
+
+
+@pytest.fixture
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with the page's experiment files, in which modules are found."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "digits.py").symlink_to(ROOT / "experiments" / "digits.py")
+    for name, text in BLOCKS.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "experiments"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen", "equinox", "functions"])
+def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, project, as_users_have_it, no_launcher):
+    experiment = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["experiment"]
+    short = {"train_for": "30st", "eval_every": "30st", "checkpoint_every": "30st", "quiet": True}
+    train(dataclasses.replace(experiment, **short, run_dir="run"), library)
+    orbax.main(["run", "exported"])
+
+    logits = runpy.run_path(str(project / f"use_{library}.py"))["logits"]
+    source = open_source(experiment.data, "validation")
+    image, label = zip(*(source[i] for i in range(len(source))), strict=True)
+    x = (jnp.asarray(np.stack(image), jnp.float32) / 255 - 0.305) / 0.376
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits(x), jnp.asarray(label)).mean()
+    rows = [json.loads(line) for line in (project / "run" / "record.jsonl").read_text().splitlines()]
+    [recorded] = [row["eval_loss"] for row in rows if row["kind"] == "eval"]
+    assert abs(float(loss) - recorded) < ROUNDING + 5e-6 * recorded  # the record has six digits
+
+    params, model_state = trained(experiment.model, project)
+    want, _ = experiment.model.apply(params, model_state, x, jax.random.key(0), False)
+    np.testing.assert_allclose(logits(x), want, atol=ROUNDING)
+    fresh = experiment.model.init(jax.random.key(0), x[:1])[1]
+    if library != "functions":  # the statistics are trained ones, so that their loss would show
+        without, _ = experiment.model.apply(params, fresh, x, jax.random.key(0), False)
+        assert np.abs(without - want).max() > 1000 * ROUNDING
+
+    again = dataclasses.replace(experiment, params="exported")
+    rule = rules.gradients(optax.sgd(0.1), rules.Exchange(lambda tree: tree, lambda tree: tree))
+    [state] = initial_states(again, gather_workers(1), rule).values()  # another run begins with both
+    for name, leaf in checkpoint.named_leaves({"params": params, "model_state": model_state}):
+        np.testing.assert_array_equal(dict(checkpoint.named_leaves(state._asdict()))[name], leaf)
+
+
+def trained(model: Model, project: Path) -> tuple[Any, Any]:
+    """Params and model state as the newest checkpoint of one worker has them, without `jaxmpi export`."""
+    path = checkpoint.found(project / "run" / "checkpoints")[-1]
+    manifest = checkpoint.read_manifest(path)
+    likes = jax.eval_shape(model.init, jax.random.key(0), model.example())
+    held = {}
+    for field, like in zip(("params", "model_state"), likes, strict=True):
+        for name, rows in manifest["files"].items():
+            index = [row for row in rows if row["path"].startswith(field)]
+            if index and jax.tree.leaves(like):
+                held[field] = checkpoint.read_leaves(path / name, index, {field: like})[field]
+    return held["params"], held.get("model_state", {})
