@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import tempfile
@@ -19,12 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from jaxmpi.config import Data, UsageError
+from jaxmpi.config import Data, TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source, pack
 from jaxmpi.data.images import encoded
 from jaxmpi.data.pack import Recipe
 from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Packed, shard_name
 from jaxmpi.data.sources import PackedSource
+from jaxmpi.runtime import exit_code
 from launching import on_small_disk
 
 RNG = np.random.default_rng(0)
@@ -184,7 +186,12 @@ def test_pack_and_check_digits(tmp_path, capsys):
         (["pack", "digits", "{}", "--quality", "101"], "--quality: got 101"),
         (["pack", "digits", "{}", "--threads", "0"], "--threads: got 0"),
         (["pack", "digits", "{}", "--on-error", "ask"], "--on-error: got 'ask'; stop or skip"),
-        (["pack", "{}/none", "{}"], "no folder .*none/train"),
+        (["pack", "digits", "{}", "--verify", "not"], "--verify: got 'not'; decode or header"),
+        (["pack", "digits", "{}", "--shard-mb", "nan"], "--shard-mb: got nan; expected MiB > 0"),
+        (["pack", "digits", "{}", "--shard-mb", "inf"], "--shard-mb: got inf; expected MiB > 0"),
+        (["pack", "digits", "{}", "--shard-mb", "0"], "--shard-mb: got 0.0; expected MiB > 0"),
+        (["pack", "{}/none", "{}"], "no folder .*none/train.* with --train-split$"),
+        (["pack", "{}", "{}", "--source", "tfds"], "tfds: give as --name a data set"),
         (["pack", "{}", "{}", "--source", "folders"], "unknown data source 'folders'; did you mean 'imagefolder'"),
     ],
 )
@@ -322,6 +329,35 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path):
     assert packing.endswith(" []")
 
 
+COMMAND_ON_FULL_DISK = """
+import os, shutil, subprocess, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+full = folder / "full"
+full.write_bytes(b"x" * shutil.disk_usage(folder).free)
+pack = [sys.executable, "-m", "jaxmpi.cli", "data", "pack", "digits", str(folder / "out"), "--shard-mb", "0.05"]
+for room_bytes in (0, 4096, 65536, 1 << 20):  # for no folder, no note, not all shards, and all
+    if room_bytes == 1 << 20:
+        subprocess.run(["mount", "-o", "remount,size=4m", str(folder)], check=True)
+    os.truncate(full, full.stat().st_size - room_bytes if room_bytes < 1 << 20 else 0)
+    ended = subprocess.run(pack, capture_output=True, text=True)
+    errors = [line for line in ended.stderr.splitlines() if line and not line.startswith(("train", "validation"))]
+    print(ended.returncode, "Traceback" in ended.stderr, len(errors), *errors)
+"""
+
+
+def test_the_command_on_a_full_disk_says_one_sentence_and_goes_on_when_there_is_room(tmp_path):
+    ended = on_small_disk(tmp_path, COMMAND_ON_FULL_DISK)
+    assert ended.code == 0, ended.out
+    *refused, done = ended.out.splitlines()
+    assert len(refused) == 3
+    for line in refused:
+        assert re.fullmatch(
+            r"[12] False 1 jaxmpi: error: .*No space left on device; \d+ of 1437 .* same line again.*", line
+        )
+    assert done == "0 False 0"
+
+
 # ---------------------------------------------------------------- examples that cannot be packed
 
 
@@ -346,6 +382,51 @@ def test_corrupt_examples_stop_or_are_skipped_and_counted(tmp_path, capsys):
     assert np.array_equal(got[7][0], source[8][0])
     assert got.manifest.made["skipped"] == 1
     assert "skipped: file7.jpg" in capsys.readouterr().err
+
+
+def half_of(blob: bytes) -> bytes:
+    return blob[: len(blob) // 2]
+
+
+TRUNCATED = [half_of(jpeg((40, 40))), half_of(encoded(RNG.integers(0, 256, (40, 40, 3), np.uint8), quality=0))]
+
+
+@pytest.mark.parametrize("blob", [b"no image at all" * 9, *TRUNCATED])
+def test_the_command_refuses_what_no_training_could_decode_and_goes_on_without_it(folder, tmp_path, capsys, blob):
+    (folder / "train" / "dog" / "1.jpg").write_bytes(blob)
+    line = ["pack", str(folder), str(tmp_path / "out"), "--validation-split", "", "--shard-mb", "0.0001"]
+    said = r"dog/1\.jpg \(example 5\) is corrupt: .*; run the same line again with --on-error skip"
+    with pytest.raises(UsageError, match=said):
+        pack.main(line)
+    kept = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").glob("shard-*.bin")}
+    assert len(kept) == 5
+    pack.main([*line, "--on-error", "skip"])
+    assert "skipped: " in (printed := capsys.readouterr()).err
+    assert "data.on_error" not in printed.err
+    assert "7 records" in printed.out
+    now = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").glob("shard-*.bin")}
+    assert kept.items() <= now.items()
+    pack.main(["check", str(tmp_path / "out"), "--decode"])
+    assert "all is well" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="begun with --on-error skip, which has left out 1 corrupt examples; give it"):
+        pack.main(line)
+
+
+def test_the_header_alone_is_verified_on_request(folder, tmp_path):
+    path = folder / "train" / "dog" / "1.jpg"
+    path.write_bytes(half_of(jpeg((40, 40))))
+    source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
+    assert pack.pack(source, tmp_path / "x", Recipe(verify="header")).records == 8
+    path.write_bytes(b"no image at all" * 9)
+    with pytest.raises(CorruptExample, match=r"dog/1\.jpg"):
+        pack.pack(source, tmp_path / "y", Recipe(verify="header"))
+
+
+def test_a_packing_that_an_earlier_version_began_goes_on(tmp_path):
+    source = half_packed(tmp_path)
+    begun = json.loads((tmp_path / pack.JOB).read_text())
+    (tmp_path / pack.JOB).write_text(json.dumps({**begun, "on_error": "stop"}))
+    assert pack.pack(source, tmp_path, PNG).records == 12
 
 
 def test_corrupt_files_are_named(folder, tmp_path):
@@ -399,15 +480,32 @@ def test_missing_and_short_shards_are_named(packed):
     shard = folder / shard_name(0)
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-30])
-    with pytest.raises(
-        UsageError, match=r"shard-00000\.bin at byte \d+: got \d+ bytes; expected \d+: it became shorter"
-    ):
-        source.encoded(1)  # while the run reads it
+    with pytest.raises(OSError, match=r"got \d+ bytes; expected \d+: its file became shorter"):
+        source.encoded(1)
     with pytest.raises(UsageError, match=rf"shard-00000\.bin: got {len(whole) - 30} bytes; expected {len(whole)}"):
         Packed(folder)
     shard.unlink()
     with pytest.raises(UsageError, match=r"shard-00000\.bin: No such file or directory: a shard is missing"):
         Packed(folder)
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[50] ^= 4
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink, flip])
+def test_what_is_damaged_while_a_run_reads_it_ends_it_as_a_file_that_is_gone_does(packed, damage):
+    """By TrainingError, whose code has a run started again: it may be a disk that was away, and is no wrong option."""
+    folder = packed[1]
+    source, order = PackedSource(str(folder), 3, 0), Sampler(20, 2, shuffle=False)
+    with Loader(source, order, Data(loader="threads"), train=False) as loader:
+        next(loader)
+        damage(folder / shard_name(8))
+        with pytest.raises(TrainingError, match=r"shard-00008\.bin at byte \d+ \(example 1[67]\)") as caught:
+            list(loader)
+    assert exit_code(caught.value) == 1
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, shard_name(1)])
@@ -516,7 +614,7 @@ def read_all(folder: Path) -> list[tuple[bytes, int] | None] | None:
     for i in range(len(source)):
         try:
             got.append(source.encoded(i))
-        except UsageError:
+        except (CorruptExample, OSError):
             got.append(None)
     return got
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.config import UsageError, check
+from jaxmpi.config import TrainingError, check
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's name for so many channels
 SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
@@ -22,13 +22,16 @@ MAX_PIXELS = 1 << 26
 MAX_SCANS = 500  # of a progressive JPEG, which has ten: each goes over all blocks, and may be a few bytes
 
 
-class CorruptExample(UsageError):
-    """An example that cannot be decoded: where it is, its index in the source, why."""
+class CorruptExample(TrainingError):
+    """An example that cannot be decoded: where it is, its index in the source, why.
+
+    Attributes:
+        fault: the same in words, without a way out.
+    """
 
     def __init__(self, where: str, index: int, reason: str) -> None:
-        super().__init__(
-            f"{where} (example {index}) is corrupt: {reason}; data.on_error=skip goes on without such examples"
-        )
+        self.fault = f"{where} (example {index}) is corrupt: {reason}"
+        super().__init__(f"{self.fault}; data.on_error=skip goes on without such examples")
         self.where, self.index, self.reason = where, index, reason
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,9 +120,13 @@ def _by_pillow(blob: Any, channels: int) -> np.ndarray:
     from PIL import Image
 
     with Image.open(io.BytesIO(blob)) as image:
-        check(image.format != "EPS", "an EPS file is a program, which Pillow has Ghostscript run; expected an image")
+        _check_no_program(image)
         pixels = np.array(_convert(image, MODES[channels]))
     return pixels if pixels.ndim == 3 else pixels[..., None]
+
+
+def _check_no_program(image: Any) -> None:
+    check(image.format != "EPS", "an EPS file is a program, which Pillow has Ghostscript run; expected an image")
 
 
 def _convert(image: Any, mode: str) -> Any:
@@ -274,7 +281,7 @@ def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
 
 
 def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
-    """An image file with its shorter side `px` long, as a new JPEG or PNG; the very bytes where it is so already.
+    """An image file with its shorter side `px` long, as a new JPEG or PNG; the same bytes if it has that size already.
 
     Args:
         blob: the file's bytes.
@@ -282,14 +289,14 @@ def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
         quality: as of `encoded`.
 
     Raises:
-        Exception: whatever Pillow raises on a damaged file.
+        UsageError: the file is an EPS file.
+        Exception: whatever Pillow raises on a damaged header, or a decoder on damaged pixels that it had to decode.
     """
     from PIL import Image
 
-    if px == 0:
-        return blob
     with Image.open(io.BytesIO(blob)) as image:
-        if min(image.size) == px:
+        _check_no_program(image)
+        if px in (0, min(image.size)):
             return blob
         channels = 1 if image.mode in ("1", "L", "LA") or image.mode.startswith("I") else 3
     return encoded(decoded(blob, channels, px), quality)

@@ -209,9 +209,10 @@ class Loader:
     def _corrupt(self, failures: list[Failure]) -> list[int]:
         """Positions of corrupt examples that are skipped; any other failure is raised, the first in the batch."""
         for failure in sorted(failures, key=lambda failure: failure.position):
-            if not (self._recipe.skip and isinstance(failure.error, CorruptExample)):
+            if self._recipe.skip and isinstance(failure.error, CorruptExample):
+                _LOG.warning("skipped: %s", failure.error.fault)
+            else:
                 raise failure.error
-            _LOG.warning("skipped: %s", failure.error)
         return [failure.position for failure in failures]
 
     def _batch(self, making: _Making, corrupt: list[int]) -> Batch:

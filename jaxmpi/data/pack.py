@@ -2,6 +2,9 @@
 
 A shard is put in place whole, with its rows and a note of the examples it came from; so a packing that was stopped
 goes on behind the last whole shard. The manifest comes last: without it a folder is no packed data set.
+
+A packing is the same one as long as its source and the bytes it makes of a good image are the same. What it does with
+corrupt images is not part of that: after a stop at one, `--on-error skip` goes on behind the last whole shard.
 """
 
 import argparse
@@ -11,7 +14,9 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import io
 import json
+import math
 import os
 import queue
 import sys
@@ -20,12 +25,12 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxmpi.config import Data, UsageError, check, lookup
-from jaxmpi.data.images import CorruptExample, corrupt_if_it_fails, encoded, encoded_again, resized
+from jaxmpi.data.images import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
 from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Manifest, Packed, checked, shard_name, write_manifest
 from jaxmpi.data.sources import SOURCES, PackedSource, Source, open_source, where
 from jaxmpi.plain import refuse_ways_out
@@ -48,12 +53,18 @@ class Recipe:
     quality: int = 90  # of images that are compressed anew: JPEG 1 to 100, or 0 for PNG
     shard_bytes: int = 1 << 30  # at which a shard ends
     on_error: str = "stop"  # stop | skip: what a corrupt image does
+    verify: str = "decode"  # decode | header: how an image that keeps its bytes is verified
 
     def __post_init__(self) -> None:
         check(self.resize >= 0, f"--resize: got {self.resize} px; expected >= 0")
         check(0 <= self.quality <= 100, f"--quality: got {self.quality}; expected 1 to 100, or 0 for PNG")
         check(self.shard_bytes >= 1, f"--shard-mb: got {self.shard_bytes} bytes; expected >= 1")
         check(self.on_error in ("stop", "skip"), f"--on-error: got {self.on_error!r}; stop or skip")
+        check(self.verify in ("decode", "header"), f"--verify: got {self.verify!r}; decode or header")
+
+    def made(self) -> dict[str, Any]:
+        """What the bytes of a good image depend on."""
+        return {"resize": self.resize, "quality": self.quality, "shard_bytes": self.shard_bytes}
 
 
 class Packing(NamedTuple):
@@ -107,7 +118,10 @@ def _compressed(source: Source, index: int, recipe: Recipe, name: str) -> tuple[
     blob, label = compressed(index)
     with corrupt_if_it_fails(blob, name, index):
         check(len(blob) > 0, "the file is empty")
-        return encoded_again(blob, recipe.resize, recipe.quality), label
+        again = encoded_again(blob, recipe.resize, recipe.quality)
+        if again is blob and recipe.verify == "decode":
+            decoded(blob, channels=3, resize=0)
+    return again, label
 
 
 def _encoded(image: np.ndarray, recipe: Recipe) -> bytes:
@@ -161,7 +175,7 @@ def pack(
 ) -> Packing:
     """Write a source's examples into a folder, in their order; goes on where an earlier one was stopped.
 
-    An image that needs no other size keeps its very bytes.
+    An image that needs no other size keeps its bytes, and is decoded to see that it can be.
 
     Args:
         source: of examples.
@@ -171,8 +185,8 @@ def pack(
         progress: called with how many more examples are done.
 
     Raises:
-        UsageError: the folder holds something else, another process packs into it, an example cannot be packed, or the
-            disk is full: how many examples are safe.
+        UsageError: the folder holds something else, or the same without examples that are not to be left out; another
+            process packs into it, an example cannot be packed, or the disk is full: how many examples are safe.
         CorruptExample: with `on_error` stop.
     """
     recipe, folder = recipe or Recipe(), Path(folder)
@@ -181,21 +195,32 @@ def pack(
         "source": source.name,
         "examples": len(source),
         "digest": digest() if digest else "",
-        **dataclasses.asdict(recipe),
+        **recipe.made(),
     }
     with writing(folder, 0, len(source)):
         folder.mkdir(parents=True, exist_ok=True)
         refuse_ways_out(folder, str(folder), "packing writes nothing through those: remove it")
     with claimed(folder, job) as is_new:
         if (folder / MANIFEST).exists():
-            return finished(folder, job)
+            packing = finished(folder, job)
+            _check_none_left_out(folder, packing.skipped, recipe)
+            return packing
         done = [] if is_new else whole_shards(folder, len(source))
+        _check_none_left_out(folder, sum(shard.skipped for shard in done), recipe)
         with writing(folder, done[-1].next if done else 0, len(source)):
             _forget(folder, len(done))
         if progress and done:
             progress(done[-1].next)
         _Packer(source, folder, recipe, threads, done, progress).run()
         return _finish(source, folder, job, done)
+
+
+def _check_none_left_out(folder: Path, skipped: int, recipe: Recipe) -> None:
+    check(
+        not skipped or recipe.on_error == "skip",
+        f"{folder}: begun with --on-error skip, which has left out {skipped} corrupt examples; give it again, or give "
+        "another folder",
+    )
 
 
 @contextlib.contextmanager
@@ -219,12 +244,12 @@ def claimed(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
     """
     with contextlib.ExitStack() as held:
         with writing(folder, 0, job["examples"]):
-            file = held.enter_context((folder / JOB).open("a+"))
+            file = held.enter_context((folder / JOB).open("a+b", buffering=0))  # closing it writes nothing
             is_new = _begin(file, folder, job)
         yield is_new
 
 
-def _begin(file: TextIO, folder: Path, job: dict[str, Any]) -> bool:
+def _begin(file: io.FileIO, folder: Path, job: dict[str, Any]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -235,14 +260,28 @@ def _begin(file: TextIO, folder: Path, job: dict[str, Any]) -> bool:
     except (ValueError, RecursionError):
         begun = None  # it was stopped before it had written anything else
     check(
-        begun in (None, job),
+        begun is None or _is_of(begun, job),
         f"{folder}: begun from something else: {_changed(begun, job)}; give another folder, or delete this one",
     )
     if begun is None:
         file.truncate(0)
-        json.dump(job, file)
-        file.flush()
+        write_all(file, json.dumps(job).encode())
     return begun is None
+
+
+def _is_of(begun: Any, job: dict[str, Any]) -> bool:
+    """Whether what was begun is this job; it may hold more, such as `on_error`, which earlier versions wrote down."""
+    return isinstance(begun, dict) and begun.items() >= job.items()
+
+
+def write_all(file: io.FileIO, content: Any) -> None:
+    """Write every byte to a file without a buffer, which may take a part at a time.
+
+    No buffer, because its `close` would fail once more on a full disk, and hide the error that says how to go on.
+    """
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _changed(begun: Any, job: dict[str, Any]) -> str:
@@ -257,13 +296,13 @@ def finished(folder: Path, job: dict[str, Any]) -> Packing:
         UsageError: of something else.
     """
     packed = Packed(folder)
-    made = {k: v for k, v in packed.manifest.made.items() if k != "skipped"}
-    check(made == job, f"{folder}: packed from something else: {_changed(made, job)}; give another folder")
-    skipped = packed.manifest.made.get("skipped")
+    made = packed.manifest.made
+    check(_is_of(made, job), f"{folder}: packed from something else: {_changed(made, job)}; give another folder")
+    skipped = made.get("skipped")
     check(_is_count(skipped), f"{folder}: got skipped {skipped!r:.80}; expected how many; delete this folder")
     with writing(folder, len(packed), len(packed)):
         _tidy(folder, len(packed.manifest.shard_bytes))
-    return Packing(len(packed), sum(packed.manifest.shard_bytes), int(packed.manifest.made["skipped"]))
+    return Packing(len(packed), sum(packed.manifest.shard_bytes), int(made["skipped"]))
 
 
 def whole_shards(folder: Path, examples: int) -> list[Shard]:
@@ -363,11 +402,10 @@ class _Packer(NamedTuple):
         aside = self.folder / f"{shard_name(number)}.tmp"
         try:
             with self.writing():
-                file = aside.open("wb")
+                file = aside.open("wb", buffering=0)
             with contextlib.closing(file):
                 rows, skipped, after = self._fill(file, numbered)
                 with self.writing():
-                    file.flush()
                     os.fsync(file.fileno())
             size, raw = sum(length for _, length, _, _ in rows), np.array(rows, ROW).tobytes()
             shard = Shard(after, len(rows), size, skipped, zlib.crc32(raw))
@@ -380,7 +418,7 @@ class _Packer(NamedTuple):
             aside.unlink(missing_ok=True)
 
     def _fill(
-        self, file: BinaryIO, numbered: Iterator[tuple[int, tuple[bytes, int] | CorruptExample]]
+        self, file: io.FileIO, numbered: Iterator[tuple[int, tuple[bytes, int] | CorruptExample]]
     ) -> tuple[list[tuple[int, int, int, int]], int, int]:
         """Write records until the shard is full or none are left: rows, corrupt ones, first example behind."""
         rows, size, skipped, after = [], 0, 0, 0
@@ -389,12 +427,12 @@ class _Packer(NamedTuple):
             if self.progress:
                 self.progress(1)
             if isinstance(record, CorruptExample):
-                print(f"skipped: {record}", file=sys.stderr)
+                print(f"skipped: {record.fault}", file=sys.stderr)
                 skipped += 1
                 continue
             blob, label = record
             with self.writing():
-                file.write(blob)
+                write_all(file, blob)
             rows.append((0, len(blob), label, zlib.crc32(blob)))
             size += len(blob)
             if size >= self.recipe.shard_bytes:
@@ -406,9 +444,8 @@ def _put(path: Path, content: bytes) -> None:
     """A file, whole or not at all."""
     aside = path.with_name(f"{path.name}.tmp")
     try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
+        with aside.open("wb", buffering=0) as file:
+            write_all(file, content)
             os.fsync(file.fileno())
         aside.replace(path)
     finally:
@@ -453,9 +490,9 @@ def damaged(packed: Packed, threads: int = 2, progress: Progress | None = None, 
     def look(index: int) -> str:
         try:
             packed[index] if decode and isinstance(packed, PackedSource) else packed.encoded(index)
-        except UsageError as error:
-            return str(error)
-        except OSError as error:
+        except CorruptExample as error:
+            return error.fault
+        except (OSError, UsageError) as error:
             return f"{packed.where(index)} (example {index}) cannot be read: {error}"
         return ""
 
@@ -518,8 +555,36 @@ def pack_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quality", type=int, default=Recipe.quality, help="JPEG 1 to 100 (default: 90); 0: PNG")
     parser.add_argument("--shard-mb", type=float, default=1024, help="at which a shard ends (default: 1024)")
     parser.add_argument("--on-error", default=Recipe.on_error, help="stop | skip: what a corrupt image does")
+    parser.add_argument(
+        "--verify", default=Recipe.verify, help="decode | header: of images that keep their bytes (default: decode)"
+    )
     _threads(parser)
     return parser
+
+
+# What messages of sources call an option, and what `jaxmpi data pack` calls it.
+FLAGS = {
+    "--data.train-split": "--train-split",
+    "--data.validation-split": "--validation-split",
+    "data.on_error=skip goes on without such examples": (
+        "run the same line again with --on-error skip, which leaves such examples out"
+    ),
+    "set data.dir or JAXMPI_DATA to": "give as SRC",
+    "set data.dir to": "give as SRC",
+    "set data.name to": "give as --name",
+}
+
+
+@contextlib.contextmanager
+def flags_of_pack() -> Iterator[None]:
+    """Errors of sources, which speak of the trainer's options, as errors that speak of this command's."""
+    try:
+        yield
+    except (CorruptExample, UsageError) as error:
+        text = str(error)
+        for trainer, mine in FLAGS.items():
+            text = text.replace(trainer, mine)
+        raise UsageError(text) from error
 
 
 def pack_main(argv: list[str]) -> None:
@@ -534,11 +599,14 @@ def pack_main(argv: list[str]) -> None:
         train_split=options.train_split,
         validation_split=options.validation_split,
     )
-    recipe = Recipe(options.resize, options.quality, int(options.shard_mb * 2**20), options.on_error)
+    check(0 < options.shard_mb < math.inf, f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
+    shard_bytes = max(int(options.shard_mb * 2**20), 1)
+    recipe = Recipe(options.resize, options.quality, shard_bytes, options.on_error, options.verify)
     for split in ("train", "validation") if options.validation_split else ("train",):
-        source = open_source(data, split)
-        with bar(split, len(source)) as progress:
-            done = pack(source, options.dst / split, recipe, options.threads, progress)
+        with flags_of_pack():
+            source = open_source(data, split)
+            with bar(split, len(source)) as progress:
+                done = pack(source, options.dst / split, recipe, options.threads, progress)
         print(f"{options.dst / split}: {done.records} records, {done.size_bytes / 1e6:,.1f} MB, skipped {done.skipped}")
 
 

@@ -242,7 +242,7 @@ class Packed:
 
         Raises:
             CorruptExample: the image is not what was packed.
-            UsageError: its shard cannot be opened or has become shorter.
+            OSError: its shard cannot be opened or has become shorter.
         """
         blob = self.unchecked(index)
         if zlib.crc32(blob) != int(self.rows["crc32"][index]):
@@ -250,18 +250,26 @@ class Packed:
         return blob, int(self.rows["label"][index])
 
     def unchecked(self, index: int) -> bytes:
-        """A record's bytes as they are on disk."""
+        """A record's bytes as they are on disk.
+
+        Raises:
+            OSError: its shard cannot be opened or has become shorter.
+        """
         shard, offset = self.place(index)
         length = int(self.rows["length"][index])
         blob = os.pread(self._file(shard), length, offset)
-        check(len(blob) == length, f"{self.where(index)}: got {len(blob)} bytes; expected {length}: it became shorter")
+        if len(blob) != length:
+            raise OSError(f"got {len(blob)} bytes; expected {length}: its file became shorter")
         return blob
 
     def _file(self, shard: int) -> int:
         if shard not in self._files:
             with self._lock:
                 if shard not in self._files:
-                    self._files[shard] = open_plain(self.folder / shard_name(shard), PLAIN)
+                    try:
+                        self._files[shard] = open_plain(self.folder / shard_name(shard), PLAIN)
+                    except UsageError as error:  # it was there when the run began: no mistake of the user's
+                        raise OSError(str(error)) from error
         return self._files[shard]
 
     def digest(self) -> str:
