@@ -8,6 +8,7 @@ from collections.abc import Callable
 from jaxmpi import doctor, forecast, launch, orbax, report
 from jaxmpi.config import UsageError, lookup
 from jaxmpi.data import pack
+from jaxmpi.experiment import versions
 
 
 def models(argv: list[str]) -> None:
@@ -39,7 +40,11 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: jaxmpi COMMAND ...\n\n" + "\n".join(f"  {k:8} {text}" for k, (text, _) in COMMANDS.items()))
+        rows = [f"  {name:8} {text}" for name, (text, _) in COMMANDS.items()]
+        print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows]))
+        return
+    if argv[0] in ("-V", "--version"):
+        print("  ".join(f"{package} {version}" for package, version in versions().items()))
         return
     try:
         lookup(COMMANDS, argv[0], "command")[1](argv[1:])

@@ -59,9 +59,23 @@ def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
     raise UsageError(f"unknown {kind} {name!r}; {nearest(name, table)}")
 
 
+# Words of other libraries for fields of ours, which no spelling leads to.
+ELSEWHERE = {
+    "learning-rate": "optim.lr",
+    "optim.learning-rate": "optim.lr",
+    "batch-size": "local-batch",
+    "epochs": "train-for",
+    "steps": "train-for",
+    "max-steps": "train-for",
+    "optimizer": "optim.name",
+    "output-dir": "run-dir",
+}
+
+
 def nearest(name: str, known: Mapping[str, Any]) -> str:
     """The tail of an error about an unknown name: the nearest known one, and all of them."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    meant = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
+    close = meant or difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}there are: {', '.join(sorted(known))}"
 
@@ -135,9 +149,8 @@ class Data:
     validation_split: str = "validation"  # the same, for evaluation
     resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
     crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
-    crop_area: tuple[
-        float, ...
-    ] = ()  # smallest and largest share of the image that a training crop takes; () = crop px
+    # smallest and largest share of the image that a training crop takes; empty: crops of `crop` px
+    crop_area: tuple[float, ...] = ()
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)  # with crop_area: narrowest and widest width / height of a crop
     mirror: bool = False  # flip half of the training images left to right
     mean: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], subtracted
@@ -212,6 +225,7 @@ class Optim:
     lr: float = 0.01  # what each worker runs, before `lr_scaling`
     lr_scaling: str = "rule"  # none | linear | sqrt in the number of workers; rule = the rule's own default
     momentum: float = 0.9  # mu, in [0, 1)
+    rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
     weight_decay: float = 0.0  # lambda; added to the gradient (adamw: decoupled)
     bias_lr_factor: float = 1.0  # tensors of one axis run this times lr; the papers use 2
     decay_bias: bool = True  # whether weight decay covers tensors of one axis; the papers say no
@@ -220,6 +234,10 @@ class Optim:
     def __post_init__(self) -> None:
         check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
         check(0 <= self.momentum < 1, f"optim.momentum: got {self.momentum}; expected [0, 1)")
+        check(
+            not self.rate_in_velocity or self.name in ("momentum", "nesterov"),
+            f"optim.rate_in_velocity: optimizer {self.name!r} has no velocity; use momentum or nesterov",
+        )
         check(self.weight_decay >= 0, f"optim.weight_decay: got {self.weight_decay}; expected >= 0")
         check(self.clip_norm >= 0, f"optim.clip_norm: got {self.clip_norm}; expected >= 0")
         check(
@@ -328,9 +346,8 @@ class ExchangeConfig:
 
     strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
-    overlap: str = (
-        "auto"  # auto | on | off | delayed: exchange beside the backward pass; delayed applies it a step late
-    )
+    # auto | on | off | delayed: exchange beside the backward pass; delayed applies gradients one step late
+    overlap: str = "auto"
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)

@@ -133,7 +133,11 @@ OPTIMIZERS: dict[str, Row] = {
 def optimizer(config: Optim, lr: optax.Schedule) -> optax.GradientTransformation:
     """Clip, decay, direction, learning rate per tensor: an Optax chain in that order (adamw decays after).
 
-    v <- mu v + (g + lambda w) ;  w <- w - eta v   (momentum; eta stays outside v, so that v keeps its meaning)
+    v <- mu v + (g + lambda w) ;  w <- w - eta v   (momentum)
+    v <- mu v - eta (g + lambda w) ;  w <- w + v   (with `rate_in_velocity`)
+
+    Both give the same params while eta stays the same. When eta falls, the first shrinks the steps at once; in the
+    second v goes on with the rates under which it was gathered. Krizhevsky et al. 2012, section 5, have the second.
 
     Raises:
         UsageError: an unknown optimizer.
@@ -142,13 +146,15 @@ def optimizer(config: Optim, lr: optax.Schedule) -> optax.GradientTransformation
     decay = [optax.add_decayed_weights(config.weight_decay, mask=None if config.decay_bias else not_bias)]
     decay = decay if config.weight_decay else []
     after = config.name == "adamw"
+    rate = [scale_biases(config.bias_lr_factor)] if config.bias_lr_factor != 1 else []
+    rate = [*rate, optax.scale_by_learning_rate(lr)]
     return optax.chain(
         *([optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []),
         *([] if after else decay),
+        *(rate if config.rate_in_velocity else []),
         row.direction(config),
         *(decay if after else []),
-        *([scale_biases(config.bias_lr_factor)] if config.bias_lr_factor != 1 else []),
-        optax.scale_by_learning_rate(lr),
+        *([] if config.rate_in_velocity else rate),
     )
 
 

@@ -3,6 +3,7 @@
 Importing mpi4py starts MPI, so it happens inside functions.
 """
 
+import atexit
 import collections
 import contextlib
 import copy
@@ -627,6 +628,14 @@ def abort(code: int) -> NoReturn:
     os._exit(code)  # not reached where MPI keeps its word
 
 
+def finalize() -> None:
+    """End MPI, unless the script has done so."""
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
 def mpi_facts() -> dict[str, str]:
     """Vendor, version, thread level and CUDA support of the MPI that mpi4py finds; without starting it in a single
     process; what cannot be known is left out.
@@ -749,13 +758,18 @@ def processes() -> Processes:
         return SoloProcesses()
     runtime.prepare()
     try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
+            mpi4py.rc.finalize = False
         import mpi4jax  # noqa: F401
-        import mpi4py.MPI  # noqa: F401
+        import mpi4py.MPI
     except ImportError as error:
         raise UsageError(
             f"{launch.launcher} started {launch.size} ranks, but {error.name} cannot be imported ({error}); "
             "install it with: uv sync --group mpi, or pip install 'jaxmpi[mpi]' against the cluster's mpicc"
         ) from error
+    atexit.register(finalize)
     return MpiProcesses()
 
 

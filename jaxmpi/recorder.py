@@ -4,8 +4,10 @@ import json
 import math
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,28 @@ class Recorder:
     def say(self, text: str) -> None:
         """A line on the terminal."""
         self._terminal.say(text)
+
+    @contextmanager
+    def saying(self, what: str, first_s: float = 3.0, every_s: float = 10.0) -> Iterator[None]:
+        """Say on the terminal that this goes on, and for how long, if it takes longer than `first_s`.
+
+        A thread says it: while XLA compiles, this one does not return.
+        """
+        begin, is_over = time.monotonic(), threading.Event()
+
+        def say() -> None:
+            wait_s = first_s
+            while not is_over.wait(wait_s):
+                self.say(f"{what}: {time.monotonic() - begin:.0f} s so far")
+                wait_s = every_s
+
+        thread = threading.Thread(target=say, name=f"jaxmpi says: {what}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def write(self, kind: str, **fields: Any) -> None:
         """A line of the record: `kind`, then `fields`; numbers that JSON has no word for become null."""

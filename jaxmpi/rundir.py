@@ -224,7 +224,7 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
     }
 
 
-SHAPING = ("rule.name", "optim.name")  # what decides, beside the model, which leaves a state has
+SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity")  # what decides, beside the model, which leaves a state has
 
 
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:

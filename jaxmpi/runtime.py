@@ -6,6 +6,7 @@ Set in-process, so that every launcher profits: mpirun, srun, or none.
 import atexit
 import ctypes
 import fcntl
+import gc
 import itertools
 import os
 import shlex
@@ -111,6 +112,28 @@ def prepare() -> None:
 
 
 _prepared = threading.Event()
+
+
+def forget_in_child() -> None:
+    """Make a child of `os.fork` a process of its own: no rank of the job, with errors and an exit of its own.
+
+    The child inherits exit hooks and objects of JAX and MPI, but not the threads and connections behind them. At its
+    exit, hooks that wait for these block for ever, and so do JAX's objects when they are destroyed, unless they crash.
+    So the child drops the hooks, and keeps for ever what its parent has made.
+    """
+    global _job
+    if _prepared.is_set():
+        _job = None
+        sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+        atexit._clear()
+        gc.freeze()
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] in ("jax", "jaxlib"):
+                for value in list(vars(module).values()):
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+os.register_at_fork(after_in_child=forget_in_child)
 
 
 def keep_freed_memory() -> None:

@@ -447,7 +447,9 @@ def loop(run: Run, begin: Begin) -> dict[str, float]:
             now = due(run, k, k == start + 1, run.guard.votes.leaving)
             state, batch = faults.reach("step", k, (state, batch))
             run.profiler.before(k)
-            state, metrics = update(run, k, state, batch)
+            compiling = run.recorder.saying("compiling the first step") if k == start + 1 else contextlib.nullcontext()
+            with compiling:
+                state, metrics = update(run, k, state, batch)
             run.profiler.after(k, state)
             anatomy.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=k == start + 1)
             if pact:

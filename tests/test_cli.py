@@ -1,3 +1,4 @@
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,14 @@ def test_help_lists_every_command(argv, monkeypatch, capsys):
     cli.main()
     out = capsys.readouterr().out
     assert all(name in out and text in out for name, (text, _) in cli.COMMANDS.items())
+
+
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", flag])
+    cli.main()
+    out = capsys.readouterr().out
+    assert f"jaxmpi {importlib.metadata.version('jaxmpi')}  jax {importlib.metadata.version('jax')}  " in out
 
 
 def test_an_unknown_command_lists_what_exists(monkeypatch):

@@ -53,6 +53,11 @@ def test_an_unknown_name_lists_what_exists_and_the_nearest(name, message):
         lookup({"ring": 1, "asa": 2}, name, "strategy")
 
 
+def test_a_word_of_other_libraries_leads_to_ours():
+    with pytest.raises(UsageError, match=r"did you mean 'optim.lr'\? there are: optim.lr, optim.lr-scaling"):
+        lookup({"optim.lr": 1, "optim.lr-scaling": 2}, "optim.learning-rate", "field")
+
+
 def test_a_known_name_is_looked_up():
     assert lookup({"ring": 1}, "ring", "strategy") == 1
 

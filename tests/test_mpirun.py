@@ -115,3 +115,26 @@ def test_launcher_and_mpi_of_different_families_are_named():
     assert "Open MPI's mpirun" in ended.out
     assert "started 4 ranks" in ended.out
     assert "Open MPI v5" in ended.out
+
+
+FORKS = """
+named = jaxmpi.shared(np.ones(3), name=sys.argv[1])
+child = os.fork()
+if child == 0 and comm.rank == 0:
+    sys.exit(3)
+if child == 0:
+    raise ValueError("boom")
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert os.path.exists(named.path)
+total = jaxmpi.exchange(np.ones(3, np.float32), op="sum")
+print(f"child of {comm.rank}: {code}, sum {total[0]}", flush=True)
+"""
+
+
+def test_a_forked_child_ends_without_its_parents_job(tmp_path):
+    (tmp_path / "job.py").write_text(HEAD + FORKS)
+    ended = mpirun(2, "-W", "ignore", str(tmp_path / "job.py"), tmp_path.name, timeout_s=60)  # JAX warns of forks
+    assert ended.code == 0, ended.out[-3000:]
+    assert "child of 0: 3, sum 2.0" in ended.out
+    assert "child of 1: 1, sum 2.0" in ended.out
+    assert "jaxmpi: rank" not in ended.out

@@ -200,6 +200,25 @@ def test_momentum_keeps_its_meaning_when_the_rate_falls():
     assert jax.tree.leaves(state)[0].tolist() == [1.5, 1.5]
 
 
+@pytest.mark.parametrize("name", ["momentum", "nesterov"])
+def test_the_rate_inside_the_velocity(name):
+    """V <- mu v - eta g ; w <- w + v (Nesterov: w <- w + mu v - eta g), which differs once the rate changes."""
+    mu, rates = 0.5, (1.0, 0.25, 0.0)
+    tx = optimizer(Optim(name=name, momentum=mu, rate_in_velocity=True), lambda step: jnp.asarray(rates)[step])
+    params = jnp.zeros(2)
+    state, v = tx.init(params), 0.0
+    for rate in rates:
+        updates, state = tx.update(jnp.ones(2), state, params)
+        v = mu * v - rate
+        assert np.asarray(updates).tolist() == [mu * v - rate if name == "nesterov" else v] * 2  # exact: powers of 2
+    constant = [
+        run(optimizer(Optim(name=name, momentum=mu, rate_in_velocity=inside), optax.constant_schedule(0.5)))
+        for inside in (True, False)
+    ]
+    # 0.5 is a power of two: it commutes with every rounding.
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *constant))
+
+
 def test_biases_run_a_multiple_of_the_rate():
     once, twice = run(configured(name="sgd"), 1), run(configured(name="sgd", bias_lr_factor=2.0), 1)
     assert (once["conv"]["kernel"] == twice["conv"]["kernel"]).all()
@@ -214,6 +233,8 @@ def test_not_bias():
 def test_refusals():
     with pytest.raises(UsageError, match=r"unknown optimizer 'adan'; did you mean 'adam'\? there are: adagrad, adam,"):
         optimizer(Optim(name="adan"), optax.constant_schedule(1.0))
+    with pytest.raises(UsageError, match=r"optim.rate_in_velocity: optimizer 'adam' has no velocity; use momentum or"):
+        Optim(name="adam", rate_in_velocity=True)
     with pytest.raises(UsageError, match="bias_lr_factor: got 0; expected > 0"):
         scale_biases(0)
 
