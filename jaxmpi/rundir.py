@@ -224,7 +224,8 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
     }
 
 
-SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity")  # what decides, beside the model, which leaves a state has
+# Fields that decide, beside the model, which leaves a state has.
+SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity")
 
 
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:

@@ -179,6 +179,31 @@ def test_prepare_makes_devices_and_a_private_cache(tmp_path):
     assert folder.stat().st_mode & 0o077 == 0
 
 
+CACHE_IN_USE = "from jaxmpi import runtime\nruntime.prepare()\nimport jax\nprint(jax.config.jax_compilation_cache_dir)"
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
+@pytest.mark.parametrize("trouble", ["writable", "of another user"])
+def test_a_cache_that_others_could_have_filled_is_not_used(variable, trouble, tmp_path):
+    folder = tmp_path / "jaxmpi" / "xla" if variable == "XDG_CACHE_HOME" else tmp_path / "cache"
+    folder.mkdir(parents=True)
+    set_to = {variable: str(tmp_path if variable == "XDG_CACHE_HOME" else folder)}
+    folder.chmod(0o755)
+    assert python(CACHE_IN_USE, **set_to).stdout == f"{folder}\n"
+    if trouble == "writable":
+        folder.chmod(0o775)
+        said = f"others may write {str(folder)!r} (mode 775)"
+    elif os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+        said = f"{str(folder)!r} belongs to user 12345; expected user 0"
+    else:
+        pytest.skip("only root can give a folder away")
+    job = python(CACHE_IN_USE, **set_to)
+    assert job.stdout == "None\n"
+    assert f"jaxmpi: nothing compiled is kept: {said}" in job.stderr
+    assert job.stderr.rstrip().endswith(f"or set {variable}")
+
+
 def test_too_few_devices_after_the_start_are_refused():
     if jax.default_backend() != "cpu" or jax.local_device_count() != 8:
         pytest.skip("needs the fake CPU devices alone")
@@ -292,8 +317,7 @@ def test_cores_of_a_quota(text, cores, tmp_path):
 
 
 def test_without_a_home_nothing_is_kept_and_training_goes_on():
-    code = "from jaxmpi import runtime\nruntime.prepare()\nimport jax\nprint(jax.config.jax_compilation_cache_dir)"
-    job = python(code, XDG_CACHE_HOME="/proc/nowhere")
+    job = python(CACHE_IN_USE, XDG_CACHE_HOME="/proc/nowhere")
     assert (job.returncode, job.stdout) == (0, "None\n"), job.stderr
     assert "nothing compiled is kept" in job.stderr
 
