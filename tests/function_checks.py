@@ -128,6 +128,8 @@ def check_batches():
         order.tolist()[: workers()],
         -1 - order,
         mask,
+        x[:, 0] > 0,
+        (x[:, 0] > 0).tolist(),
     ):
         chosen = slice(batch) if isinstance(batch, int) else batch
         for slices in (1, 3):
@@ -446,7 +448,7 @@ def check_refusals():
     fails(lambda: one(x, slices=0), "slices: got 0")
     fails(lambda: one(x, batch=[[0]]), "indices in one axis")
     fails(lambda: one(x, batch=[0, 3 * k]), f"got index {3 * k}; there are {3 * k} examples")
-    fails(lambda: one(x, batch=x[:, 0] > 0), "np.flatnonzero(mask)")
+    fails(lambda: one(x, batch=x[1:, 0] > 0), f"got a mask of shape [{3 * k - 1}]; there are {3 * k} examples")
     fails(lambda: one(x, batch=3 * k + 1), f"there are {3 * k} examples")
     fails(lambda: one(x, batch=slice(0, 0)), "got 0 examples")
     fails(lambda: one(x, batch_local=1), "no input is scatter(variable)")

@@ -338,6 +338,14 @@ class TestAvailable:
         files[f"{place}/memory.stat"] = "anon 500\nfile 700\ninactive_file 400000000\nactive_file 300000000\n"
         assert segments.available_bytes() == 800_000_000
 
+    @pytest.mark.parametrize("group", ["/x", ""])
+    def test_the_limit_of_a_group_of_version_1(self, files, group):
+        """A container sees the root of the mount, whatever path the machine gives its group."""
+        place = f"/sys/fs/cgroup/memory{group}"
+        files |= {f"{place}/memory.limit_in_bytes": "2000000000\n", f"{place}/memory.usage_in_bytes": "1900000000\n"}
+        files[f"{place}/memory.stat"] = "active_file 1\ntotal_inactive_file 400000000\ntotal_active_file 300000000\n"
+        assert segments.available_bytes() == 800_000_000
+
     def test_a_system_that_does_not_say(self, monkeypatch):
         monkeypatch.setattr(segments, "read", lambda path: "", raising=False)
         assert segments.available_bytes() == sys.maxsize

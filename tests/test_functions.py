@@ -13,6 +13,8 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 
 import function_checks
@@ -319,6 +321,39 @@ def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
     assert set(moved) == {50}
 
 
+def quadratic(p, x):
+    return jnp.mean((x - p) ** 2)
+
+
+@jax.numpy_dtype_promotion("standard")  # Optax divides by whole numbers
+def test_optimizers_that_want_the_value_get_it_and_line_searches_are_refused():
+    jm.fork(2)
+    x = np.arange(4, dtype=np.float32)
+    tx = optax.chain(optax.sgd(0.25), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
+    lbfgs, params = optax.lbfgs(0.1, linesearch=None), jnp.float32(10)
+    for each in (tx, lbfgs, optax.polyak_sgd(1.0)):
+        step, alone, state = jm.optimizer(quadratic, params, each, (jm.scatter,)), params, each.init(params)
+        for _ in range(4):
+            value, grad = jax.value_and_grad(quadratic)(alone, x)
+            extra = {"value": value, "grad": grad} if each is not lbfgs else {}
+            updates, state = each.update(grad, state, alone, **extra)
+            alone = optax.apply_updates(alone, updates)
+            assert abs(float(step(x)) - float(value)) <= 1e-5 * float(value)
+        assert abs(float(step.params.get(1)) - float(alone)) <= 1e-4 * abs(float(alone))
+    with pytest.raises(jm.UsageError, match=r"evaluates the loss anew \(value_fn\).*linesearch=None"):
+        jm.optimizer(quadratic, params, optax.lbfgs(), (jm.scatter,))(x)
+
+
+def test_outputs_may_be_named_by_words():
+    jm.fork(2)
+    x, count = np.arange(4, dtype=np.float32), jm.variable(np.float32(0))
+    assert float(jm.function(lambda x: x.sum(), jm.scatter, "sum")(x)) == 6
+    total, rows = jm.function(lambda x: (x.sum(), x, x.sum()), outputs=("sum", "local"), updates=(count, "add"))(x)
+    assert (float(total), rows.gather().tolist(), float(count.reduce("sum"))) == (6, [0, 1, 2, 3], 6)
+    with pytest.raises(jm.UsageError, match=r"outputs: got 'sums'; expected jaxmpi.mean, sum, .*or its name"):
+        jm.function(lambda x: x, outputs="sums")
+
+
 @pytest.mark.parametrize("read", ["gather", "all_gather", "reduce", "all_reduce", "fails"])
 def test_what_an_order_has_worked_with_is_let_go(read):
     jm.fork(2)
@@ -441,6 +476,9 @@ def test_shared_grows_in_its_room_and_beyond():
         (lambda: jm.shared(np.zeros(3, np.float32)).__setitem__(0, np.array([1.0])), "may lose digits"),
         (lambda: jm.shared(np.zeros(3, np.int32)).__setitem__(0, 1.5), "may lose digits"),
         (lambda: jm.shared(np.zeros(3, np.float32), oversize=0.5), "oversize: got 0.5"),
+        (lambda: jm.shared(np.zeros(3), oversize=1e30), "no 24000000.* bytes of shared memory"),
+        (lambda: jm.shared(np.zeros(3), oversize=2e12), "no 48000000004096 bytes of shared memory"),
+        (lambda: jm.shared(np.zeros(3)).resize(2 * 10**12), "no 16000000004096 bytes of shared memory"),
         (lambda: jm.shared(np.zeros(3), name="../etc"), "expected letters"),
         (lambda: jm.shared(name="there-is-none"), "no array named"),
         (lambda: jm.shared(), "give an array"),
@@ -490,7 +528,7 @@ def test_arrays_that_jax_would_read_otherwise_are_refused_by_name(array, message
         (lambda: f({"a": array}, good, batch=[0, 1]), "argument 0 leaf 'a'"),
         (lambda: f({"a": good}, array), "argument 1"),
         (lambda: jm.variable({"a": array}), "variable: leaf 'a'"),
-        (lambda: kept.scatter({"a": array}), "scatter"),
+        (lambda: kept.scatter({"a": array}), "scatter: leaf 'a'"),
         (lambda: jm.shared(array), "shared"),
         (lambda: jm.shared(lambda: array), "shared"),
     ):
@@ -618,6 +656,34 @@ def test_a_number_that_jax_would_cut_off_is_refused(number):
     for call, who in ((lambda: jm.variable({"a": number}), "variable: leaf 'a'"), (lambda: f(x, number), "argument 1")):
         with pytest.raises(jm.UsageError, match=f"{who}: {message}"):
             call()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("number", [2**40, -(2**31) - 1, np.uint64(2**64 - 1)])
+def test_arrays_that_jax_would_cut_off_are_refused_unless_it_has_64_bits(number, is_shared):
+    """Of scattered arrays the rows that a call takes count."""
+    jm.fork(2)
+    f = jm.function(lambda x, p: (x["a"], p), (jm.scatter, jm.broadcast), (jm.gather, jm.max))
+    v, good = jm.variable({"a": np.zeros(2, np.int64)}), np.arange(4)
+    bad = np.array([1, 2, 3, number], np.asarray(number).dtype)
+    rows = jm.shared(bad) if is_shared else bad
+    message = f"got {number}, which u?int32 cannot hold; .* jax_enable_x64"
+    calls = [
+        (lambda: f({"a": rows}, good), "argument 0 leaf 'a'"),
+        (lambda: f({"a": good}, rows), "argument 1"),
+        (lambda: v.scatter({"a": rows}), "scatter: leaf 'a'"),
+    ]
+    if not is_shared:
+        calls += [(lambda: v.set(1, {"a": bad}), "variable: leaf 'a'"), (lambda: jm.variable(bad), "variable: leaf ''")]
+    for call, who in calls:
+        with pytest.raises((jm.UsageError, jm.TrainingError), match=f"{who}: {message}"):  # of all workers, or of one
+            call()
+    assert f({"a": rows}, good, batch=3)[0].tolist() == [1, 2, 3]
+    with jax.enable_x64(True):
+        jm.close()
+        jm.fork(2)
+        wide, wide_v = jm.function(lambda x: x, jm.scatter, jm.gather), jm.variable(bad)
+        assert np.asarray(wide(rows)).tolist() == bad.tolist() == wide_v.get(1).tolist()
 
 
 def test_numbers_that_fit_are_taken():

@@ -58,6 +58,13 @@ DROPPED = (
     HEAD
     + """
 from jaxmpi.function.drive import team
+from jaxmpi.function.lines import SocketLine
+
+sent, send = [0], SocketLine._send
+
+def counted(line, rank, data):
+    sent[0] += memoryview(data).nbytes
+    send(line, rank, data)
 
 def held_mb():
     pages = int(open(f"/proc/{team().line.jobs[1].pid}/statm").read().split()[1])
@@ -72,6 +79,14 @@ if __name__ == "__main__":
         held.append(held_mb())
         del f
     print("grown", max(held) - held[1])
+
+    w = jm.shared(np.ones(1 << 20, np.float32))
+    f = jm.function(lambda x, w: x.sum() + w.sum(), (jm.scatter, jm.broadcast), jm.max)
+    SocketLine._send = counted
+    for value in (1, 2):
+        w[:] = value
+        assert float(f(x, w)) == 1 + (value << 20)
+    print("sent", sent[0])
 """
 )
 
@@ -117,10 +132,11 @@ def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks
     assert ended.out.count(expected) == max(ranks, 1), ended.out[-3000:]
 
 
-def test_workers_let_go_of_what_functions_held_that_are_gone(tmp_path):
+def test_workers_let_go_of_what_is_gone_and_are_sent_nothing_that_is_shared(tmp_path):
     ended = lead(tmp_path, DROPPED, 2)
     assert ended.code == 0, ended.out
-    assert int(ended.out.split("grown ")[1]) < 100, ended.out  # MB; 28 inputs are 224
+    assert int(ended.out.split("grown ")[1].split()[0]) < 100, ended.out  # MB; 28 inputs are 224
+    assert int(ended.out.split("sent ")[1]) < 100_000, ended.out  # bytes; a shared broadcast input is read in place
 
 
 FAULTS = (

@@ -65,18 +65,45 @@ def available_bytes() -> int:
     is in where that is less; no limit where the kernel does not say.
     """
     machine = re.search(r"MemAvailable:\s+(\d+) kB", read(Path("/proc/meminfo")))
-    own = re.search(r"^0::(.*)$", read(Path("/proc/self/cgroup")), re.MULTILINE)
-    group = Path(f"/sys/fs/cgroup{own[1] if own else '/'}")
-    free = [left_in(folder) for folder in (group, *group.parents)]
+    free = [left_in(folder, version) for folder, version in memory_groups()]
     return min(*free, int(machine[1]) << 10 if machine else sys.maxsize)
 
 
-def left_in(group: Path) -> int:
+class Version(NamedTuple):
+    """The names of one version of control groups: where the kernel writes what a group may take and has taken."""
+
+    limit: str
+    used: str
+    files: str  # the start of the lines of memory.stat that count page cache
+
+
+VERSIONS = {
+    1: Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: Version("memory.max", "memory.current", ""),
+}
+
+
+def memory_groups() -> list[tuple[Path, Version]]:
+    """The control groups that bound this process's memory, its own first, then those that hold it.
+
+    In a container the path is often that of the machine, and only the root of the mount is there.
+    """
+    root, said = Path("/sys/fs/cgroup"), read(Path("/proc/self/cgroup"))
+    groups = []
+    places = {2: (root, r"^0::/(.*)$"), 1: (root / "memory", r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$")}
+    for number, (mount, line) in places.items():
+        own = re.search(line, said, re.MULTILINE)
+        group = mount / (own[1] if own else "")
+        groups += [(folder, VERSIONS[number]) for folder in (group, *group.parents)]
+    return groups
+
+
+def left_in(group: Path, version: Version) -> int:
     """Of a control group; it counts files in the page cache, which go when memory is needed."""
-    limit, used = (read(group / f"memory.{name}").strip() for name in ("max", "current"))
+    limit, used = (read(group / name).strip() for name in (version.limit, version.used))
     if not (limit.isdigit() and used.isdigit()):
         return sys.maxsize
-    files = re.findall(r"^(?:in)?active_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
+    files = re.findall(rf"^{version.files}(?:in)?active_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
     return int(limit) - int(used) + sum(map(int, files))
 
 

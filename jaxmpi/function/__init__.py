@@ -23,7 +23,7 @@ PyTree = Any
 def function(
     f: Callable,
     inputs: Sequence[Marker] | Marker = scatter,
-    outputs: Sequence[Output] | Output = mean,
+    outputs: Sequence[Output | str] | Output | str = mean,
     updates: Any = (),
     strategy: str | None = None,
 ) -> Function:
@@ -35,7 +35,7 @@ def function(
             (whole), a variable (each worker's own), `scatter(variable)` (its rows, for `slices` and `batch_local`).
         outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
             `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
-            on all workers instead of returning it; `local(mean)` says how pieces combine.
+            on all workers instead of returning it; `local(mean)` says how pieces combine. Words do as well: "sum".
         updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
             op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
             One may stand alone; with outputs=() it is what f returns.
@@ -50,7 +50,7 @@ def function(
         f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several",
     )
     check(
-        isinstance(outputs, (Output, tuple, list)),
+        isinstance(outputs, (Output, str, tuple, list)),
         f"outputs: got {outputs!r}; expected jaxmpi.mean, sum, ... or several",
     )
     return Function(f, inputs, outputs, updates, strategy)

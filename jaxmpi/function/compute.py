@@ -41,7 +41,7 @@ def computed(station: Station, order: Order, team: Team) -> Report:
     header = order.header
     spans, sources = rows_of(station, order, team)
     keep(station, order)
-    wholes = {i: whole(station, header, entry) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
+    wholes = {i: whole(station, order, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
     programs = {}
     for length in sorted({b - a for a, b in spans}):
         shapes = tuple(
@@ -59,7 +59,7 @@ def computed(station: Station, order: Order, team: Team) -> Report:
 
 # ---------------------------------------------------------------- inputs
 
-WHOLE = ("kept", "whole")
+WHOLE = ("kept", "whole", "read")
 
 
 def rows_of(station: Station, order: Order, team: Team) -> tuple[list[tuple[int, int]], dict[int, Source]]:
@@ -74,8 +74,8 @@ def rows_of(station: Station, order: Order, team: Team) -> tuple[list[tuple[int,
             if entry[0] == "sent" and order.given is None:
                 sources[i] = received(station, next(order.received), first)
             elif entry[0] in ("sent", "shared"):
-                array = order.given.leaves[i] if order.given is not None else from_ticket(entry[1], station.arrays)
-                sources[i] = given(station, array, pick)
+                array = order.given.leaves[i] if order.given is not None else from_ticket(entry[2], station.arrays)
+                sources[i] = given(station, entry[1], array, pick)
     resident = [i for i, entry in enumerate(header["inputs"]) if entry[0] == "rows"]
     if resident:
         spans = add_resident(station, order, sources, resident, spans if header["n"] is not None else None)
@@ -97,9 +97,10 @@ def received(station: Station, share: np.ndarray, first: int) -> Source:
     return Source(share.shape[1:], share.dtype, lambda a, b: station.given(share[a - first : b - first]))
 
 
-def given(station: Station, array: Any, pick: Callable[[int, int], Picked]) -> Source:
-    """Rows of an array that this process sees whole."""
-    return Source(array.shape[1:], canonical(array.dtype), lambda a, b: station.given(take(array, pick(a, b))))
+def given(station: Station, name: str, array: Any, pick: Callable[[int, int], Picked]) -> Source:
+    """Rows of an array that this process sees whole; `name` is for messages."""
+    fetch = lambda a, b: station.given(as_jax_has(name, take(array, pick(a, b))))  # noqa: E731
+    return Source(array.shape[1:], canonical(array.dtype), fetch)
 
 
 def add_resident(
@@ -119,7 +120,7 @@ def add_resident(
         "expected the same",
     )
     for i, array in arrays.items():
-        sources[i] = given(station, array, lambda a, b: rows.of(a - first, b - first))
+        sources[i] = given(station, f"input {i}", array, lambda a, b: rows.of(a - first, b - first))
     return spans or pieces(count, 1, 0, order.header["slices"])
 
 
@@ -162,6 +163,23 @@ def canonical(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
+def as_jax_has(name: str, array: Any) -> Any:
+    """The array in the dtype that JAX gives it.
+
+    Raises:
+        UsageError: it holds a whole number that this dtype would cut off; `name` says where.
+    """
+    dtype = canonical(array.dtype)
+    if array.dtype == dtype:
+        return array
+    if array.dtype.kind in "iu" and array.size:
+        room = np.iinfo(dtype)
+        odd = [number for number in (array.max(), array.min()) if not room.min <= int(number) <= room.max]
+        way_out = "set jax_enable_x64, or give floats"
+        check(not odd, f"{name}: got {odd and odd[0]}, which {dtype} cannot hold; {way_out}")
+    return array.astype(dtype)
+
+
 def keep(station: Station, order: Order) -> None:
     """Put broadcast inputs that are new where later calls find them."""
     for i in order.header["fresh"]:
@@ -169,10 +187,14 @@ def keep(station: Station, order: Order) -> None:
         station.kept[order.header["f"], i] = station.put(value)
 
 
-def whole(station: Station, header: dict, entry: Sequence) -> jax.Array:
-    """An input that a worker sees whole."""
+def whole(station: Station, order: Order, i: int) -> Any:
+    """Input number i, that a worker sees whole."""
+    entry = order.header["inputs"][i]
     if entry[0] == "kept":
-        return station.kept[header["f"], entry[1]]
+        return station.kept[order.header["f"], entry[1]]
+    if entry[0] == "read":
+        array = order.given.leaves[i] if order.given is not None else from_ticket(entry[2], station.arrays)
+        return station.given(as_jax_has(entry[1], array.array))
     return station.held(entry[1])[entry[2]]
 
 

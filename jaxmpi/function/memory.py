@@ -7,6 +7,7 @@ nothing is left behind, however a job ends.
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.config import UsageError, check
+from jaxmpi.data.segments import available_bytes
 from jaxmpi.hostsum import folder, reserve
 
 PAGE = 4096
@@ -158,6 +160,11 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def ticket(self) -> dict[str, Any]:
         """What `from_ticket` needs in another process of this host."""
         return {"key": self.key, "path": self.path, "shape": list(self.shape)}
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether it is a shared array, which is a leaf."""
+    return isinstance(leaf, SharedArray)
 
 
 def from_ticket(ticket: dict[str, Any], known: dict[str, SharedArray]) -> SharedArray:
@@ -299,9 +306,14 @@ def make_room(handle: int, size_bytes: int) -> None:
         UsageError: there are not as many.
     """
     try:
+        # the system would try what is too much, and kill processes meanwhile
+        if size_bytes - os.fstat(handle).st_size > available_bytes():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         reserve(handle, size_bytes)
     except OSError as error:
-        raise UsageError(f"shared: no {size_bytes} bytes of shared memory ({error.strerror}); enlarge it") from error
+        raise UsageError(
+            f"shared: no {size_bytes} bytes of shared memory ({error.strerror}); share less, or enlarge it"
+        ) from error
 
 
 def fitting(value: Any, dtype: np.dtype) -> Any:

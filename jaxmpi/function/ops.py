@@ -50,6 +50,12 @@ scatter = Scatter()
 mean, sum, prod, min, max, gather = (Output(op) for op in ("mean", "sum", "prod", "min", "max", "gather"))
 add = Output("add")  # of updates only
 local = Output("", stays=True)
+WORDS = {output.op or "local": output for output in (mean, sum, prod, min, max, gather, add, local)}
+
+
+def from_word(output: Any) -> Any:
+    """The Output that a word such as "sum" names; all else as it is."""
+    return WORDS.get(output, output) if isinstance(output, str) else output
 
 
 class Row(NamedTuple):

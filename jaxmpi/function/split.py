@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 
 def choose(batch: Any, length: int, what: str = "batch") -> Rows:
-    """The rows that `batch` names of an array with `length`: None all, int n the first n, a slice, or indices.
+    """The rows that `batch` names of an array with `length`: None all, int n the first n, a slice, indices or a mask.
 
     Raises:
         UsageError: rows that are not there, or no such thing.
@@ -57,17 +57,21 @@ def choose(batch: Any, length: int, what: str = "batch") -> Rows:
         first = int(batch)
         check(0 <= first <= length, f"{what}: got {first}; there are {length} examples")
         return Rows(first)
+    mask = np.asarray(batch)
+    if mask.dtype == bool and mask.ndim:
+        got = f"{what}: got a mask of shape {list(mask.shape)}"
+        check(mask.shape == (length,), f"{got}; there are {length} examples, and it needs an entry for each")
+        return Rows(*of_indices(np.flatnonzero(mask), length, what))
     return Rows(*of_indices(batch, length, what))
 
 
 def of_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.ndarray]:
     """`Rows` of a list or array of integers; negative ones count from the end."""
     indices = np.asarray(batch)
-    hint = "; of a mask: np.flatnonzero(mask)" if indices.dtype == bool else ""
     check(
         bool(indices.ndim == 1 and (indices.dtype.kind in "iu" or indices.size == 0)),
-        f"{what}: got {indices.dtype}{list(indices.shape)}; expected a whole number, a slice, or indices in one axis"
-        + hint,
+        f"{what}: got {indices.dtype}{list(indices.shape)}; expected a whole number, a slice, a mask, or indices "
+        "in one axis",
     )
     low, high = (int(indices.min()), int(indices.max())) if indices.size else (0, -1)
     odd = high if high >= length else low

@@ -193,6 +193,11 @@ class Team:
 
     # ------------------------------------------------------------ what is the same
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all workers see the same memory."""
+        return len(set(getattr(getattr(self, "comm", None), "hosts", (0,)))) == 1
+
     def forget(self, numbers: list[int]) -> None:
         """Let go of what has been dropped."""
         for station in self.stations:

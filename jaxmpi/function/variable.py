@@ -11,8 +11,8 @@ from jax.core import Tracer
 
 from jaxmpi.config import UsageError, check
 from jaxmpi.exchange import check_strategy
-from jaxmpi.function.compute import canonical, take
-from jaxmpi.function.memory import SharedArray, check_jax_takes, check_unmasked
+from jaxmpi.function.compute import as_jax_has, take
+from jaxmpi.function.memory import check_jax_takes, check_unmasked, is_shared
 from jaxmpi.function.ops import Output, check_reducible, combine, named
 from jaxmpi.function.split import Rows, bounds, check_enough, choose, same_length
 from jaxmpi.function.team import Order, Team
@@ -131,20 +131,22 @@ class Variable:
     def _scattered(self, value: PyTree, batch: Any) -> Order:
         leaves, structure = jax.tree.flatten(value)
         check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
-        leaves = [leaf if isinstance(leaf, SharedArray) else check_numbers("scatter", leaf) for leaf in leaves]
+        names = [f"scatter: leaf {path!r}" for path, _ in named_leaves(value)]
+        leaves = [x if is_shared(x) else check_numbers(name, x) for name, x in zip(names, leaves, strict=True)]
         check(all(leaf.ndim > 0 for leaf in leaves), "scatter: got an array without axes; expected rows")
-        rows = choose(batch, same_length([len(x) for x in leaves], [f"leaf {i}" for i in range(len(leaves))]))
+        rows = choose(batch, same_length([len(x) for x in leaves], names))
         check_enough(rows.count, self.team.size)
         edges = bounds(rows.count, self.team.size)
         spans = list(itertools.pairwise(edges))
         header = self._order("put", "scatter", ranks=None, says=["scatter", self.number, rows.count], spans=spans)
 
         def own(rank: int) -> list[Any]:
-            return [take(leaf, rows.of(*spans[rank])) for leaf in leaves]
+            picked = rows.of(*spans[rank])
+            return [as_jax_has(name, take(leaf, picked)) for name, leaf in zip(names, leaves, strict=True)]
 
-        if leaves and all(isinstance(leaf, SharedArray) for leaf in leaves):
+        if leaves and all(map(is_shared, leaves)):
             check_one_host(self.team)
-            header |= {"tickets": [leaf.ticket() for leaf in leaves], "rows": where(rows)}
+            header |= {"tickets": [leaf.ticket() for leaf in leaves], "names": names, "rows": where(rows)}
             return Order("put", header, own, lambda rank: indices_of(rows, spans[rank]))
         return Order("put", header, own, own)
 
@@ -183,9 +185,8 @@ def indices_of(rows: Rows, span: tuple[int, int]) -> list[np.ndarray]:
 
 def check_one_host(team: Team, shares: bool = True) -> None:
     """Refuse shared memory that waiting workers on other hosts cannot see."""
-    hosts = getattr(getattr(team, "comm", None), "hosts", (0,))
     check(
-        not shares or not team.is_serial or len(set(hosts)) == 1,
+        not shares or not team.is_serial or team.is_on_one_host,
         "a shared array is seen on one host, and this script leads workers on several; let every rank run the script "
         "(no jaxmpi.fork), or give a plain array",
     )
@@ -209,22 +210,13 @@ def check_numbers(what: str, leaf: Any) -> Any:
     check_unmasked(what, leaf)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
     check_jax_takes(what, array.dtype)
-    if isinstance(leaf, (int, np.integer)):
-        check_fits(what, array)
     return array
-
-
-def check_fits(what: str, number: Any) -> None:
-    """Refuse a whole number that the dtype which JAX gives it would cut off."""
-    dtype = canonical(number.dtype)
-    way_out = "set jax_enable_x64, or give a float"
-    check(bool(number.astype(dtype) == number), f"{what}: got {number}, which {dtype} cannot hold; {way_out}")
 
 
 def numbers(tree: PyTree) -> list[np.ndarray]:
     """Leaves as NumPy arrays, in the dtypes that JAX gives them."""
-    arrays = [np.asarray(check_numbers(f"variable: leaf {name!r}", leaf)) for name, leaf in named_leaves(tree)]
-    return [array.astype(canonical(array.dtype), copy=False) for array in arrays]
+    named = [(f"variable: leaf {path!r}", leaf) for path, leaf in named_leaves(tree)]
+    return [as_jax_has(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
 
 
 def make(team: Team, tree: PyTree) -> Variable:

@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.function.compute import compute, take
+from jaxmpi.function.compute import as_jax_has, compute, take
 from jaxmpi.function.lines import Report
 from jaxmpi.function.memory import from_ticket
 from jaxmpi.function.names import find
@@ -210,7 +210,8 @@ def values_of(station: Station, order: Order) -> list[Any]:
         return list(order.received)
     rows, (begin, end) = order.header["rows"], order.header["spans"][station.rank]
     picked = next(order.received) if rows == "indices" else Rows(0, *rows).of(begin, end)
-    return [take(from_ticket(ticket, station.arrays), picked) for ticket in order.header["tickets"]]
+    arrays = [from_ticket(ticket, station.arrays) for ticket in order.header["tickets"]]
+    return [as_jax_has(name, take(x, picked)) for name, x in zip(order.header["names"], arrays, strict=True)]
 
 
 def signed(station: Station, order: Order, op: str = "") -> Report:

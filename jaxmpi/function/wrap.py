@@ -16,10 +16,10 @@ import numpy as np
 from jaxmpi.config import UsageError, check
 from jaxmpi.exchange import check_strategy
 from jaxmpi.function import drive
-from jaxmpi.function.compute import canonical, take
-from jaxmpi.function.memory import SharedArray
+from jaxmpi.function.compute import as_jax_has, canonical, take
+from jaxmpi.function.memory import is_shared
 from jaxmpi.function.names import name_of
-from jaxmpi.function.ops import Output, Scatter, check_reducible
+from jaxmpi.function.ops import Output, Scatter, check_reducible, from_word
 from jaxmpi.function.split import (
     Rows,
     bounds,
@@ -51,7 +51,7 @@ class Function:
         self,
         function: Callable,
         inputs: Sequence[Marker] | Marker,
-        outputs: Sequence[Output] | Output,
+        outputs: Sequence[Output | str] | Output | str,
         updates: Any,
         strategy: str | None,
     ) -> None:
@@ -60,10 +60,11 @@ class Function:
         several = isinstance(inputs, (tuple, list))
         self.inputs: Sequence[Marker] | None = inputs if several else None if takes_argument(inputs) else (inputs,)
         self.all_inputs = inputs
-        self.single = isinstance(outputs, Output)
-        self.outputs: tuple[Output, ...] = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
+        self.single = isinstance(outputs, (Output, str))
+        given = (outputs,) if isinstance(outputs, (Output, str)) else outputs
+        self.outputs: tuple[Output, ...] = tuple(map(from_word, given))
         every = [updates] if isinstance(updates, Variable) else list(updates)
-        is_pair = [type(part) for part in every] == [Variable, Output]
+        is_pair = len(every) == 2 and isinstance(every[0], Variable) and isinstance(every[1], (Output, str))
         self.updates = tuple(update_of(update) for update in ([updates] if is_pair else every))
         is_one_update = not self.outputs and (is_pair or isinstance(updates, Variable))
         self.is_bare = is_one_update or (self.single and not self.updates)  # f returns that one, in no tuple
@@ -89,7 +90,8 @@ class Function:
 
         Args:
             args: one for every `scatter` and `broadcast` among the inputs, arrays or trees of them.
-            batch: which examples of the scattered arguments: the first n, a slice, or indices; default all.
+            batch: which examples of the scattered arguments: the first n, a slice, indices, or a mask of booleans;
+                default all.
             batch_local: which rows of the variables in `scatter(variable)`: for all workers, or a list with one choice
                 a worker.
             slices: in how many pieces each worker computes its share.
@@ -241,6 +243,7 @@ class Given(NamedTuple):
 def update_of(update: Any) -> Output:
     """`(variable, op)` or a variable alone, which takes the mean over pieces, as an Output with a target."""
     variable, op = update if isinstance(update, (tuple, list)) else (update, Output("mean"))
+    op = from_word(op)
     check(
         isinstance(variable, Variable) and isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None,
         f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, prod, min, max or "
@@ -264,7 +267,7 @@ def check_markers(inputs: Sequence[Marker], outputs: Sequence[Output]) -> None:
     for output in outputs:
         check(
             isinstance(output, Output) and output.op != "add",
-            f"outputs: got {output!r}; expected jaxmpi.mean, sum, prod, min, max, gather or local",
+            f"outputs: got {output!r}; expected jaxmpi.mean, sum, prod, min, max, gather or local, or its name",
         )
 
 
@@ -329,13 +332,15 @@ class Bound:
         for path, leaf in leaves:
             where_ = f"{name}{f' leaf {path!r}' if path else ''}"
             array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
-            if marker is broadcast:
+            if marker is broadcast and is_shared(leaf) and self.team.is_serial and self.team.is_on_one_host:
+                self.inputs.append(["read", where_, leaf.ticket()])
+            elif marker is broadcast:
                 self.inputs.append(["kept", len(self.broadcast)])
-                self.broadcast.append(array.array if is_shared(leaf) else array)
+                self.broadcast.append(as_jax_has(where_, array.array if is_shared(leaf) else array))
             else:
                 check(array.ndim > 0, f"{where_}: got a number; scatter needs an array with a first axis of examples")
                 self.lengths[where_] = len(array)
-                self.inputs.append(["shared", leaf.ticket()] if is_shared(leaf) else ["sent"])
+                self.inputs.append(["shared", where_, leaf.ticket()] if is_shared(leaf) else ["sent", where_])
                 check_one_host(self.team, is_shared(leaf))
             self.given.append(array)
         return jax.tree.structure(tree)
@@ -377,8 +382,7 @@ class Bound:
                 arrays.append(self.rows.indices[begin:end])
             for entry, leaf in zip(self.inputs, self.given, strict=True):
                 if entry[0] == "sent":
-                    share = take(leaf, self.rows.of(begin, end))
-                    arrays.append(np.asarray(share).astype(canonical(leaf.dtype), copy=False))
+                    arrays.append(as_jax_has(entry[1], np.asarray(take(leaf, self.rows.of(begin, end)))))
         if any(entry[0] == "rows" for entry in self.inputs) and local_header(self.local[rank])[0] == "indices":
             arrays.append(np.asarray(self.local[rank]))
         return arrays + fresh
@@ -390,13 +394,9 @@ def local_header(choice: Any) -> list[Any]:
         return ["slice", [None if v is None else int(v) for v in (choice.start, choice.stop, choice.step)]]
     if choice is None or isinstance(choice, (int, np.integer)):
         return ["first", None if choice is None else int(choice)]
-    of_indices(choice, np.iinfo(np.int64).max, "batch_local")
+    if np.asarray(choice).dtype != bool:  # a mask's length is checked where the rows are
+        of_indices(choice, np.iinfo(np.int64).max, "batch_local")
     return ["indices", None]
-
-
-def is_shared(leaf: Any) -> bool:
-    """Whether it is a shared array, which is a leaf."""
-    return isinstance(leaf, SharedArray)
 
 
 def unchanged(before: Any, now: Any) -> bool:
