@@ -7,6 +7,7 @@ Worker 0 evaluates, keeps the record, and makes a checkpoint of what each worker
 
 import contextlib
 import itertools
+import math
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from jaxmpi.center import END, LEAVE, PUSH, READ, TIMES, Answer, Layout, Ledger,
 from jaxmpi.checkpoint import Apart
 from jaxmpi.config import ON_STALL, Experiment, RuleConfig, TrainingError, check
 from jaxmpi.post import Counter, FarLine, Gossiper, Line, NearLine, converse
-from jaxmpi.processes import MpiProcesses, named_leaves
+from jaxmpi.processes import AGREE_TIMEOUT_S, MpiProcesses, named_leaves
 from jaxmpi.recorder import Recorder
 from jaxmpi.rules import Asynchronous, Rule
 from jaxmpi.rules.gosgd import Gossip
@@ -35,6 +36,7 @@ from jaxmpi.watchdog import STALLED
 from jaxmpi.workers import Workers, to_device
 
 PyTree = Any
+MANY = 50  # steps of a worker, before it is told who has made few
 LOOK_S = 0.02  # between reports of a worker that has nothing left to do but wait for the others
 
 
@@ -114,6 +116,7 @@ class Duties(NamedTuple):
     batches: Callable[[int], Generator[Any, None, None]]  # of this worker, from a step of its own on
     waits: Callable[[], tuple[int, float]]  # corrupt examples, and seconds waited for batches, so far
     is_called_away: Callable[[], bool]  # a signal has asked to leave
+    rehearse: Callable[[TrainState], None]  # compile what an evaluation takes
     evaluate: Callable[[TrainState, int], dict[str, float]]  # the state's params, after a step of the run
     lr: Callable[[int], float]
     extra: Callable[[], dict[str, Any]]  # what a checkpoint keeps beside
@@ -269,8 +272,14 @@ class Worker:
     def spend(self, window: Window) -> None:
         """Count where the time of steps went."""
         part = by_name(window)
-        went = (part["data"], part["transfer"], part["compute"], part["exposed"], 0.0, part["other"])
-        self.spent = self.spent.plus((window.steps, *went))
+        alike = {name: part[name] for name in ("data", "transfer", "compute", "other")}
+        self.spent = self.spent.plus(Spent(window.steps, exchange=part["exposed"], **alike))
+
+    def begin_with_all(self) -> None:
+        """Say that this worker is ready, and wait until all are that live; before its first step."""
+        runtime.doing("start", runtime.LONG)
+        self._answer(self._talk(PUSH, None, self._report({})))
+        spans.drain()  # it is no part of a step
 
     def tell(self, asks: Mapping[str, float]) -> Answer:
         """A report without an exchange."""
@@ -412,6 +421,7 @@ class Keeper:
         self.number = 0.0  # of the last checkpoint: its step + 1, and 1/2 more for that of the end, maybe of that step
         self.is_writing = False  # a checkpoint, whose parts workers still write
         self.alive, self.times = 0, np.zeros((worker.workers, len(Spent._fields)))  # as at the last line
+        self.behind: frozenset[int] = frozenset()  # workers that were, at the last line
         self.result: dict[str, float] = {}
 
     def asks(self) -> dict[str, float]:
@@ -465,6 +475,8 @@ class Keeper:
             return
         before, self.times = self.times, self.worker.times()
         spent = dict(zip(Spent._fields, (self.times - before).T, strict=True))
+        made = dict(zip(Spent._fields, self.times.T, strict=True))
+        worker_steps = made["steps"].astype(int).tolist()
         self.recorder.train(
             step=step,
             total_steps=self.course.total_steps,
@@ -477,6 +489,7 @@ class Keeper:
             gradient_norm=(since.square / max(since.steps, 1.0)) ** 0.5,
             anatomy=summary_apart(spent) if spent["steps"].any() else None,
             images=int(since.examples),
+            worker_steps=worker_steps,
         )
         self.duties.check_skipped(int(now.skipped), int(now.examples // self.course.epoch_examples) + 1)
         self.recorder.write(
@@ -488,7 +501,15 @@ class Keeper:
             sent_bytes=int(now.sent_bytes),
             distance=since.distance / max(since.exchanges, 1),
             staleness=[int(count) for count in answer.staleness],
+            worker_steps=worker_steps,
         )
+        behind = fallen_behind(worker_steps, made["gone"] > 0)
+        for number in sorted(behind.keys() - self.behind):
+            name = self.recorder.name(number)
+            self.recorder.say(
+                f"{name} has fallen behind: {worker_steps[number]} steps, {behind[number]:g} by the median"
+            )
+        self.behind = frozenset(behind)
         if alive < self.alive:
             self.recorder.say(f"{self.alive - alive} of {self.alive} workers gone; the others go on")
         self.before, self.logged, self.alive = now, step, alive
@@ -520,6 +541,16 @@ class Keeper:
         self.worker.write_if_asked(self.apart, state, answer)
         self.look(state, answer)
         return answer
+
+
+def fallen_behind(worker_steps: Sequence[int], is_gone: Sequence[bool] | np.ndarray) -> dict[int, float]:
+    """Workers that have made less than half of the steps of the median of those that are there, and that median.
+
+    While it is below MANY steps nobody is: all are within what one report tells of.
+    """
+    there = {number: made for number, made in enumerate(worker_steps) if not is_gone[number]}
+    median = float(np.median([*there.values()])) if there else 0.0
+    return {number: median for number, made in there.items() if median >= MANY and made < median / 2}
 
 
 # ---------------------------------------------------------------- the run
@@ -555,12 +586,24 @@ class Lookout:
     hosts: Sequence[str]  # by rank
     told: set[int] = field(default_factory=set)
 
+    def start_s(self) -> float:
+        """How long a worker may take for its first batch and to compile; beyond it, it is late."""
+        return runtime.LONG * (self.stall_s or AGREE_TIMEOUT_S)
+
+    def limit_s(self, worker: int, is_absent: bool) -> float:
+        """How long a worker may say nothing."""
+        if is_absent:
+            return self.start_s()
+        return (self.stall_s or math.inf) * (1.0 if worker else runtime.LONG)
+
     def look(self, counter: Counter, is_called_away: bool) -> None:
         """Name workers that have fallen silent, and end the job where it is to; pass on a signal to leave."""
-        if counter.server.ledger and is_called_away:
-            counter.server.ledger.leaving = 1.0
-        silent_s = counter.silent_s() if self.stall_s else {}
-        late = {w: s for w, s in silent_s.items() if s > self.stall_s * (1.0 if w else runtime.LONG)}
+        ledger = counter.server.ledger
+        if ledger is None:
+            return
+        if is_called_away:
+            ledger.leaving = 1.0
+        late = {w: s for w, s in counter.silent_s().items() if s > self.limit_s(w, w in ledger.absent)}
         self.told &= set(late)
         if late.keys() <= self.told:
             return
@@ -572,6 +615,7 @@ class Lookout:
         )
         if self.on_stall == "abort":
             runtime.end_job(STALLED)
+        counter.server.excuse(late.keys() & ledger.absent)
 
 
 def run(job: Job) -> dict[str, float]:
@@ -585,17 +629,22 @@ def run(job: Job) -> dict[str, float]:
     tracer = trace.Apart(job.traced, job.workers.processes, job.folder / "trace.json")
     post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
     source = job.duties.batches(int(job.start.state.step)) if post.lines else None
-    step, state, batches = compiled_in_turn(job, source)
     serve = partial(kept_open, job, post.counter) if post.counter else None
-    if source is None or batches is None:
+    if source is None:
         assert serve is not None
         serve()
         return {}
     thread = threading.Thread(target=serve, name="jaxmpi center", daemon=True) if serve else None
     if thread:
-        thread.start()
+        thread.start()  # before anything is compiled: it names who is late
     worker = Worker(job, rule, post, tracer)
+    step, state, batches = compiled_in_turn(job, source)
     keeper = Keeper(worker, job) if worker.number == 0 else None
+    if keeper:
+        job.duties.rehearse(state)  # else the others would go on while it compiles the first evaluation
+    worker.begin_with_all()
+    if keeper:
+        job.recorder.start_window(int(job.start.tally.examples))
     with contextlib.closing(source), contextlib.closing(job.profiler):
         state, answer = work(job, worker, keeper, step, state, batches)
     state = worker.end(state)
@@ -628,18 +677,13 @@ def leave_where_asked(answer: Answer) -> None:
         raise guard.Preempted
 
 
-def compiled_in_turn(job: Job, batches: Iterator[Any] | None) -> tuple[Callable, TrainState, Iterator[Any] | None]:
+def compiled_in_turn(job: Job, batches: Iterator[Any]) -> tuple[Callable, TrainState, Iterator[Any]]:
     """The step, compiled first on one rank of a host, so that others find it in the cache; the state; batches."""
-    control, step, state = job.workers.processes, job.duties.step, on_device(job.start.state)
-    first = next(batches) if batches else None
-    if control.local_rank != 0:
-        control.host_barrier()
-    if batches:
-        step = step.lower(state, first).compile()
-        batches = itertools.chain([first], batches)
-    if control.local_rank == 0:
-        control.host_barrier()
-    return step, state, batches
+    state, first = on_device(job.start.state), next(batches)
+    compiled = job.workers.processes.after_first(
+        lambda: job.duties.step.lower(state, first).compile(), job.lookout.start_s()
+    )
+    return compiled, state, itertools.chain([first], batches)
 
 
 def work(

@@ -10,7 +10,7 @@ goes into a report to server 0, which keeps the books, and answers with what all
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from jaxmpi.wires import BLOCK
 PUSH, READ, REPORT, TIMES, END, LEAVE = range(6)  # kinds of messages; LEAVE ends a run that is to be resumed
 HEADER_BYTES = 16
 PIECES = 64  # a shard is cut into so many segments at least, for then the answer trails by little
+LEAST = 64 * BLOCK  # floats of a segment: shorter ones cost more in looks for messages than they save
 WINDOW = 8  # messages to one server that may be unanswered
 LONGEST = 16  # staleness beyond which exchanges are counted together
 
@@ -42,7 +43,7 @@ class Layout(NamedTuple):
         """Floats of a segment: whole blocks of the wire, and a message at most."""
         most = (MESSAGE_BYTES - HEADER_BYTES) // self.host_wire().size_bytes(BLOCK) * BLOCK
         piece = -(-self.n // (self.servers * PIECES * BLOCK)) * BLOCK
-        return max(BLOCK, min(most, piece))
+        return min(most, max(LEAST, piece))
 
     def segments(self, server: int) -> list[tuple[int, int]]:
         """[begin, end) of each, in the shard of a server."""
@@ -91,6 +92,7 @@ class Spent(NamedTuple):
     exchange: float = 0.0  # params on their way to others and back, and what is made of them
     sync: float = 0.0  # waits for the answer to a report: long where the worker is too far ahead of the slowest
     other: float = 0.0
+    gone: float = 0.0  # 1: the worker is gone, and made these steps before
 
     def plus(self, other: Sequence[float]) -> "Spent":
         """The sum."""
@@ -144,6 +146,7 @@ class Ledger:
         """
         self.workers, self.target, self.bound, self.tally = workers, target, bound, tally or Tally()
         self.reports = {worker: Report(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
+        self.absent = set(range(workers))  # who has not said a first word: nobody is answered before all have
         self.told: set[int] = set()  # who has heard that all is over
         self.staleness = Counter[int]()
         self.spent = np.zeros((workers, len(Spent._fields)))
@@ -160,6 +163,7 @@ class Ledger:
 
     def report(self, worker: int, report: Report, tally: Sequence[float], spent: Sequence[float] = Spent()) -> None:
         """Note what a worker says; its answer is due as soon as `answers` gives it."""
+        self.absent.discard(worker)
         self.tally = self.tally.plus(tally)
         self.spent[worker] += spent
         self.reports[worker] = report
@@ -171,12 +175,16 @@ class Ledger:
     def lose(self, worker: int) -> None:
         """A worker is gone: nobody waits for it any more; what it has exchanged counts."""
         self.reports.pop(worker, None)
+        self.absent.discard(worker)
         self._held.discard(worker)
+        self.spent[worker, Spent._fields.index("gone")] = 1.0
         if worker == 0:
             self.closing = 2.0
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
-        """Answers that can be given now."""
+        """Answers that can be given now; none before all workers that live have come, so that they begin together."""
+        if self.absent and not self.closing:
+            return
         at_work = [report.clock for report in self.reports.values() if not report.is_done]
         slowest = min(at_work, default=float("inf"))
         for worker in sorted(self._held):
@@ -247,6 +255,12 @@ class Server:
         if self.ledger:
             self.is_closed |= worker == 0  # nobody else would say so; the others hear it from the books
             self.ledger.lose(worker)
+            self._answer()
+
+    def excuse(self, workers: Iterable[int]) -> None:
+        """Let the others begin without workers that are late, and that may come yet."""
+        if self.ledger:
+            self.ledger.absent -= set(workers)
             self._answer()
 
     def is_over(self) -> bool:

@@ -4,6 +4,7 @@ All sends and receives are non-blocking and polled, each communicator is used by
 sender. So whoever comes is served, a rank that dies is known by its own messages, and no two can wait for each other.
 """
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -74,7 +75,12 @@ def is_complete(request: Any) -> bool:
 
 
 class Counter:
-    """Where a server's workers are served: in the main thread of its rank, or in one beside a worker."""
+    """Where a server's workers are served: in the main thread of its rank, or in one beside a worker.
+
+    A round takes one message of each worker that has sent any, and rounds begin with another worker each time. So a
+    worker's share of the service depends neither on its number nor on its way to the server: one of this process, which
+    could call the server instead, waits its turn like the others, and looks for its answer as often as they do.
+    """
 
     def __init__(self, mpi: Any, server: Server, workers: Sequence[int], message_bytes: int) -> None:
         """Open for workers of other ranks.
@@ -83,11 +89,17 @@ class Counter:
             workers: their ranks, which are their numbers.
             message_bytes: of the longest message.
         """
-        self.mpi, self.server, self.lock = mpi, server, threading.Lock()
+        self.mpi, self.server = mpi, server
         self._outbox, self._message_bytes = Outbox(mpi), message_bytes
         self._coming = {worker: deque(self._expect(worker) for _ in range(WINDOW + 1)) for worker in workers}
+        self._near: dict[int, Mailbox] = {}
+        self._first = itertools.count()  # of a round
         self.lost: list[int] = []
         self.heard_s: dict[int, float] = {}  # by worker: when it last said or was told something
+
+    def open_near(self, worker: int) -> "Mailbox":
+        """The way to the server of the worker whose process this is; before the first round."""
+        return self._near.setdefault(worker, Mailbox(deque(), deque()))
 
     def run(self, look: Callable[[], None] = lambda: None) -> None:
         """Serve until all is over.
@@ -108,41 +120,51 @@ class Counter:
     def silent_s(self) -> dict[int, float]:
         """Of server 0: for how long each worker has said nothing, but for those that wait for a word themselves."""
         now_s, ledger = time.monotonic(), self.server.ledger
-        with self.lock:
-            awaited = {worker for worker in (ledger.awaited() if ledger else ()) if not self.server.out.get(worker)}
-            return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
+        awaited = {worker for worker in (ledger.awaited() if ledger else ()) if not self.server.out.get(worker)}
+        return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
 
     def poll(self) -> bool:
-        """Look once at everything; False where nothing has come."""
-        moved = any([self._look(worker) for worker in list(self._coming)])
-        with self.lock:
-            out = [
-                (w, answers.popleft())
-                for w, answers in self.server.out.items()
-                if w in self._coming
-                for _ in [*answers]
-            ]
-        for worker, answer in out:
-            self.heard_s[worker] = time.monotonic()
-            self._guarded(worker, lambda worker=worker, answer=answer: self._outbox.send(answer, worker))
+        """A round; False where nothing has come."""
+        workers = sorted({*self._coming, *self._near})
+        first = next(self._first) % max(len(workers), 1)
+        moved = any([self._look(worker) for worker in workers[first:] + workers[:first]])
+        for worker, answers in list(self.server.out.items()):
+            while answers and (worker in self._coming or worker in self._near):
+                self.heard_s[worker] = time.monotonic()
+                self._answer(worker, answers.popleft())
+                moved = True
         self._outbox.is_empty()
-        return moved or bool(out)
+        return moved
 
     def _expect(self, worker: int) -> tuple[Any, np.ndarray]:
         message = np.empty(self._message_bytes, np.uint8)
         return self.mpi.Irecv(message, worker), message
 
     def _look(self, worker: int) -> bool:
-        moved = False
+        """Take the oldest message of a worker; False where there is none."""
+        message = self._taken(worker)
+        if message is None:
+            return False
+        self.heard_s[worker] = time.monotonic()
+        self.server.take(worker, message)
+        return True
+
+    def _taken(self, worker: int) -> np.ndarray | None:
+        if worker in self._near:
+            said = self._near[worker].said
+            return said.popleft() if said else None
         coming = self._coming[worker]
-        while self._guarded(worker, lambda: coming[0][0].Test()):
-            message = coming.popleft()[1]
-            with self.lock:
-                self.server.take(worker, message)
-            self.heard_s[worker] = time.monotonic()
-            moved = True
-            self._guarded(worker, lambda: coming.append(self._expect(worker)))
-        return moved
+        if not self._guarded(worker, lambda: coming[0][0].Test()):
+            return None
+        message = coming.popleft()[1]
+        self._guarded(worker, lambda: coming.append(self._expect(worker)))
+        return message
+
+    def _answer(self, worker: int, answer: np.ndarray) -> None:
+        if worker in self._near:
+            self._near[worker].answered.append(answer)
+        else:
+            self._guarded(worker, lambda: self._outbox.send(answer, worker))
 
     def _guarded(self, worker: int, act: Callable[[], Any]) -> Any:
         """What an act gives; nothing where it shows that the worker is gone."""
@@ -155,10 +177,9 @@ class Counter:
                 raise
             del self._coming[worker]
             self.lost.append(worker)
-            with self.lock:
-                self.server.lose(worker)
-                # Nobody is left to say so; where there are books, these know the end.
-                self.server.is_closed |= not (self._coming or self.server.ledger)
+            self.server.lose(worker)
+            # Nobody is left to say so; where there are books, these know the end.
+            self.server.is_closed |= not (self._coming or self.server.ledger)
             return None
 
 
@@ -199,26 +220,28 @@ class FarLine:
         return self._coming.popleft()[1]
 
 
+class Mailbox(NamedTuple):
+    """Messages between a worker and the server that is a thread of its process."""
+
+    said: deque[np.ndarray]
+    answered: deque[np.ndarray]
+
+
 class NearLine:
     """To the server that is a thread of this rank."""
 
     def __init__(self, counter: Counter, worker: int) -> None:
-        """Call it, under its lock."""
-        self._counter, self._worker = counter, worker
+        """Before the counter runs."""
+        self._mailbox = counter.open_near(worker)
 
     def send(self, message: np.ndarray, answer_bytes: int) -> None:
         """See Line."""
-        with self._counter.lock:
-            self._counter.server.take(self._worker, message)
-            self._counter.heard_s[self._worker] = time.monotonic()
+        self._mailbox.said.append(message)
 
     def answer(self) -> np.ndarray | None:
         """See Line."""
-        with self._counter.lock:
-            answers = self._counter.server.out.get(self._worker)
-            if answers:
-                self._counter.heard_s[self._worker] = time.monotonic()
-            return answers.popleft() if answers else None
+        answered = self._mailbox.answered
+        return answered.popleft() if answered else None
 
 
 def converse(talk: Talk, lines: Sequence[Line]) -> float:

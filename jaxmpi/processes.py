@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -85,6 +85,11 @@ class SoloProcesses:
 
     def host_barrier(self) -> None:
         """Nobody to wait for."""
+
+    def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
+        """What this process makes."""
+        del timeout_s
+        return make()
 
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What this process makes."""
@@ -171,6 +176,7 @@ class MpiProcesses:
         check_launcher(runtime.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self._own: list[Any] = []  # communicators
+        self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
         self._others: dict[int, int] = {}  # where ranks are outlived: handles of the others' processes
         self._max, self._in_place, self._on_host = MPI.MAX, MPI.IN_PLACE, MPI.COMM_TYPE_SHARED
         self._votes = self.clone(MPI.COMM_WORLD)
@@ -420,6 +426,30 @@ class MpiProcesses:
         self._let_exchanges_end()
         wait(self._local.Ibarrier(), float("inf"))
 
+    def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
+        """What each rank of this host makes, the first one before the others, who find what it has left in a cache.
+
+        The first waits for nobody; the others wait for it alone, and no longer where it dies.
+
+        Raises:
+            TrainingError: the first has not made its own in time.
+        """
+        word = np.zeros(1, np.uint8)
+        if self.local_rank == 0:
+            made = make()
+            for rank in range(1, self.local_size):
+                with lost_ranks_left_out():
+                    self._words.append(self._local.Isend(word, rank, tag=6))  # so short that it is sent at once
+            return made
+        with lost_ranks_left_out():
+            if not wait(self._local.Irecv(word, 0, tag=6), timeout_s):
+                first = self.hosts.index(self.hosts[self.rank])
+                raise TrainingError(
+                    f"late: rank {first}, the first of this host: {timeout_s:g} s, and it has not compiled what others "
+                    "take from the cache then; its process is stuck, or --stall-s too short"
+                )
+        return make()
+
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What the first rank of this host makes, on all its ranks; they wait without spinning.
 
@@ -617,6 +647,16 @@ def is_loss(error: Exception) -> bool:
 
     revoked = getattr(MPI, "ERR_REVOKED", None)
     return survives_losses() and is_mpi_error(error) and error.Get_error_class() != revoked  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def lost_ranks_left_out() -> Iterator[None]:
+    """Pass over the error of a message to or from a rank that is gone, where the job goes on without it."""
+    try:
+        yield
+    except Exception as error:
+        if not is_loss(error):
+            raise
 
 
 def abort(code: int) -> NoReturn:

@@ -110,6 +110,7 @@ class Recorder:
         anatomy: Summary | None = None,
         images: int = 0,
         noted: Sequence[Span] = (),
+        worker_steps: Sequence[int] = (),
         **more: float,
     ) -> None:
         """A progress line; images/s, or of text bytes/s, since the last one.
@@ -121,6 +122,7 @@ class Recorder:
             anatomy: where the time of the last steps went.
             images: of these steps.
             noted: what this rank did in these steps.
+            worker_steps: that each worker has made, where they do not keep step; shown on the terminal.
             more: fields of the record that only some runs have.
         """
         now = time.monotonic()
@@ -131,6 +133,7 @@ class Recorder:
         told |= {"loss": loss, f"{self._unit}_per_s": per_s, "lr": lr, "wait_s": wait_s, "skipped": skipped}
         told |= {"gradient_norm": gradient_norm, **more}
         shown = Progress(step, total_steps, epoch, loss, per_s, lr, told["elapsed_s"], skipped, unit=self._unit)
+        shown = shown._replace(worker_steps=tuple(worker_steps))
         if anatomy:
             slowest = self._slowest(anatomy.own_s)
             told |= self._of_anatomy(anatomy, now) | {"slowest": slowest}

@@ -31,6 +31,7 @@ MOST_RANKS = 1 << 20
 MOST = 1e100  # sums of what is drawn shall be finite
 MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
 MOST_DEEP = 32  # objects in one another in a line
+MOST_SHARES = 16  # workers whose steps are listed
 MOST_BUCKETS = 40  # drawn; the slowest
 STEP, SECONDS = Quantity("step", base=None), Quantity("seconds of training", base=None)
 NUMBERS = (
@@ -60,6 +61,7 @@ class Record(NamedTuple):
     buckets: list[list[Any]]  # of the last line of kind `exchange`
     slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty where none did
     notes: list[str]  # what a reader of the page should know
+    worker_steps: list[float] = []  # noqa: RUF012 by worker, of the last line of kind `workers`; never changed
 
 
 # ---------------------------------------------------------------- reading
@@ -88,6 +90,7 @@ def read(folder: Path, name: str = "") -> Record:
         buckets_of(rows),
         [row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
         notes,
+        steps_of_workers(rows),
     )
 
 
@@ -178,6 +181,13 @@ def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
     whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
     return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
+
+
+def steps_of_workers(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """`worker_steps` of the last line of kind `workers`; none where a number in it is none."""
+    last = next((row.get("worker_steps") for row in reversed(rows) if row.get("kind") == "workers"), None)
+    steps = [number(made) for made in last] if isinstance(last, list) else []
+    return steps if all(made >= 0 for made in steps) else []
 
 
 def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -352,6 +362,14 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         named = Counter(filter(None, record.slowest)).most_common(1)
         return "".join(f"{rank}, in {times} of {len(record.slowest)} lines" for rank, times in named)
 
+    def shares(record: Record) -> str:
+        each, total = record.worker_steps, sum(record.worker_steps)
+        if not total:
+            return ""
+        shown = [f"{made:.0f} ({100 * made / total:.1f} %)" for made in each[:MOST_SHARES]]
+        more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
+        return ", ".join(shown) + more
+
     rows: dict[str, Any] = {
         "workers": lambda r: r.facts.get("workers", ""),
         "rule, strategy": lambda r: f"{fact(r, 'experiment', 'rule', 'name')}, {r.facts.get('strategy', '')}",
@@ -362,6 +380,7 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         "loss, last": lambda r: last(r, "loss"),
         "top-1, last": best,
         "waited for most often": slowest,
+        "steps by worker": shares,
     }
     found = [[name, *(str(value(record)) for record in records)] for name, value in rows.items()]
     return [row for row in found if any(row[1:])]

@@ -221,13 +221,30 @@ def idle_cores(mine: int, all_cores: int, local_size: int) -> str:
     )
 
 
+_given: set[int] = set()  # cores that this process had before it took its share
+
+
 def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
     """The cores of one of `local_size` ranks, where they divide."""
+    _given.update(mine)
     if len(mine) % local_size == 0:
         share = len(mine) // local_size
         os.sched_setaffinity(0, mine[local_rank * share : (local_rank + 1) * share])
     elif local_size % len(mine) == 0:
         os.sched_setaffinity(0, {mine[local_rank % len(mine)]})
+
+
+def roam() -> None:
+    """Where this process took a single core as its share, let its threads use all that it was given.
+
+    For ranks that do not keep step. A rank of its own pace on a core is not slowed by ranks on another, so those that
+    share one with more of them, or with a server, would have less of the machine.
+    """
+    if not _given or len(os.sched_getaffinity(0)) > 1:
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), _given)
 
 
 def pin_gpu(local_rank: int, local_size: int) -> None:

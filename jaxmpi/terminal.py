@@ -14,6 +14,7 @@ from rich.text import Text
 
 from jaxmpi import runtime
 
+MOST_WORKERS = 8  # whose steps are shown one by one
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
@@ -43,6 +44,15 @@ class Progress(NamedTuple):
     slowest: str = ""  # the rank that the others wait for
     estimated: bool = False
     unit: str = "images"
+    worker_steps: tuple[int, ...] = ()  # of workers that do not keep step
+
+    @property
+    def made(self) -> str:
+        """Steps of each worker; of more than MOST_WORKERS the least, the median and the most."""
+        each = sorted(self.worker_steps)
+        if len(each) > MOST_WORKERS:
+            return f"worker steps {each[0]} to {each[-1]}, median {each[len(each) // 2]}"
+        return f"worker steps {' '.join(map(str, self.worker_steps))}" if each else ""
 
     @property
     def line(self) -> str:
@@ -55,6 +65,7 @@ class Progress(NamedTuple):
                 *([f"skipped {self.skipped}"] if self.skipped else []),
                 *([" ".join(parts) + " (estimated)" * self.estimated] if parts else []),
                 *([f"slowest {self.slowest}"] if self.slowest else []),
+                *([self.made] if self.made else []),
             ]
         )
 
@@ -185,6 +196,8 @@ class Panel(Silent):
             rows.append(fitted(self._classic, width))
         if now.slowest:
             rows.append(fitted(f"slowest {now.slowest}", width))
+        if now.made:
+            rows.append(fitted(now.made, width))
         return Group(*rows)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import socket
 import sys
@@ -255,6 +256,7 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice, hosts: Se
         feed.batches,
         lambda: (feed.skipped, feed.wait_s),
         lambda: notice.given,
+        lambda state: rehearse(by_itself, state),
         lambda state, step: evaluate(by_itself, state, step),
         lambda step: np.asarray(plan.lr(max(step - 1, 0))).item(),
         lambda: extra_of(run.experiment, plan, functions, run.recorder.elapsed_s()),
@@ -563,6 +565,14 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
         means |= {"eval_loss": loss / count, "eval_top1": top1 / count, "eval_top5": top5 / count}
     run.recorder.evaluation(step=step, epoch=run.plan.epoch(step), examples=run.plan.examples(step), **means)
     return means
+
+
+def rehearse(run: Run, state: TrainState) -> None:
+    """Evaluate one batch, so that all is compiled that an evaluation takes."""
+    model_state = run.functions.mean_state(state.model_state)
+    with contextlib.closing(run.plan.validation.batches()) as batches:
+        for batch in itertools.islice(batches, 1):
+            jax.block_until_ready(run.functions.eval_step(state.params, model_state, batch))
 
 
 # ---------------------------------------------------------------- state in and out

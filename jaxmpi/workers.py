@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi import runtime
 from jaxmpi.comm import Comm, SoloComm, is_cuda_aware, world
 from jaxmpi.config import check
 from jaxmpi.mesh import global_mesh
@@ -78,6 +79,8 @@ def gather_apart(servers: int, comm: str, devices: int) -> Workers:
     )
     check(comm == "mpi", f"comm: got {comm} with an asynchronous rule, whose workers do not meet; take --comm mpi")
     workers = control.size - servers
+    jax.devices()  # its threads are as many as cores of its share
+    runtime.roam()
     return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, apart=workers)
 
 

@@ -110,6 +110,82 @@ def check_trace(path: Path, meets_center: bool) -> None:
     assert not list(path.parent.glob("*.part"))
 
 
+SHARED = (DIGITS, "--local-batch", "8", "--effective-batch", "0", "--eval-every", "99ep")  # worker 0 does not evaluate
+
+
+@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd"])
+def test_workers_of_equal_speed_begin_together_and_make_equal_shares(name, tmp_path):
+    """Steps of 10 ms at least, some 120 each. What may differ by chance: 10 steps of which a worker has yet to report,
+    and some 60 ms of the 1.4 s that worker 0 writes the record: 13 %, and a worker beside others as many again.
+    """
+    evenly = ("--inject", "slow:rank=all,seconds=0.01,times=0", "--train-for", "2ep", "--run-dir", str(tmp_path))
+    ended = train(3, *SHARED, "--rule.name", name, *evenly)
+    assert ended.code == 0, ended.out
+    last = record(tmp_path, "workers")[-1]
+    made = last["worker_steps"]
+    assert sum(made) * 8 >= record(tmp_path, "train")[-1]["examples"] - 8 * 3  # an epoch's last batches are short
+    assert min(made) * 3 >= 0.8 * sum(made), made
+    assert max(made) * 3 <= 1.2 * sum(made), made
+    assert f"worker steps {' '.join(map(str, made))}" in ended.out
+    assert "fallen behind" not in ended.out
+
+
+@pytest.mark.slow
+def test_workers_of_equal_speed_make_equal_shares_of_a_long_run_to_a_tenth(tmp_path):
+    """Nothing slows them but each other, on fewer cores than workers; the record is written seldom."""
+    args = ("--rule.name", "easgd", "--rule.tau", "4", "--train-for", "60ep", "--log-every", "200")
+    ended = train(4, *SHARED, *args, "--run-dir", str(tmp_path))
+    assert ended.code == 0, ended.out
+    made = record(tmp_path, "workers")[-1]["worker_steps"]
+    assert max(abs(4 * steps / sum(made) - 1) for steps in made) < 0.1, made
+
+
+@pytest.mark.parametrize("steps", [100, 2 * asynchronous.MANY - 2])
+def test_who_has_made_less_than_half_of_the_steps_has_fallen_behind(steps):
+    """But nobody before there are enough, and none that is gone."""
+    made = [steps, steps // 2 - 1, 0, steps]
+    enough = steps >= asynchronous.MANY
+    assert asynchronous.fallen_behind(made, [False, False, True, False]) == ({1: float(steps)} if enough else {})
+    assert asynchronous.fallen_behind([asynchronous.MANY - 1, 0], [False, True]) == {}
+
+
+LATE = """
+import dataclasses, os, pathlib, signal
+from experiments.digits import experiment as digits
+model, record = digits.model, pathlib.Path(__file__).with_name("run") / "record.jsonl"
+def apply(*args, **more):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "{rank}" and record.exists():
+        os.kill(os.getpid(), signal.{signal})
+    return model.apply(*args, **more)
+experiment = dataclasses.replace(digits, model=model._replace(apply=apply), train_for="2ep", effective_batch=48)
+"""
+
+
+def late(folder: Path, rank: int, sent: str, *args: str) -> list[str]:
+    """The line of a run of 3 workers, of which one gets a signal while it traces its step."""
+    (folder / "late.py").write_text(LATE.format(rank=rank, signal=sent))
+    return surviving(3, str(folder / "late.py"), *RULES["easgd"], *args, "--run-dir", str(folder / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_that_hangs_before_the_start_is_named(rank, tmp_path):
+    """Rank 0, for which the others wait to compile, or another, whom the books miss; within six times --stall-s."""
+    ended = run(late(tmp_path, rank, "SIGSTOP", "--stall-s", "2"), timeout_s=120)
+    assert not ended.timed_out
+    assert ended.code != 0, ended.out
+    assert f"late: rank {rank}" in ended.out
+    assert "Traceback" not in ended.out, ended.out
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_before_the_start_holds_nobody_up(tmp_path):
+    ended = run(late(tmp_path, 2, "SIGKILL"), timeout_s=120)
+    assert ended.code == 0, ended.out
+    assert "finished with 2 of 3 workers" in ended.out
+    assert record(tmp_path / "run", "workers")[-1]["worker_steps"][2] == 0
+
+
 @pytest.mark.slow
 def test_who_is_slow_is_named_and_others_wait_for_it_where_there_is_a_bound(tmp_path):
     """Worker 2 takes 0.1 s a step; with staleness 1 nobody is more than a step ahead for long."""

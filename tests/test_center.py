@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi import post
+from jaxmpi import center, post
 from jaxmpi.center import LONGEST, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.comm import SoloComm
 from jaxmpi.config import RuleConfig, TrainingError
@@ -26,6 +26,23 @@ from tolerances import U
 N = BLOCK + 3  # two segments, one of them short
 SCHEDULES = 100  # in each of hypothesis's examples
 BUILD = {"easgd": easgd, "asgd": asgd}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_segments():
+    """Of a block at least: schedules of the same messages, in a fraction of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(center, "LEAST", BLOCK)
+        yield
+
+
+def begun(workers: int, target: float = 1e9, bound: int = 0) -> Ledger:
+    """Books of workers that have all come, so that reports are answered."""
+    ledger = Ledger(workers, target, bound)
+    for worker in range(workers):
+        ledger.report(worker, Report(0, 0), [*Tally()])
+    assert len([*ledger.answers()]) == workers
+    return ledger
 
 
 def asynchronous(name: str, **options) -> Asynchronous:
@@ -280,7 +297,7 @@ def said(server: Server, worker: int, talk: Talk) -> Talk:
 
 
 def test_where_the_time_of_all_workers_went_can_be_asked_for():
-    layout, ledger = Layout(N, 1, "32"), Ledger(3, 1e9, bound=0)
+    layout, ledger = Layout(N, 1, "32"), begun(3)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     for worker, seconds in ((1, 2.0), (0, 0.5), (1, 4.0)):
         spent = Spent(steps=2, compute=seconds, sync=seconds / 8)
@@ -314,7 +331,7 @@ class StraightLine:
 def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, answers, dumb_s, is_patient):
     """The slowest worker may be evaluating; two answers hold the params, the third is the report's."""
     monkeypatch.setattr(post, "TIMEOUT_S", 0.2)
-    layout, ledger = Layout(N, 1, "32"), Ledger(1, 1e9, bound=0)
+    layout, ledger = Layout(N, 1, "32"), begun(1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])
     lines = [StraightLine(server, answers, dumb_s)]
@@ -328,7 +345,7 @@ def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, an
 
 def test_a_talk_that_lacks_only_the_books_knows_it():
     """A worker too far ahead is answered on its params at once, on its report later: that is what it waits for."""
-    layout, ledger = Layout(N, 1, "32"), Ledger(2, 1e9, bound=1)
+    layout, ledger = Layout(N, 1, "32"), begun(2, bound=1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])
     assert not talk.lacks_only_books()
@@ -346,7 +363,7 @@ def test_a_talk_that_lacks_only_the_books_knows_it():
 
 
 def test_a_worker_ahead_waits_and_goes_on_when_the_slowest_dies():
-    ledger = Ledger(3, 1e9, bound=2)
+    ledger = begun(3, bound=2)
     new = [*Tally()]
     for clock in (1, 2):
         ledger.report(0, Report(clock, 0), new)
@@ -359,14 +376,14 @@ def test_a_worker_ahead_waits_and_goes_on_when_the_slowest_dies():
 
 
 def test_staleness_counts_what_others_did_between():
-    ledger = Ledger(2, 1e9, bound=0)
+    ledger = begun(2)
     for worker in [0, 1, 1, 0, *[1] * (LONGEST + 5), 0]:
         ledger.exchange_begins(worker)
     assert dict(ledger.staleness) == {0: LONGEST + 5 - 1 + 1, 2: 1, 1: 1, LONGEST: 1}
 
 
 def test_the_end_is_over_when_all_that_are_there_have_heard():
-    ledger = Ledger(3, 1e9, bound=0)
+    ledger = begun(3)
     new = [*Tally()]
     ledger.report(0, Report(1, 0, 1, closing=1), new)
     assert [w for w, _ in ledger.answers()] == [0]
@@ -378,7 +395,7 @@ def test_the_end_is_over_when_all_that_are_there_have_heard():
 
 
 def test_when_worker_0_dies_the_others_hear_it():
-    ledger = Ledger(2, 1e9, bound=0)
+    ledger = begun(2)
     ledger.lose(0)
     ledger.report(1, Report(1, 0), [*Tally()])
     assert [a.books.closing for _, a in ledger.answers()] == [2]
@@ -387,7 +404,7 @@ def test_when_worker_0_dies_the_others_hear_it():
 @pytest.mark.parametrize(("first", "then", "stop"), [("enough", "leave", 1), ("leave", "enough", 2)])
 def test_all_workers_stop_for_the_same_reason(first, then, stop):
     """So that no rank leaves with the code of a run that is over and another with that of one to go on with."""
-    ledger = Ledger(2, target=10, bound=0)
+    ledger = begun(2, target=10)
     said = {"enough": (Report(1, 0), [*Tally(examples=10)]), "leave": (Report(1, 0, leave=1), [*Tally()])}
     heard = []
     for worker, what in enumerate((first, then)):
@@ -398,7 +415,7 @@ def test_all_workers_stop_for_the_same_reason(first, then, stop):
 
 def test_a_worker_that_is_done_holds_nobody_back():
     """Its clock stands still, while others come to their end."""
-    ledger = Ledger(2, 1e9, bound=1)
+    ledger = begun(2, bound=1)
     ledger.report(0, Report(1, 0, is_done=1), [*Tally()])
     ledger.report(1, Report(9, 0), [*Tally()])
     assert [w for w, _ in ledger.answers()] == [0, 1]
@@ -411,3 +428,30 @@ def test_worker_and_center_go_shares_of_their_own():
     rule.serve(center, w, seen)
     moved, _ = rule.meet(w, w, w, seen)
     assert (moved.tolist(), center.tolist()) == ([6] * 3, [5] * 3)
+
+
+def test_nobody_is_answered_before_all_that_live_have_come():
+    """So all workers begin together: one that dies on the way, or is given up, is not waited for."""
+    ledger, new = Ledger(4, 1e9, bound=0), [*Tally()]
+    for worker in (2, 0):
+        ledger.report(worker, Report(0, 0), new)
+        assert [*ledger.answers()] == []
+    assert ledger.awaited() == {1, 3}
+    ledger.lose(3)
+    assert [*ledger.answers()] == []
+    ledger.report(1, Report(0, 0), new)
+    assert [worker for worker, _ in ledger.answers()] == [0, 1, 2]
+    ledger.report(2, Report(9, 0), new)  # from here on nobody waits
+    assert [worker for worker, _ in ledger.answers()] == [2]
+
+
+def test_workers_that_are_late_at_the_start_can_be_begun_without():
+    layout, ledger = Layout(N, 1, "32"), Ledger(2, 1e9, bound=0)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
+    talk = Talk(layout, PUSH, None, [*Report(0, 0), *Tally(), *Spent()])
+    for sending in talk.ready():
+        server.take(0, sending.message)
+    assert not server.out.get(0)
+    server.excuse({1})
+    assert len(server.out[0]) == 1
+    assert ledger.awaited() == {0, 1}  # it may still come
