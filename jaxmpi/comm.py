@@ -428,6 +428,23 @@ def is_cuda_aware() -> bool:
     return asked
 
 
+# With a message, for this thread: why the world may not exchange here. A part of what JAX keeps traces by, so that a
+# function of the user's own jit is traced anew in it.
+refusing_world = jax.make_user_context(default_value="")
+
+
+def workers_of(comm: Comm | None) -> Comm:
+    """Who exchanges: the caller's choice, else the world.
+
+    Raises:
+        UsageError: it is the world, in a function whose workers are others.
+    """
+    chosen = comm or world()
+    why = refusing_world.value
+    check(not why or chosen is not world(), why)
+    return chosen
+
+
 @functools.cache
 def world() -> MpiComm | SoloComm:
     """All workers of this job, one a process."""

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from jaxmpi import compressors
 from jaxmpi.buckets import Order, fuse, plan, split, split_all
-from jaxmpi.comm import Comm, MpiComm, world
+from jaxmpi.comm import Comm, MpiComm, workers_of
 from jaxmpi.compressors import Peers
 from jaxmpi.config import UsageError, check, check_bucket_bytes, lookup
 from jaxmpi.plan import Verdict, allowed_wires, choose, is_auto
@@ -67,7 +67,7 @@ def exchange(
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
-    comm = comm or world()
+    comm = workers_of(comm)
     if is_auto(strategy):
         strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
@@ -280,7 +280,7 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
 
     @jax.jit
     def run(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        workers: Comm = comm or world()
+        workers: Comm = workers_of(comm)
         rows = functools.partial(allgather, comm=workers)
         peers = Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=lambda function: function)
         return compressor.compress(jax.tree.map(lambda x: guarded(x, workers), updates), state, peers)
@@ -292,7 +292,7 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
-        workers: Comm = comm or world()
+        workers: Comm = workers_of(comm)
         check_leaves(updates)
         if workers.size == 1:
             return updates, state

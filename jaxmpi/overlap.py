@@ -13,7 +13,7 @@ import optax
 
 from jaxmpi import handlers, hostcomm
 from jaxmpi.buckets import Order, fuse, split_all
-from jaxmpi.comm import Comm, world
+from jaxmpi.comm import Comm, workers_of
 from jaxmpi.config import OVERLAPS, check, check_bucket_bytes, lookup
 from jaxmpi.courier import COLLECT, OPEN, SEND
 from jaxmpi.engine import TICKET, Calls, labelled, like, travelled, why_not
@@ -111,7 +111,7 @@ def chosen_for(
     check_bucket_bytes(bucket_bytes)
     check_strategy(strategy)
     check_leaves(tree)
-    workers = comm or world()
+    workers = workers_of(comm)
     reason = why_not("asa:32" if is_auto(strategy) else strategy, workers) if workers.size > 1 else ""
     check(not reason, f"this exchange cannot run beside a program: {reason}; use jaxmpi.exchange")
     check(is_traced(jax.tree.leaves(tree)), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")

@@ -492,6 +492,25 @@ def check_pieces_that_cannot_combine():
     assert (np.asarray(given["result 0"](f32(range(4 * k)), slices=2)).shape) == (2,)
 
 
+def check_exchange_inside():
+    """Over the function's workers where every rank runs the script; elsewhere refused while tracing, never another."""
+    k = workers()
+    x = np.ones((3 * k, 2), np.float32)
+    by_hand = jm.function(lambda x: jm.exchange(x.sum(), "ring", op="sum"), jm.scatter, jm.mean)
+    tx = optax.chain(jm.exchange_gradients(op="sum"), optax.scale(1.0))
+    by_optax = jm.function(lambda x: tx.update(x.sum(), tx.init(x.sum()))[0], jm.scatter, jm.mean)
+    jitted = jax.jit(lambda x: jm.exchange(x, op="sum"))
+    if processes().size == 1:
+        assert float(jitted(np.float32(6))) == 6  # over the script alone: JAX has its trace
+    by_jit = jm.function(lambda x: jitted(x.sum()), jm.scatter, jm.mean)
+    for f in (by_hand, by_optax, by_jit):
+        if k == 1 or team().is_the_world:
+            assert float(f(x)) == 6 * k
+        else:
+            fails(lambda f=f: f(x), "exchange inside a function is over its workers only where every rank runs")
+    assert float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x)) == 6 * k  # the next call works
+
+
 def may_fail(x):
     """At the top of a module, so that workers find it by name."""
 
@@ -547,6 +566,6 @@ def check_what_a_function_leaves_goes_with_it():
 CORE = [  # quick ones that leave no kind of message out
     *(check_weights, check_batches, check_broadcast_is_seen_when_it_changes, check_local_and_into, check_resident),
     *(check_variable, check_unequal_lengths, check_shared, check_exception),
-    check_what_a_function_leaves_goes_with_it,
+    *(check_exchange_inside, check_what_a_function_leaves_goes_with_it),
 ]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

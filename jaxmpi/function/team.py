@@ -156,6 +156,7 @@ class Team:
 
     size: int
     stations: list[Station]  # this process's workers
+    is_the_world = False  # whether its workers are the job's ranks, each of which runs the script
     leads = True  # whether results are wanted in this process
     is_serial = False  # whether one process leads and the others wait for its orders
     default_strategy = "asa32"
@@ -387,7 +388,7 @@ class ProcessTeam(Team):
         super().__init__()
         self.line, self.comm, self.size, self.is_serial = line, comm, line.size, is_serial
         self.stations = [Station(line.rank, jax.local_devices()[0])]
-        self.leads = not is_serial or line.rank == 0
+        self.leads, self.is_the_world = not is_serial or line.rank == 0, not is_serial
         self.default_strategy = strategy
 
     def all_reports(self, mine: list[Report]) -> list[Report]:

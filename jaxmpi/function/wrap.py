@@ -7,12 +7,14 @@ import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 import numpy as np
 
+from jaxmpi.comm import refusing_world
 from jaxmpi.config import UsageError, check
 from jaxmpi.exchange import check_strategy
 from jaxmpi.function import drive
@@ -194,7 +196,8 @@ class Function:
 
     def _parts(self, form: int, flat: Sequence[jax.Array]) -> tuple[PyTree, ...]:
         """The user's function from leaves to one tree an output and an update."""
-        result = self.__wrapped__(*jax.tree.unflatten(self.forms[form], flat))
+        with self._exchange():
+            result = self.__wrapped__(*jax.tree.unflatten(self.forms[form], flat))
         expected = len(self.outputs) + len(self.updates)
         parts = (result,) if self.is_bare else result
         check(
@@ -207,6 +210,16 @@ class Function:
             got, wanted = jax.tree.structure(part), update.into.structure
             check(got == wanted, f"{self.name}: an update is a tree {got}; its variable is {wanted}")
         return tuple(parts)
+
+    def _exchange(self) -> AbstractContextManager[None]:
+        """Where an exchange in the function would be another than one over its workers, refuse it."""
+        if self.team is None or self.team.size == 1 or self.team.is_the_world:
+            return nullcontext()
+        return refusing_world(
+            f"{self.name}: exchange inside a function is over its workers only where every rank runs the script; these "
+            f"{self.team.size} are devices of one process, or wait for this script's orders. Return what is to be "
+            "exchanged, with mean or sum as its output, and go on in a second function or in the script"
+        )
 
     def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
         """A program for a process that does not have the function: header and body."""
