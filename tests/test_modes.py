@@ -1,0 +1,152 @@
+"""Every mode of training, past everything that happens now and then: a compute-only step, a comparison of the workers'
+params, an evaluation, a checkpoint, the end of an epoch.
+
+A run of a few steps with default periods comes to none of them but the last evaluation and checkpoint. Here all are due
+every few steps, so one short job per mode comes to each at least twice, and to several at one step.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from launching import mpirun_line, run, train
+
+STEPS, EVAL_EVERY, SAVE_EVERY = 13, 5, 4
+EXPERIMENT = f"""
+import numpy as np
+
+from jaxmpi.config import Data, Experiment, Optim
+from models.cnn import digits_cnn_tiny
+
+pixels = np.random.default_rng(0)
+examples = [(pixels.integers(0, 255, (8, 8, 1), np.uint8), i % 10) for i in range(40)]
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data("array", channels=1, train=examples, validation=examples[:17], loaders=1),
+    optim=Optim("momentum", lr=0.01, lr_scaling="none"),
+    effective_batch=16, train_for="{STEPS}st", eval_every="{EVAL_EVERY}st", checkpoint_every="{SAVE_EVERY}st",
+    compare_every="3st", lone_every=2, log_every=2,
+)
+"""
+
+
+class Mode(NamedTuple):
+    """A way to train."""
+
+    args: str = ""
+    ranks: int = 2
+    times_exchanges: str = "estimated"  # how the record knows the time of exchanges once a compute-only step was due
+    steps_together: bool = True
+
+
+EASGD = "--optim.name sgd --rule.name easgd --effective-batch 0 --local-batch 8"
+DEFAULT = {
+    "split": Mode("--form split --exchange.overlap off"),
+    "xla": Mode("--comm xla"),
+    "devices": Mode("--devices 2", ranks=1),
+    "beside": Mode("--exchange.overlap on --exchange.strategy asa32", times_exchanges="measured"),
+    "in_memory": Mode("--form fused --exchange.overlap off --data.memory partition --data.loader threads"),
+    "diloco": Mode("--rule.name diloco --rule.local-steps 3 --comm xla"),
+    "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
+    "shrink": Mode("--ft shrink"),
+}
+SLOW = {
+    "one": Mode(ranks=1, times_exchanges="none"),
+    "fused": Mode("--form fused --exchange.overlap off"),
+    "delayed": Mode("--exchange.overlap delayed --exchange.strategy asa32", times_exchanges="measured"),
+    "shm": Mode("--exchange.strategy shm --form fused"),
+    "compressed": Mode("--exchange.strategy topk0.1/asa32"),
+    "subgd": Mode("--rule.name subgd"),
+    "awagd": Mode("--rule.name awagd --rule.average-momentum --comm xla"),
+    "local_sgd": Mode("--rule.name local_sgd --rule.local-steps 3"),
+    "diloco_split": Mode("--rule.name diloco --rule.local-steps 3"),
+    "easgd_sync": Mode("--optim.name sgd --rule.name easgd_sync"),
+    "asgd": Mode(EASGD + " --rule.name asgd", times_exchanges="measured", steps_together=False),
+    "gosgd": Mode(EASGD + " --rule.name gosgd --rule.p 0.5", times_exchanges="measured", steps_together=False),
+    "served": Mode(EASGD + " --rule.servers 1", ranks=3, times_exchanges="measured", steps_together=False),
+    "xla_devices": Mode("--comm xla --devices 2"),
+    "xla_in_memory": Mode("--comm xla --data.memory partition --data.loader threads"),
+    "devices_in_memory": Mode("--devices 2 --data.memory partition --data.loader threads", ranks=1),
+    "beside_in_memory": Mode(
+        "--exchange.overlap on --exchange.strategy asa32 --data.memory partition --data.loader threads",
+        times_exchanges="measured",
+    ),
+    "skip": Mode("--recover skip --inject nan:rank=1,step=6 --form fused --exchange.overlap off"),
+    "roll_back": Mode("--recover rollback --inject nan:rank=1,step=6 --comm xla"),
+    "micro": Mode("--micro-batch 4 --comm xla"),
+    "shrink_fused": Mode("--ft shrink --form fused"),
+    "bfloat16": Mode("--compute-dtype bfloat16 --comm xla"),
+}
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "mode", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)], ids=lambda name: name
+)
+def test_a_mode_trains_past_everything_periodic(mode, tmp_path):
+    row, folder = (DEFAULT | SLOW)[mode], tmp_path / "run"
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    args = (str(tmp_path / "tiny.py"), "--run-dir", str(folder), *row.args.split())
+    if "--ft" in args:
+        tolerant = [*mpirun_line(row.ranks), "--with-ft", "ulfm"]
+        ended = run([*tolerant, sys.executable, "-m", "jaxmpi.train", *args], timeout_s=120)
+    else:
+        ended = train(row.ranks, *args)
+    assert ended.code == 0, ended.out
+    rows = rows_of(folder)
+    lines, evaluations = ([line for line in rows if line["kind"] == kind] for kind in ("train", "eval"))
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert lines[-1]["epoch"] > 4
+    assert row.times_exchanges in {line["exchange_time"] for line in lines}  # `estimated` after a compute-only step
+    if row.steps_together:
+        last = {line["step"] for line in evaluations}
+        assert last == {*range(EVAL_EVERY, STEPS, EVAL_EVERY), STEPS}
+        assert all(line["eval_count"] == 17 for line in evaluations)
+        kept = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+        assert kept[-2:] == ["step_00000012", f"step_{STEPS:08d}"]
+    else:
+        assert len(evaluations) >= 2
+        assert list((folder / "checkpoints").iterdir())
+
+
+AGAIN = """
+import dataclasses
+import sys
+from pathlib import Path
+
+from jaxmpi import experiment
+from jaxmpi.config import NotFinite
+from jaxmpi.train import train
+
+tiny, path = experiment.parse([sys.argv[1]])
+at = lambda lr, name: dataclasses.replace(
+    tiny, optim=dataclasses.replace(tiny.optim, lr=lr), run_dir=str(path.parent / name)
+)
+for number in range(2):
+    try:
+        train(at(1e20, f"diverged-{number}"), "tiny")
+    except NotFinite as error:
+        print(error)
+    else:
+        sys.exit("has not diverged")
+alone = train(at(0.01, "after"), "tiny")
+print("eval_count", alone["eval_count"])
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_trains_again_after_a_loss_that_is_not_finite(ranks, tmp_path):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    line = mpirun_line(ranks) if ranks > 1 else []
+    ended = run([*line, sys.executable, "-c", AGAIN, str(tmp_path / "tiny.py")], timeout_s=120)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("is not finite at step") == 2 * ranks
+    assert ended.out.count("eval_count 17") == ranks
