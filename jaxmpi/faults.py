@@ -217,8 +217,12 @@ PLACES = ("step", "save", "eval")  # what `at` takes
 # ---------------------------------------------------------------- on order
 
 
-def parse(text: str, workers: int) -> Fault:
+def parse(text: str, workers: int, last_step: int = 0) -> Fault:
     """A fault as it is spelled on the command line.
+
+    Args:
+        workers: of the run, or that it began with if these were more.
+        last_step: of the run; 0: not known.
 
     Raises:
         UsageError: an unknown kind or key, or a value out of range.
@@ -235,6 +239,10 @@ def parse(text: str, workers: int) -> Fault:
     values |= given
     step, times = (number(text, key, values[key]) for key in ("step", "times"))
     rank = -1 if values["rank"] == "all" else number(text, "rank", values["rank"])
+    check(
+        not last_step or step <= last_step,
+        f"--inject {text}: step: got {step}; the run ends with step {last_step}, so nothing would happen",
+    )
     check(rank < workers, f"--inject {text}: rank: got {rank}; expected all, or 0 to {workers - 1}")
     lookup(dict.fromkeys(PLACES), values.get("at", "step"), "place of a fault (at)")
     check_values(text, values, workers)
@@ -278,6 +286,7 @@ class Ordered:
     def __init__(self, faults: Sequence[tuple[int, Fault]], folder: Path) -> None:
         """Args: `faults` with their place on the command line; `folder` that remembers, over restarts."""
         self._faults, self._folder = faults, folder
+        self._met: set[int] = set()  # places of those that have happened in this process
         if faults:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -286,9 +295,15 @@ class Ordered:
         for place, fault in self._faults:
             at = fault.kind.where if fault.kind.where != "step" else fault.values.get("at", "step")
             if at == where and step >= fault.step and self._may(place, fault):
+                self._met.add(place)
                 print(f"jaxmpi: {runtime.who()}: injecting {fault.text} at {where} {step}", file=sys.stderr, flush=True)
                 subject = fault.kind.act({**fault.values, "step": str(step)}, subject)
         return subject
+
+    def missed(self) -> list[str]:
+        """Faults that have never happened, over restarts, as they were spelled."""
+        before = {int(path.name.partition("-")[0]) for path in self._folder.glob(f"*-rank{runtime.my_rank()}-*")}
+        return [fault.text for place, fault in self._faults if place not in self._met | before]
 
     def _may(self, place: int, fault: Fault) -> bool:
         """Count one more; False where it has been often enough. Written before it happens: it may be the last thing."""
@@ -323,3 +338,8 @@ def order(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Path)
 def reach(where: str, step: int, subject: Any = None) -> Any:
     """A place where faults may have been ordered; what becomes of the subject."""
     return subject if _ordered is None else _ordered.reach(where, step, subject)
+
+
+def missed() -> list[str]:
+    """Faults ordered for this rank that have not happened, as they were spelled."""
+    return [] if _ordered is None else _ordered.missed()

@@ -12,7 +12,7 @@ import itertools
 import json
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from jaxmpi import asynchronous, checkpoint, faults, guard, rules, rundir, runti
 from jaxmpi import experiment as experiments
 from jaxmpi import step as steps
 from jaxmpi.anatomy import Anatomy, LoneSteps
-from jaxmpi.config import Experiment, step_range
+from jaxmpi.config import AgreedError, Experiment, step_range
 from jaxmpi.log import SUMS, Log, open_recorder
 from jaxmpi.modelcheck import check_model
 from jaxmpi.noise import Noise
@@ -106,8 +106,10 @@ def train_until(
     experiment = rundir.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
     plan = make_plan(experiment, workers, begun)
+    # Without a common step a fast worker may make the steps of others, too.
+    last_step = plan.clock.total_steps * (workers.size if is_apart else 1)
     for text in experiment.inject:
-        faults.parse(text, max(begun, workers.size))
+        faults.parse(text, max(begun, workers.size), last_step)
     asked = experiment.exchange.strategy
     experiment, why = settle_exchange(experiment, plan, workers, kept)
     functions = build_functions(experiment, workers, plan)._replace(asked=asked)
@@ -121,7 +123,10 @@ def train_until(
     ):
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         faults.order(experiment.inject, max(begun, workers.size), workers.mine, folder)
-        return run_in(folder, experiment, workers, plan, functions, root, notice)
+        result = run_in(folder, experiment, workers, plan, functions, root, notice)
+        for text in faults.missed():
+            warn(f"{runtime.who()}: --inject {text} has not happened: this rank came to no such place")
+        return result
 
 
 def gather_all(experiment: Experiment) -> Workers:
@@ -459,7 +464,8 @@ def loop(run: Run, begin: Begin) -> dict[str, float]:
             pending.append((k, metrics))
             # One step late, so that the device never waits for the log.
             while len(pending) > (0 if now.log or now.save or now.compare or pact else 1):
-                sums = sums + looked_at(run, *pending.pop(0))
+                with none_under_way(state):
+                    sums = sums + looked_at(run, *pending.pop(0))
             seen = after_step(run, k, state, sums, now, anatomy, partial(lone.now, batch=batch))
             result = seen or result
             sums = np.zeros(SUMS) if now.log else sums
@@ -527,6 +533,20 @@ def looked_at(run: Run, step: int, metrics: steps.Metrics | None) -> np.ndarray:
     """
     is_made = run.guard.passes(step, metrics)
     return run.log.sums(step, metrics) if is_made and metrics is not None else np.zeros(SUMS)
+
+
+@contextlib.contextmanager
+def none_under_way(state: TrainState) -> Iterator[None]:
+    """Wait for the last step before an error that all ranks raise together leaves here.
+
+    The step after the one that failed has been dispatched on all ranks. Whoever catches the error may send messages,
+    read a checkpoint or call `train` again at once, beside an exchange that still goes on.
+    """
+    try:
+        yield
+    except (AgreedError, guard.RollBack):
+        jax.block_until_ready(state)
+        raise
 
 
 def leave(run: Run, step: int) -> None:

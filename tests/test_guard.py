@@ -266,6 +266,21 @@ def test_a_fault_happens_as_often_as_asked_in_the_life_of_a_run_directory(tmp_pa
     assert np.isfinite(batch["weight"]).all()
 
 
+def test_a_fault_beyond_the_last_step_is_refused_and_one_that_did_not_happen_is_known(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="step: got 301; the run ends with step 300"):
+        faults.parse("nan:step=301", 4, last_step=300)
+    assert faults.parse("nan:step=300", 4, last_step=300).step == 300
+    monkeypatch.setattr(faults, "_ordered", None)
+    assert faults.missed() == []
+    orders = (["slow:step=2,seconds=0", "slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"], 2, [0], tmp_path)
+    faults.order(*orders)
+    for step in range(1, 4):
+        faults.reach("step", step)
+    assert faults.missed() == ["slow:step=4,seconds=0"]
+    faults.order(*orders)  # another start remembers
+    assert faults.missed() == ["slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"]
+
+
 def test_one_bit_flips(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "_ordered", None)
     faults.order(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
