@@ -384,6 +384,16 @@ COMMS = {
 }
 
 
+# The parts of an experiment, and how each is spelled: objects of other libraries, such as Optax's, are none of them.
+PARTS: dict[str, tuple[type, str]] = {
+    "data": (Data, 'Data("array", train=..., validation=...) takes examples of your own'),
+    "optim": (Optim, 'Optim("adamw", lr=1e-3); Optax optimizers go into a loop of your own, docs/exchange.md'),
+    "schedule": (Schedule, 'Schedule("cosine", warmup="5ep"); Optax schedules go into a loop of your own'),
+    "rule": (RuleConfig, 'RuleConfig("awagd")'),
+    "exchange": (ExchangeConfig, 'ExchangeConfig("asa16")'),
+}
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One training run. An experiment file holds one as `experiment`."""
@@ -431,6 +441,10 @@ class Experiment:
     form: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
 
     def __post_init__(self) -> None:
+        for name, (part, way_out) in PARTS.items():
+            got = getattr(self, name)
+            kind = f"{type(got).__module__.partition('.')[0]}.{type(got).__name__}"
+            check(isinstance(got, part), f"{name}: got a {kind}; expected jaxmpi.config.{part.__name__}: {way_out}")
         check(
             not (self.local_batch and self.effective_batch),
             f"got local_batch {self.local_batch} and effective_batch {self.effective_batch}; give one of them",

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tyro
 from jaxmpi import config, runtime
 from jaxmpi.config import Experiment, UsageError
 from jaxmpi.data import data_dir
+from jaxmpi.terminal import columns_of
 
 
 def parse(argv: list[str]) -> tuple[Experiment, Path]:
@@ -48,9 +50,10 @@ def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
     Raises:
         UsageError: a field out of range, on ranks other than 0.
     """
-    said = io.StringIO()
+    said, is_first = io.StringIO(), runtime.my_rank() == 0
     with contextlib.ExitStack() as stack:
-        if runtime.my_rank() != 0:
+        # The parser colours what it says if stdout is a terminal, which under Open MPI it always is.
+        if not (is_first and columns_of(sys.stdout) and sys.stderr.isatty() and not os.environ.get("NO_COLOR")):
             stack.enter_context(contextlib.redirect_stdout(said))
             stack.enter_context(contextlib.redirect_stderr(said))
         try:
@@ -62,9 +65,12 @@ def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
                 description=f"Train {name}. Every field can be given here; defaults are the experiment's.",
             )
         except SystemExit as end:
+            stack.close()
+            if is_first:
+                print(said.getvalue(), end="", file=sys.stderr if end.code else sys.stdout, flush=True)
             if not isinstance(end.code, int) or end.code == 0 or runtime.launched_workers() == 1:
                 raise
-            if runtime.my_rank() == 0:
+            if is_first:
                 runtime.end_job(end.code)  # now: to take Python down takes a second, and others would say it too
             raise UsageError(said.getvalue()) from end
 

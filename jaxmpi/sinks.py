@@ -53,19 +53,29 @@ def writer() -> Callable[[str], Any]:
 
 
 def send(sinks: list[Sink], row: dict[str, Any]) -> None:
-    """Give a line to each; one that fails is told of once and gets no more: a run does not end for a plot."""
+    """Give a line to each; drop one that fails, and say so: a run does not end for a plot."""
     for sink in list(sinks):
         try:
             sink(dict(row))
-        except Exception as error:  # the user's code: the run is worth more than a sink
+        except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
             sinks.remove(sink)
-            name = getattr(sink, "__name__", type(sink).__name__)
-            print(
-                f"jaxmpi: sink {name} failed and gets no more lines: {type(error).__name__}: {error}", file=sys.stderr
-            )
+            tell(sink, f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
 
 
 def close(sinks: list[Sink]) -> None:
     """Close those that can be closed."""
     for sink in sinks:
-        getattr(sink, "close", lambda: None)()
+        try:
+            getattr(sink, "close", lambda: None)()
+        except (Exception, SystemExit) as error:
+            tell(sink, "failed while it was closed, and may lack its last lines", error)
+
+
+def tell(sink: Sink, what: str, error: BaseException) -> None:
+    """Say on standard error what a sink did."""
+    name = getattr(sink, "__name__", type(sink).__name__)
+    print(
+        f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them: {type(error).__name__}: {error}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import sys
 import time
 
 import numpy as np
@@ -294,7 +295,34 @@ def test_every_line_goes_to_every_sink_and_one_that_fails_gets_no_more(tmp_path,
     record.train(**TRAIN)
     record.close()
     assert lines == rows(tmp_path)
-    assert capsys.readouterr().err == ("jaxmpi: sink bad failed and gets no more lines: OSError: the disk is full\n")
+    assert capsys.readouterr().err == (
+        "jaxmpi: sink bad failed at a line of kind run and gets no more lines; the run goes on, and its record "
+        "has all of them: OSError: the disk is full\n"
+    )
+
+
+def test_a_sink_that_leaves_or_cannot_be_closed_ends_no_run(tmp_path, capsys):
+    class Odd:
+        def __call__(self, row: dict) -> None:
+            if row["kind"] == "train":
+                sys.exit(3)
+
+    class Leaky(list):
+        def __call__(self, row: dict) -> None:
+            self.append(row)
+
+        def close(self) -> None:
+            raise OSError("gone")
+
+    leaky = Leaky()
+    record, _ = recorder(tmp_path, sinks=[Odd(), leaky])
+    record.train(**TRAIN)
+    record.write("run", workers=2)
+    record.close()
+    assert leaky == rows(tmp_path)
+    said = capsys.readouterr().err
+    assert "sink Odd failed at a line of kind train and gets no more lines; the run goes on" in said
+    assert "sink Leaky failed while it was closed, and may lack its last lines" in said
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):
