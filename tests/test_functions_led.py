@@ -261,6 +261,47 @@ def test_what_goes_wrong_in_forked_workers_is_named_and_nothing_hangs(tmp_path):
     assert not left_over(str(tmp_path))
 
 
+STOPPED = (
+    HEAD
+    + """
+from jaxmpi.function.drive import team
+
+def computes(x):
+    def compute(v):
+        end = time.monotonic() + 4  # beyond the limit
+        while time.monotonic() < end:
+            pass
+        return v
+    return jax.pure_callback(compute, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+if __name__ == "__main__":
+    jm.fork(2)
+    x = np.arange(4, dtype=np.float32)
+    print("computed", float(jm.function(computes, jm.scatter, jm.max)(x)), flush=True)
+    os.kill(team().line.jobs[1].pid, signal.SIGSTOP)
+    try:
+        jm.variable(np.zeros(1 << 22, np.float32))  # more than a socket holds
+    except jm.TrainingError as error:
+        print(error, flush=True)
+    jm.close()
+    jm.fork(2)
+    print("again", float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x)))
+"""
+)
+
+
+def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
+    (tmp_path / "script.py").write_text(STOPPED)
+    ended = run(
+        [sys.executable, str(tmp_path / "script.py")], timeout_s=100, env=ENV | {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
+    )
+    assert ended.code == 0, ended.out[-3000:]
+    assert "computed 3.0" in ended.out
+    assert "killed by SIGKILL, having been stopped for 2 s" in ended.out
+    assert "again 6.0" in ended.out
+    assert not left_over(str(tmp_path))
+
+
 def left_over(path: str) -> list[str]:
     """Processes that still run a script of this folder, or wait for one."""
     found = []

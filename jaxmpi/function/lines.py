@@ -10,6 +10,8 @@ import os
 import select
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -20,7 +22,7 @@ import numpy as np
 
 from jaxmpi.config import TrainingError
 from jaxmpi.hostsum import TIMEOUT_S
-from jaxmpi.processes import MAX_BYTES, YIELDS, MpiProcesses
+from jaxmpi.processes import LATE_S, MAX_BYTES, YIELDS, MpiProcesses
 
 Arrays = Sequence[np.ndarray]
 
@@ -221,6 +223,18 @@ class WorkerDied(OutOfStep):
 LOOKS_S = 0.002  # before sleeping: in a loop the next message comes soon, and a core that sleeps takes 0.1 ms to wake
 
 
+WATCH_S = 0.5  # between looks at whether workers are stopped
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a debugger, as far as the system tells."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
 class SocketLine:
     """The master's end of a socket to each worker, or a worker's end of one; also the control plane of `SharedSum`."""
 
@@ -229,6 +243,30 @@ class SocketLine:
         self.rank, self.size, self.ends, self.jobs = rank, size, ends, jobs
         self.local_rank, self.local_size = rank, size
         self.looks_s = LOOKS_S if size <= (os.cpu_count() or 1) else 0.0
+        self.stopped_s = dict.fromkeys(jobs, 0.0)  # for how long each worker has been seen stopped without a break
+        if jobs:
+            threading.Thread(target=self._watch, name="jaxmpi watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Say which worker is stopped, and end it after the time limit: whoever waits for it learns of its end.
+
+        One that computes is not stopped, however long that takes. Looks are counted, not the clock: where the master is
+        stopped as well, as by Ctrl-Z, nobody is late.
+        """
+        while any(job.poll() is None for job in self.jobs.values()):
+            time.sleep(WATCH_S)
+            for rank, job in self.jobs.items():
+                if not is_stopped(job.pid):
+                    self.stopped_s[rank] = 0.0
+                    continue
+                before, self.stopped_s[rank] = self.stopped_s[rank], self.stopped_s[rank] + WATCH_S
+                if self.stopped_s[rank] > TIMEOUT_S:
+                    job.kill()
+                    return
+                if before < LATE_S <= self.stopped_s[rank]:
+                    text = f"worker {rank} of {self.size} (process {job.pid}) is stopped, and is ended after"
+                    limit = f"{TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S); kill -CONT {job.pid} lets it go on"
+                    print(f"jaxmpi: {text} {limit}", file=sys.stderr, flush=True)
 
     def _send(self, rank: int, data: Any) -> None:
         try:
@@ -258,6 +296,8 @@ class SocketLine:
         except subprocess.TimeoutExpired:
             return WorkerDied(f"worker {rank} of {self.size} no longer answers")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if self.stopped_s[rank] > TIMEOUT_S:
+            how += f", having been stopped for {TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
         return WorkerDied(
             f"worker {rank} of {self.size} (process {self.jobs[rank].pid}) has ended: {how}. What the workers held is "
             "gone: jaxmpi.close(), then jaxmpi.fork() again"
