@@ -31,7 +31,12 @@ embedded = Experiment(
 experiment = Experiment(
     model=alexnet(classes=1000),
     data=Data(
-        source="imagefolder", resize=256, crop=227, mirror=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+        source="imagefolder",
+        resize=256,
+        crop=227,
+        mirror=True,
+        mean=(0.485, 0.456, 0.406),
+        std=(1 / 255,) * 3,  # the mean is taken off, nothing else: what the initialisation is made for
     ),
     optim=Optim(
         "momentum",

@@ -29,7 +29,12 @@ embedded = Experiment(
 experiment = Experiment(
     model=vgg16(classes=1000),
     data=Data(
-        source="imagefolder", resize=256, crop=224, mirror=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+        source="imagefolder",
+        resize=256,
+        crop=224,
+        mirror=True,
+        mean=(0.485, 0.456, 0.406),
+        std=(1 / 255,) * 3,  # the mean is taken off, nothing else: what the initialisation is made for
     ),
     optim=Optim("momentum", lr=0.002, momentum=0.9, weight_decay=5e-4, bias_lr_factor=2.0, decay_bias=False),
     schedule=Schedule("step", boundaries=("15ep", "30ep", "35ep"), factor=0.1),

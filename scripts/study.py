@@ -112,6 +112,23 @@ STUDIES = {
             Grid({"rule.local-steps": ("10", "50")}, TEXT | {"rule.name": "diloco", "optim.lr": "0.0007"}),
         ],
     ),
+    "alexnet": Study(
+        "Does the paper's AlexNet learn? In pixels, and divided by their standard deviation.",
+        "experiments/papers/alexnet.py",
+        [Grid({}, TWO := {"workers": "2"}), Grid({"data.std": ("0.376",)}, TWO)],
+    ),
+    "vgg16": Study(
+        "Does the paper's VGG-16 learn? In pixels, and divided by their standard deviation.",
+        "experiments/papers/vgg16.py",
+        [Grid({}, TWO), Grid({"data.std": ("0.376",)}, TWO)],
+    ),
+    "googlenet": Study(
+        "Does the paper's GoogLeNet learn? At a rate for 10 classes, and at the paper's for 2 workers.",
+        "experiments/papers/googlenet.py",
+        [Grid({}, TWO), Grid({"optim.lr": ("0.007",)}, TWO)],
+    ),
+    "resnet50": Study("Does the paper's ResNet-50 learn?", "experiments/papers/resnet50.py", [Grid({}, TWO)]),
+    "googlenetbn": Study("Does the paper's GoogLeNetBN learn?", "experiments/papers/googlenetbn.py", [Grid({}, TWO)]),
 }
 
 

@@ -1,0 +1,28 @@
+"""ResNet-50 with the paper's rule, optimizer and initialisation, on digits of 32 px.
+
+jaxmpi train -n 2 experiments/papers/resnet50.py
+
+The full model but for its 10 classes. Changed from the paper: data, 32 images a worker instead of 64, 6 epochs of which
+one is warm-up, the rate divided by 10 after four, 2 workers. Figures: docs/results.md.
+"""
+
+import dataclasses
+
+from experiments.resnet50 import embedded
+from experiments.resnet50 import experiment as paper
+from models.resnet import resnet50
+
+LOCAL_BATCH = 32
+
+experiment = dataclasses.replace(
+    paper,
+    model=resnet50(classes=10, image_size=32),
+    data=embedded.data,
+    optim=dataclasses.replace(paper.optim, lr=0.1 * LOCAL_BATCH / 256),
+    schedule=dataclasses.replace(paper.schedule, boundaries=("4ep",), warmup="1ep"),
+    local_batch=LOCAL_BATCH,
+    train_for="6ep",
+    eval_every="2ep",
+    checkpoint_every="0st",
+    embedded=None,
+)

@@ -1,0 +1,25 @@
+"""VGG-16 with the paper's rule, optimizer and initialisation, on digits of 32 px.
+
+jaxmpi train -n 2 experiments/papers/vgg16.py
+
+Changed from the paper: data, a sixteenth of the channels (Glorot's initialisation follows them), 16 images a worker
+instead of 32, half of the epochs, 2 workers. Figures, and what pixels divided by their deviation do to it:
+docs/results.md.
+"""
+
+import dataclasses
+
+from experiments.vgg16 import embedded
+from experiments.vgg16 import experiment as paper
+from models.vgg import vgg16_tiny
+
+experiment = dataclasses.replace(
+    paper,
+    model=vgg16_tiny(init="published"),
+    data=dataclasses.replace(embedded.data, std=paper.data.std[:1]),
+    local_batch=16,
+    train_for="20ep",
+    eval_every="5ep",
+    checkpoint_every="0st",
+    embedded=None,
+)
