@@ -9,10 +9,12 @@ from jaxmpi import doctor, forecast, launch, orbax, report
 from jaxmpi.config import UsageError, lookup
 from jaxmpi.data import pack
 from jaxmpi.experiment import versions
+from jaxmpi.model import check_models_here
 
 
 def models(argv: list[str]) -> None:
     """`python -m models` of the project in this folder: jaxmpi itself knows no model."""
+    check_models_here("models")
     os.execv(sys.executable, [sys.executable, "-m", "models", *argv])
 
 

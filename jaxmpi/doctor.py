@@ -246,7 +246,7 @@ def idle_gpus(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
 
 def missing(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     """MPI that cannot be loaded."""
-    told = f"no MPI: {mpi.get('missing')}; one worker runs without. For more: uv sync --group mpi, or jaxmpi[mpi]"
+    told = f"no MPI: {mpi.get('missing')}; one worker runs without. For more: {runtime.GET_MPI}"
     return [told] if "missing" in mpi else []
 
 

@@ -158,8 +158,8 @@ def find(launcher: str) -> str:
     path = str(beside) if beside.exists() else shutil.which(launcher)
     if path is None:
         raise UsageError(
-            f"no {launcher} beside {sys.executable} or on PATH; `uv sync` installs an MPI, or load your cluster's "
-            "and install jaxmpi[mpi] against it"
+            f"no {launcher} beside {sys.executable} or on PATH; {runtime.GET_MPI}. "
+            "One process needs none: -n 1, or --devices K for K workers"
         )
     return path
 

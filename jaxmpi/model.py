@@ -2,7 +2,10 @@
 
 import contextlib
 import contextvars
+import os
+import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
 import jax
@@ -164,4 +167,13 @@ def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...])
         tuple(shape[1:]) == tuple(input_shape),
         f"{name}: got {what} {tuple(shape[1:])}; "
         f"expected {tuple(input_shape)}: change the data's {fields}, or the model's size",
+    )
+
+
+def check_models_here(what: str) -> None:
+    """Raise `UsageError` unless `python -m models` finds a package in this folder: jaxmpi itself knows no model."""
+    check(
+        PathFinder.find_spec("models", [os.getcwd(), *sys.path]) is not None,
+        f"{what}: no package models in {os.getcwd()}, and jaxmpi installs none; run this in a clone of jaxmpi, or "
+        "beside a models/ of your own whose `python -m models` knows --tree",
     )

@@ -680,12 +680,12 @@ def mpi_facts() -> dict[str, str]:
     """Vendor, version, thread level and CUDA support of the MPI that mpi4py finds; without starting it in a single
     process; what cannot be known is left out.
     """
-    import mpi4py
-
     alone = runtime.launched_workers() == 1
-    if alone:
-        mpi4py.rc.initialize = False
     try:
+        import mpi4py
+
+        if alone:
+            mpi4py.rc.initialize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         return {"missing": str(error).splitlines()[0]}
@@ -729,8 +729,8 @@ def check_launcher(launch: runtime.Launch | None, mpi_size: int, library: str) -
     check(
         launch is None or launch.size == mpi_size,
         f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "
-        f"({library.split(',')[0].strip()}) sees {mpi_size}: they are of different families. "
-        "Use this library's own mpirun, or rebuild mpi4py and mpi4jax with the mpicc of the launcher's MPI",
+        f"({library.split(',')[0].strip()}) sees {mpi_size}: they are of different families. Use this library's own "
+        f"mpirun, or build for the launcher's MPI, with its mpicc on PATH: {runtime.BUILD_FOR_MPICC}",
     )
 
 
@@ -807,7 +807,7 @@ def processes() -> Processes:
     except ImportError as error:
         raise UsageError(
             f"{launch.launcher} started {launch.size} ranks, but {error.name} cannot be imported ({error}); "
-            "install it with: uv sync --group mpi, or pip install 'jaxmpi[mpi]' against the cluster's mpicc"
+            f"{runtime.GET_MPI}"
         ) from error
     atexit.register(finalize)
     return MpiProcesses()

