@@ -302,6 +302,35 @@ def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
     assert not left_over(str(tmp_path))
 
 
+CHILD = (
+    HEAD
+    + """
+if __name__ == "__main__":
+    shared = jm.shared(np.ones(3, np.float32), name=f"child-{os.getpid()}")
+    for n in (1, 2):  # before there are workers, and with them
+        pid = os.fork()
+        if pid == 0:
+            if n == 2:
+                try: f(x)
+                except jm.UsageError as error: print(error, flush=True)
+            shared.free()
+            sys.exit(0)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), os.path.exists(shared.path), flush=True)
+        if n == 1:
+            jm.fork(2)
+            f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.arange(4, dtype=np.float32)
+        print("sum", float(f(x)), flush=True)
+"""
+)
+
+
+def test_a_child_made_by_os_fork_takes_nothing_from_its_parent(tmp_path):
+    ended = lead(tmp_path, CHILD, 2, timeout_s=60)
+    assert ended.code == 0, ended.out[-3000:]
+    assert (ended.out.count("child 0 True"), ended.out.count("sum 6.0")) == (2, 2), ended.out
+    assert "the workers are its parent's" in ended.out
+
+
 def left_over(path: str) -> list[str]:
     """Processes that still run a script of this folder, or wait for one."""
     found = []

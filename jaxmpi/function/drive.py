@@ -122,6 +122,17 @@ def close() -> None:
             VERBS["close"](closing, Order("close", {}))
 
 
+def forget_in_child() -> None:
+    """After `os.fork`: the workers listen to the process that made them, and to no other."""
+    global _team
+    if _team is not None:
+        _team.gone = "this process was made by os.fork, and the workers are its parent's; call functions there"
+    _team = None
+
+
+os.register_at_fork(after_in_child=forget_in_child)
+
+
 def launched() -> int:
     """Ranks that a launcher has started."""
     return runtime.launched_workers()

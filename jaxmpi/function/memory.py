@@ -42,7 +42,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __init__(self, handle: int, path: str, name: str = "") -> None:
         """Map an open file that has its first page."""
-        self.name, self.path, self._handle, self._unlinks = name, path, handle, False
+        self.name, self.path, self._handle, self._unlinks = name, path, handle, 0
         self.key = uuid.uuid4().hex  # a path may come again, once this array has been freed
         self._is_free = False
         self.refresh()
@@ -147,7 +147,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         del self._array, self._memory
         os.close(self._handle)
         FREED.append(self.key)
-        if self._unlinks:
+        if self._unlinks == os.getpid():  # and not in a child made by os.fork
             Path(self.path).unlink(missing_ok=True)
             atexit.unregister(self.free)
 
@@ -211,7 +211,7 @@ def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> S
         array = SharedArray(handle, path, name)
         array.array[...] = values
     if not path.startswith("/proc/"):
-        array._unlinks = True
+        array._unlinks = os.getpid()
         atexit.register(array.free)
     return array
 
