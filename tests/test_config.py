@@ -1,6 +1,7 @@
 import dataclasses
 import json
 
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +125,18 @@ BATCHES = [
     ({"local_batch": 8, "micro_batch": 4}, 3, 8),
     ({"effective_batch": 64, "micro_batch": 16}, 2, 32),
 ]
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "expected"),
+    [
+        ("optim", optax.lion(1e-3), "jaxmpi.config.Optim"),
+        ("schedule", optax.cosine_decay_schedule(1.0, 10), "jaxmpi.config.Schedule"),
+    ],
+)
+def test_an_object_of_optax_is_refused_with_the_way_out(field, given, expected):
+    with pytest.raises(UsageError, match=rf"{field}: got a .*; expected {expected}: .*a loop of your own"):
+        Experiment(**{field: given})
 
 
 @pytest.mark.parametrize(("fields", "workers", "expected"), BATCHES)
