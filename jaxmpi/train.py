@@ -192,7 +192,10 @@ def run_in(
         recorder.write("run", **facts)
     place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
     recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
-    recorder.say(f"{plan.headline}; rule {experiment.rule.name}, strategy {functions.strategy}\n{functions.form}")
+    how = f"strategy {functions.strategy}"
+    if functions.rule.asynchronous:  # no strategy is run: of the one that was asked for the wire alone counts
+        how = f"wire {functions.strategy.partition(':')[2]}"
+    recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
     if idle := rules.without_effect(experiment.rule):
         recorder.say(f"without effect in rule {experiment.rule.name}: {', '.join(f'rule.{name}' for name in idle)}")
     if functions.why:

@@ -194,6 +194,9 @@ def outcome(folder: Path) -> dict[str, Any]:
         return {"failed": "the held-out loss is not finite"}
     curve = [[row["epoch"], row["eval_loss"]] for row in evaluations]
     kept = {name: value for name, value in evaluations[-1].items() if name.startswith("eval_")}
+    apart = [row for row in rows if row["kind"] == "workers"]
+    if apart:
+        kept["worker_steps"] = apart[-1]["worker_steps"]
     return {**kept, "curve": curve, "loss": steps[-1]["loss"], "elapsed_s": evaluations[-1]["elapsed_s"]}
 
 
@@ -257,6 +260,7 @@ class Summary(NamedTuple):
     error: float  # standard error
     difference: float
     difference_error: float
+    shares: list[float]  # of the steps, by worker, mean over seeds; none where workers keep step
 
     @property
     def within(self) -> str:
@@ -293,8 +297,14 @@ def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
         values = [metric(row) for row in by_seed.values()]
         apart = [metric(by_seed[seed]) - metric(reference[seed]) for seed in by_seed if seed in reference]
         of_values, of_apart = ((mean_of(x), standard_error(x)) for x in (values, apart))
-        made.append(Summary(title(cell, study), of_mean, len(values), failed, *of_values, *of_apart))
+        shares = mean_shares([row["worker_steps"] for row in by_seed.values() if "worker_steps" in row])
+        made.append(Summary(title(cell, study), of_mean, len(values), failed, *of_values, *of_apart, shares))
     return made
+
+
+def mean_shares(runs: Sequence[Sequence[int]]) -> list[float]:
+    """Each worker's share of the steps of a run, mean over runs."""
+    return [statistics.mean(each) for each in zip(*([made / sum(run) for made in run] for run in runs), strict=True)]
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -320,7 +330,9 @@ def table(study: Study, made: Sequence[Summary]) -> str:
         seeds = f"{row.seeds}, {row.failed} failed" if row.failed else row.seeds
         compared = f"{with_error(row.difference, row.difference_error, '+')} | {row.within}"
         shown = "reference | " if i == 0 else compared
-        lines.append(f"| {row.title} | {seeds} | {with_error(row.mean, row.error)} | {shown} |")
+        shares = " ".join(f"{100 * share:.0f}" for share in row.shares)
+        asked = f"{row.title}; shares of workers {shares} %" if shares else row.title
+        lines.append(f"| {asked} | {seeds} | {with_error(row.mean, row.error)} | {shown} |")
     return "\n".join(lines)
 
 

@@ -127,6 +127,7 @@ def test_workers_of_equal_speed_begin_together_and_make_equal_shares(name, tmp_p
     assert min(made) * 3 >= 0.8 * sum(made), made
     assert max(made) * 3 <= 1.2 * sum(made), made
     assert f"worker steps {' '.join(map(str, made))}" in ended.out
+    assert f"rule {name}, wire 32\n" in ended.out  # no strategy is run
     assert "fallen behind" not in ended.out
 
 
