@@ -251,6 +251,22 @@ def mean_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
     return total.at[places].set(total[places] / len(places))
 
 
+def paid(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """What one worker alone applies: its gradients and all it still owes, as after a resume; nothing is compressed.
+
+    m = g + e, in the dtype of g ;  e <- what that rounds off: zero for f32
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    error = structure.flatten_up_to(state.error)
+    meant = [g if e is None else g.astype(jnp.float32) + e.reshape(g.shape) for g, e in zip(leaves, error, strict=True)]
+    out = [m.astype(g.dtype) for m, g in zip(meant, leaves, strict=True)]
+    owed = [
+        None if e is None else (m - x.astype(jnp.float32)).reshape(e.shape)
+        for m, x, e in zip(meant, out, error, strict=True)
+    ]
+    return jax.tree.unflatten(structure, out), state._replace(error=jax.tree.unflatten(structure, owed))
+
+
 # ---------------------------------------------------------------- the table
 
 

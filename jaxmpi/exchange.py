@@ -274,7 +274,7 @@ def exchange_gradients(
 
 
 def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | None) -> optax.GradientTransformation:
-    """A compressor as an Optax transformation; with one worker nothing is compressed."""
+    """A compressor as an Optax transformation; one worker applies what is owed, and compresses nothing."""
     compressor, strategy = compressors.parse(spelling)
     mean = functools.partial(exchange, strategy=strategy.name, bucket_bytes=bucket_bytes)
 
@@ -295,7 +295,7 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
         workers: Comm = workers_of(comm)
         check_leaves(updates)
         if workers.size == 1:
-            return updates, state
+            return compressors.paid(updates, state)
         choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
         workers.sign(choice.statement(updates, TRACED if traced else "exchange"))
         if traced:

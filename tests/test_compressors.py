@@ -66,6 +66,29 @@ def one_step_off(spelling: str, meant: np.ndarray) -> np.ndarray:
     return (workers + 4) * U * mean + 2 * (2 * rank + workers + 2) * U * rank * length
 
 
+@pytest.mark.parametrize("spelling", ["lowrank1", "topk5"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_one_worker_that_goes_on_applies_what_the_others_and_it_owe(spelling, dtype):
+    """As a resume gives it: the mean of what all owe. float16 rounds, and what it rounds off is owed on."""
+    init, update = over_workers(spelling)
+    state, sent, meant = init(gradients(0)), np.zeros((40, 24)), np.zeros((40, 24))
+    for step in range(4):
+        grads = gradients(step)
+        out, state = update(grads, state)
+        sent += np.asarray(out["dense"], np.float64)[0]
+        meant += grads["dense"].astype(np.float64).mean(0)
+    resumed = jax.tree.map(lambda x: x.mean(0), state)
+    alone = exchange_gradients(spelling, comm=axis(1))
+    own = jax.tree.map(lambda x: x[0], gradients(9, dtype=dtype))
+    out, state = jax.jit(alone.update)(own, resumed)
+    assert all(out[name].dtype == own[name].dtype for name in SHAPES)
+    left = sent + np.asarray(out["dense"], np.float64) + np.asarray(state.error["dense"], np.float64).reshape(40, 24)
+    # Five additions of numbers below 64, of which four are bounded as in the test below.
+    assert np.abs(left - meant - own["dense"].astype(np.float64)).max() <= 5 * 64 * (2 * WORKERS + 8) * 2.0**-24
+    assert np.abs(np.asarray(state.error["dense"])).max() <= (0 if dtype == np.float32 else 64 * 2.0**-11)
+    assert out["scalar"].tobytes() == own["scalar"].tobytes()  # travels whole, and is owed nothing
+
+
 @pytest.mark.parametrize(
     "spelling", ["lowrank1", "lowrank3/ring32", "topk5", "topk1/tree", "topk5/asa16", "topk5/asa:bf16", "topk5/asa8"]
 )
