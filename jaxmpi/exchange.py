@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from jaxmpi import compressors
 from jaxmpi.buckets import Order, fuse, plan, split, split_all
+from jaxmpi.calls import check_in_program, one_thread
 from jaxmpi.comm import Comm, MpiComm, workers_of
 from jaxmpi.compressors import Peers
 from jaxmpi.config import UsageError, check, check_bucket_bytes, lookup
@@ -52,13 +53,15 @@ def exchange(
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
         order: in which leaves come to exist; buckets are then those of `overlap.exchange`. Default: as in the tree.
 
-    Communicates: a comparison of structure and options between ranks, then the strategy once a bucket. Inside jit they
-    are compared while tracing only: ranks that call it with different trees, both traced before, are not caught.
+    Communicates: a comparison of structure and options between ranks, then the strategy once a bucket. Inside jit these
+    are compared while tracing; whenever the program runs on CPUs, ranks compare which exchange they have come to. Ranks
+    at different ones end the job, and say which.
 
     Raises:
         UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
-            16- or 32-bit float (by path); ranks whose trees or options differ (rank, path, got, expected); a call under
-            `jax.grad`, or over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
+            16- or 32-bit float (by path); ranks whose trees or options differ (rank, path, got, expected); a call by
+            one thread while another is in one; under `jax.grad`, or over MPI ranks under `jax.vmap`; a bucket of 2^31
+            floats over MPI.
     """
     check_op(op)
     check_bucket_bytes(bucket_bytes)
@@ -68,13 +71,20 @@ def exchange(
     if not leaves:
         return tree
     comm = workers_of(comm)
-    if is_auto(strategy):
-        strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
-    choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
-    if is_traced(leaves):
-        choice.comm.sign(choice.statement(tree, TRACED))
-        return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, choice.comm) for leaf in leaves]))
-    return _outside_jit(choice)(tree)
+    with one_thread(comm):
+        if is_auto(strategy):
+            strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
+        choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
+        if is_traced(leaves):
+            comm.sign(choice.statement(tree, TRACED))
+            check_in_program(comm, f"{choice.strategy}, {op} of {count_of(leaves)}")
+            return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, comm) for leaf in leaves]))
+        return _outside_jit(choice)(tree)
+
+
+def count_of(leaves: Sequence[Any]) -> str:
+    """How much is exchanged, in words."""
+    return f"{sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
 
 
 def check_strategy(strategy: str) -> None:
@@ -297,11 +307,13 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
         if workers.size == 1:
             return compressors.paid(updates, state)
         choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
-        workers.sign(choice.statement(updates, TRACED if traced else "exchange"))
-        if traced:
-            total, state = run(updates, state)
-        else:
-            total, state = compressor.compress(updates, state, outside_jit(workers))
+        with one_thread(workers):
+            workers.sign(choice.statement(updates, TRACED if traced else "exchange"))
+            if traced:
+                check_in_program(workers, f"{spelling}, {op} of {count_of(jax.tree.leaves(updates))}")
+                total, state = run(updates, state)
+            else:
+                total, state = compressor.compress(updates, state, outside_jit(workers))
         return total if op == "mean" else jax.tree.map(lambda x: x * workers.size, total), state
 
     return optax.GradientTransformation(lambda params: compressor.init(params), update)

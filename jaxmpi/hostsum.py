@@ -79,7 +79,7 @@ class SharedSum:
         self.name, self.effect = name, effect
         self.rank, self.size = host.local_rank, host.local_size
         self.slots = max(16, 2 * self.size)  # half of them lie between the first rank and the last
-        memory, self.chunk = map_together(host, self.slots)
+        memory, self.chunk = map_together(host, lambda: make_file(self.size, self.slots))
         self.board = Board(memory, self.rank, self.size, timeout_s)
         host.host_barrier()
         self.board.check_all_here()
@@ -147,7 +147,7 @@ class SharedSum:
             check(sizes == tuple(total.size for total in totals), f"operands have sizes {sizes}, results others")
             # NaN and infinity pass through to all ranks.
             with spans.span("wait", "sum in shared memory"), self.lock, np.errstate(all="ignore"):
-                self.board.begin(sizes, float(divisor))
+                self.board.begin((digest(sizes, float(divisor)), len(sizes), sum(sizes)))
                 self._run(vectors, totals, sizes, np.float32(divisor))
         except BaseException:
             self.board.fail()
@@ -316,6 +316,8 @@ def table_bytes(size: int) -> int:
 class Board:
     """Counters of all ranks of a host, and how to wait for them."""
 
+    what = "a sum"  # that ranks wait for each other in, for messages
+
     def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float) -> None:
         """Take a fresh table, of zeros, and say that this rank is here."""
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -338,18 +340,22 @@ class Board:
             "that they are on one host; start all of them in one container, or use another strategy, such as asa",
         )
 
-    def begin(self, sizes: tuple[int, ...], divisor: float) -> None:
-        """Start a call: say what this rank brings."""
+    def begin(self, header: tuple[int, int, int]) -> None:
+        """Start a call: say what this rank brings; of a sum the digest, the number of vectors and of floats."""
         self._check_none_failed()
         self.call += 1
         start = self.rank * ROW + HEADER + 3 * (self.call % 2)
-        for i, word in enumerate((digest(sizes, divisor), len(sizes), sum(sizes))):
+        for i, word in enumerate(header):
             self.words[start + i] = word
+
+    def header(self, rank: int) -> list[int]:
+        """What a rank that has come to this call brings."""
+        start = rank * ROW + HEADER + 3 * (self.call % 2)
+        return [*self.words[start : start + 3]]
 
     def check_same(self, rank: int) -> None:
         """Refuse a rank that has come to this call with something else."""
-        start = HEADER + 3 * (self.call % 2)
-        mine, theirs = ([*self.words[r * ROW + start : r * ROW + start + 3]] for r in (self.rank, rank))
+        mine, theirs = self.header(self.rank), self.header(rank)
         check(
             mine == theirs,
             f"local rank {rank} sums {theirs[1]} vectors of {theirs[2]} floats in all, local rank {self.rank} "
@@ -404,12 +410,13 @@ class Board:
             if arrived[other] == self.call:
                 self.check_same(other)
         if self._has_ended(rank):
-            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in a sum")
+            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in {self.what}")
         if waited_s > self.timeout_s:
             late = [other for other in range(self.size) if arrived[other] < self.call] or [rank]
             raise TrainingError(
-                f"local rank {self.rank} waited {waited_s:.0f} s in a sum for local rank {', '.join(map(str, late))}; "
-                "all ranks must sum as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                f"local rank {self.rank} waited {waited_s:.0f} s in {self.what} for local rank "
+                f"{', '.join(map(str, late))}; all ranks must come to it as often ("
+                "JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
 
     def fail(self) -> None:
@@ -418,7 +425,9 @@ class Board:
 
     def _check_none_failed(self) -> None:
         if failed := self.words[self.failed]:
-            raise TrainingError(f"local rank {failed - 1} failed in a sum over this host; its own message says why")
+            raise TrainingError(
+                f"local rank {failed - 1} failed in {self.what} over this host; its own message says why"
+            )
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank's process is gone, as far as this one can see."""
@@ -429,6 +438,38 @@ class Board:
                 return file.read().rpartition(")")[2].split()[0] in "ZX"  # dead, though nobody has asked how
         except FileNotFoundError:
             return True
+
+
+class Roll(Board):
+    """Where ranks of a host compare a number before they go on; a wait each, and no message."""
+
+    what = "the comparison of exchanges"
+
+    def __init__(self, host: Host, timeout_s: float = TIMEOUT_S) -> None:
+        """Map a page of shared memory; all ranks of the host must come here together.
+
+        Raises:
+            UsageError: as of `SharedSum`.
+        """
+        size_bytes = table_bytes(host.local_size)
+        memory, _ = map_together(host, lambda: reserved(size_bytes))
+        super().__init__(memory, host.local_rank, host.local_size, timeout_s)
+        host.host_barrier()
+        self.check_all_here()
+
+    def same(self, number: int) -> bool:
+        """Wait for all ranks of the host; whether all have come with this number: one answer for all.
+
+        Raises:
+            TrainingError: a rank has ended, or not come within the time limit; it is named.
+        """
+        self.begin((number, 0, 0))
+        self.post(ARRIVED, self.call)
+        self.wait_for_all(ARRIVED, self.call)
+        return all(self.header(rank)[0] == number for rank in range(self.size))
+
+    def check_same(self, rank: int) -> None:
+        """Nothing while ranks still wait: all are to learn of a difference."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -450,47 +491,63 @@ def segment_bytes(size: int, slots: int, chunk: int) -> int:
     return table_bytes(size) + 4 * (2 * SMALL + slots * chunk)
 
 
-def map_together(host: Host, slots: int) -> tuple[mmap.mmap, int]:
+class Made(NamedTuple):
+    """A file to map."""
+
+    path: str  # empty where there is none
+    size_bytes: int = 0
+    chunk: int = 0  # floats of a chunk in it
+    trouble: str = ""  # why there is none
+
+
+def map_together(host: Host, make: Callable[[], Made]) -> tuple[mmap.mmap, int]:
     """Memory that all ranks of a host share, zeroed, and the floats of a chunk in it.
 
     A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
     """
     host.host_barrier()  # all are here, so the file's name lasts for a moment only
-    path, chunk, trouble = host.from_first(lambda: make_file(host.local_size, slots))
-    check(bool(path), trouble)
-    size_bytes = segment_bytes(host.local_size, slots, chunk)
+    made = host.from_first(make)
+    check(bool(made.path), made.trouble)
     try:
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), size_bytes)
+        with open(made.path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), made.size_bytes)
     except OSError:  # the first call finds that ranks do not see each other
-        memory = mmap.mmap(-1, size_bytes)
+        memory = mmap.mmap(-1, made.size_bytes)
     host.host_barrier()
     if host.local_rank == 0:
-        os.unlink(path)
-    return memory, chunk
+        os.unlink(made.path)
+    return memory, made.chunk
 
 
-def make_file(size: int, slots: int) -> tuple[str, int, str]:
-    """Path, floats of a chunk, and what is wrong where there is no path."""
+def make_file(size: int, slots: int) -> Made:
+    """A file for sums, with the longest chunks for which there is room."""
     room = SEGMENT_BYTES - segment_bytes(size, slots, 0)
     chunk, trouble = min(CHUNK, room // (4 * slots * LEAST) * LEAST), ""
     while chunk >= LEAST:
-        handle, path = tempfile.mkstemp(prefix="jaxmpi-", dir=folder())
-        try:
-            reserve(handle, segment_bytes(size, slots, chunk))
-            return path, chunk, ""
-        except OSError as error:
-            os.unlink(path)
-            trouble = error.strerror
-        finally:
-            os.close(handle)
+        made = reserved(segment_bytes(size, slots, chunk))
+        if made.path:
+            return made._replace(chunk=chunk)
+        trouble = made.trouble
         chunk = chunk // 2 // LEAST * LEAST
     need = segment_bytes(size, slots, LEAST)
-    return (
-        "",
-        0,
-        f"no {need} bytes for {size} ranks in {folder()} ({trouble}); enlarge it, or use another strategy: asa",
-    )
+    why = f"no {need} bytes for {size} ranks in {folder()} ({trouble}); enlarge it, or use another strategy: asa"
+    return Made("", trouble=why)
+
+
+def reserved(size_bytes: int) -> Made:
+    """A file of that size in memory, if there is room."""
+    try:
+        handle, path = tempfile.mkstemp(prefix="jaxmpi-", dir=folder())
+    except OSError as error:
+        return Made("", trouble=str(error.strerror))
+    try:
+        reserve(handle, size_bytes)
+        return Made(path, size_bytes)
+    except OSError as error:
+        os.unlink(path)
+        return Made("", trouble=str(error.strerror))
+    finally:
+        os.close(handle)
 
 
 def reserve(handle: int, size_bytes: int) -> None:

@@ -273,7 +273,7 @@ def test_others_learn_of_a_sum_that_cannot_begin(has_failed_before, monkeypatch)
     with pytest.raises(MemoryError):
         engine.sum_now([jax.numpy.ones(2)])
     with pytest.raises(jm.TrainingError, match="local rank 0 failed in a sum"):
-        engine.board.begin((2,), 1.0)
+        engine.board.begin((1, 1, 2))
     engine.close()
 
 

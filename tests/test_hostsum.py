@@ -191,7 +191,7 @@ def test_pieces_cover_every_vector_once(sizes):
 
 @pytest.mark.parametrize("size", [1, 2, 8, 64, 256])
 def test_shared_memory_stays_under_48_mib_a_host_whatever_the_vectors(size):
-    path, chunk, trouble = hostsum.make_file(size, max(16, 2 * size))
+    path, _, chunk, trouble = hostsum.make_file(size, max(16, 2 * size))
     try:
         assert trouble == ""
         assert chunk % 16 == 0 < chunk
@@ -231,7 +231,7 @@ def test_an_absent_rank_is_named_when_time_is_up(n, tiny):
     assert came[1] is None
     assert all(isinstance(came[rank], TrainingError) for rank in (0, 2))
     texts = [str(came[rank]) for rank in (0, 2)]
-    assert any("s in a sum for local rank 1; all ranks must sum as often" in text for text in texts), texts
+    assert any("s in a sum for local rank 1; all ranks must come to it as often" in text for text in texts), texts
 
 
 def test_a_failed_rank_ends_the_sums_of_all_and_later_ones(tiny):
@@ -268,7 +268,7 @@ LITTLE_ROOM = """
 import resource, sys
 from jaxmpi import hostsum
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-path, chunk, trouble = hostsum.make_file(8, 16)
+path, _, chunk, trouble = hostsum.make_file(8, 16)
 print(bool(path), chunk, trouble)
 if path: hostsum.os.unlink(path)
 """

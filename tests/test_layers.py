@@ -28,6 +28,7 @@ ORDER = [
     "hostcomm",
     "courier",
     "engine",
+    "calls",
     "sums",
     "plan",
     "exchange",
