@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,13 @@ from jaxmpi.anatomy import Anatomy, Window, by_name, summary_apart
 from jaxmpi.center import END, LEAVE, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.checkpoint import Apart
 from jaxmpi.config import ON_STALL, Experiment, RuleConfig, TrainingError, check
+from jaxmpi.plain import HeldFolder
 from jaxmpi.post import Counter, FarLine, Gossiper, Line, NearLine, converse
 from jaxmpi.processes import AGREE_TIMEOUT_S, MpiProcesses, named_leaves
 from jaxmpi.recorder import Recorder
 from jaxmpi.rules import Asynchronous, Rule
 from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.saver import refuge, written
 from jaxmpi.state import TrainState
 from jaxmpi.watchdog import STALLED
 from jaxmpi.workers import Workers, to_device
@@ -350,7 +352,7 @@ class Worker:
         """f64[workers, Spent]: where the time of all has gone, as last reported."""
         return self._talk(TIMES, None, None).times
 
-    def write_if_asked(self, apart: Apart, state: TrainState, answer: Answer) -> None:
+    def write_if_asked(self, apart: Apart, home: HeldFolder, state: TrainState, answer: Answer) -> None:
         """This worker's part of a checkpoint that has been begun."""
         save = answer.books.save
         if save <= self.saved:
@@ -360,10 +362,8 @@ class Worker:
         for path, leaf in named_leaves(host):
             if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
                 raise TrainingError(f"{path} of worker {self.number} is not finite: not saved, earlier ones stay")
-        try:
+        with written(step, home):
             apart.write_own(step, self.number, {**host._asdict(), "weight": np.array(self.gossip.weight)})
-        except OSError as error:
-            raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}") from error
         self.saved = save
 
     def close(self, is_left: bool) -> None:
@@ -415,7 +415,7 @@ class Keeper:
     def __init__(self, worker: Worker, job: "Job") -> None:
         """Go on from where the run starts."""
         self.worker, self.course, self.duties, start = worker, job.course, job.duties, job.start
-        self.recorder, self.apart = job.recorder, job.apart
+        self.recorder, self.apart, self.home = job.recorder, job.apart, job.home
         self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
         self.logged, self.evaluated, self.begun = -1, start.step, start.step  # steps
         self.number = 0.0  # of the last checkpoint: its step + 1, and 1/2 more for that of the end, maybe of that step
@@ -441,12 +441,21 @@ class Keeper:
         if step // course.eval_every > self.evaluated // course.eval_every:
             self.evaluate(state, step)
         if step // course.save_every > self.begun // course.save_every and not self.is_writing:
-            self.begin(step, answer)
+            self.begin(step, state, answer)
 
-    def begin(self, step: int, answer: Answer) -> None:
-        """Have all workers write their parts of a checkpoint."""
-        self.apart.begin(step)
-        self.begun, self.at, self.is_writing = step, answer.tally, True
+    def begin(self, step: int, state: TrainState, answer: Answer) -> None:
+        """Have all workers write their parts of a checkpoint.
+
+        Raises:
+            TrainingError: it cannot be written; or the run directory is gone, moved or replaced: then the center is
+                saved elsewhere.
+        """
+        self.begun, self.at = step, answer.tally
+        if fate := self.home.fate():
+            self.end_elsewhere(state, fate)
+        with written(step, self.home):
+            self.apart.begin(step)
+        self.is_writing = True
         self.number = step + 1 + self.worker.is_done / 2
 
     def evaluate(self, state: TrainState, step: int) -> None:
@@ -457,10 +466,26 @@ class Keeper:
 
     def commit(self, state: TrainState) -> None:
         """Make a checkpoint of the parts."""
-        extra = self.duties.extra() | {"tally": [*map(float, self.at)]}
         score = self.result.get("eval_loss") if self.evaluated == self.begun else None
-        self.apart.end(self.begun, {"center": self.shared(state)}, extra, score)
+        with written(self.begun, self.home):
+            self.apart.end(self.begun, {"center": self.shared(state)}, self.extra(), score)
         self.is_writing = False
+
+    def extra(self) -> dict[str, Any]:
+        """JSON values beside the state in a checkpoint."""
+        return self.duties.extra() | {"tally": [*map(float, self.at)]}
+
+    def end_elsewhere(self, state: TrainState, fate: str) -> NoReturn:
+        """Save the center elsewhere, from which all workers can go on, and end the run."""
+        place = refuge(self.home, self.recorder.copy_to)
+        apart = self.apart._replace(folder=place / "checkpoints")
+        with written(self.begun, self.home):
+            apart.begin(self.begun)
+            apart.end(self.begun, {"center": self.shared(state)}, self.extra(), None)
+        raise TrainingError(
+            f"run directory {str(self.home.path)!r} {fate}; the center is saved at step {self.begun} in "
+            f"{str(place)!r}: go on with --resume --run-dir {place}"
+        )
 
     def shared(self, state: TrainState) -> PyTree:
         """The params that stand for all workers'."""
@@ -522,7 +547,7 @@ class Keeper:
         self.log(step, answer)
         if step == self.course.total_steps:
             self.evaluate(state, step)
-        self.begin(step, answer)
+        self.begin(step, state, answer)
         while self.is_writing:
             answer = self.again(state)
         if traced := self.worker.tracer.merge(self.worker.workers):
@@ -538,7 +563,7 @@ class Keeper:
         """Report, write what is asked for, look."""
         time.sleep(LOOK_S)
         answer = self.worker.tell(self.asks())
-        self.worker.write_if_asked(self.apart, state, answer)
+        self.worker.write_if_asked(self.apart, self.home, state, answer)
         self.look(state, answer)
         return answer
 
@@ -568,7 +593,7 @@ class Job(NamedTuple):
     duties: Duties
     recorder: Recorder
     apart: Apart
-    folder: Path  # the run's
+    home: HeldFolder  # the run directory
     traced: trace.Steps  # of each worker's own count
     profiler: trace.Profiler
     lookout: "Lookout"
@@ -626,7 +651,7 @@ def run(job: Job) -> dict[str, float]:
     """
     rule = job.rule.asynchronous
     assert rule is not None
-    tracer = trace.Apart(job.traced, job.workers.processes, job.folder / "trace.json")
+    tracer = trace.Apart(job.traced, job.workers.processes, job.home.path / "trace.json")
     post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
     source = job.duties.batches(int(job.start.state.step)) if post.lines else None
     serve = partial(kept_open, job, post.counter) if post.counter else None
@@ -717,7 +742,7 @@ def work(
         pending.clear()
         asks = (keeper.asks() if keeper else {}) | {"leave": float(job.duties.is_called_away())}
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
-        worker.write_if_asked(job.apart, state, answer)
+        worker.write_if_asked(job.apart, job.home, state, answer)
         if keeper:
             keeper.look(state, answer)
         anatomy.restart()  # a talk has been counted, and the record and checkpoints are no training
@@ -734,5 +759,5 @@ def wait_for_word(job: Job, worker: Worker, state: TrainState) -> None:
     answer = worker.tell({})
     while not answer.books.closing:
         time.sleep(LOOK_S)
-        worker.write_if_asked(job.apart, state, answer)
+        worker.write_if_asked(job.apart, job.home, state, answer)
         answer = worker.tell({})

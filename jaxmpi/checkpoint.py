@@ -104,8 +104,7 @@ def save(
     """
     final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
     if processes.rank == 0:
-        drop_cut_off(folder)
-        aside.mkdir(parents=True)
+        make_aside(aside)
     processes.barrier()
     index = {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}
     every = {name: rows for text in processes.gather(json.dumps(index)) for name, rows in json.loads(text).items()}
@@ -138,8 +137,7 @@ class Apart(NamedTuple):
 
     def begin(self, step: int) -> None:
         """Worker 0, before the others hear of it."""
-        drop_cut_off(self.folder)
-        self.aside(step).mkdir(parents=True)
+        make_aside(self.aside(step))
 
     def write_own(self, step: int, worker: int, tree: PyTree) -> None:
         """A worker's part, then its index, which says that the part is whole."""
@@ -160,6 +158,13 @@ class Apart(NamedTuple):
             left.unlink()
         facts = {"workers": self.workers, "score": score, "files": files, "extra": dict(extra)}
         commit(self.folder, step, facts, self.keep)
+
+
+def make_aside(aside: Path) -> None:
+    """Make the folder in which a checkpoint is written, but not the run directory: if that is gone it stays gone."""
+    aside.parent.mkdir(exist_ok=True)
+    drop_cut_off(aside.parent)
+    aside.mkdir()
 
 
 def drop_cut_off(folder: Path) -> None:

@@ -1,10 +1,76 @@
-"""Files that a stranger may have made: opened only where they are plain files, of a size that was asked for."""
+"""Files that a stranger may have made, opened only if they are plain files; folders that others may take away."""
 
+import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
 
 from jaxmpi.config import UsageError, check
+
+
+class HeldFolder:
+    """A folder held by its descriptor: it stays the same folder, whatever others do to its name.
+
+    A path is looked up anew at every use. If someone removes, moves or replaces the folder while a run goes on, the
+    path leads nowhere, or to what another job has made there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Hold the folder that the path leads to now.
+
+        Raises:
+            OSError: it is none, or cannot be read.
+        """
+        self.path = path
+        self.lock: int | None = None  # descriptor of its file `lock`, if that alone keeps other jobs away
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def try_lock(self) -> bool:
+        """Lock the folder itself, until it is closed or the process ends; False if its file system has no such locks.
+
+        Raises:
+            BlockingIOError: another process has it.
+        """
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (*NO_LOCKS, errno.EBADF, errno.EINVAL):  # those two where NFS wants a file
+                raise
+            return False
+        return True
+
+    def fate(self) -> str:
+        """A sentence without its subject if the path no longer leads to the folder; empty if it does."""
+        if is_same(self._handle, self.path):
+            return "" if self._keeps_lock(self.path) else "has lost its file `lock`, so another job may be in it"
+        place = self.place()
+        if place is None:
+            return "has been removed while the run went on"
+        return f"has been moved to {str(place)!r} while the run went on"
+
+    def place(self) -> Path | None:
+        """Its path as the kernel knows it; None if it is removed, or another job may be in it. Linux only."""
+        place = Path(os.readlink(f"/proc/self/fd/{self._handle}"))  # of a removed one with ` (deleted)` behind it
+        return place if is_same(self._handle, place) and self._keeps_lock(place) else None
+
+    def _keeps_lock(self, place: Path) -> bool:
+        return self.lock is None or is_same(self.lock, place / "lock")
+
+    def close(self) -> None:
+        """Let go of it, and of its lock."""
+        os.close(self._handle)
+
+
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems without locks
+
+
+def is_same(handle: int, path: Path) -> bool:
+    """Whether a path leads to what a descriptor holds."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except OSError:
+        return False
 
 
 def open_plain(path: str | Path, expected: str, follow: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 import sys
 import threading
@@ -200,6 +201,11 @@ class Recorder:
             self._file.close()
             cut_record(Path(self._file.name), step)
             self._file = Path(self._file.name).open("a")
+
+    def copy_to(self, folder: Path) -> None:
+        """Write the record so far into another folder, even if its own file has been removed."""
+        if self._file:
+            shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", folder / "record.jsonl")
 
     def close(self) -> None:
         """Close the record, the sinks and the panel."""

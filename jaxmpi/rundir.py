@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import errno
 import fcntl
 import itertools
 import os
@@ -20,7 +19,7 @@ from jaxmpi import config
 from jaxmpi import experiment as experiments
 from jaxmpi.checkpoint import found, newest
 from jaxmpi.config import ExchangeConfig, Experiment, UsageError, check
-from jaxmpi.plain import refuse_ways_out
+from jaxmpi.plain import NO_LOCKS, HeldFolder, refuse_ways_out
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
 
@@ -37,63 +36,104 @@ def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
 
 
 @contextlib.contextmanager
-def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> Iterator[Path]:
-    """The run directory that rank 0 chose, seen by all ranks; no other job gets it meanwhile.
+def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> Iterator[HeldFolder]:
+    """The run directory that rank 0 chose, held by all ranks; no other job gets it meanwhile.
 
     Raises:
         UsageError: it holds a run already and the run is not to be resumed, or the reverse; another job is at it; or a
             rank does not see it.
     """
     with contextlib.ExitStack() as held:
-        claimed = str(claim(experiment, name, held)) if processes.rank == 0 else ""
-        folder = Path(processes.gather(claimed)[0])
-        check(
-            folder.is_dir(),
-            f"run directory {str(folder)!r} is not seen by this host; put it on a file system that all hosts share",
-        )
-        yield folder
+        home = claim(experiment, name, held) if processes.rank == 0 else None
+        folder = Path(processes.gather(str(home.path) if home else "")[0])
+        if home is None:
+            home = seen(folder)
+            held.callback(home.close)
+        yield home
 
 
-def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Path:
-    """Choose the run directory, make it and its record, and lock it."""
+def seen(folder: Path) -> HeldFolder:
+    """The run directory that another rank has chosen.
+
+    Raises:
+        UsageError: this host has none of that name.
+    """
     try:
+        return HeldFolder(folder)
+    except OSError as error:
+        raise UsageError(
+            f"run directory {str(folder)!r} is not seen by this host ({error.strerror}); put it on a file system that "
+            "all hosts share"
+        ) from error
+
+
+@contextlib.contextmanager
+def usable() -> Iterator[None]:
+    """Have an error of the file system name the run directory and the way out.
+
+    Raises:
+        UsageError: in the place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
+
+
+def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> HeldFolder:
+    """Choose the run directory, make it and its record, and lock it."""
+    with usable():
         folder = resumed(experiment, name) if experiment.resume else new(experiment, name)
         refuse_ways_out(
             folder,
             f"run directory {str(folder)!r}",
             "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
         )
-        held.enter_context(locked(folder))
+        home = held.enter_context(locked(folder))
         if not experiment.resume:
             begin_record(folder)
-    except OSError as error:
-        raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
-    return folder
+    return home
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other jobs away, also those of other hosts where the file system can; the lock goes with the process.
+def locked(folder: Path) -> Iterator[HeldFolder]:
+    """Keep other jobs away, also those of other hosts if the file system can; the lock goes with the process.
+
+    Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file says who
+    holds them.
 
     Raises:
         UsageError: another job has it: its host and process.
     """
-    with (folder / "lock").open("a+", errors="backslashreplace") as file:
+    with contextlib.ExitStack() as held:
+        home = HeldFolder(folder)
+        held.callback(home.close)
         try:
+            is_locked = home.try_lock()
+            file = held.enter_context((folder / "lock").open("a+", errors="backslashreplace"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            home.lock = None if is_locked else file.fileno()
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read(200).strip() or "another job"
             raise UsageError(
-                f"run directory {str(folder)!r} is in use by {holder}; wait for its end, or name another with --run-dir"
+                f"run directory {str(folder)!r} is in use by {holder(folder)}; wait for its end, or name another with "
+                "--run-dir"
             ) from None
-        except OSError as error:  # a file system without locks
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
                 raise
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        yield home
+
+
+def holder(folder: Path) -> str:
+    """The job that has locked a run directory, by its own word."""
+    try:
+        with (folder / "lock").open(errors="backslashreplace") as file:
+            return file.read(200).strip() or "another job"
+    except OSError:  # the file has been removed
+        return "another job"
 
 
 def begin_record(folder: Path) -> None:

@@ -1,9 +1,11 @@
 """Checkpoints in the background: a step waits for the copy in memory, a thread writes it."""
 
+import contextlib
+import itertools
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from jaxmpi import checkpoint, rundir
 from jaxmpi.checkpoint import Files, Kept, is_float
 from jaxmpi.config import Experiment, TrainingError, UsageError
 from jaxmpi.parts import Functions, Plan
+from jaxmpi.plain import HeldFolder
 from jaxmpi.processes import Processes, named_leaves
 from jaxmpi.replicas import tree_digest
 from jaxmpi.rules import Rule
@@ -26,7 +29,7 @@ class Saver:
 
     def __init__(
         self,
-        folder: Path,
+        home: HeldFolder,
         processes: Processes,
         *,
         workers: int,
@@ -37,11 +40,12 @@ class Saver:
         """Ranks that may send from two threads get a communicator for it; others write in the foreground.
 
         Args:
-            folder: RUN/checkpoints.
+            home: the run directory.
             replicated: whether the rule's state is equal on all workers.
             same_params: whether params are.
         """
-        self._folder, self._workers, self._equal, self._keep = folder, workers, (replicated, same_params), keep
+        self.home, self._folder = home, home.path / "checkpoints"
+        self._workers, self._equal, self._keep = workers, (replicated, same_params), keep
         self._processes = processes.apart() if processes.may_overlap else processes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -66,21 +70,40 @@ class Saver:
 
     def _write(self, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
         try:
-            refuse_not_finite(files, step, self._folder)
-            checkpoint.save(
-                *(self._folder, files, self._processes),
-                step=step,
-                workers=self._workers,
-                extra=extra,
-                keep=self._keep,
-                score=score,
-            )
+            with written(step, self.home):
+                self._save(self._folder, files, step, extra, score)
             self._is_whole = True
-        except OSError as error:
-            kept = last_good(self._folder)
-            self._error = TrainingError(f"the checkpoint of step {step} cannot be written: {error}; {kept}")
         except BaseException as error:
             self._error = error
+
+    def _save(self, folder: Path, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
+        refuse_not_finite(files, step, self._folder)
+        facts = {"workers": self._workers, "extra": extra, "keep": self._keep, "score": score}
+        checkpoint.save(folder, files, self._processes, step=step, **facts)
+
+    def fate(self) -> str:
+        """A sentence without its subject if the run directory is no longer this run's on any rank; empty if it is.
+
+        Communicates: a gather of short texts; all ranks call it, and return the same.
+        """
+        self.wait()
+        return next(filter(None, self._processes.gather(self.home.fate())), "")
+
+    def save_elsewhere(
+        self, states: Mapping[int, TrainState], extra: dict[str, Any], copy: Callable[[Path], None]
+    ) -> Path:
+        """Save at once in the run directory's `refuge`, and return that.
+
+        Args:
+            states: of this process's workers, in host memory.
+            copy: puts the record into a new directory.
+        """
+        place = str(refuge(self.home, copy)) if self._processes.rank == 0 else ""
+        place = Path(self._processes.gather(place)[0])
+        step = int(next(iter(states.values())).step)
+        with written(step, self.home):
+            self._save(place / "checkpoints", checkpoint.files_of(states, *self._equal), step, extra, None)
+        return place
 
     def last_good(self) -> str:
         """The newest checkpoint, for errors."""
@@ -109,6 +132,45 @@ class Saver:
             self._thread.join(0.5)  # so that signals are heard
         self._thread = None
         self.poll()
+
+
+@contextlib.contextmanager
+def written(step: int, home: HeldFolder) -> Iterator[None]:
+    """Have an error of the file system say which checkpoint is not written, and which is there.
+
+    Raises:
+        TrainingError: in the place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        fate = f" (run directory {str(home.path)!r} {home.fate()})" if home.fate() else ""
+        kept = last_good(home.path / "checkpoints")
+        raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}{fate}; {kept}") from error
+
+
+def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
+    """The directory for the last checkpoint of a run that has lost its own: where that is now, or a new one beside it.
+
+    Args:
+        copy: puts the record into a new directory.
+
+    Raises:
+        TrainingError: none can be made.
+    """
+    if place := home.place():
+        return place
+    try:
+        for number in itertools.count(1):
+            place = home.path.with_name(f"{home.path.name}-saved-{number}")
+            with contextlib.suppress(FileExistsError):
+                place.mkdir(parents=True)
+                copy(place)
+                return place
+    except OSError as error:
+        text = f"run directory {str(home.path)!r} {home.fate()}, and there is no place for another: {error}"
+        raise TrainingError(f"{text}; the run is not saved") from error
+    raise AssertionError  # numbers do not end
 
 
 def refuse_not_finite(files: Files, step: int, folder: Path) -> None:
@@ -153,21 +215,21 @@ def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
 
 
 def open_saver(
-    experiment: Experiment, workers: Workers, functions: Functions, folder: Path, states: dict[int, TrainState]
+    experiment: Experiment, workers: Workers, functions: Functions, home: HeldFolder, states: dict[int, TrainState]
 ) -> Saver:
     """What writes checkpoints.
 
     Raises:
         UsageError: the disk has no room for two.
     """
-    replicated, checkpoints = functions.rule.state_is_replicated, folder / "checkpoints"
+    replicated = functions.rule.state_is_replicated
     same_params = functions.rule.params_are_replicated
     if workers.processes.rank == 0 and functions.exchanges:
         needed_bytes = total_bytes(states, replicated, workers.size, same_params)
-        check_disk(checkpoints, needed_bytes, shutil.disk_usage(folder).free)
+        check_disk(home.path / "checkpoints", needed_bytes, shutil.disk_usage(home.path).free)
     keep = checkpoint.Kept(experiment.keep_checkpoints, experiment.keep_best)
     equal = {"replicated": replicated, "same_params": same_params}
-    return Saver(checkpoints, workers.processes, workers=workers.size, keep=keep, **equal)
+    return Saver(home, workers.processes, workers=workers.size, keep=keep, **equal)
 
 
 def extra_of(experiment: Experiment, plan: Plan, functions: Functions, elapsed_s: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import NamedTuple, TextIO
 
 from jaxmpi import checkpoint, rundir, runtime
 from jaxmpi.config import Experiment, UsageError
+from jaxmpi.plain import HeldFolder
 
 # What a job ends with that starting it again would not mend: done, misused, to be resumed later, interrupted.
 FINAL = (0, runtime.MISUSED, runtime.PREEMPTED, runtime.INTERRUPTED)
@@ -246,9 +247,11 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
 
     Returns: the exit code of the last start.
     """
-    watch, folder = Watch(), None
+    watch, folder, home = Watch(), None, None
     if asked.restarts:
-        folder = run_dir(asked.train_args)
+        with rundir.usable():
+            folder = run_dir(asked.train_args)
+            home = HeldFolder(folder)
         asked = asked._replace(train_args=(*without(asked.train_args, "--run-dir"), "--run-dir", str(folder)))
     before = None
     for start in range(asked.restarts + 1):
@@ -256,9 +259,11 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
         if watch.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's answer before it minds signals
             say("asked to leave before the ranks could save: what is saved stays")
             return runtime.PREEMPTED
-        if code in FINAL or watch.asked or folder is None:
+        if code in FINAL or watch.asked or folder is None or home is None:
             return tell(code, text)
         tell(code, text)
+        if fate := home.fate():
+            return give_up(code, f"run directory {str(folder)!r} {fate}")
         step = newest_step(folder)
         if start == asked.restarts:
             return give_up(code, f"no restart is left of {asked.restarts}")

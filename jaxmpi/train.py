@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from jaxmpi.log import SUMS, Log, open_recorder
 from jaxmpi.modelcheck import check_model
 from jaxmpi.noise import Noise
 from jaxmpi.parts import Functions, Plan, build_functions, initial_states, make_plan, settle_exchange
+from jaxmpi.plain import HeldFolder
 from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, named_leaves, processes
 from jaxmpi.recorder import FORMAT, Recorder, cut_record, write_whole
 from jaxmpi.rules import Rule
@@ -116,14 +117,14 @@ def train_until(
     rules.check_wire(experiment.rule, functions.strategy)
     with (
         watch(experiment, workers) as unwatched,
-        rundir.agreed_run_dir(experiment, name, workers.processes) as folder,
+        rundir.agreed_run_dir(experiment, name, workers.processes) as home,
         plan.feed.kept(guard.Preempted),
         plan.feed.crew,
         plan.validation.crew,  # that one, or one of its own
     ):
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
-        faults.order(experiment.inject, max(begun, workers.size), workers.mine, folder)
-        result = run_in(folder, experiment, workers, plan, functions, root, notice)
+        faults.order(experiment.inject, max(begun, workers.size), workers.mine, home.path)
+        result = run_in(home, experiment, workers, plan, functions, root, notice)
         for text in faults.missed():
             warn(f"{runtime.who()}: --inject {text} has not happened: this rank came to no such place")
         return result
@@ -163,7 +164,7 @@ def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> rund
 
 
 def run_in(
-    folder: Path,
+    home: HeldFolder,
     experiment: Experiment,
     workers: Workers,
     plan: Plan,
@@ -172,7 +173,7 @@ def run_in(
     notice: guard.Notice,
 ) -> dict[str, float]:
     """Start or resume in a run directory, and go on to the end."""
-    is_first = workers.processes.rank == 0
+    is_first, folder = workers.processes.rank == 0, home.path
     states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
     start = saved.step if saved else 0
     if experiment.resume and is_first:
@@ -206,7 +207,7 @@ def run_in(
     pact = survive.pact(experiment, workers, recorder if is_first else None)
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
-    run = assembled(folder, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact)
+    run = assembled(home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact)
     if isinstance(saved, asynchronous.Start):
         with contextlib.closing(recorder):
             return asynchronous.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
@@ -214,7 +215,7 @@ def run_in(
 
 
 def assembled(
-    folder: Path,
+    home: HeldFolder,
     experiment: Experiment,
     workers: Workers,
     plan: Plan,
@@ -229,13 +230,13 @@ def assembled(
     """All that the loop needs, for these workers; all ranks come here together."""
     control = workers.processes
     hosts = control.gather(socket.gethostname())
-    saver = open_saver(experiment, workers, functions, folder, states)
+    saver = open_saver(experiment, workers, functions, home, states)
     leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
     votes = guard.Votes(control, notice, leaves)
-    tracer = Tracer(step_range(experiment.trace, "trace"), control, hosts, folder / "trace.json")
+    tracer = Tracer(step_range(experiment.trace, "trace"), control, hosts, home.path / "trace.json")
     noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None
     return Run(
-        *(experiment, workers, plan, functions, recorder, folder, saver, notice),
+        *(experiment, workers, plan, functions, recorder, home.path, saver, notice),
         guard.Guard(votes, recovery, workers, functions, saver, recorder),
         Log(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
         profiler,
@@ -287,7 +288,7 @@ def apart(run: "Run", start: asynchronous.Start, notice: guard.Notice, hosts: Se
     lookout = asynchronous.Lookout(run.experiment.stall_s, run.experiment.on_stall, hosts)
     return asynchronous.Job(
         *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
-        *(run.folder, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
+        *(run.saver.home, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
     )
 
 
@@ -347,7 +348,8 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str,
 def rolled_back(run: Run, back: guard.RollBack) -> tuple[Run, Begin]:
     """From the newest checkpoint; the record is cut there."""
     run.guard.votes.count()  # on a step that counts no more
-    run.saver.wait()
+    if fate := run.saver.fate():
+        raise AgreedError(f"{back}, and the run directory {str(run.folder)!r} {fate}: nothing to go back to")
     experiment = dataclasses.replace(run.experiment, resume=True)
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
     start = saved.step if saved else 0
@@ -360,7 +362,7 @@ def rolled_back(run: Run, back: guard.RollBack) -> tuple[Run, Begin]:
 
 def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[Run, Begin]:
     """The run of those that are left, from the state that they hold."""
-    pact, folder = run.pact, run.folder
+    pact = run.pact
     assert pact is not None
     assert pact.held is not None
     step, state, sums, is_settled = pact.held
@@ -380,7 +382,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[Run, Begin]:
     recorder = handed_over(run, control, step - is_late, ends)
     states = {worker: jax.tree.map(np.asarray, state)}
     parts = (states, run.notice, run.guard.recovery, run.profiler, pact)
-    run = assembled(folder, experiment, workers, plan, functions, recorder, *parts)
+    run = assembled(run.saver.home, experiment, workers, plan, functions, recorder, *parts)
     recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
     recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
     pact.gone, pact.is_unsaved = [], False
@@ -399,7 +401,8 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     pact = run.pact
     assert pact is not None
     if pact.recorder is None:
-        ends.enter_context(rundir.locked(run.folder))
+        with rundir.usable():
+            ends.enter_context(rundir.locked(run.folder))
         hosts = [socket.gethostname()] * control.size
         each = (run.recorder.elapsed_s(), hosts, run.plan.feed.bytes_each)
         pact.recorder = open_recorder(run.experiment, run.folder, *each)
@@ -625,14 +628,36 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
     """A checkpoint; it is written while the run goes on.
 
     Raises:
-        TrainingError: the one before could not be written, or params or other state were not finite.
+        TrainingError: the one before could not be written, or params or other state were not finite; or the run
+            directory is gone, moved or replaced.
     """
+    runtime.doing(f"checkpoint of step {step}", runtime.LONG)
+    if fate := run.saver.fate():
+        end_elsewhere(run, state, step, fate)
     if not run.functions.exchanges:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
-    runtime.doing(f"checkpoint of step {step}", runtime.LONG)
+    run.saver.save(take(state, run.workers), extra_to_save(run), score)
+
+
+def extra_to_save(run: Run) -> dict[str, Any]:
+    """JSON values beside the state in a checkpoint; all ranks call it."""
     skipped = int(run.workers.processes.sum(np.array([run.plan.feed.skipped], np.float64))[0])
-    extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s()) | {"skipped": skipped}
-    run.saver.save(take(state, run.workers), extra, score)
+    return extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s()) | {"skipped": skipped}
+
+
+def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:
+    """Save the run elsewhere, since its directory is not its own any more, and end it.
+
+    Its directory is not made anew: another job may be given that name, and would resume from this run's params.
+
+    Raises:
+        AgreedError: what has become of the directory, and where the run is saved.
+    """
+    text = f"run directory {str(run.folder)!r} {fate}"
+    if not run.functions.exchanges:
+        raise AgreedError(f"{text}; strategy none saves nothing")
+    place = run.saver.save_elsewhere(take(state, run.workers), extra_to_save(run), run.recorder.copy_to)
+    raise AgreedError(f"{text}; saved at step {step} in {str(place)!r}: go on with --resume --run-dir {place}")
 
 
 if __name__ == "__main__":

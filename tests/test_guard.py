@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxmpi import faults, guard, replicas, rundir, saver
 from jaxmpi.config import AgreedError, TrainingError, UsageError
 from jaxmpi.guard import Failure, Recovery, RollBack, Votes
+from jaxmpi.plain import HeldFolder
 from jaxmpi.processes import SoloProcesses
 from jaxmpi.state import create
 from jaxmpi.workers import gather_workers, spread
@@ -168,7 +169,7 @@ def test_two_checkpoints_must_fit(tmp_path):
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
     folder = tmp_path / "checkpoints"
-    one = saver.Saver(folder, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
+    one = saver.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
     one.save({0: state}, {}, None)
     one.wait()
     one.save(
@@ -186,11 +187,11 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
 
 def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
     state = create({"w": np.ones(1000, np.float32)}, {}, {}, seed=0, worker=0)
-    one = saver.Saver(tmp_path, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
+    one = saver.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
     one.save({0: state}, {}, None)
     state.params["w"][:] = 7  # as a donated buffer is written over
     one.wait()
-    found = saver.checkpoint.restore(tmp_path, {0: state}, SoloProcesses(), workers=1, replicated=True)
+    found = saver.checkpoint.restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
     assert found is not None
     assert (found.states[0].params["w"] == 1).all()
 
@@ -330,7 +331,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk(tmp_path):
     """Twice the time of the copy is allowed, for memory that is busy; the disk takes several times that."""
     params = {f"layer{i}": np.ones(4_000_000, np.float32) for i in range(20)}  # 320 MB
     state = create(params, {}, {}, seed=0, worker=0)
-    one = saver.Saver(tmp_path, SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(1))
+    one = saver.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(1))
     copies, pauses, wholes = [], [], []
     for step in range(4):
         begin = time.perf_counter()

@@ -29,6 +29,7 @@ PARAMS = {
 
 @pytest.fixture
 def run_dir(tmp_path):
+    (tmp_path / "run").mkdir()
     for step in (3, 9):
         params = jax.tree.map(lambda x, step=step: x + np.asarray(step, x.dtype), PARAMS)
         state = create(params, STATE, {}, seed=0, worker=0)._replace(step=np.full((), step, np.int32))

@@ -1,5 +1,7 @@
 import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from jaxmpi import rundir
 from jaxmpi.config import Experiment, UsageError
 from jaxmpi.data import ArraySource
+from launching import ROOT, mpirun_line, run
 
 HOLD = """
 import sys
@@ -23,7 +26,7 @@ with rundir.locked(Path(sys.argv[1])):
 
 def claim(resume: bool = False, run_dir: str = "") -> Path:
     with contextlib.ExitStack() as held:
-        return rundir.claim(Experiment(resume=resume, run_dir=run_dir), "digits", held)
+        return rundir.claim(Experiment(resume=resume, run_dir=run_dir), "digits", held).path
 
 
 def test_two_jobs_never_share_a_run_directory(tmp_path):
@@ -35,6 +38,9 @@ def test_two_jobs_never_share_a_run_directory(tmp_path):
         assert other.stdout
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(UsageError, match=f"in use by process {other.pid} on "):
+            claim(resume=True, run_dir=str(tmp_path))
+        (tmp_path / "lock").unlink()  # whoever removes it admits nobody
+        with pytest.raises(UsageError, match="in use by another job"):
             claim(resume=True, run_dir=str(tmp_path))
         other.kill()
         other.wait(10)
@@ -127,3 +133,62 @@ def test_a_record_and_a_lock_that_are_no_text(tmp_path):
         (tmp_path / "lock").write_bytes(b"\xff\x1b]0;")
         with pytest.raises(UsageError, match=r"is in use by .*xff.x1b\]0;"), rundir.locked(tmp_path):
             pass
+
+
+# ---------------------------------------------------------------- a directory that goes away while a run is in it
+
+LOSES = """
+import dataclasses, os, shutil, sys, time
+from experiments.digits import experiment as digits
+from models.cnn import digits_cnn_tiny
+
+SAVED = "run/checkpoints/step_00000005/manifest.json"
+
+def lose(row):  # once a checkpoint is whole; asynchronous workers write theirs between such lines
+    while row["kind"] == "train" and row["step"] == 7 and "asgd" not in sys.argv and not os.path.exists(SAVED):
+        time.sleep(0.01)
+    if row["kind"] == "train" and row["step"] >= 7 and os.path.exists(SAVED):
+        {do}
+
+experiment = dataclasses.replace(
+    digits, model=digits_cnn_tiny(), sinks=(lose,), run_dir="run", train_for="20st", eval_every="0st",
+    checkpoint_every="5st", log_every=1,
+)
+"""
+WAYS = {  # what others do, what is said of it, where the run is then
+    "removed": ("shutil.rmtree('run')", "has been removed while the run went on", "run-saved-1"),
+    "moved": ("os.rename('run', 'there')", "has been moved to '{}/there' while the run went on", "there"),
+    "replaced": (
+        "os.rename('run', 'there'); os.mkdir('run'); open('run/record.jsonl', 'w').close()",
+        "has been moved to '{}/there' while the run went on",
+        "there",
+    ),
+}
+
+
+APART = ("removed", 2, ("--rule.name", "asgd", "--rule.tau", "1", "--local-batch", "16"))
+
+
+@pytest.mark.parametrize(("way", "ranks", "rule"), [("moved", 1, ()), ("replaced", 1, ()), ("removed", 2, ()), APART])
+def test_a_run_whose_directory_goes_away_is_saved_and_says_where(way, ranks, rule, tmp_path):
+    """It was made anew in silence, without the record: the next job there resumed from this one's params."""
+    do, said, place = WAYS[way]
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "loses.py").write_text(LOSES.format(do=do))
+    env = {"PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "jaxmpi.train", "experiments/loses.py", *rule]
+    start = mpirun_line(ranks) if ranks > 1 else []
+    ended = run([*start, *line], timeout_s=100, env=env, cwd=tmp_path)
+    assert ended.code == 1, ended.out
+    assert (tmp_path / place).exists(), ended.out
+    assert f"run directory 'run' {said.format(tmp_path)}; " in ended.out
+    assert "Traceback" not in ended.out
+    [step] = re.findall(rf"saved at step (\d+) in \S*{place}'?: go on with --resume --run-dir (\S+)", ended.out)
+    assert step[0] == "10" or rule
+    assert os.listdir(tmp_path / "run") == ["record.jsonl"] if way == "replaced" else not (tmp_path / "run").exists()
+    again = run([*start, *line, "--resume", "--run-dir", step[1]], timeout_s=100, env=env, cwd=tmp_path)
+    assert again.code == 0, again.out
+    assert f"resumed at step {step[0]}" in again.out
+    rows = [json.loads(text) for text in (tmp_path / place / "record.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "train"]
+    assert steps == [*range(1, 21)] or rule
