@@ -24,6 +24,7 @@ from jaxmpi.comm import AxisComm, SoloComm
 from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
 from jaxmpi.exchange import exchange
 from jaxmpi.optim import at_step, is_linear, optimizer
+from jaxmpi.plain import HeldFolder
 from jaxmpi.recorder import Recorder
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.state import TrainState
@@ -244,9 +245,9 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     course = asynchronous.Course(10, 100, 10, 10, 100, log_every=1, eval_every=100, save_every=1)
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
     duties = SimpleNamespace(extra=dict, lr=lambda step: 0.1, check_skipped=lambda skipped, epochs: None)
-    home, start = Apart(tmp_path, 1, Kept(2)), SimpleNamespace(tally=Tally(), step=0)
-    worker = LoneWorker()
-    job = SimpleNamespace(course=course, duties=duties, start=start, recorder=Recorder(None), apart=home)
+    apart, start = Apart(tmp_path, 1, Kept(2)), SimpleNamespace(tally=Tally(), step=0)
+    worker, home = LoneWorker(), HeldFolder(tmp_path)
+    job = SimpleNamespace(course=course, duties=duties, start=start, recorder=Recorder(None), apart=apart, home=home)
     keeper = asynchronous.Keeper(worker, job)  # pyright: ignore[reportArgumentType] # of all this a part
     keeper.look(state, worker.tell({}, examples=10))
     while keeper.is_writing:
