@@ -18,6 +18,7 @@ from jaxmpi import spawned as spawned  # a kind of loaders
 from jaxmpi import step as steps
 from jaxmpi.config import AgreedError, Data, Experiment, check
 from jaxmpi.data import Batch, Crew, Loader, Sampler, Source, kind_for, load_mean_image, open_source
+from jaxmpi.model import Model
 from jaxmpi.partition import Memory, keep
 from jaxmpi.workers import Workers
 
@@ -36,6 +37,7 @@ class Feed:
     wait_s: float = 0.0  # seconds that batches have been waited for so far
     memory: Memory | None = None  # what keeps the source's records in memory
     classes: int = 0  # that labels may name where the source does not say; 0: any number
+    model: Any = None  # a Model, which the source's classes fit
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks: how many examples and classes, and the source's digest of them."""
@@ -141,18 +143,13 @@ def open_feed(
         crew: of another feed, which this one shares where loaders of that kind suit it; else it has one of its own, of
             `data.loaders` loaders a worker.
 
+    Training data of another number of classes makes the model anew, where it knows how: `Feed.model`.
+
     Raises:
-        UsageError: the data is missing, or its classes are not the model's.
+        UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
     """
     source = open_source(experiment.data, split)
-    model = experiment.model
-    is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
-    spare = bool(model.label_shape) and source.classes <= model.classes  # a model may know more tokens than occur
-    check(
-        source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes) or spare,
-        f"{source.name} has {source.classes} classes, model {model.name} has {model.classes}; "
-        f"build the model with classes={source.classes}",
-    )
+    model = fitted(experiment.model, source, split == "train")
     is_train, seed, multiple, data = split == "train", experiment.seed, micro_batch or 1, experiment.data
     memory = None
     if data.memory == "partition":
@@ -167,7 +164,26 @@ def open_feed(
     if crew is None or crew.kind != kind:
         crew = Crew(kind, data.loaders * len(workers.mine), data.stall_s)
     classes = 0 if experiment.loss else model.classes  # to a loss of its own labels may be anything
-    return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory, classes=classes)
+    return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory, classes=classes, model=model)
+
+
+def fitted(model: Model, source: Source, is_train: bool) -> Model:
+    """The model, or in training one made anew with the source's number of classes.
+
+    Raises:
+        UsageError: the classes are not the model's, and it does not know how to be made with others.
+    """
+    is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
+    spare = bool(model.label_shape) and source.classes <= model.classes  # a model may know more tokens than occur
+    if source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes) or spare:
+        return model
+    made = model.with_classes(source.classes) if is_train and model.with_classes else model
+    check(
+        made.classes == source.classes,
+        f"{source.name} has {source.classes} classes, model {model.name} has {made.classes}; "
+        f"build the model with classes={source.classes}",
+    )
+    return made
 
 
 def dealt_anew(feed: Feed, workers: Workers, micro_batch: int = 0) -> Feed:

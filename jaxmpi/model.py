@@ -25,6 +25,9 @@ class Model(NamedTuple):
     f32[batch, classes], or in training a tuple of logits whose first entry is the main one.
 
     Of text, `image` is i32[batch, window], and with `label_shape` (window,) logits are f32[batch, window, classes].
+
+    Where the training data has another number of classes, the trainer takes `with_classes(number)` instead and says
+    so; it refuses a model without it.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Model(NamedTuple):
     classes: int
     input_dtype: Any = jnp.float32  # int32: tokens, which come as they are
     label_shape: tuple[int, ...] = ()  # of one example: () for one class, (window,) for one a token
+    with_classes: "Callable[[int], Model] | None" = None  # the same model for data of another number of classes
 
     def example(self, batch: int = 1) -> jax.ShapeDtypeStruct:
         """The shape of a batch of inputs."""

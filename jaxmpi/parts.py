@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: Plan | None = None) -> Plan:
-    """Batches, steps and learning rate.
+    """Batches, steps and learning rate; `feed.model` is the experiment's, made to fit the data's classes.
 
     Args:
         scaled_for: workers that the run began with; 0: these.
@@ -74,11 +74,13 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     local_batch = config.local_batch(experiment, workers.size, uneven=is_other)
     effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
     micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
+    asked_classes = experiment.model.classes
     if before:
         feed, validation = dealt_anew(before.feed, workers, micro_batch), dealt_anew(before.validation, workers)
         facts = before.data["the data"]
     else:
         feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
+        experiment = dataclasses.replace(experiment, model=feed.model)
         # Workers that do not meet cannot share an evaluation.
         evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
         validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
@@ -96,6 +98,11 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
         f"{effective_batch}; {len(feed.source)} examples, {epoch_steps} steps an epoch, {total_steps} steps\n"
         f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
     )
+    if experiment.model.classes != asked_classes:
+        headline = (
+            f"{feed.source.name} has {feed.source.classes} classes: {experiment.model.name} is made with as many, not "
+            f"with the experiment's {asked_classes}\n{headline}"
+        )
     if is_other:
         headline += f", as with the {scaled_for} workers that the run began with" + (
             f"; in slices of {micro_batch}" * bool(micro_batch)

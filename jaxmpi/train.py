@@ -107,6 +107,7 @@ def train_until(
     experiment = rundir.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
     plan = make_plan(experiment, workers, begun)
+    experiment = dataclasses.replace(experiment, model=plan.feed.model)
     # Without a common step a fast worker may make the steps of others, too.
     last_step = plan.clock.total_steps * (workers.size if is_apart else 1)
     for text in experiment.inject:

@@ -19,6 +19,7 @@ from models.layers import (
     local_response_norm,
     max_pool,
     normal,
+    with_classes,
 )
 
 
@@ -108,6 +109,7 @@ def alexnet_tiny(classes: int = 10, image_size: int = 64, channels: int = 3, ini
     return _model("alexnet_tiny", classes, image_size, channels, init, shrink=16)
 
 
+@with_classes
 def _model(name: str, classes: int, image_size: int, channels: int, init: str, **sizes: Any) -> Model:
     start = lookup(STARTS, init, "init")
     check_sizes(name, classes, image_size, channels, SMALLEST)

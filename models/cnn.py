@@ -5,7 +5,7 @@ from flax import nnx
 
 from jaxmpi.adapters import nnx_model
 from jaxmpi.model import Model
-from models.layers import Array, Conv, Dense, max_pool, normal
+from models.layers import Array, Conv, Dense, max_pool, normal, with_classes
 
 
 class SmallCnn(nnx.Module):
@@ -37,6 +37,7 @@ def digits_cnn_tiny(classes: int = 10) -> Model:
     return _model("digits_cnn_tiny", (4, 8, 16), classes, 0.0)
 
 
+@with_classes
 def _model(name: str, widths: tuple[int, int, int], classes: int, drop: float) -> Model:
     return nnx_model(
         lambda rngs: SmallCnn(widths, classes, drop, rngs),

@@ -22,6 +22,7 @@ from models.layers import (
     local_response_norm,
     max_pool,
     normal,
+    with_classes,
 )
 
 
@@ -190,6 +191,7 @@ def googlenet_tiny(classes: int = 10, image_size: int = 32, channels: int = 3, i
     return _model("googlenet_tiny", classes, image_size, channels, init, shrink=16, blocks=TINY_BLOCKS)
 
 
+@with_classes
 def _model(name: str, classes: int, image_size: int, channels: int, init: str, **sizes: Any) -> Model:
     start = lookup(STARTS, init, "init")
     check_sizes(name, classes, image_size, channels, 16)

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxmpi.adapters import nnx_model
 from jaxmpi.model import Model
-from models.layers import Array, Dense, average_pool, check_sizes, max_pool, normal
+from models.layers import Array, Dense, average_pool, check_sizes, max_pool, normal, with_classes
 from models.norm import ConvNorm
 
 conv_norm = functools.partial(ConvNorm, eps=1e-3, bias=True)  # momentum 0.9
@@ -178,6 +178,7 @@ def googlenetbn_tiny(classes: int = 10, image_size: int = 64, channels: int = 3)
     return _model("googlenetbn_tiny", classes, image_size, channels, shrink=16, blocks=TINY_BLOCKS)
 
 
+@with_classes
 def _model(name: str, classes: int, image_size: int, channels: int, **sizes: Any) -> Model:
     check_sizes(name, classes, image_size, channels, 32)
     return nnx_model(

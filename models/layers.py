@@ -1,6 +1,7 @@
 """Layers that more than one family shares. Images are [batch, height, width, channels]."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,11 +13,27 @@ from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
-from jaxmpi.model import check_whole
+from jaxmpi.model import Model, check_whole
 
 Array = jax.Array
 Init = Callable[..., Array]  # (key, shape, dtype) -> array
 Start = Callable[[str], tuple[Init, float]]  # how params begin: place -> (initialiser of the kernel, bias)
+
+
+def with_classes(make: Callable[..., Model]) -> Callable[..., Model]:
+    """`make`, whose models can be made again with another number in its argument `classes`."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **options: Any) -> Model:
+        given = inspect.signature(make).bind(*args, **options)
+
+        def again(classes: int) -> Model:
+            given.arguments["classes"] = classes
+            return made(*given.args, **given.kwargs)
+
+        return make(*args, **options)._replace(with_classes=again)
+
+    return made
 
 
 def check_sizes(name: str, classes: int, image_size: int, channels: int, smallest: int) -> None:

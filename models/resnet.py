@@ -9,7 +9,7 @@ from flax import nnx
 from jaxmpi.adapters import nnx_model
 from jaxmpi.config import lookup
 from jaxmpi.model import Model
-from models.layers import Array, Dense, check_sizes, max_pool, normal
+from models.layers import Array, Dense, check_sizes, max_pool, normal, with_classes
 from models.norm import ConvNorm
 
 conv_norm = functools.partial(ConvNorm, eps=1e-4)  # momentum 0.9: as Theano-MPI's ResNet-50
@@ -141,6 +141,7 @@ def bottleneck(version: str) -> Block:
     return lookup(BOTTLENECKS, version, "version")
 
 
+@with_classes
 def _model(
     name: str, image: tuple[int, int], classes: int, block: Block, stages: tuple[int, ...], width: int = WIDTH
 ) -> Model:

@@ -17,6 +17,7 @@ from models.layers import (
     glorot_uniform,
     he_start,
     max_pool,
+    with_classes,
 )
 
 WIDTHS = (64, 128, 256, 512, 512)  # output channels of the convolutions of each stage
@@ -92,6 +93,7 @@ def vgg19_tiny(classes: int = 10, image_size: int = 32, channels: int = 3, init:
     return _model("vgg19_tiny", "vgg19", classes, image_size, channels, init, shrink=16)
 
 
+@with_classes
 def _model(name: str, depths: str, classes: int, image_size: int, channels: int, init: str, **sizes: Any) -> Model:
     start = lookup(STARTS, init, "init")
     check_sizes(name, classes, image_size, channels, SMALLEST)

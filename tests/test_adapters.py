@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import runpy
@@ -18,7 +19,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from PIL import Image
 
+from jaxmpi import checkpoint
 from jaxmpi.adapters import equinox_model, linen_model, nnx_model, plain_model
 from jaxmpi.config import Data, Experiment, UsageError
 from jaxmpi.data import ArraySource, Sampler, open_source
@@ -28,6 +31,7 @@ from jaxmpi.modelcheck import check_model
 from jaxmpi.train import train as train_here
 from jaxmpi.workers import gather_workers
 from launching import run, train
+from models.cnn import digits_cnn_tiny
 
 KEY = jax.random.key(0)
 IMAGE: Any = np.random.default_rng(0).standard_normal((4, 8, 8, 1)).astype(np.float32)
@@ -555,6 +559,22 @@ def test_the_highest_classes_may_be_missing_in_one_split(tmp_path, as_users_have
     few = dataclasses.replace(experiment, model=adapted(KINDS[0], outputs=7, classes=7))
     with pytest.raises(UsageError, match="array has 10 classes, model net has 7"):
         train_here(few, "net")
+
+
+def test_a_model_of_the_zoo_follows_the_classes_of_the_training_data(tmp_path, as_users_have_it, no_launcher, capsys):
+    for split, name, i in itertools.product(("train", "validation"), ("cat", "cow", "dog"), range(4)):
+        folder = tmp_path / split / name
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), 20 * i, np.uint8)).save(folder / f"{i}.png")
+    data = Data("imagefolder", dir=str(tmp_path), channels=1)
+    rest: Any = {"local_batch": 4, "train_for": "2st", "run_dir": str(tmp_path / "run")}
+    assert train_here(Experiment(digits_cnn_tiny(), data=data, **rest), "cnn")["eval_count"] == 12
+    assert "imagefolder has 3 classes: digits_cnn_tiny is made with as many, not with the experiment's 10\n" in (
+        capsys.readouterr().out
+    )
+    saved = checkpoint.read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002")
+    shapes = {leaf["path"]: leaf["shape"] for leaf in saved["files"]["common.bin"]}
+    assert [shape for path, shape in shapes.items() if "params" in path and "logits" in path] == [[3], [16, 3]]
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

@@ -316,3 +316,18 @@ def test_adaptive_max_pool_is_the_published_pool_at_full_size():
     for n, size, window in ((13, 6, 3), (14, 7, 2)):
         x = noise((1, n, n, 2))
         np.testing.assert_array_equal(adaptive_max_pool(x, size), max_pool(x, 2, window, 0))
+
+
+@pytest.mark.parametrize("name", [name for name, make in MODELS.items() if not make().label_shape])
+def test_every_image_model_can_be_made_with_other_classes(name):
+    model = MODELS[name]()
+    made = model
+    for classes in (7, 3):
+        assert made.with_classes
+        made = made.with_classes(classes)
+    assert made[:1] + made[3:4] == (name, model.input_shape)
+    outputs, _ = jax.eval_shape(
+        lambda key, image: made.apply(*made.init(key, image), image, key, False), KEY, made.example()
+    )
+    assert (made.classes, outputs.shape) == (3, (1, 3))
+    assert model.classes != 3
