@@ -506,7 +506,7 @@ def map_together(host: Host, make: Callable[[], Made]) -> tuple[mmap.mmap, int]:
     A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
     """
     host.host_barrier()  # all are here, so the file's name lasts for a moment only
-    made = host.from_first(make)
+    made = Made(*host.from_first(make))  # forked workers' lines carry JSON, in which a tuple is a list
     check(bool(made.path), made.trouble)
     try:
         with open(made.path, "r+b") as file:
