@@ -5,7 +5,8 @@ jaxmpi plan --experiment experiments/lm300m.py --step-s 1.0
 mpirun -n 2 python -m jaxmpi.train experiments/lm300m.py --train-for 10st --eval-every 0st --checkpoint-every 0st
 
 Over bytes, of which it knows more kinds than there are: what is exchanged and what a step costs are as over words.
-Plain SGD, so that a rank holds params and gradients, 2.4 GB, and little else. Not trained to an end here.
+Plain SGD: params and gradients are 2.4 GB. A rank takes 7 to 9 GB at its peak, so two fit into 20. Not trained
+to an end here.
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig

@@ -59,7 +59,7 @@ SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),
     "fused": Mode("--form fused --exchange.overlap off"),
     "delayed": Mode("--exchange.overlap delayed --exchange.strategy asa32", times_exchanges="measured"),
-    "shm": Mode("--exchange.strategy shm --form fused"),
+    "shm": Mode("--exchange.strategy shm --form fused", times_exchanges="measured"),
     "compressed": Mode("--exchange.strategy topk0.1/asa32"),
     "subgd": Mode("--rule.name subgd"),
     "awagd": Mode("--rule.name awagd --rule.average-momentum --comm xla"),

@@ -18,7 +18,7 @@ from models import MODELS
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 STEPS = 1000  # an epoch
-TOO_BIG = ("lm300m",)  # 2.4 GB a rank and more
+TOO_BIG = ("lm300m",)  # 7 GB a rank and more
 SLOW = ("googlenet", "googlenetbn", "resnet50", "alexnet", "vgg16", "gpt", "lstm")  # to compile, or to evaluate
 
 
