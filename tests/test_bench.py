@@ -179,14 +179,22 @@ def test_where_one_job_fails_the_other_is_ended(capfd):
     assert capfd.readouterr().out.splitlines() == ["+ sh -c 'exit 3'", "+ sleep 1234.75"]
 
 
-def test_what_ends_the_command_ends_its_ranks():
+def test_what_ends_the_command_ends_its_ranks_and_shows_what_was_measured(tmp_path):
+    out = tmp_path / "out.json"
     args = ("-n", "2", "--sizes", "8", "--strategies", "asa32", "--peers", "none", "--rounds", "1000000")
+    args += ("--warm-up", "1", "--out", str(out))
     job = subprocess.Popen([*BENCH, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     assert job.stdout is not None
     try:
-        assert any("8 floats, 2 ranks" in line for line in job.stdout)  # ranks are at work
+        assert any("of 1000000; medians so far, ms: " in line for line in job.stdout)  # ranks are at work
         job.terminate()
+        rest = job.stdout.read()
         assert job.wait(30) == 128 + signal.SIGTERM
+        assert "ended early; what was measured so far:" in rest
+        assert "asa32" in rest.split("so far:")[1]
+        result = json.loads(out.read_text())
+        assert not result["is_whole"]
+        assert 0 < len(result["cases"][0]["rows"][0]["seconds"]) < 1000000
         deadline = time.monotonic() + 10
         while (left := in_session(job.pid)) and time.monotonic() < deadline:
             time.sleep(0.05)

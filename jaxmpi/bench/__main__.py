@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         start(argv)
     except (UsageError, TrainingError) as error:
         sys.exit(f"jaxmpi: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(runtime.INTERRUPTED)
 
 
 # ---------------------------------------------------------------- outside
@@ -56,13 +58,16 @@ def start(argv: Sequence[str]) -> None:
     options = parse(argv)
     plan, ranks = make_plan(options), options.n or 2
     if ranks == 1 or (options.launcher == "mpirun" and not options.launcher_args):
-        return report(run_here(plan, ranks, options), options, ["jaxmpi", "bench", *argv])
+        return run_here(plan, ranks, options, ["jaxmpi", "bench", *argv])
     check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
     wait_for([(job_line(ranks, options, argv), {})])  # may be on other hosts: rank 0 makes the same plan and reports
 
 
-def run_here(plan: Plan, wanted: int, options: argparse.Namespace) -> list[Json]:
-    """What is measured by a job for every number of ranks, up to those wanted, that memory allows."""
+def run_here(plan: Plan, wanted: int, options: argparse.Namespace, command: Sequence[str]) -> None:
+    """Show what is measured by a job for every number of ranks, up to those wanted, that memory allows.
+
+    What ends this process early, but for SIGKILL, has it show what was measured so far.
+    """
     jobs, least = [(plan.strategies, plan.peers), *([((), plan.peers)] if options.as_it_comes else [])], min(2, wanted)
     cases_by_ranks: dict[int, list[Case]] = {}
     for case in plan.cases:
@@ -73,7 +78,15 @@ def run_here(plan: Plan, wanted: int, options: argparse.Namespace) -> list[Json]
             cases_by_ranks.setdefault(ranks, []).append(case)
     check(bool(cases_by_ranks), "no case fits into memory")
     parts = {ranks: dataclasses.replace(plan, cases=tuple(cases)) for ranks, cases in cases_by_ranks.items()}
-    return [run for ranks, part in parts.items() for run in run_jobs(part, ranks, options)]
+    found: list[Json] = []
+    is_whole = False
+    try:
+        for ranks, part in parts.items():
+            run_jobs(part, ranks, options, found)
+        is_whole = True
+    finally:
+        if found:
+            report(found, options, command, is_whole)
 
 
 # ---------------------------------------------------------------- inside: one rank
@@ -90,12 +103,20 @@ def be_a_rank(argv: Sequence[str]) -> None:
         plan = agreed_plan(options, control)
         allocator = AS_IT_COMES if os.environ.get("JAXMPI_ALLOCATOR") == "system" else TUNED
         turns = Turns(Path(options.job[0]).parent, allocator, control) if options.job else contextlib.nullcontext()
-        runs = [run | {"allocator": allocator} for run in measure(plan, control, turns)]
+        runs: list[Json] = []
+
+        def keep(so_far: list[Json]) -> None:
+            runs[:] = [run | {"allocator": allocator} for run in so_far]
+            if options.job:
+                replace_text(Path(options.job[1]), json.dumps(runs))
+            elif options.out:
+                write(options.out, figures.of_cases(runs, options.rate_mbit), sys.argv, is_whole=False)
+
+        measure(plan, control, turns, keep)
         if control.rank == 0 and isinstance(turns, Turns):
-            Path(options.job[1]).write_text(json.dumps(runs))
             turns.end()
         elif control.rank == 0:
-            report(runs, options, sys.argv)
+            report(runs, options, sys.argv, is_whole=True)
         control.barrier()
 
 
@@ -135,9 +156,11 @@ def my_plan(options: argparse.Namespace) -> Plan:
 # ---------------------------------------------------------------- what comes of it
 
 
-def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[str]) -> None:
+def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[str], is_whole: bool) -> None:
     """Table, JSON file and plot."""
     cases = figures.of_cases(runs, options.rate_mbit)
+    if not is_whole:
+        print("ended early; what was measured so far:", flush=True)
     table = figures.table(cases)
     console = Console()
     console.width = max(console.width, Console(width=1000).measure(table).maximum)  # no number is cut short
@@ -145,9 +168,24 @@ def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[
     for line in figures.bound_lines(cases):
         console.print(line, highlight=False)
     if options.out:
-        options.out.write_text(json.dumps({**facts(command), "cases": cases}, indent=1) + "\n")
+        write(options.out, cases, command, is_whole)
     if options.plot:
         figures.draw(cases, options.plot)
+
+
+def write(out: Path, cases: Sequence[Json], command: Sequence[str], is_whole: bool) -> None:
+    """All figures, as JSON."""
+    replace_text(out, json.dumps({**facts(command), "is_whole": is_whole, "cases": cases}, indent=1) + "\n")
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file that is whole at any time; what is no ordinary file, such as /dev/stdout, as it is."""
+    if file.exists() and not file.is_file():
+        file.write_text(text)
+        return
+    beside = file.with_name(file.name + ".new")
+    beside.write_text(text)
+    beside.replace(file)
 
 
 def facts(command: Sequence[str]) -> Json:

@@ -106,8 +106,9 @@ def of_row(row: Json, facts: Json, fastest: dict[str, Json | None]) -> Json:
 
 
 def ratio_to(seconds: Sequence[float], peer: Sequence[float]) -> list[float]:
-    """Median and quartiles of the ratio within a round."""
-    return np.percentile(np.divide(seconds, peer), (50, 25, 75)).tolist()
+    """Median and quartiles of the ratio within a round; of two jobs ended early one may have a round less."""
+    rounds = min(len(seconds), len(peer))
+    return np.percentile(np.divide(seconds[:rounds], peer[:rounds]), (50, 25, 75)).tolist()
 
 
 # ---------------------------------------------------------------- for people

@@ -23,8 +23,14 @@ from jaxmpi.processes import Processes
 TURN_S = 1800.0  # for the other job's turn to end
 
 
-def run_jobs(plan: Plan, ranks: int, options: argparse.Namespace) -> list[Json]:
-    """What a job of so many ranks measures; a second one, of peers alone, takes turns with it where asked for."""
+def run_jobs(plan: Plan, ranks: int, options: argparse.Namespace, found: list[Json]) -> None:
+    """Add to `found` what a job of so many ranks measures, also where it is ended early.
+
+    A second one, of peers alone, takes turns with it where asked for.
+
+    Raises:
+        TrainingError: a job failed.
+    """
     allocators = {TUNED: "jaxmpi", **({AS_IT_COMES: "system"} if options.as_it_comes else {})}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -35,8 +41,11 @@ def run_jobs(plan: Plan, ranks: int, options: argparse.Namespace) -> list[Json]:
             (folder / f"{allocator}.plan").write_text(json.dumps(dataclasses.asdict(part)))
             files = [str(folder / f"{allocator}.{end}") for end in ("plan", "result")]
             jobs.append((job_line(ranks, options, ["--job", *files]), {"JAXMPI_ALLOCATOR": setting}))
-        wait_for(jobs)
-        return [run for allocator in allocators for run in json.loads((folder / f"{allocator}.result").read_text())]
+        try:
+            wait_for(jobs)
+        finally:
+            results = [folder / f"{allocator}.result" for allocator in allocators]
+            found += [run for file in results if file.exists() for run in json.loads(file.read_text())]
 
 
 def job_line(ranks: int, options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +21,36 @@ from jaxmpi.processes import MpiProcesses, Processes
 
 SAMPLE_S = 0.02  # a shorter exchange is repeated up to this
 MOST_REPEATS = 1000
+PROGRESS_S = 2.0  # between lines of progress, at least
 
 
-def measure(plan: Plan, control: Processes, turns: AbstractContextManager) -> list[Json]:
-    """Seconds of every contender in every round, case by case; all ranks get the same."""
+class Progress:
+    """What rank 0 shows and keeps while a job measures, so that a job that is ended early has not been for nothing."""
+
+    def __init__(self, control: Processes, keep: Callable[[list[Json]], None]) -> None:
+        """Take what keeps the cases measured so far, the last of which may have rounds to come."""
+        self.is_on, self.keep = control.rank == 0, keep
+        self.begin = time.monotonic()
+        self.next_line = self.begin
+
+    def show(self, text: str) -> None:
+        """Print a line, unless another was printed just now."""
+        now = time.monotonic()
+        if self.is_on and now >= self.next_line:
+            print(f"{text}, {now - self.begin:.0f} s", flush=True)
+            self.next_line = now + PROGRESS_S
+
+
+def measure(plan: Plan, control: Processes, turns: AbstractContextManager, keep: Callable[[list[Json]], None]) -> None:
+    """Time every contender in every round, case by case.
+
+    Args:
+        plan: equal on all ranks.
+        control: the ranks.
+        turns: entered for every round, where another job measures too.
+        keep: called on rank 0 with the cases so far: after a case's first round that counts, then every 2 s, and when
+            the case is done.
+    """
     several_hosts = isinstance(control, MpiProcesses) and len(set(control.hosts)) > 1
     check(several_hosts or plan.rate_mbit is None, "--rate-mbit: all ranks are on one host, and no link is in use")
     peers = plan.peers if isinstance(control, MpiProcesses) else ()
@@ -36,11 +62,19 @@ def measure(plan: Plan, control: Processes, turns: AbstractContextManager) -> li
     yardsticks = [] if control.size == 1 else [LINK] if several_hosts else [COPY]
     field = [*map(contenders.ours, plan.strategies), *map(peer, peers), *yardsticks]
     check(bool(field), "one rank and no strategies: nothing to time")
-    return [measure_case(case, field, plan, control, turns) for case in plan.cases]
+    progress, done = Progress(control, keep), []
+    for case in plan.cases:
+        done.append(measure_case(case, field, plan, control, turns, progress, done))
 
 
 def measure_case(
-    case: Case, field: Sequence[Contender], plan: Plan, control: Processes, turns: AbstractContextManager
+    case: Case,
+    field: Sequence[Contender],
+    plan: Plan,
+    control: Processes,
+    turns: AbstractContextManager,
+    progress: Progress,
+    before: Sequence[Json],
 ) -> Json:
     """One case: a first call of each contender with its result checked, warm-up, rounds that count."""
     if control.rank == 0:
@@ -49,27 +83,40 @@ def measure_case(
     with turns:
         for contender in field:
             runtime.doing(f"{case.name}, {contender.name}, first call")
+            progress.show(f"{case.name}: first call of {contender.name}")
             runs[contender.name] = run = contender.start(inputs)
             contenders.check_result(contender, run(), control)
     repeats = dict.fromkeys(runs, 1)
-    samples: list[dict[str, Sample]] = []
-    for i in range(plan.warm_up + plan.rounds):
-        with turns:
-            samples.append(one_round(rotated(list(runs), i), runs, repeats, case, control))
-        if i == plan.warm_up - 1:
-            repeats = {name: repeats_for(samples[-1][name].seconds, control) for name in runs}
-    counted = samples[plan.warm_up :]
-    return {
+    rounds: list[Round] = []
+    facts = {
         "case": case.name,
         "is_tree": case.is_tree,
         "floats": case.floats,
         "leaves": len(case.shapes),
         "ranks": control.size,
         "hosts": len(set(control.hosts)) if isinstance(control, MpiProcesses) else 1,
-        "seconds": {name: slowest([s[name].seconds for s in counted], control) for name in runs},
-        "picked": inputs.picked,
-        "sent": {name: sent_by_hosts([s[name].sent for s in counted], control) for name in runs},
     }
+    so_far: Json = {}
+    next_kept = -math.inf
+    for i in range(plan.warm_up + plan.rounds):
+        with turns:
+            mine = one_round(rotated(list(runs), i), runs, repeats, case, control)
+        if i < plan.warm_up:
+            progress.show(f"{case.name}: warm-up {i + 1} of {plan.warm_up}")
+            if i == plan.warm_up - 1:
+                repeats = {name: repeats_for(mine[name].seconds, control) for name in runs}
+            continue
+        rounds.append(of_all_ranks(mine, control))
+        is_last = i == plan.warm_up + plan.rounds - 1
+        if control.rank == 0 and (is_last or time.monotonic() >= next_kept):
+            so_far = facts | {"picked": inputs.picked} | of_rounds(list(runs), rounds, control)
+            progress.keep([*before, so_far])
+            next_kept = time.monotonic() + PROGRESS_S
+            medians = (f"{name} {1e3 * statistics.median(s):.4g}" for name, s in so_far["seconds"].items())
+            progress.show(
+                f"{case.name}: round {len(rounds)} of {plan.rounds}; medians so far, ms: {', '.join(medians)}"
+            )
+    return so_far
 
 
 class Sample(NamedTuple):
@@ -116,17 +163,31 @@ def repeats_for(seconds: float, control: Processes) -> int:
     return min(MOST_REPEATS, max(1, math.ceil(SAMPLE_S / most)))
 
 
-def slowest(seconds: Sequence[float], control: Processes) -> list[float]:
-    """Of each round the time of the slowest rank."""
-    return [max(column) for column in zip(*map(json.loads, control.gather(json.dumps(seconds))), strict=True)]
+Round = dict[str, list["Sample"]]  # by contender, of all ranks
 
 
-def sent_by_hosts(sent: Sequence[float], control: Processes) -> Json:
+def of_all_ranks(mine: dict[str, Sample], control: Processes) -> Round:
+    """Every rank's samples of a round; all ranks get the same."""
+    texts = control.gather(json.dumps({name: [*sample] for name, sample in mine.items()}))
+    each = [json.loads(text) for text in texts]
+    return {name: [Sample(*samples[name]) for samples in each] for name in mine}
+
+
+def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes) -> Json:
+    """Of each round the time of the slowest rank; and medians over rounds of what hosts sent."""
+    return {
+        "seconds": {name: [max(sample.seconds for sample in each[name]) for each in rounds] for name in names},
+        "sent": {name: sent_by_hosts([each[name] for each in rounds], control) for name in names},
+    }
+
+
+def sent_by_hosts(rounds: Sequence[Sequence[Sample]], control: Processes) -> Json:
     """Medians over rounds, of every host and of the one that sends most; None on one host, whose card has no part."""
     if not isinstance(control, MpiProcesses) or len(set(control.hosts)) == 1:
         return {"sent_bytes": None, "sent_bytes_by_host": None}
-    medians = [float(text) for text in control.gather(str(statistics.median_high(sent)))]
-    ranks = range(control.size)  # of a host's ranks one may have looked late
+    ranks = range(control.size)
+    medians = [statistics.median_high(samples[r].sent for samples in rounds) for r in ranks]
+    # Of a host's ranks one may have looked late.
     each = [max(medians[r] for r in ranks if control.hosts[r] == host) for host in sorted(set(control.hosts))]
     return {"sent_bytes": max(each), "sent_bytes_by_host": each}
 
