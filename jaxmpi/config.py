@@ -165,6 +165,7 @@ class Data:
     loaders: int = 2  # of them, per worker
     prefetch: int = 2  # batches made ahead, per worker
     stall_s: float = 300.0  # seconds that a loader may be at one example before the run ends
+    shuffle_by: str = "auto"  # auto | examples | files: what is put in a new order each epoch; auto: see docs/data.md
     memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
     group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
     shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
@@ -184,6 +185,14 @@ class Data:
         check(
             self.loader in ("auto", "processes", "threads", "spawn"),
             f"data.loader: got {self.loader!r}; expected auto, processes, threads or spawn",
+        )
+        check(
+            self.shuffle_by in ("auto", "examples", "files"),
+            f"data.shuffle_by: got {self.shuffle_by!r}; expected auto, examples or files",
+        )
+        check(
+            self.shuffle_by != "files" or self.memory == "none",
+            f"data.shuffle_by: got files with data.memory {self.memory}, which reads no file after the start; use auto",
         )
         check(self.stall_s > 0, f"data.stall_s: got {self.stall_s}; expected seconds > 0")
         for name in ("mean", "std"):

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmpi import spawned as spawned  # a kind of loaders
 from jaxmpi import step as steps
 from jaxmpi.config import AgreedError, Data, Experiment, check
-from jaxmpi.data import Batch, Crew, Loader, Sampler, Source, kind_for, load_mean_image, open_source
+from jaxmpi.data import Batch, Crew, FileSampler, Loader, Sampler, Source, kind_for, load_mean_image, open_source
 from jaxmpi.model import Model
 from jaxmpi.partition import Memory, keep
 from jaxmpi.workers import Workers
+
+NOT_MIXED = (
+    "jaxmpi: {}: neighbours have the same label, so whole files would make batches of few classes: examples are taken "
+    "one by one, which opens a file for each; write_batch_files mixes them (data.shuffle_by)"
+)
 
 
 @dataclass
@@ -156,8 +162,14 @@ def open_feed(
         memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
         source = memory.source
     else:
+        ends = file_ends(source, data)
+        if is_train and ends and data.shuffle_by == "auto" and not is_mixed(source):
+            ends = None
+            if workers.processes.rank == 0:
+                print(NOT_MIXED.format(source.name), file=sys.stderr)
+        sampler = partial(FileSampler, file_ends=ends) if ends else Sampler
         samplers = tuple(
-            Sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
+            sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
             for rank in workers.mine
         )
     kind = kind_for(data, source)
@@ -184,6 +196,32 @@ def fitted(model: Model, source: Source, is_train: bool) -> Model:
         f"build the model with classes={source.classes}",
     )
     return made
+
+
+def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
+    """Of a source whose files are read whole, one after another; None where examples are read one by one.
+
+    Raises:
+        UsageError: `data.shuffle_by` wants files of a source that has none of several examples.
+    """
+    ends = getattr(source, "file_ends", None)
+    check(
+        ends is not None or data.shuffle_by != "files",
+        f"data.shuffle_by: got files; {source.name} has no files of several examples: use auto or examples",
+    )
+    return None if data.shuffle_by == "examples" else ends
+
+
+def is_mixed(source: Source) -> bool:
+    """Whether neighbours differ in their labels half as often as in a random order, or the labels are not known.
+
+    Where they do not, such as in files sorted by class, a batch of whole files would have few classes.
+    """
+    labels = getattr(source, "labels", None)
+    if labels is None or len(labels) < 2:
+        return True
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    return float(np.mean(labels[1:] != labels[:-1])) >= 0.5 * (1 - float(np.sum(shares**2)))
 
 
 def dealt_anew(feed: Feed, workers: Workers, micro_batch: int = 0) -> Feed:

@@ -279,7 +279,8 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
 # Fields of `data` under which the same examples stay the same.
 NOT_THE_DATA = (
     *("data.dir", "data.loader", "data.loaders", "data.prefetch", "data.stall_s", "data.on_error"),
-    *("data.memory", "data.group_size", "data.shuffle_period"),  # where they change the order, the data's facts say so
+    # Where they change the order, the data's facts say so.
+    *("data.shuffle_by", "data.memory", "data.group_size", "data.shuffle_period"),
 )
 
 

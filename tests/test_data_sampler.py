@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmpi.config import UsageError
-from jaxmpi.data import Sampler
+from jaxmpi.data import FileSampler, Sampler
 
 sizes = st.integers(1, 9)
 SHARES = [
@@ -102,3 +102,48 @@ def test_numbers_out_of_range():
 
 def test_an_empty_evaluation_has_no_steps():
     assert Sampler(0, 4, shuffle=False).steps_per_epoch == 0
+
+
+# ---------------------------------------------------------------- whole files
+
+lengths_of_files = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
+
+
+def file_workers(lengths: list[int], batch: int, size: int, seed: int) -> list[FileSampler]:
+    ends = tuple(np.cumsum(lengths).tolist())
+    return [FileSampler(ends[-1], batch, rank, size, seed, file_ends=ends) for rank in range(size)]
+
+
+@given(lengths_of_files, st.integers(1, 20), sizes, st.integers(0, 9), st.integers(0, 3))
+def test_an_epoch_of_whole_files_reads_each_once_in_sequence_on_any_number_of_workers(
+    lengths, batch, size, seed, epoch
+):
+    one, many = file_workers(lengths, batch, 1, seed)[0], file_workers(lengths, batch, size, seed)
+    order: list[int] = []
+    for step in range(epoch * one.steps_per_epoch, (epoch + 1) * one.steps_per_epoch):
+        shares = [sampler.indices(step) for sampler in many]
+        assert [i for share in shares for i in share.indices] == one.indices(step).indices.tolist()
+        assert {share.epoch for share in shares} == {epoch}
+        parts = [len(share.indices) for share in shares]
+        assert max(parts) - min(parts) <= 1
+        assert max(parts) <= many[0].local_batch
+        order += one.indices(step).indices.tolist()
+    assert sorted(order) == list(range(sum(lengths)))
+    ends = np.cumsum(lengths)
+    files = np.searchsorted(ends, order, side="right")
+    assert np.count_nonzero(np.diff(files)) == len(set(files.tolist())) - 1  # none is come back to
+    assert np.all((np.diff(order) == 1) | (np.diff(files) != 0))
+
+
+def test_with_files_of_the_local_batch_each_worker_reads_one_file_a_step_in_another_order_each_epoch():
+    shares = [[s.indices(step).indices.tolist() for s in file_workers([4] * 6, 8, 2, 1)] for step in range(6)]
+    files = [[share[0] // 4 for share in step] for step in shares]
+    assert all(share == list(range(share[0], share[0] + 4)) for step in shares for share in step)
+    # Literal, because a checkpoint of today must resume in the same order on any later version.
+    assert files == [[3, 5], [2, 0], [1, 4], [0, 5], [3, 4], [2, 1]]
+
+
+def test_ends_of_files_that_are_not_those_of_the_examples():
+    for ends in ((), (4, 9), (6, 4, 10)):
+        with pytest.raises(UsageError, match="file_ends: "):
+            FileSampler(10, 4, file_ends=ends)

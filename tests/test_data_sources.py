@@ -1,3 +1,5 @@
+import contextlib
+import ctypes
 import importlib
 import io
 import os
@@ -7,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +23,9 @@ from jaxmpi.data import (
     SOURCES,
     ArraySource,
     CorruptExample,
+    FileSampler,
+    Loader,
+    Sampler,
     Source,
     load_mean_image,
     open_source,
@@ -502,7 +508,7 @@ def batch_files(tmp_path: Path) -> Path:
     """Ten images of 5 x 6 px, image i all i, labelled i % 4, in files of 4; three for validation."""
     for split, n in (("train", 10), ("validation", 3)):
         images = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None, None], (n, 5, 6, 3))
-        write_batch_files(ArraySource(images, np.arange(n) % 4), tmp_path, split, rows=4)
+        write_batch_files(ArraySource(images, np.arange(n) % 4), tmp_path, split, rows=4, seed=None)
     return tmp_path
 
 
@@ -518,6 +524,30 @@ def npy_head(fields: str) -> bytes:
     """That of a .npy file, with an integer type and C order where the fields do not say."""
     text = "{'descr': '<i8', 'fortran_order': False, " + fields + "}\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+@contextlib.contextmanager
+def opens_in(folder: Path) -> Iterator[Callable[[], int]]:
+    """How often files of a folder have been opened by any process, as the system counts it (inotify)."""
+    system, in_open = ctypes.CDLL(None, use_errno=True), 0x20  # sys/inotify.h
+    watch = system.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    assert system.inotify_add_watch(watch, os.fsencode(folder), in_open) >= 0
+    names: list[str] = []
+
+    def opened() -> int:
+        with contextlib.suppress(BlockingIOError):
+            while events := os.read(watch, 1 << 16):
+                at = 0
+                while at < len(events):  # i32 watch, u32 mask, u32 cookie, u32 length of the name, name
+                    size = int.from_bytes(events[at + 12 : at + 16], sys.byteorder)
+                    names.append(events[at + 16 : at + 16 + size].rstrip(b"\0").decode())
+                    at += 16 + size
+        return sum(name.endswith(".npy") for name in names)
+
+    try:
+        yield opened
+    finally:
+        os.close(watch)
 
 
 class TestBatchFiles:
@@ -609,6 +639,38 @@ class TestBatchFiles:
         assert mean is not None
         assert np.array_equal(mean, image)
 
+    @pytest.mark.parametrize("loader", ["threads", "processes"])
+    def test_each_file_is_opened_once_in_an_epoch_of_more_files_than_stay_open(self, tmp_path, loader):
+        """90 files, of which 64 stay open; by one loader, since each of several may open a file for its own rows."""
+        images = np.broadcast_to(np.arange(180, dtype=np.uint8)[:, None, None, None], (180, 5, 6, 3))
+        write_batch_files(ArraySource(images, np.arange(180) % 4), tmp_path, "train", rows=2)
+        data = batch_data(tmp_path, loader=loader, loaders=1)
+        source: Any = open_source(data, "train")
+        sampler = FileSampler(180, 12, file_ends=source.file_ends)
+        with opens_in(tmp_path / "train") as opened:
+            with Loader(source, sampler, data, True, stop_step=15) as batches:
+                seen = [int(image[0, 0, 0]) for batch in batches for image in batch.image]
+            assert opened() == 90
+        assert sorted(seen) == list(range(180))
+
+    def test_all_files_stay_open_where_they_are_few(self, batch_files):
+        source, data = opened_batch_files(batch_files), batch_data(batch_files)
+        with opens_in(batch_files / "train") as opened:
+            with Loader(source, Sampler(10, 5), data, True, stop_step=8) as batches:
+                assert sum(len(batch.label) for batch in batches) == 40
+            assert opened() == 3
+
+    def test_the_order_is_taken_up_in_the_middle_of_an_epoch_by_another_number_of_workers(self, batch_files):
+        data, opened = batch_data(batch_files), opened_batch_files(batch_files)
+
+        def images(step: int, size: int) -> list[int]:
+            samplers = [FileSampler(10, 4, rank, size, seed=3, file_ends=opened.file_ends) for rank in range(size)]
+            loaders = [Loader(opened, sampler, data, True, step, step + 1) for sampler in samplers]
+            rows = [(batch, image) for loader in loaders for batch in loader for image in batch.image[batch.weight > 0]]
+            return [int(image[0, 0, 0]) for _, image in rows]
+
+        assert [images(step, 1) for step in range(6)] == [images(step, 3) for step in range(6)]
+
     def test_a_file_that_shrinks_under_the_run(self, batch_files):
         source: Any = open_source(batch_data(batch_files), "train")
         path = batch_files / "train" / "00001.npy"
@@ -674,14 +736,14 @@ class TestBatchFiles:
     def test_an_unfinished_set_over_another_does_not_open(self, batch_files):
         images = [np.zeros((5, 6, 3), np.uint8)] * 9 + [np.zeros((5, 7, 3), np.uint8)]
         with pytest.raises(UsageError, match=r"array\[9\]"):
-            write_batch_files(ArraySource(images, [3] * 10), batch_files, "train", rows=4)
+            write_batch_files(ArraySource(images, [3] * 10), batch_files, "train", rows=4, seed=None)
         with pytest.raises(UsageError, match=r"train_labels\.npy: .*No such file"):
             opened_batch_files(batch_files)
 
     def test_images_that_cannot_be_written(self, tmp_path):
         images = [np.zeros((4, 4, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)]
         with pytest.raises(UsageError, match=r"array\[1\]: got uint8\[4, 5, 3\]"):
-            write_batch_files(ArraySource(images, [0, 1]), tmp_path, "train")
+            write_batch_files(ArraySource(images, [0, 1]), tmp_path, "train", seed=None)
         assert not list((tmp_path / "train").glob("*.npy"))
 
 

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     place.mkdir(parents=True)
     for i, image in enumerate(images):
         Image.fromarray(np.ascontiguousarray(image)).save(place / f"{i}.png")
-    write_batch_files(ArraySource(images, [0] * N), tmp_path / "batchfiles", "train", rows=2)
+    write_batch_files(ArraySource(images, [0] * N), tmp_path / "batchfiles", "train", rows=2, seed=None)
     source = open_source(data(tmp_path, "imagefolder"), "train")
     pack.pack(source, tmp_path / "packed" / "train", pack.Recipe(shard_bytes=100))
     return tmp_path
@@ -195,7 +195,7 @@ class TestFilesThatChangeUnderTheRun:
         source = open_source(options, "train")
         path = file_of(folder, "packed", BAD)
         path.write_bytes(bytes(path.stat().st_size))
-        with pytest.raises(UsageError, match=r"example 4\) is corrupt: its checksum"):
+        with pytest.raises(TrainingError, match=r"example 4\) is corrupt: its checksum"):
             source.encoded(BAD)  # pyright: ignore[reportAttributeAccessIssue]
         assert WAYS[way](source, options)[:4] == [0, 1, 2, 3]
 
@@ -254,7 +254,7 @@ def test_images_in_fortran_order_are_written_so_that_they_can_be_read(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (4, 4, 6, 3), np.uint8)
     turned = ArraySource([np.asfortranarray(image) for image in images], range(4))
     assert np.stack(turned.images[3:]).flags.f_contiguous
-    write_batch_files(turned, tmp_path, "train", rows=3)
+    write_batch_files(turned, tmp_path, "train", rows=3, seed=None)
     source = open_source(Data(source="batchfiles", dir=str(tmp_path)), "train")
     for i in range(4):
         assert np.array_equal(source[i][0], images[i])

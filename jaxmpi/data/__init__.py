@@ -9,6 +9,7 @@ from jaxmpi.data.crew import kind_for as kind_for
 from jaxmpi.data.images import CorruptExample as CorruptExample
 from jaxmpi.data.loader import Batch as Batch
 from jaxmpi.data.loader import Loader as Loader
+from jaxmpi.data.sampler import FileSampler as FileSampler
 from jaxmpi.data.sampler import Sampler as Sampler
 from jaxmpi.data.sampler import Share as Share
 from jaxmpi.data.sources import SOURCES as SOURCES

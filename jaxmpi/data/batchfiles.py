@@ -4,15 +4,21 @@
     DIR/train_labels.npy           int[examples], in the order of the files' names
     DIR/train_mean.npy             f32[height, width, channels], for data.mean_image
 
-Nothing is unpickled. Examples are read one by one, so that the order of training is that of any other source.
+Nothing is unpickled. Training takes whole files in a new order each epoch (`sampler.FileSampler`), so each is opened
+once an epoch and read from its begin to its end. A file need not fit into memory: rows are read when they are wanted,
+by the descriptor of a file that is open already. Mapping files instead was left out: a file that shrinks under the run
+would kill it by SIGBUS, with no word about the file.
 """
 
+import collections
 import contextlib
 import hashlib
 import io
 import math
 import os
 import re
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -20,10 +26,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jaxmpi.config import UsageError, check
+from jaxmpi.data.sampler import Sampler
 from jaxmpi.plain import open_plain
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
 MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
+MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or between two
 MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
 
 
@@ -88,6 +96,33 @@ class BatchFileSource:
             f"{labels_path(root, split)}: got {len(self.labels)} labels for {self.ends[-1]} images",
         )
         self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
+        self._open_files()
+
+    @property
+    def file_ends(self) -> tuple[int, ...]:
+        """Of each file, the index behind its last image."""
+        return tuple(self.ends.tolist())
+
+    def _open_files(self) -> None:
+        self._files: collections.OrderedDict[int, _Descriptor] = collections.OrderedDict()  # last used last
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_files", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open_files()
+
+    def _file(self, file: int) -> "_Descriptor":
+        """A file that stays open until MOST_OPEN others have been read since."""
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = _Descriptor(self._path(file))
+                if len(self._files) > MOST_OPEN:
+                    self._files.popitem(last=False)  # it is closed once no other thread reads it
+            self._files.move_to_end(file)
+            return self._files[file]
 
     def _path(self, file: int) -> str:
         return os.path.join(self.folder, self.files[file])
@@ -114,12 +149,31 @@ class BatchFileSource:
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
         file, row = self._place(index)
         image = np.empty(self.shape, np.uint8)
-        with open(self._path(file), "rb") as opened:
-            opened.seek(int(self.offsets[file]) + row * image.size)
-            got = opened.readinto(image.data)
-        if got != image.size:
-            raise OSError(f"{self._path(file)} ends {image.size - got} bytes before the end of row {row}")
+        missing = self._file(file).read(image, int(self.offsets[file]) + row * image.size)
+        if missing:
+            raise OSError(f"{self._path(file)} ends {missing} bytes before the end of row {row}")
         return image, self.labels[index]
+
+
+class _Descriptor:
+    """An open file, closed with the last reference to it; read from several threads at once.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
+
+    def read(self, image: np.ndarray, offset: int) -> int:
+        """Fill a C-ordered array from `offset` bytes on; how many bytes the file lacks for that."""
+        left = memoryview(image.data).cast("B")
+        while left and (got := os.preadv(self.number, [left], offset + image.nbytes - len(left))):
+            left = left[got:]
+        return len(left)
 
 
 def _check_order(folder: str, names: list[str]) -> None:
@@ -206,8 +260,11 @@ def load_labels(path: str) -> np.ndarray:
     return found.astype(np.int32)
 
 
-def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128) -> None:
+def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128, seed: int | None = 0) -> None:
     """Any source of u8 images of one size as batch files of `rows` images, with labels and mean image.
+
+    Examples are mixed, by `seed`: training takes whole files, and a folder of images is sorted by class. With seed None
+    they keep the order of the source.
 
     Files appear whole, under their names, or not at all, in place of those that were there. The labels come last, and
     those that were there go first, so what is not finished does not open.
@@ -222,7 +279,8 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
         folder.mkdir(parents=True, exist_ok=True)
     found = np.zeros(len(source), np.int32)
     total: Any = 0.0
-    for name, batch in zip(names, _batches(source, rows, found), strict=True):
+    order = np.arange(len(source)) if seed is None else Sampler(len(source), len(source), seed=seed).indices(0).indices
+    for name, batch in zip(names, _batches(source, rows, order.tolist(), found), strict=True):
         with _writing(folder):
             labels.unlink(missing_ok=True)  # not before there are images to write
         total = total + batch.sum(0, dtype=np.float64)
@@ -246,12 +304,13 @@ def _remove_others(folder: Path, names: list[str]) -> None:
                 left.unlink()
 
 
-def _batches(source: Any, rows: int, found: np.ndarray) -> Iterator[np.ndarray]:
+def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Iterator[np.ndarray]:
+    """u8[<= rows, ...]: examples in an order; their labels go to `found`, in the same order."""
     shape = None
-    for begin in range(0, len(source), rows):
+    for begin in range(0, len(order), rows):
         images = []
-        for i in range(begin, min(begin + rows, len(source))):
-            image, found[i] = source[i]
+        for place, i in enumerate(order[begin : begin + rows], begin):
+            image, found[place] = source[i]
             shape = shape or image.shape
             check(
                 image.dtype == np.uint8 and image.ndim == 3 and image.shape == shape,

@@ -1,7 +1,8 @@
 """Which examples a worker reads at a step: pure index arithmetic.
 
-Permute globally, then take every size-th: N workers see in a step the very examples that one
-worker would see, and a step number is all that a resumed run needs, on any number of workers.
+Permute globally, then share out each step's examples: N workers see in a step the examples that one worker would see,
+and a step number is all that a resumed run needs, on any number of workers. What is permuted is examples (`Sampler`),
+or whole files of them, which are then read in sequence (`FileSampler`).
 """
 
 import functools
@@ -114,10 +115,63 @@ class Sampler:
             raise IndexError(f"got step {step} of {self.steps_per_epoch}")
         begin = batch * self.effective_batch
         end = min(begin + self.effective_batch, self.examples)
-        return Share(epoch, self._order(epoch, begin, end)[self.rank :: self.size], end - begin)
+        return Share(epoch, self._part(self._order(epoch, begin, end)), end - begin)
+
+    def _part(self, order: np.ndarray) -> np.ndarray:
+        """This worker's part of a step."""
+        return order[self.rank :: self.size]
 
     def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(begin, end)
         with _LOCK:
             return _permutation(self.examples, self.seed, epoch)[begin:end]
+
+
+@dataclass(frozen=True)
+class FileSampler(Sampler):
+    """Whole files in a new order every epoch, the examples of each in their own order (Ma et al. 2016, section 3.3).
+
+    The paper's workers load one batch file each a step. Here an epoch is all files, one after another in the order of a
+    permutation, and worker r of N takes the r-th of N consecutive parts of each step. So where a file holds as many
+    examples as the local batch, and these divide the number of examples, this is the paper's order; and with files of
+    any lengths, N workers still see in a step the examples that one worker would see. Parts differ by one example at
+    most. A step's examples come from as few files as can be: mix examples before they are written to files.
+
+    Args:
+        file_ends: of each file, the index behind its last example; the last is `examples`.
+
+    Raises:
+        UsageError: as of `Sampler`, or the ends are not those of so many examples.
+    """
+
+    file_ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lengths = np.diff(self.file_ends, prepend=0)
+        check(
+            sum(lengths.tolist()) == self.examples and lengths.min(initial=0) >= 0,
+            f"file_ends: got {self.file_ends[-1:]} at last; expected rising numbers up to {self.examples} examples",
+        )
+
+    @property
+    def name(self) -> str:
+        """What tells this order from others of the same seed."""
+        return "whole files" if self.shuffle else ""
+
+    def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(begin, end)
+        with _LOCK:
+            files = _permutation(len(self.file_ends), self.seed, epoch)
+        ends = np.array(self.file_ends, np.int64)
+        lengths = np.diff(ends, prepend=0)
+        until = np.cumsum(lengths[files])  # place in the epoch behind each file, in the order of the epoch
+        places = np.arange(begin, end)
+        turns = np.searchsorted(until, places, side="right")
+        return ends[files[turns]] - (until[turns] - places)
+
+    def _part(self, order: np.ndarray) -> np.ndarray:
+        begin, end = (len(order) * rank // self.size for rank in (self.rank, self.rank + 1))
+        return order[begin:end]
