@@ -8,6 +8,7 @@ import pytest
 from launching import ROOT, mpirun, run
 
 ENV = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+NOTHING: dict[str, str] = {}
 HEAD = """
 import os, resource, signal, sys, time
 import numpy as np, jax, jax.numpy as jnp
@@ -27,12 +28,12 @@ if __name__ == "__main__":
 )
 
 
-def lead(tmp_path, text: str, n: int, timeout_s: float = 100, ranks: int = 0):
+def lead(tmp_path, text: str, n: int, timeout_s: float = 100, ranks: int = 0, env=NOTHING):
     """Run a script that forks `n` workers, or under mpirun with `ranks`."""
     (tmp_path / "script.py").write_text(text.replace("{n}", str(n) if n else ""))
     if ranks:
-        return mpirun(ranks, str(tmp_path / "script.py"), timeout_s=timeout_s, env=ENV)
-    return run([sys.executable, str(tmp_path / "script.py")], timeout_s=timeout_s, env=ENV)
+        return mpirun(ranks, str(tmp_path / "script.py"), timeout_s=timeout_s, env=ENV | env)
+    return run([sys.executable, str(tmp_path / "script.py")], timeout_s=timeout_s, env=ENV | env)
 
 
 QUICK = [(2, 0, "CORE")]
@@ -261,9 +262,7 @@ def test_what_goes_wrong_in_forked_workers_is_named_and_nothing_hangs(tmp_path):
     assert not left_over(str(tmp_path))
 
 
-STOPPED = (
-    HEAD
-    + """
+COMPUTES = """
 from jaxmpi.function.drive import team
 
 def computes(x):
@@ -275,9 +274,14 @@ def computes(x):
     return jax.pure_callback(compute, jax.ShapeDtypeStruct((), jnp.float32), x.max())
 
 if __name__ == "__main__":
-    jm.fork(2)
+    jm.fork({n})
     x = np.arange(4, dtype=np.float32)
     print("computed", float(jm.function(computes, jm.scatter, jm.max)(x)), flush=True)
+"""
+STOPPED = (
+    HEAD
+    + COMPUTES
+    + """
     os.kill(team().line.jobs[1].pid, signal.SIGSTOP)
     try:
         jm.variable(np.zeros(1 << 22, np.float32))  # more than a socket holds
@@ -291,14 +295,48 @@ if __name__ == "__main__":
 
 
 def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
-    (tmp_path / "script.py").write_text(STOPPED)
-    ended = run(
-        [sys.executable, str(tmp_path / "script.py")], timeout_s=100, env=ENV | {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
-    )
+    ended = lead(tmp_path, STOPPED, 2, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "2"})
     assert ended.code == 0, ended.out[-3000:]
     assert "computed 3.0" in ended.out
     assert "killed by SIGKILL, having been stopped for 2 s" in ended.out
     assert "again 6.0" in ended.out
+    assert not left_over(str(tmp_path))
+
+
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(hosts, tmp_path):
+    """One that computes for longer than the limit does not."""
+    script = (
+        HEAD
+        + COMPUTES.replace(
+            "    jm.fork",
+            """    from jaxmpi.processes import processes
+    pid = int(processes().gather(str(os.getpid()))[1])
+    jm.fork""",
+        )
+        + """
+    os.kill(pid, signal.SIGSTOP)
+    print("stopped", pid, flush=True)
+    jm.variable(np.zeros(1 << 22, np.float32))  # more than is sent at once
+    print("went on", flush=True)
+"""
+    )
+    limit = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
+    if hosts == 1:
+        ended = lead(tmp_path, script, 0, ranks=2, env=limit, timeout_s=60)
+    else:
+        (tmp_path / "script.py").write_text(script.replace("{n}", ""))
+        job = ["mpirun", "-n", "2", sys.executable, str(tmp_path / "script.py")]
+        line = [sys.executable, "scripts/cluster.py", "--hosts", "2", "--slots", "1", "--", *job]
+        ended = run(line, timeout_s=100, env=ENV | limit)
+        if ended.code == 77:
+            pytest.skip(ended.out.strip())
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "computed 3.0" in ended.out, ended.out[-3000:]
+    assert "rank 1 of 2 on" in ended.out
+    assert f"has been stopped for {2 if hosts == 1 else 7} s" in ended.out
+    assert "went on" not in ended.out
     assert not left_over(str(tmp_path))
 
 

@@ -155,7 +155,7 @@ def ranks(is_serial: bool) -> ProcessTeam:
     assert isinstance(comm, MpiComm)
     assert isinstance(control, MpiProcesses)
     here = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
-    return ProcessTeam(MpiLine(control), comm, "shm" if here else "asa32", is_serial)
+    return ProcessTeam(MpiLine(control, is_serial), comm, "shm" if here else "asa32", is_serial)
 
 
 def led_ranks() -> ProcessTeam:
@@ -210,6 +210,7 @@ def processes_on_this_host(n: int) -> Team:
         for job in jobs.values():
             job.kill()
             job.wait()
+        line.stop_watching()
         raise
 
 

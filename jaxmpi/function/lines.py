@@ -3,12 +3,15 @@
 A line carries orders from the master, reports of all, and arrays of any length. What is late or gone is named.
 """
 
+import atexit
+import functools
 import hashlib
 import itertools
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi import runtime
 from jaxmpi.config import TrainingError
 from jaxmpi.hostsum import TIMEOUT_S
 from jaxmpi.processes import LATE_S, MAX_BYTES, YIELDS, MpiProcesses
@@ -111,16 +115,137 @@ def in_order(array: Any) -> np.ndarray:
     return np.asarray(array, order="C")
 
 
+# ---------------------------------------------------------------- who is stopped
+
+WATCH_S = 0.5  # between looks at whether workers are stopped
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a debugger, as far as the system tells."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
+class Watched(NamedTuple):
+    """One worker as the master watches it."""
+
+    name: str  # for messages
+    pid: int
+    is_absent: Callable[[], bool]  # whether it is stopped now, or has been silent since the last look
+    limit_s: float = TIMEOUT_S
+
+
+def every(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
+    """Do a task again and again in a thread of its own; what is returned ends that."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            task()
+
+    def stop() -> None:
+        over.set()
+        thread.join()
+
+    thread = threading.Thread(target=repeat, name="jaxmpi watch", daemon=True)
+    thread.start()
+    return stop
+
+
+class Watch:
+    """What the master knows of stopped workers: it says which is, and ends it after the time limit.
+
+    One that computes is not stopped, however long that takes. Looks are counted, not the clock: where the master is
+    stopped as well, as by Ctrl-Z, nobody is late.
+    """
+
+    def __init__(self, workers: dict[int, Watched], end: Callable[[int], None]) -> None:
+        """Take the workers by rank, and how to end one, or the job with it."""
+        self.workers, self.end = workers, end
+        self.absent_s = dict.fromkeys(workers, 0.0)  # for how long each has been seen absent without a break
+
+    def look(self) -> None:
+        """To be called every WATCH_S seconds."""
+        for rank, worker in self.workers.items():
+            if self.has_ended(rank):
+                continue
+            if not worker.is_absent():
+                self.absent_s[rank] = 0.0
+                continue
+            before, self.absent_s[rank] = self.absent_s[rank], self.absent_s[rank] + WATCH_S
+            if self.has_ended(rank):
+                self.end(rank)
+            elif before < LATE_S <= self.absent_s[rank]:
+                text = f"{worker.name} is stopped, and is ended after {worker.limit_s:.0f} s"
+                way_out = f"(JAXMPI_EXCHANGE_TIMEOUT_S); kill -CONT {worker.pid} lets it go on"
+                print(f"jaxmpi: {text} {way_out}", file=sys.stderr, flush=True)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a worker has been stopped for longer than the time limit."""
+        return rank in self.workers and self.absent_s[rank] > self.workers[rank].limit_s
+
+
 # ---------------------------------------------------------------- MPI
 
 
 class MpiLine:
     """Over a communicator of its own, polled without spinning."""
 
-    def __init__(self, control: MpiProcesses) -> None:
-        """All ranks come here together."""
+    def __init__(self, control: MpiProcesses, is_led: bool) -> None:
+        """All ranks come here together. Where rank 0 leads, all come to every call; it watches for stopped ones."""
         self.control = control.apart()
         self.comm, self.rank, self.size = self.control.world, control.rank, control.size
+        self.timeout_s = float("inf") if is_led else TIMEOUT_S
+        if is_led:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Rank 0 sees processes of its own host; others report to it that they live, from a thread.
+
+        Where MPI does not take calls of several threads at a time (MPI_THREAD_SERIALIZED) nobody reports.
+        """
+        mine = [self.control.hosts[self.rank], runtime.pid_space(), socket.gethostname(), os.getpid()]
+        rows = [json.loads(text) for text in self.control.gather(json.dumps(mine))]
+        far = {rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2] or row[1] == 0}
+        heard = set[int]()
+        post = self.control.post() if far and self.control.may_overlap else None
+        received = post.received if post is not None else list
+
+        def absence(rank: int) -> Callable[[], bool]:
+            def is_silent() -> bool:
+                heard.update(message["rank"] for message in received())
+                was_heard = rank in heard
+                heard.discard(rank)
+                return not was_heard
+
+            return is_silent if rank in far else functools.partial(is_stopped, rows[rank][3])
+
+        def end(rank: int) -> None:
+            raise TrainingError(
+                f"{workers[rank].name} has been stopped for {workers[rank].limit_s:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S "
+                "sets the time)"
+            )
+
+        workers = {
+            rank: Watched(
+                f"rank {rank} of {self.size} on {host} (process {pid})",
+                pid,
+                absence(rank),
+                TIMEOUT_S + LATE_S * (rank in far),  # a report may be held up
+            )
+            for rank, (_, _, host, pid) in enumerate(rows)
+            if rank != 0 and (rank not in far or post is not None)
+        }
+        if self.rank == 0:
+            task = Watch(workers, end).look
+        elif self.rank in far and post is not None:
+            task = functools.partial(post.send, 0, {"rank": self.rank})
+        else:
+            return
+        atexit.register(every(WATCH_S, task))  # before MPI ends
 
     def tell(self, rank: int, header: str, arrays: Arrays) -> None:
         """Length of the header, header with the arrays' shapes, then their bytes."""
@@ -174,9 +299,10 @@ class MpiLine:
         """Wait for what all ranks take part in.
 
         Raises:
-            OutOfStep: a rank has not come to it within the time limit; it is named.
+            OutOfStep: a rank has not come to it within the time limit; it is named. Where rank 0 leads all come, and
+                computing is not late.
         """
-        if not patient(request, TIMEOUT_S):
+        if not patient(request, self.timeout_s):
             raise OutOfStep(
                 f"rank {self.control.late()} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
                 "it (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
@@ -223,18 +349,6 @@ class WorkerDied(OutOfStep):
 LOOKS_S = 0.002  # before sleeping: in a loop the next message comes soon, and a core that sleeps takes 0.1 ms to wake
 
 
-WATCH_S = 0.5  # between looks at whether workers are stopped
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a debugger, as far as the system tells."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return False
-
-
 class SocketLine:
     """The master's end of a socket to each worker, or a worker's end of one; also the control plane of `SharedSum`."""
 
@@ -243,30 +357,16 @@ class SocketLine:
         self.rank, self.size, self.ends, self.jobs = rank, size, ends, jobs
         self.local_rank, self.local_size = rank, size
         self.looks_s = LOOKS_S if size <= (os.cpu_count() or 1) else 0.0
-        self.stopped_s = dict.fromkeys(jobs, 0.0)  # for how long each worker has been seen stopped without a break
-        if jobs:
-            threading.Thread(target=self._watch, name="jaxmpi watch", daemon=True).start()
+        workers = {
+            rank: Watched(self.name(rank), job.pid, functools.partial(is_stopped, job.pid))
+            for rank, job in jobs.items()
+        }
+        self.watch = Watch(workers, lambda rank: jobs[rank].kill())  # whoever waits for it learns of its end
+        self.stop_watching = every(WATCH_S, self.watch.look) if jobs else lambda: None
 
-    def _watch(self) -> None:
-        """Say which worker is stopped, and end it after the time limit: whoever waits for it learns of its end.
-
-        One that computes is not stopped, however long that takes. Looks are counted, not the clock: where the master is
-        stopped as well, as by Ctrl-Z, nobody is late.
-        """
-        while any(job.poll() is None for job in self.jobs.values()):
-            time.sleep(WATCH_S)
-            for rank, job in self.jobs.items():
-                if not is_stopped(job.pid):
-                    self.stopped_s[rank] = 0.0
-                    continue
-                before, self.stopped_s[rank] = self.stopped_s[rank], self.stopped_s[rank] + WATCH_S
-                if self.stopped_s[rank] > TIMEOUT_S:
-                    job.kill()
-                    return
-                if before < LATE_S <= self.stopped_s[rank]:
-                    text = f"worker {rank} of {self.size} (process {job.pid}) is stopped, and is ended after"
-                    limit = f"{TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S); kill -CONT {job.pid} lets it go on"
-                    print(f"jaxmpi: {text} {limit}", file=sys.stderr, flush=True)
+    def name(self, rank: int) -> str:
+        """Of a worker, for messages."""
+        return f"worker {rank} of {self.size} (process {self.jobs[rank].pid})"
 
     def _send(self, rank: int, data: Any) -> None:
         try:
@@ -296,11 +396,11 @@ class SocketLine:
         except subprocess.TimeoutExpired:
             return WorkerDied(f"worker {rank} of {self.size} no longer answers")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if self.stopped_s[rank] > TIMEOUT_S:
+        if self.watch.has_ended(rank):
             how += f", having been stopped for {TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
         return WorkerDied(
-            f"worker {rank} of {self.size} (process {self.jobs[rank].pid}) has ended: {how}. What the workers held is "
-            "gone: jaxmpi.close(), then jaxmpi.fork() again"
+            f"{self.name(rank)} has ended: {how}. What the workers held is gone: jaxmpi.close(), then jaxmpi.fork() "
+            "again"
         )
 
     def check_alive(self) -> None:

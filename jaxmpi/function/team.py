@@ -479,6 +479,7 @@ class SocketTeam(ProcessTeam):
             except subprocess.TimeoutExpired:
                 job.kill()
                 job.wait()
+        self.line.stop_watching()
         self.comm.close()
         if self.cores:
             os.sched_setaffinity(0, self.cores)
