@@ -138,6 +138,9 @@ MEMORY = {
 }
 
 
+MOST_LOADERS = 1024  # per worker; each is a thread or a process
+
+
 @dataclass(frozen=True)
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
@@ -182,6 +185,7 @@ class Data:
             )
         for name in ("channels", "loaders", "prefetch", "synthetic_examples", "window"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
+        check(self.loaders <= MOST_LOADERS, f"data.loaders: got {self.loaders}; expected at most {MOST_LOADERS}")
         check(
             self.loader in ("auto", "processes", "threads", "spawn"),
             f"data.loader: got {self.loader!r}; expected auto, processes, threads or spawn",

@@ -36,6 +36,11 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     base = choose(load(path), argv) if path else Experiment()
     if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
         base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
+    names = {arg.split("=")[0] for arg in argv}
+    if path and "--data.mean-image" in names:  # the flag replaces the experiment's numbers for each channel
+        base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean=(), std=()))
+    elif path and "--data.mean" in names:
+        base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
     for name in config.unknown_flags(argv):
         raise UsageError(f"unknown field --{name}; {config.nearest(name, config.flags(Experiment))}")
     experiment = overridden(config.with_objects(base, Experiment()), argv, str(path or "an experiment"))

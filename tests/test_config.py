@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi import config
+from jaxmpi import config, experiment
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, Schedule, UsageError, local_batch, lookup, steps
+from launching import ROOT
 
 DURATIONS = [
     # text, steps_per_epoch, effective_batch, total_steps -> steps
@@ -175,3 +176,18 @@ def test_resolved_names_what_only_python_can_set():
         name = "mine"
 
     assert config.resolved(Experiment(data=Data(train=Source())))["data"]["train"] == "mine"
+
+
+def test_more_loaders_than_a_machine_can_start_are_refused():
+    with pytest.raises(UsageError, match=r"data\.loaders: got 2147483648; expected at most 1024"):
+        Data(loaders=2147483648)
+
+
+def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean_and_std():
+    own = experiment.parse([str(ROOT / "experiments/digits.py")])[0].data
+    assert (own.mean, own.std, own.mean_image) == ((0.305,), (0.376,), "")
+    for flag in (["--data.mean-image", "m.npy"], ["--data.mean-image=m.npy"], ["--data.mean_image", "m.npy"]):
+        data = experiment.parse([str(ROOT / "experiments/digits.py"), *flag])[0].data
+        assert (data.mean, data.std, data.mean_image) == ((), (), "m.npy")
+    with pytest.raises(UsageError, match=r"data\.mean and data\.mean_image: give one of the two"):
+        Data(mean=(0.5,), mean_image="m.npy")

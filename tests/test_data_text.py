@@ -148,3 +148,11 @@ def test_names_are_in_one_order_everywhere(tmp_path):
         (tmp_path / name).touch()
     assert names(tmp_path, ".py") == ["B.py", "a.py", "a/z.py", "b.py"]
     assert len(names(Path(sysconfig.get_path("stdlib")) / "json", ".py")) >= 4
+
+
+def test_a_file_with_holes_larger_than_memory_is_refused(tmp_path):
+    (tmp_path / "train").mkdir()
+    with (tmp_path / "train" / "a.txt").open("wb") as file:
+        file.truncate(200 << 30)
+    with pytest.raises(UsageError, match=r"GB of memory are needed to read these 1 files, and .* are left"):
+        open_source(Data("text", dir=str(tmp_path)), "train")

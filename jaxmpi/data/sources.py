@@ -511,7 +511,9 @@ def _tfds_error(name: str, folder: str, split: str, error: Exception) -> str:
     place = f", data_dir={folder!r}" if folder else ""
     return (
         f"tfds {name}[{split}]: not prepared for random access in {folder or 'the default folder'} "
-        f"({first_line}); run: {_TFDS_PREPARE.format(name=name, where=place)}"
+        f"({first_line}); preparing needs importlib_resources, and TensorFlow where images are made from arrays: "
+        f"pip install importlib_resources tensorflow; "
+        f"then run: {_TFDS_PREPARE.format(name=name, where=place)}"
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmpi.config import Data, UsageError, check
+from jaxmpi.data.segments import available_bytes
 
 BYTES = 256  # classes
 BETWEEN = b"\0"  # files; no text holds it
@@ -41,6 +42,7 @@ class TextSource:
 
     def __init__(self, root: Path, files: Sequence[str], window: int, name: str) -> None:
         self.name, self.files, self.window = name, tuple(files), window
+        _check_room(root, files, name)
         blobs = [_content(root / file, name) + BETWEEN for file in files]
         self.ends = np.cumsum([len(blob) for blob in blobs], dtype=np.int64)
         self.text = np.frombuffer(b"".join(blobs), np.uint8)
@@ -76,6 +78,20 @@ class TextSource:
         digest = hashlib.sha256("\0".join(self.files).encode(errors="surrogateescape"))
         digest.update(self.text.data)
         return digest.hexdigest()
+
+
+def _check_room(root: Path, files: Sequence[str], name: str) -> None:
+    """Raise `UsageError` if there is no memory for all files twice: one by one, then joined. One may be sparse."""
+    try:
+        need_bytes = 2 * sum(os.stat(root / file).st_size for file in files)
+    except OSError as error:
+        raise UsageError(f"{name}: {root} cannot be read: {error}; mend it, on all machines") from error
+    left_bytes = available_bytes()
+    check(
+        need_bytes <= left_bytes,
+        f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(files)} files, and "
+        f"{left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files",
+    )
 
 
 def _content(path: Path, name: str) -> bytes:
