@@ -137,6 +137,11 @@ def read_index(folder: Path, manifest: Manifest) -> np.ndarray:
     with open(open_plain(path, PLAIN), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         check(size == n * ROW.itemsize, f"{path}: got {size} bytes; expected {n * ROW.itemsize}, {n} records")
+        # A row is never all zeros, so no index has a hole; one with holes takes memory that it took no disk for.
+        is_whole = n == 0 or os.lseek(file.fileno(), 0, os.SEEK_HOLE) >= size
+        check(is_whole, f"{path}: damaged: got {size} bytes with holes, which no index has; copy it again")
+        file.seek(0)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
         try:
             rows = np.fromfile(file, ROW, n)
         except MemoryError as error:  # a file with holes may be larger than its disk
