@@ -27,7 +27,7 @@ from jaxmpi.center import END, LEAVE, PUSH, READ, TIMES, Answer, Layout, Ledger,
 from jaxmpi.checkpoint import Apart
 from jaxmpi.config import ON_STALL, Experiment, RuleConfig, TrainingError, check
 from jaxmpi.plain import HeldFolder
-from jaxmpi.post import Counter, FarLine, Gossiper, Line, NearLine, converse
+from jaxmpi.post import Counter, Gossiper, Line, converse
 from jaxmpi.processes import AGREE_TIMEOUT_S, MpiProcesses, named_leaves
 from jaxmpi.recorder import Recorder
 from jaxmpi.rules import Asynchronous, Rule
@@ -225,11 +225,10 @@ def open_post(config: RuleConfig, rule: Asynchronous, workers: Workers, wire: st
     if 0 <= rank - first < servers:
         ledger = Ledger(workers.size, target, config.staleness, start.tally) if rank == first else None
         server = open_server(layout, rank - first, rule, start.center, ledger)
-        guests = [worker for worker in range(workers.size) if worker != rank]
-        counter = Counter(to_center, server, guests, layout.message_bytes())
+        counter = Counter(to_center, server, range(workers.size), layout.message_bytes())
     if rank >= workers.size:
         return Post(layout, [], counter, None)
-    lines = [NearLine(counter, rank) if counter else FarLine(to_center, first + s) for s in range(servers)]
+    lines = [Line(to_center, first + s) for s in range(servers)]
     body_bytes = Layout(n, 1, wire).host_wire().size_bytes(n)
     gossiper = Gossiper(between_workers, rank, workers.size, body_bytes) if rule.is_gossip else None
     return Post(layout, lines, counter, gossiper)

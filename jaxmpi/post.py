@@ -1,7 +1,8 @@
 """Messages of asynchronous rules over MPI: between workers and the center, and between workers that gossip.
 
-All sends and receives are non-blocking and polled, each communicator is used by one thread, and every receive names its
-sender. So whoever comes is served, a rank that dies is known by its own messages, and no two can wait for each other.
+All sends and receives are non-blocking and polled, and every receive names its sender. So whoever comes is served, a
+rank that dies is known by its own messages, and no two can wait for each other. A server that is a thread of a worker's
+process shares the communicator with that worker, so messages and answers have tags of their own.
 """
 
 import itertools
@@ -9,7 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from jaxmpi.processes import is_loss
 HURRY_S, CALM_S, IDLE_S = 0.0003, 0.002, 0.005  # between looks: something has just come; for a while nothing has
 SOON_S, LATER_S = 0.02, 0.5  # how long that while is
 LOOK_S = 0.5  # between two looks at who has fallen silent
+SAID, ANSWERED = range(2)  # tags: to a server or a peer; from a server
 
 
 class Pauses:
@@ -44,13 +47,13 @@ class Pauses:
 class Outbox:
     """Messages on their way; their memory is kept until they are out."""
 
-    def __init__(self, mpi: Any) -> None:
-        """Send on one communicator."""
-        self.mpi, self._under_way = mpi, deque[tuple[Any, np.ndarray]]()
+    def __init__(self, mpi: Any, tag: int = SAID) -> None:
+        """Send on one communicator, with one tag."""
+        self.mpi, self.tag, self._under_way = mpi, tag, deque[tuple[Any, np.ndarray]]()
 
     def send(self, message: np.ndarray, to: int) -> None:
         """Begin to send u8[..]; it must not change any more."""
-        self._under_way.append((self.mpi.Isend(message, to), message))
+        self._under_way.append((self.mpi.Isend(message, to, self.tag), message))
 
     def is_empty(self) -> bool:
         """Look whether all is out."""
@@ -77,29 +80,24 @@ def is_complete(request: Any) -> bool:
 class Counter:
     """Where a server's workers are served: in the main thread of its rank, or in one beside a worker.
 
-    A round takes one message of each worker that has sent any, and rounds begin with another worker each time. So a
-    worker's share of the service depends neither on its number nor on its way to the server: one of this process, which
-    could call the server instead, waits its turn like the others, and looks for its answer as often as they do.
+    A round takes one message of each worker that has sent any, and rounds begin with another worker each time. A worker
+    of this process could call the server instead, and sends messages over MPI as the others do. So a worker's share of
+    the service depends neither on its number nor on its way to the server.
     """
 
     def __init__(self, mpi: Any, server: Server, workers: Sequence[int], message_bytes: int) -> None:
-        """Open for workers of other ranks.
+        """Open for workers, of this rank or others.
 
         Args:
             workers: their ranks, which are their numbers.
             message_bytes: of the longest message.
         """
         self.mpi, self.server = mpi, server
-        self._outbox, self._message_bytes = Outbox(mpi), message_bytes
+        self._outbox, self._message_bytes = Outbox(mpi, ANSWERED), message_bytes
         self._coming = {worker: deque(self._expect(worker) for _ in range(WINDOW + 1)) for worker in workers}
-        self._near: dict[int, Mailbox] = {}
         self._first = itertools.count()  # of a round
         self.lost: list[int] = []
         self.heard_s: dict[int, float] = {}  # by worker: when it last said or was told something
-
-    def open_near(self, worker: int) -> "Mailbox":
-        """The way to the server of the worker whose process this is; before the first round."""
-        return self._near.setdefault(worker, Mailbox(deque(), deque()))
 
     def run(self, look: Callable[[], None] = lambda: None) -> None:
         """Serve until all is over.
@@ -125,46 +123,31 @@ class Counter:
 
     def poll(self) -> bool:
         """A round; False where nothing has come."""
-        workers = sorted({*self._coming, *self._near})
+        workers = sorted(self._coming)
         first = next(self._first) % max(len(workers), 1)
         moved = any([self._look(worker) for worker in workers[first:] + workers[:first]])
         for worker, answers in list(self.server.out.items()):
-            while answers and (worker in self._coming or worker in self._near):
+            while answers and worker in self._coming:
                 self.heard_s[worker] = time.monotonic()
-                self._answer(worker, answers.popleft())
+                self._guarded(worker, partial(self._outbox.send, answers.popleft(), worker))
                 moved = True
         self._outbox.is_empty()
         return moved
 
     def _expect(self, worker: int) -> tuple[Any, np.ndarray]:
         message = np.empty(self._message_bytes, np.uint8)
-        return self.mpi.Irecv(message, worker), message
+        return self.mpi.Irecv(message, worker, SAID), message
 
     def _look(self, worker: int) -> bool:
         """Take the oldest message of a worker; False where there is none."""
-        message = self._taken(worker)
-        if message is None:
+        coming = self._coming[worker]
+        if not self._guarded(worker, lambda: coming[0][0].Test()):
             return False
+        message = coming.popleft()[1]
+        self._guarded(worker, lambda: coming.append(self._expect(worker)))
         self.heard_s[worker] = time.monotonic()
         self.server.take(worker, message)
         return True
-
-    def _taken(self, worker: int) -> np.ndarray | None:
-        if worker in self._near:
-            said = self._near[worker].said
-            return said.popleft() if said else None
-        coming = self._coming[worker]
-        if not self._guarded(worker, lambda: coming[0][0].Test()):
-            return None
-        message = coming.popleft()[1]
-        self._guarded(worker, lambda: coming.append(self._expect(worker)))
-        return message
-
-    def _answer(self, worker: int, answer: np.ndarray) -> None:
-        if worker in self._near:
-            self._near[worker].answered.append(answer)
-        else:
-            self._guarded(worker, lambda: self._outbox.send(answer, worker))
 
     def _guarded(self, worker: int, act: Callable[[], Any]) -> Any:
         """What an act gives; nothing where it shows that the worker is gone."""
@@ -186,62 +169,26 @@ class Counter:
 # ---------------------------------------------------------------- at a worker
 
 
-class Line(Protocol):
-    """A worker's way to one server."""
-
-    def send(self, message: np.ndarray, answer_bytes: int) -> None:
-        """Say u8[..]; the answer will be that long."""
-        ...
-
-    def answer(self) -> np.ndarray | None:
-        """The oldest answer that has not been taken, where it is there."""
-        ...
-
-
-class FarLine:
-    """To a server on another rank."""
+class Line:
+    """A worker's way to one server, on this rank or another."""
 
     def __init__(self, mpi: Any, server_rank: int) -> None:
-        """Use a communicator that no other thread of this rank uses."""
+        """Use the server's communicator."""
         self.mpi, self.rank, self._outbox = mpi, server_rank, Outbox(mpi)
         self._coming: deque[tuple[Any, np.ndarray]] = deque()
 
     def send(self, message: np.ndarray, answer_bytes: int) -> None:
-        """See Line."""
+        """Say u8[..]; the answer will be that long."""
         answer = np.empty(answer_bytes, np.uint8)
-        self._coming.append((self.mpi.Irecv(answer, self.rank), answer))
+        self._coming.append((self.mpi.Irecv(answer, self.rank, ANSWERED), answer))
         self._outbox.send(message, self.rank)
 
     def answer(self) -> np.ndarray | None:
-        """See Line."""
+        """The oldest answer that has not been taken, where it is there."""
         self._outbox.is_empty()
         if not self._coming[0][0].Test():
             return None
         return self._coming.popleft()[1]
-
-
-class Mailbox(NamedTuple):
-    """Messages between a worker and the server that is a thread of its process."""
-
-    said: deque[np.ndarray]
-    answered: deque[np.ndarray]
-
-
-class NearLine:
-    """To the server that is a thread of this rank."""
-
-    def __init__(self, counter: Counter, worker: int) -> None:
-        """Before the counter runs."""
-        self._mailbox = counter.open_near(worker)
-
-    def send(self, message: np.ndarray, answer_bytes: int) -> None:
-        """See Line."""
-        self._mailbox.said.append(message)
-
-    def answer(self) -> np.ndarray | None:
-        """See Line."""
-        answered = self._mailbox.answered
-        return answered.popleft() if answered else None
 
 
 def converse(talk: Talk, lines: Sequence[Line]) -> float:

@@ -84,19 +84,17 @@ class Rank:
         self.rule, self.cpu_s, self._is_over = rule, 0.0, threading.Event()
         mpi, first = control.clone(), self.workers if servers else 0
         self.tokens = control.clone()
-        shard, counter = self.number - first, None
+        shard = self.number - first
         if 0 <= shard < max(servers, 1):
             begin, end = self.layout.bounds(shard)
             ledger = Ledger(self.workers, 1e18, 0) if shard == 0 else None
             server = Server(self.layout, shard, np.zeros(end - begin, np.float32), rule.serve, ledger)
-            guests = [worker for worker in range(self.workers) if worker != self.number]
-            counter = post.Counter(mpi, server, guests, self.layout.message_bytes())
+            counter = post.Counter(mpi, server, range(self.workers), self.layout.message_bytes())
             self._thread = threading.Thread(target=self._serve, args=(counter, post.Pauses()), daemon=True)
             self._thread.start()
         else:
             self._thread = None
-        near = lambda s: post.NearLine(counter, self.number) if counter else post.FarLine(mpi, first + s)  # noqa: E731
-        self.lines = [near(s) for s in range(max(servers, 1))] if self.is_worker else []
+        self.lines = [post.Line(mpi, first + s) for s in range(max(servers, 1))] if self.is_worker else []
         self.w = np.ones(floats, np.float32)
         control.barrier()
 

@@ -10,7 +10,7 @@ import pytest
 import jaxmpi
 from jaxmpi.center import END, PUSH, READ, Layout, Ledger, Report, Server, Spent, Talk, Tally
 from jaxmpi.hostcomm import HOST_WIRES
-from jaxmpi.post import MOST, Counter, FarLine, Gossiper, NearLine, converse
+from jaxmpi.post import MOST, Counter, Gossiper, Line, converse
 from jaxmpi.processes import MpiProcesses, processes
 from jaxmpi.rules.gosgd import Gossip
 from tolerances import U
@@ -41,15 +41,14 @@ def test_center_and_workers_keep_their_sum(servers, wire):
     thread = None
     if where == RANK:
         server = Server(layout, 0, np.ones(N, np.float32), elastic, Ledger(workers, 1e9, 0))
-        guests = [worker for worker in range(workers) if worker != RANK]
-        counter = Counter(mpi, server, guests, layout.message_bytes())
+        counter = Counter(mpi, server, range(workers), layout.message_bytes())
         thread = threading.Thread(target=counter.run)
         thread.start()
     w = np.random.default_rng(RANK).standard_normal(N).astype(np.float32) * (workers > RANK)
     before = total(w)
     seen = np.zeros(N, np.float32)
     if workers > RANK:
-        line = NearLine(counter, RANK) if counter else FarLine(mpi, where)
+        line = Line(mpi, where)
         for _ in range(ROUNDS):
             talk = Talk(layout, PUSH, w, None)
             converse(talk, [line])
