@@ -358,6 +358,11 @@ def mark(name: str) -> None:
             (folder / WORDS / name).touch()
 
 
+def is_marked(name: str) -> bool:
+    """Whether a rank of this host has left that word."""
+    return (words(os.environ) / name).exists()
+
+
 @contextmanager
 def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
     """A folder of a job's own in this host's shared memory, as a setting for Open MPI; removed even if this is killed.
@@ -588,6 +593,8 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
         end_job(1 if echo else 0)  # so that the other rank's code is the job's
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
         time.sleep(rank_0_first_s())  # rank 0 most likely says the same, and ends the job
+        if is_marked(ENDING):  # it has said so, and the launcher is slow to end this rank
+            end_job(exit_code(error))
     phase = f" ({_at.phase})" if _job else ""
     if isinstance(error, (UsageError, TrainingError)):
         text = f"error: {error}\n"
@@ -627,7 +634,7 @@ def end_job(code: int) -> NoReturn:
     sys.stderr.flush()
     if _job is not None and _job.size > 1:
         _ending.acquire(timeout=ENDING_S)
-        if not _job.kill:
+        if not _job.kill or code == MISUSED:
             mark(ENDING)
         if _job.has_spawned and not _job.kill:
             mark(f"{ENDED_WITH}{code}")

@@ -515,6 +515,24 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
     assert "start several (mpirun -n 4, jaxmpi train -n 4)" in ended.out
 
 
+SLOWLY_ENDED = """
+import os
+from experiments.digits import experiment
+from jaxmpi import runtime
+runtime.RANK_0_FIRST_S = 1.0
+runtime.PASSED_ON_S = 4.0 * (os.environ.get("OMPI_COMM_WORLD_RANK") == "0")
+"""
+
+
+def test_one_rank_says_what_is_refused_however_slow_the_launcher_ends_the_others(tmp_path):
+    (tmp_path / "slowly.py").write_text(SLOWLY_ENDED)
+    line = (sys.executable, "-m", "jaxmpi.cli", "train", "-n", "3", str(tmp_path / "slowly.py"))
+    ended = run([*line, *RULES["easgd"], "--comm", "xla", "--run-dir", str(tmp_path / "run")], timeout_s=60)
+    assert ended.code == runtime.MISUSED, ended.out
+    assert ended.out.count("error: comm: got xla with an asynchronous rule") == 1, ended.out
+    assert "---" not in ended.out, ended.out  # no box of Open MPI's
+
+
 def test_several_devices_of_a_process_are_refused():
     with pytest.raises(UsageError, match=r"devices: got 2 with an asynchronous rule.*start as many ranks"):
         workers.gather_apart(servers=0, comm="mpi", devices=2)
