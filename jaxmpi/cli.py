@@ -1,11 +1,10 @@
 """`jaxmpi COMMAND ...`; one row of the table a command."""
 
-import io
 import os
 import sys
 from collections.abc import Callable
 
-from jaxmpi import doctor, forecast, launch, orbax, report
+from jaxmpi import doctor, forecast, launch, orbax, report, runtime
 from jaxmpi.config import UsageError, lookup
 from jaxmpi.data import pack
 from jaxmpi.experiment import versions
@@ -38,9 +37,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
 def main() -> None:
     """Entry point of the `jaxmpi` command."""
     argv = sys.argv[1:]
-    for stream in (sys.stdout, sys.stderr):  # a file's name need not be text
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    runtime.open_streams()
     if not argv or argv[0] in ("-h", "--help"):
         rows = [f"  {name:8} {text}" for name, (text, _) in COMMANDS.items()]
         print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows]))
@@ -51,7 +48,8 @@ def main() -> None:
     try:
         lookup(COMMANDS, argv[0], "command")[1](argv[1:])
     except UsageError as error:
-        sys.exit(f"jaxmpi: error: {error}")
+        print(f"jaxmpi: error: {error}", file=sys.stderr)
+        sys.exit(runtime.MISUSED)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +29,8 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
         UsageError: no such file, no `experiment` in it, or a field out of range.
     """
     argv = [hyphens(arg) if arg.startswith("--") else arg for arg in argv]
+    argv = file_first(argv)
     path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
-    late = [] if path else [arg for arg in argv if arg.endswith(".py")]
-    config.check(
-        not late, f"the experiment file comes first: {' '.join([*late[:1], *(a for a in argv if a not in late)])}"
-    )
     base = choose(load(path), argv) if path else Experiment()
     if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
         base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
@@ -47,6 +45,12 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
     return config.with_objects(experiment, base), path
+
+
+def file_first(argv: Sequence[str]) -> list[str]:
+    """The arguments with the experiment file before the flags, which may stand on either side of it."""
+    at = next((i for i, arg in enumerate(argv) if arg.endswith(".py") and not arg.startswith("-")), 0)
+    return [*argv[at : at + 1], *argv[:at], *argv[at + 1 :]]
 
 
 def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:

@@ -1,7 +1,6 @@
 """What all ranks decide together while a run goes on: to leave, to stop, to skip a step, to go back."""
 
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -34,19 +33,28 @@ class RollBack(Exception):
 class Preempted(Exception):
     """The run has saved itself on request and can be resumed."""
 
+    code = runtime.PREEMPTED  # that a process ends with
+
+
+class Interrupted(Preempted):
+    """`Preempted`, by Ctrl-C."""
+
+    code = runtime.INTERRUPTED
+
 
 # ---------------------------------------------------------------- signals
 
 
 class Notice:
-    """Whether this process has been asked to leave: by SIGTERM, SIGUSR1, or SIGHUP, which nohup has it not hear."""
+    """Requests to this process to save and leave: SIGTERM, SIGUSR1, Ctrl-C's SIGINT, and SIGHUP, unless under nohup."""
 
     def __init__(self) -> None:
         """Signals keep their meaning where Python cannot take them, which is outside the main thread."""
-        self.given = False
+        self.given = self.is_interrupt = False
         try:
-            heard = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-            heard -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+            heard = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT}
+            for number in (signal.SIGHUP, signal.SIGINT):  # nohup, or a shell's job in the background
+                heard -= {number} if signal.getsignal(number) == signal.SIG_IGN else set()
             self._before = {number: signal.signal(number, self._hear) for number in heard}
         except ValueError:
             self._before = {}
@@ -55,14 +63,18 @@ class Notice:
         if number == signal.SIGHUP and self.given:
             return  # a terminal that goes says so twice, by its shell and by the kernel
         if self.given:  # asked twice: at once
-            sys.stderr.write(f"jaxmpi: {runtime.who()}: asked twice to leave: not saved\n")
-            runtime.end_job(runtime.PREEMPTED)
-        self.given = True
+            runtime.write_error(f"jaxmpi: {runtime.who()}: asked twice to leave: not saved\n")
+            runtime.end_job(128 + number)
+        self.given, self.is_interrupt = True, number == signal.SIGINT
+        if self.is_interrupt and runtime.my_rank() == 0:
+            runtime.write_error(f"jaxmpi: {runtime.INTERRUPT_NOTE}\n")
 
     def close(self) -> None:
-        """Give signals their meaning of before."""
+        """Give signals their meaning of before; the default one if a C library had taken them, of which Python is
+        told nothing that it could set again.
+        """
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 # ---------------------------------------------------------------- votes

@@ -12,11 +12,11 @@ from typing import NamedTuple, NoReturn
 
 from jaxmpi import experiment as experiments
 from jaxmpi import rules, runtime
-from jaxmpi.config import UsageError, lookup, nearest
+from jaxmpi.config import Experiment, UsageError, flags, lookup, nearest, unknown_flags
 from jaxmpi.supervise import PROBE_S, Asked, keep_going
 
 USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
-                    [--launcher-args "..."] [--comm mpi|xla] EXPERIMENT.py [--field value ...]
+                    [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
 
   -n N               workers, one process each; without it one worker, no MPI
   --restarts R       start again from the newest good checkpoint where a rank dies, R times at most (default 0)
@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
 
 def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
-    """Options before the experiment file; everything from it on is the trainer's.
+    """Options before the experiment file; its fields, and everything from the file on, are the trainer's.
 
     Raises:
         UsageError: an option without its value, or a number of workers that is none.
@@ -47,12 +47,19 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
     values |= {"--elastic": "", "--comm": ""}
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
-    while argv and argv[0] in values:
+    fields: list[str] = []  # of the experiment, given before its file
+    while argv and not argv[0].endswith(".py") and argv[0] not in ("-h", "--help"):
+        if argv[0] not in values:
+            fields, argv = [*fields, argv[0]], argv[1:]
+            continue
         if len(argv) == 1:
             raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
         values[argv[0]], argv = argv[1], argv[2:]
-    if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
-        raise UsageError(f"got {argv[0]}; {nearest(argv[0], values)}, before the experiment file\n{USAGE}")
+    odd = [arg for arg in fields if arg.startswith("-") and (arg[:2] != "--" or unknown_flags([arg]))]
+    if odd and fields[0].startswith("-"):
+        known = {**values, **{f"--{name}": None for name in flags(Experiment)}}
+        raise UsageError(f"got {odd[0]}; {nearest(odd[0], known)}\n{USAGE}")
+    argv = experiments.file_first([*fields, *argv])
     if "-n" in argv:
         raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
     least, most = elastic(values["--elastic"])
@@ -174,7 +181,10 @@ def main(argv: list[str]) -> NoReturn:
     def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
         asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
         line = command(asked, **facts)
-        print("+ " + shown(line, launcher_args), flush=True)
+        try:
+            print("+ " + shown(line, launcher_args), flush=True)
+        except OSError:  # as `| head` leaves it
+            runtime.unheard(sys.stdout)
         return line
 
     plain = (options.launcher_args, options.train_args)

@@ -514,12 +514,14 @@ class MpiProcesses:
     def gather(self, text: str) -> list[str]:
         """Every rank's text, on every rank."""
         self.barrier()
-        mine = np.frombuffer(text.encode(), np.uint8)
+        mine = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
         sizes = self._gather_ints(mine.size)
         out = np.empty(sum(sizes), np.uint8)
         self._gathered(self.world.Iallgatherv(mine, (out, sizes)))
         ends = np.cumsum(sizes)
-        return [out[end - n : end].tobytes().decode() for end, n in zip(ends, sizes, strict=True)]
+        return [
+            out[end - n : end].tobytes().decode(errors="surrogateescape") for end, n in zip(ends, sizes, strict=True)
+        ]
 
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
         """The arrays of rank `root`; every rank gives a tree of the same structure, shapes and dtypes."""

@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import io
 import itertools
 import os
 import shlex
@@ -27,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TextIO
 
 from jaxmpi.config import AgreedError, TrainingError, UsageError, check, seconds_from
 
@@ -465,6 +466,39 @@ def use_compilation_cache() -> None:
 
 # ---------------------------------------------------------------- hooks
 
+INTERRUPT_NOTE = "interrupted: the run saves itself and leaves; Ctrl-C again ends it at once, unsaved"
+
+
+def write_error(text: str) -> None:
+    """Write to standard error from a signal handler: Python's buffered streams may be in use where it interrupts."""
+    with suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+
+
+def unheard(stream: TextIO) -> None:
+    """Redirect a stream that nobody reads any more to nowhere: the run goes on, and its exit code stays."""
+    if stream is not sys.stderr:
+        write_error(
+            "jaxmpi: standard output cannot be written, as after `| head`: the run goes on without it; its "
+            "record.jsonl has every line\n"
+        )
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def open_streams() -> None:
+    """Give stdout and stderr a place if they were closed before the start, and let them show names that are no text."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            if nowhere != number:
+                os.close(nowhere)
+            setattr(sys, name, open(number, "w", closefd=False))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
 
 @dataclass
 class Job:
@@ -596,6 +630,11 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
         if is_marked(ENDING):  # it has said so, and the launcher is slow to end this rank
             end_job(exit_code(error))
     phase = f" ({_at.phase})" if _job else ""
+    if is_no_backend(error):
+        error = UsageError(
+            f"JAX finds no device: {str(error).splitlines()[0]}; JAX_PLATFORMS is "
+            f"{os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or name one that is installed, such as cpu"
+        )
     if isinstance(error, (UsageError, TrainingError)):
         text = f"error: {error}\n"
     elif isinstance(error, KeyboardInterrupt):
@@ -606,6 +645,11 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
         go_alone()
     end_job(exit_code(error))
+
+
+def is_no_backend(error: BaseException | None) -> bool:
+    """Whether JAX could not start the backend that JAX_PLATFORMS names."""
+    return isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
 
 
 def rank_0_first_s() -> float:

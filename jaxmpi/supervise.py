@@ -13,6 +13,7 @@ import threading
 import time
 import tty
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
@@ -97,21 +98,43 @@ class Watch:
     def __init__(self) -> None:
         """From now on signals go to the job: the first as a request to save and leave, the second to end at once."""
         self._job: subprocess.Popen | None = None
-        self.asked = 0
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        self.heard: list[int] = []  # requests to leave, in order
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, self._ask)
-        signal.signal(signal.SIGINT, self._interrupt)
+        signal.signal(signal.SIGTSTP, self._pause)
+
+    @property
+    def asked(self) -> int:
+        """How often this process was asked to leave."""
+        return len(self.heard)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self.asked:
+        if number == signal.SIGHUP and self.heard:
             return  # a terminal that goes says so twice, by its shell and by the kernel
-        self.asked += 1
-        self._send(signal.SIGUSR1 if self.asked == 1 else signal.SIGTERM)
+        self.heard.append(number)
+        if number == signal.SIGINT and self.asked == 1:
+            runtime.write_error(f"jaxmpi: {runtime.INTERRUPT_NOTE}\n")
+        self._send(self._request())
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 2
-        self._send(signal.SIGTERM)  # the terminal has told the job, too, but another process may not have
+    def _request(self) -> int:
+        """What the job is sent: to save and leave, to end at once, and, if its launcher does not, to be gone."""
+        return (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)[min(self.asked, 3) - 1]
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: the terminal stops this process group only; mpirun stops its ranks on SIGTSTP."""
+        self._send(signal.SIGTSTP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT, as of `fg`
+        self._send(signal.SIGCONT)
+
+    def code_of(self, code: int) -> int:
+        """The exit code of a job that was asked to leave, given its launcher's."""
+        if self.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's answer before it minds signals
+            say("asked to leave before the ranks could save: what is saved stays")
+            code = runtime.PREEMPTED
+        if code == runtime.PREEMPTED:
+            return runtime.INTERRUPTED if signal.SIGINT in self.heard else code
+        return 128 + self.heard[1] if code and self.asked > 1 else code
 
     def _send(self, number: int) -> None:
         if self._job is not None and self._job.poll() is None:
@@ -125,12 +148,16 @@ class Watch:
                 runtime.over_leftovers(line),
                 stdout=said.end,
                 stderr=told.end,
-                preexec_fn=end_with_parent,
+                # A group that is not the terminal's is stopped if it reads there.
+                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                preexec_fn=partial(end_with_parent, os.getpid()),
                 env=SETTINGS | os.environ | setting,
-                start_new_session=signal.getsignal(signal.SIGHUP) == signal.SIG_IGN,  # mpirun would hear it: nohup
+                # Of signals to its group mpirun would kill the ranks 0.25 s later; in a session of its own the kernel
+                # would ignore SIGTSTP for it.
+                process_group=0,
             )
             if self.asked:  # since the last job
-                self._send(signal.SIGUSR1 if self.asked == 1 else signal.SIGTERM)
+                self._send(self._request())
             said.start()
             told.start()
             code = end_of(job, setting)
@@ -198,7 +225,7 @@ class Relay(threading.Thread):
                     self._to.buffer.write(some)
                     self._to.buffer.flush()
                 except OSError:
-                    unheard(self._to)
+                    runtime.unheard(self._to)
         os.close(self._mine)
 
     def tail(self) -> str:
@@ -207,19 +234,14 @@ class Relay(threading.Thread):
         return self._kept.decode(errors="replace")
 
 
-def unheard(stream: TextIO) -> None:
-    """Nobody hears a stream any more, as where a terminal is closed: the job goes on, and its exit code stays."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
-
-
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel send SIGTERM to this process when its parent ends, however that ends. Linux only."""
     pr_set_pdeathsig = 1
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before
+        os._exit(128 + signal.SIGTERM)
 
 
 # ---------------------------------------------------------------- again
@@ -256,10 +278,10 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
     before = None
     for start in range(asked.restarts + 1):
         code, text = watch.run(line(asked.workers, asked.launcher_args, asked.train_args))
-        if watch.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's answer before it minds signals
-            say("asked to leave before the ranks could save: what is saved stays")
-            return runtime.PREEMPTED
-        if code in FINAL or watch.asked or folder is None or home is None:
+        if watch.asked:
+            code = watch.code_of(code)
+            return code if watch.asked > 1 else tell(code, text)
+        if code in FINAL or folder is None or home is None:
             return tell(code, text)
         tell(code, text)
         if fate := home.fate():
@@ -275,7 +297,7 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
         wait_for_lock(folder)
         if watch.asked:
             say("asked to leave between two starts: what is saved stays")
-            return runtime.PREEMPTED
+            return watch.code_of(runtime.PREEMPTED)
         asked = asked._replace(train_args=resuming(asked.train_args, folder))
         say(f"restart {start + 1} of {asked.restarts} from step {step}, with {asked.workers} workers")
     raise AssertionError  # the last start returns
@@ -300,7 +322,7 @@ def say(text: str) -> None:
     try:
         print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
     except OSError:
-        unheard(sys.stderr)
+        runtime.unheard(sys.stderr)
 
 
 def run_dir(train_args: Sequence[str]) -> Path:

@@ -122,8 +122,11 @@ class Plain(Silent):
         self._last_s = self._classic_s = -float("inf")
 
     def say(self, text: str) -> None:
-        """A line."""
-        print(text, file=self.out, flush=True)
+        """A line; if nobody reads any more, the run goes on."""
+        try:
+            print(text, file=self.out, flush=True)
+        except OSError:
+            runtime.unheard(self.out)
 
     def progress(self, progress: Progress) -> None:
         """A line, unless one has just been; the last step always has one."""

@@ -42,6 +42,7 @@ from jaxmpi.workers import Workers, gather_apart, gather_mortal, gather_workers,
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
+    runtime.open_streams()
     runtime.install_excepthooks()
     runtime.prepare()  # before the experiment file, which may touch the device
     experiment, path = experiments.parse(list(sys.argv[1:] if argv is None else argv))
@@ -51,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = 0
         try:
             train(experiment, path.stem, experiments.project_root(path), digest=experiments.file_digest(path))
-        except guard.Preempted:
-            code = runtime.PREEMPTED
+        except guard.Preempted as preempted:
+            code = preempted.code
         runtime.let_end()
         if not code:
             runtime.mark(runtime.FINISHED)
@@ -85,6 +86,8 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     notice = guard.Notice()
     try:
         return train_until(notice, experiment, name, root, digest)
+    except guard.Preempted as left:
+        raise guard.Interrupted if notice.is_interrupt else left from None
     finally:
         notice.close()
 
@@ -565,7 +568,8 @@ def leave(run: Run, step: int) -> None:
     run.saver.wait()
     if run.pact:
         run.pact.vote()
-    run.recorder.say(f"asked to leave: saved at step {step}; go on with --resume --run-dir {run.folder}")
+    why = "interrupted" if run.notice.is_interrupt else "asked to leave"
+    run.recorder.say(f"{why}: saved at step {step}; go on with --resume --run-dir {run.folder}")
     raise guard.Preempted
 
 

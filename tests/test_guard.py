@@ -1,10 +1,13 @@
 """What ranks decide together: votes, recoveries, fingerprints, budgets; and faults as they are spelled."""
 
 import functools
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -28,7 +31,7 @@ class Silent(guard.Notice):
     """Hears no signals."""
 
     def __init__(self) -> None:
-        self.given = False
+        self.given = self.is_interrupt = False
 
 
 class Ranks(SoloProcesses):
@@ -344,3 +347,52 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk(tmp_path):
         wholes.append(time.perf_counter() - begin)
     print(f"copy {min(copies):.3f} s, pause {min(pauses):.3f} s, until on disk {min(wholes):.3f} s")
     assert min(pauses) < 2 * min(copies) + 0.01
+
+
+PRELOADED = "#include <signal.h>\nstatic void ignore(int n) {}\n"
+PRELOADED += "__attribute__((constructor)) static void take(void) { signal(SIGHUP, ignore); }\n"
+RELEASED = """
+import signal
+from jaxmpi import guard
+notice = guard.Notice()
+signal.raise_signal(signal.SIGHUP)
+assert notice.given
+notice.close()
+assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_signal_that_a_preloaded_library_had_taken_is_no_error_at_the_end(tmp_path):
+    """Python knows nothing of a C handler: it gives None for it, and does not take that back."""
+    (tmp_path / "own.c").write_text(PRELOADED)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "own.so", tmp_path / "own.c"], check=True, timeout=60)
+    env = os.environ | {"LD_PRELOAD": str(tmp_path / "own.so")}
+    job = subprocess.run(
+        [sys.executable, "-c", RELEASED], capture_output=True, text=True, timeout=60, cwd=ROOT, env=env
+    )
+    assert job.returncode == 0, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("again", "code", "said"), [(False, 130, "interrupted: saved at step"), (True, 130, "leave: not saved")]
+)
+def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, said, tmp_path):
+    line = [sys.executable, "-m", "jaxmpi.cli", "train", "--log-every", "1", "experiments/digits.py"]
+    line += ["--run-dir", str(tmp_path / "run"), "--inject", "slow:times=0,seconds=0.3"]
+    job = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    killer = threading.Timer(90, job.kill)
+    killer.start()
+    out = ""
+    for text in job.stdout:
+        out += text
+        if text.startswith("step 2/") or (again and text.startswith("jaxmpi: interrupted:")):
+            job.send_signal(signal.SIGINT)
+    killer.cancel()
+    assert job.wait(10) == code, out
+    assert said in out
+    assert any((tmp_path / "run").glob("checkpoints/*")) != again
+    assert "Traceback" not in out

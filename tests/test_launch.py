@@ -40,6 +40,8 @@ PARSED = [
     ("a.py --n 3", launch.Options(1, "mpirun", (), ("a.py", "--n", "3"))),
     ("-n 8 a.py --optim.lr 1", launch.Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
     ("-n 4 --comm xla a.py --seed 1", launch.Options(4, "mpirun", (), ("a.py", "--comm", "xla", "--seed", "1"))),
+    ("-n 8 --ft shrink a.py --seed 1", launch.Options(8, "mpirun", (), ("a.py", "--ft", "shrink", "--seed", "1"))),
+    ("--resume --seed 1 -n 2 a.py", launch.Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
     ("-n8 a.py", launch.Options(8, "mpirun", (), ("a.py",))),
     ("--launcher srun -n 2 a.py", launch.Options(2, "srun", (), ("a.py",))),
     (
@@ -64,6 +66,8 @@ def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher
     [
         ("-n", "-n needs a value"),
         ("-n two a.py", "-n: got 'two'"),
+        ("--restart 3 -n 2 a.py", "got --restart; did you mean '--restarts'"),
+        ("-n 2 --optim.lrr 3 a.py", "got --optim.lrr; did you mean '--optim.lr"),
         ("-n -1 a.py", "got '-1'"),
         ("-n 0 a.py", "got '0'"),
         ("a.py -n 8", "-n comes before the experiment"),

@@ -13,7 +13,7 @@ import pytest
 from jaxmpi import launch, rundir, runtime, supervise
 from jaxmpi.config import UsageError
 from jaxmpi.supervise import Asked, Culprit, culprit
-from launching import ROOT
+from launching import ROOT, wait_until
 
 RULE = "-" * 74 + "\n"
 KILLED = RULE + "prterun noticed that process rank 2 with PID 24043 on node vm exited on\nsignal 9 (Killed).\n" + RULE
@@ -137,10 +137,11 @@ sys.exit(supervise.keep_going(asked, lambda n, launcher, train: ["sh", "-c", sys
 """
 
 
-def supervised(folder, script, restarts=2):
+def supervised(folder, script, restarts=2, **options):
     return subprocess.Popen(
         [sys.executable, "-c", SUPERVISED, str(folder), str(restarts), script],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        **options,
     )  # fmt: skip
 
 
@@ -174,6 +175,58 @@ def test_a_signal_goes_on_as_usr1_and_a_second_one_ends_the_job(tmp_path):
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=30)
     assert job.returncode == 128 + signal.SIGTERM, out
+
+
+SAVES = "trap 'echo saved; exit 75' USR1; trap 'echo {0}; exit 1' TERM HUP INT; touch {1}/ready; "
+SAVES += "while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code", "said"),
+    [
+        ([signal.SIGTERM], 75, "saved"),
+        ([signal.SIGHUP, signal.SIGHUP], 75, "saved"),
+        ([signal.SIGINT], 130, "saved"),
+        ([signal.SIGINT, signal.SIGINT], 130, "killed"),
+        ([signal.SIGTERM, signal.SIGTERM], 143, "killed"),
+    ],
+)
+def test_a_signal_to_the_whole_group_reaches_the_launcher_through_its_supervisor_alone(tmp_path, numbers, code, said):
+    """As of Ctrl-C, `timeout` and a closed terminal: mpirun, which hears them itself, kills ranks in 0.25 s."""
+    script = SAVES.format("killed", tmp_path)
+    if len(numbers) > 1 and signal.SIGHUP not in numbers:  # still at it when the second comes
+        script = script.replace("echo saved; exit 75", f"touch {tmp_path}/asked")
+    job = supervised(tmp_path, script, restarts=0, process_group=0)
+    wait_for(tmp_path / "ready")
+    os.killpg(job.pid, numbers[0])
+    if "asked" in script:
+        wait_for(tmp_path / "asked")
+    for number in numbers[1:]:
+        os.killpg(job.pid, number)
+    out, _ = job.communicate(timeout=30)
+    assert job.returncode == code, out
+    assert said in out.splitlines(), out
+    assert ("interrupted: the run saves itself" in out) == (signal.SIGINT in numbers)
+
+
+def test_ctrl_z_stops_the_job_and_fg_lets_it_go_on(tmp_path):
+    job = supervised(tmp_path, f"trap 'exit 75' USR1; echo $$ > {tmp_path}/pid; touch {tmp_path}/ready; {LOOP}")
+    wait_for(tmp_path / "ready")
+    script = int((tmp_path / "pid").read_text())
+    for number, states in ((signal.SIGTSTP, "T"), (signal.SIGCONT, "SR")):
+        job.send_signal(number)
+        wait_until(lambda states=states: all(state_of(pid) in states for pid in (job.pid, script)))
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=30)
+    assert job.returncode == 75, out
+
+
+LOOP = "while :; do sleep 0.05; done"
+
+
+def state_of(pid):
+    """A process's state, as of ps."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_request_that_comes_while_ranks_start_is_no_failure(tmp_path):
