@@ -472,7 +472,7 @@ class Keeper:
 
     def extra(self) -> dict[str, Any]:
         """JSON values beside the state in a checkpoint."""
-        return self.duties.extra() | {"tally": [*map(float, self.at)]}
+        return self.duties.extra() | {"tally": [*map(float, self.at)], "lr": self.duties.lr(self.begun + 1)}
 
     def end_elsewhere(self, state: TrainState, fate: str) -> NoReturn:
         """Save the center elsewhere, from which all workers can go on, and end the run."""

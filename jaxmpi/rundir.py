@@ -291,4 +291,30 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         UsageError: fields that differ: got, expected.
     """
     lines = [f"{k}: got {now.get(k)}, expected {v} (the checkpoint's)" for k, v in saved.items() if now.get(k) != v]
-    check(not lines, "--resume goes on with the same run only:\n  " + "\n  ".join(lines))
+    way_out = "  for a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"
+    check(not lines, "\n  ".join(["--resume goes on with the same run only:", *lines]) + f"\n{way_out}")
+
+
+# Fields that change no update: what is shown, kept and watched; where things lie; batches, which `identity` has.
+NOT_THE_NUMBERS = (
+    *("run_dir", "resume", "params", "inject", "local_batch", "effective_batch", "rule.noise_scale"),
+    *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "log_every", "lone_every", "compare_every"),
+    *("quiet", "trace", "profile", "tensorboard", "sinks", "stall_s", "on_stall", "recover", "recover_limit", "ft"),
+    *NOT_THE_DATA,
+)
+
+
+def settings(experiment: Experiment) -> dict[str, Any]:
+    """The resolved fields by which updates differ, for a checkpoint."""
+    fields = flatten_json(config.resolved(experiment))
+    return {name: value for name, value in fields.items() if name not in NOT_THE_NUMBERS}
+
+
+def changes(saved: Any, now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that are others than a checkpoint's: name to what it was and is.
+
+    Args:
+        saved: what the checkpoint has of `settings`; older ones have nothing, and then no change is known.
+    """
+    names = [name for name in now if isinstance(saved, dict) and name in saved]
+    return {name: (saved[name], now[name]) for name in names if saved[name] != now[name]}

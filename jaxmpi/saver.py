@@ -244,6 +244,7 @@ def extra_of(experiment: Experiment, plan: Plan, functions: Functions, elapsed_s
             "overlap": experiment.exchange.overlap,
         },
         "experiment": identity(experiment, plan),
+        "settings": rundir.settings(experiment),
     }
 
 

@@ -201,6 +201,8 @@ def run_in(
     if functions.rule.asynchronous:  # no strategy is run: of the one that was asked for the wire alone counts
         how = f"wire {functions.strategy.partition(':')[2]}"
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
+    if saved and start:
+        say_changes(recorder, saved.extra, experiment, plan, start)
     if idle := rules.without_effect(experiment.rule):
         recorder.say(f"without effect in rule {experiment.rule.name}: {', '.join(f'rule.{name}' for name in idle)}")
     if functions.why:
@@ -624,6 +626,22 @@ def starting_states(
     return (saved.states if saved else states), saved
 
 
+def say_changes(recorder: Recorder, extra: dict[str, Any], experiment: Experiment, plan: Plan, start: int) -> None:
+    """Say, and record, by which settings and from which learning rate a resumed run departs from its checkpoint.
+
+    A decay that spans the run has another rate at the same step where the run is made longer or shorter.
+    """
+    found = rundir.changes(extra.get("settings"), rundir.settings(experiment))
+    lr, before = np.asarray(plan.lr(start)).item(), extra.get("lr")
+    if before not in (None, lr):
+        found[f"learning rate of step {start + 1}"] = (before, lr)
+    if found:
+        shown = lambda value: f"{value:.6g}" if isinstance(value, float) else value  # noqa: E731
+        lines = (f"changed since the checkpoint: {k}: was {shown(a)}, is {shown(b)}" for k, (a, b) in found.items())
+        recorder.say("\n".join(lines))
+        recorder.write("changed", step=start, changes={k: {"was": a, "is": b} for k, (a, b) in found.items()})
+
+
 def skipped_of(saved: checkpoint.Saved | asynchronous.Start | None, workers: Workers) -> int:
     """Corrupt examples of all workers until a checkpoint, as the first rank's own: they are summed."""
     return saved.extra.get("skipped", 0) if saved and workers.processes.rank == 0 else 0
@@ -641,13 +659,14 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
         end_elsewhere(run, state, step, fate)
     if not run.functions.exchanges:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
-    run.saver.save(take(state, run.workers), extra_to_save(run), score)
+    run.saver.save(take(state, run.workers), extra_to_save(run, step), score)
 
 
-def extra_to_save(run: Run) -> dict[str, Any]:
-    """JSON values beside the state in a checkpoint; all ranks call it."""
+def extra_to_save(run: Run, step: int) -> dict[str, Any]:
+    """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
     skipped = int(run.workers.processes.sum(np.array([run.plan.feed.skipped], np.float64))[0])
-    return extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s()) | {"skipped": skipped}
+    extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
+    return extra | {"skipped": skipped, "lr": np.asarray(run.plan.lr(step)).item()}
 
 
 def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:
@@ -661,7 +680,7 @@ def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn
     text = f"run directory {str(run.folder)!r} {fate}"
     if not run.functions.exchanges:
         raise AgreedError(f"{text}; strategy none saves nothing")
-    place = run.saver.save_elsewhere(take(state, run.workers), extra_to_save(run), run.recorder.copy_to)
+    place = run.saver.save_elsewhere(take(state, run.workers), extra_to_save(run, step), run.recorder.copy_to)
     raise AgreedError(f"{text}; saved at step {step} in {str(place)!r}: go on with --resume --run-dir {place}")
 
 

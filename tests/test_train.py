@@ -17,11 +17,14 @@ import pytest
 from PIL import Image
 
 from jaxmpi import checkpoint, runtime
-from jaxmpi.config import Experiment
+from jaxmpi.config import Data, Experiment, Optim, Schedule
 from jaxmpi.data import Sampler
+from jaxmpi.train import train as train_here
 from launching import ROOT, Ended, kill_session, mpirun_line, run, train
+from models.cnn import digits_cnn_tiny
 
 DIGITS = "experiments/digits.py"
+DATA = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
 TINY = ("--exchange.strategy", "ring16", "--effective-batch", "60", "--log-every", "5")
 
 
@@ -322,6 +325,32 @@ def test_resume_goes_on_with_the_same_run_only(name, tmp_path):
     for message in messages:
         assert f"{message} (the checkpoint's)" in ended.out
     assert "leaves" not in ended.out
+
+
+def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launcher, capsys):
+    schedule, rest = Schedule("poly", power=1.0), {"effective_batch": 60, "run_dir": str(tmp_path)}
+    begun = Experiment(digits_cnn_tiny(), data=DATA, optim=Optim("momentum", lr=0.01), schedule=schedule, **rest)
+    train_here(dataclasses.replace(begun, train_for="4st", checkpoint_every="2st"), "digits")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
+    same = dataclasses.replace(begun, resume=True, train_for="4st", log_every=1, eval_every="1st", keep_best=2)
+    train_here(same, "digits")
+    assert "changed since" not in capsys.readouterr().out
+    assert record(tmp_path, "changed") == []
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
+    train_here(dataclasses.replace(same, train_for="8st", optim=Optim("momentum", lr=0.02)), "digits")
+    changed = {
+        "optim.lr": {"was": 0.01, "is": 0.02},
+        "train_for": {"was": "4st", "is": "8st"},
+        "learning rate of step 3": {"was": pytest.approx(0.005), "is": pytest.approx(0.015)},
+    }
+    [line] = record(tmp_path, "changed")
+    assert (line["step"], line["changes"]) == (2, changed)
+    [rate] = [row["lr"] for row in record(tmp_path, "train") if row["step"] == 3]
+    assert rate == pytest.approx(0.015)
+    said = capsys.readouterr().out
+    assert "changed since the checkpoint: train_for: was 4st, is 8st\n" in said
+    assert "changed since the checkpoint: learning rate of step 3: was 0.005, is 0.015\n" in said
+    assert said.count("changed since the checkpoint: ") == 3
 
 
 def test_resume_on_other_data_is_refused(tmp_path):
