@@ -389,9 +389,10 @@ def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, sa
     out = ""
     for text in job.stdout:
         out += text
-        if text.startswith("step 2/") or (again and text.startswith("jaxmpi: interrupted:")):
+        if text.endswith("at step 3\n") or (again and text.startswith("jaxmpi: interrupted:")):
             job.send_signal(signal.SIGINT)
     killer.cancel()
+    job.stdout.close()
     assert job.wait(10) == code, out
     assert said in out
     assert any((tmp_path / "run").glob("checkpoints/*")) != again

@@ -17,7 +17,7 @@ import pytest
 from jaxmpi import runtime
 from jaxmpi.config import UsageError
 from jaxmpi.runtime import Launch
-from launching import mpirun_line, run
+from launching import ROOT, mpirun_line, run
 
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MV2 = tuple(name.replace("OMPI", "MV2") for name in OMPI)
@@ -438,3 +438,24 @@ def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeyp
     while (left := list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
+
+
+def test_a_platform_that_is_not_there_is_one_sentence():
+    code = "from jaxmpi import runtime; runtime.install_excepthooks(); import jax; jax.devices()"
+    job = python(code, JAX_PLATFORMS="quantum")
+    assert job.returncode == 2
+    assert "JAX_PLATFORMS is 'quantum': unset it" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
+    line = (
+        f"{sys.executable} -m jaxmpi.cli train -n {workers} experiments/digits.py --train-for 2st --run-dir {tmp_path}"
+    )
+    for name, redirected, said in (("/a >&-", "", ""), ("/b", " | head -1", "output cannot be written")):
+        text = f"({line}{name}; echo code $? >&2){redirected}"
+        job = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=100, cwd=ROOT)
+        assert "code 0" in job.stderr, job.stderr
+        assert said in job.stderr
+        assert "Traceback" not in job.stderr
