@@ -468,6 +468,7 @@ class Keeper:
         score = self.result.get("eval_loss") if self.evaluated == self.begun else None
         with written(self.begun, self.home):
             self.apart.end(self.begun, {"center": self.shared(state)}, self.extra(), score)
+        self.recorder.write("checkpoint", step=self.begun)
         self.is_writing = False
 
     def extra(self) -> dict[str, Any]:

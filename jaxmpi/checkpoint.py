@@ -263,11 +263,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def found(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first; what a link leads to is none of this folder's."""
+    """Checkpoints with a manifest, oldest first; what a link leads to is none of this folder's."""
+    return [path for path in candidates(folder) if (path / "manifest.json").is_file()]
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Folders with a checkpoint's name, oldest first.
+
+    A checkpoint gets its name when it is whole, so one without a manifest is damaged.
+    """
     if not folder.is_dir():
         return []
-    named = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink()]
-    return sorted((p for p in named if (p / "manifest.json").is_file()), key=step_of)
+    return sorted(
+        (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=step_of
+    )
 
 
 def step_of(path: Path) -> int:
@@ -328,7 +337,7 @@ def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], s
     Raises:
         UsageError: it is of another model or optimizer (path, got, expected), or all are damaged (leaf); on all ranks.
     """
-    names = json.loads(processes.gather(json.dumps([path.name for path in found(folder)]))[0])
+    names = json.loads(processes.gather(json.dumps([path.name for path in candidates(folder)]))[0])
     damage: list[str] = []
     for name in reversed(names):
         saved, problem = attempt(folder / name, read)
@@ -341,8 +350,11 @@ def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], s
         rank, _, text = problems[0]
         damage.append(f"{text} (read by rank {rank})")
         say(f"passed over: {damage[-1]}")
-    check(not damage, f"no checkpoint in {folder} is whole:\n  " + "\n  ".join(damage))
+    check(not damage, f"no checkpoint in {folder} is whole:\n  " + "\n  ".join([*damage, AGAIN]))
     return None
+
+
+AGAIN = "bring them back, or begin again at step 0 with --from-start in place of --resume, which keeps what is there"
 
 
 def attempt(path: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[bool, str] | None]:

@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import fcntl
 import itertools
+import json
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ import jax
 
 from jaxmpi import config
 from jaxmpi import experiment as experiments
-from jaxmpi.checkpoint import found, newest
+from jaxmpi.checkpoint import AGAIN, candidates, found, newest
 from jaxmpi.config import ExchangeConfig, Experiment, UsageError, check
 from jaxmpi.plain import NO_LOCKS, HeldFolder, refuse_ways_out
 from jaxmpi.processes import Processes, flatten_json
@@ -90,7 +91,11 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
             "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
         )
         home = held.enter_context(locked(folder))
-        if not experiment.resume:
+        if experiment.resume:
+            refuse_lost(folder)
+        else:
+            if experiment.from_start:
+                set_aside(folder)
             begin_record(folder)
     return home
 
@@ -136,12 +141,50 @@ def holder(folder: Path) -> str:
         return "another job"
 
 
+def refuse_lost(folder: Path) -> None:
+    """Refuse to resume at step 0 a run that has saved checkpoints: its record would be cut there, too.
+
+    Raises:
+        UsageError: the record has a line of a checkpoint, and there is none.
+    """
+    steps = saved_steps(folder / "record.jsonl")
+    check(
+        not steps or bool(candidates(folder / "checkpoints")),
+        f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps, default=0)}, and "
+        f"{str(folder / 'checkpoints')!r} has none: {AGAIN}",
+    )
+
+
+def saved_steps(record: Path) -> list[int]:
+    """Steps of the checkpoints that a record tells of."""
+    steps = []
+    for line in record.read_bytes().splitlines():
+        if b'"checkpoint"' in line:
+            with contextlib.suppress(ValueError, RecursionError):  # a torn line
+                row = json.loads(line)
+                if isinstance(row, dict) and row.get("kind") == "checkpoint" and type(row.get("step")) is int:
+                    steps.append(row["step"])
+    return steps
+
+
+def set_aside(folder: Path) -> None:
+    """Give the record and the checkpoints of before names of their own, record.1.jsonl and checkpoints.1 or more."""
+    held = [path for path in (folder / "record.jsonl", folder / "checkpoints") if path.exists()]
+    for number in itertools.count(1):
+        asides = [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in held]
+        if not any(map(os.path.lexists, asides)):
+            break
+    for path, aside in zip(held, asides, strict=True):
+        path.rename(aside)
+
+
 def begin_record(folder: Path) -> None:
     """Begin the record; refuse a folder with a checkpoint or steps. A run that came to neither has nothing to lose."""
     record = folder / "record.jsonl"
     check(
         not found(folder / "checkpoints") and not (record.exists() and b'"kind": "train"' in record.read_bytes()),
-        f"run directory {str(folder)!r} holds a run already; go on with --resume, or name another with --run-dir",
+        f"run directory {str(folder)!r} holds a run already; go on with --resume, begin again with --from-start, or "
+        "name another with --run-dir",
     )
     record.write_text("")
 

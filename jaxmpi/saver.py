@@ -49,6 +49,7 @@ class Saver:
         self._processes = processes.apart() if processes.may_overlap else processes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._saved: int | None = None  # step of a whole checkpoint that nobody has taken note of
         self._is_whole = True  # what was saved last, on this rank
 
     def save(self, states: Mapping[int, TrainState], extra: dict[str, Any], score: float | None) -> None:
@@ -72,7 +73,7 @@ class Saver:
         try:
             with written(step, self.home):
                 self._save(self._folder, files, step, extra, score)
-            self._is_whole = True
+            self._is_whole, self._saved = True, step
         except BaseException as error:
             self._error = error
 
@@ -118,6 +119,11 @@ class Saver:
         if self._error:
             error, self._error = self._error, None
             raise error
+
+    def taken(self) -> int | None:
+        """The step of the checkpoint that has become whole since the last call; None if none has."""
+        step, self._saved = self._saved, None
+        return step
 
     def abandon(self) -> bool:
         """Drop what is being written, once its messages have failed; whether there was something that is not whole."""

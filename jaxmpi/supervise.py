@@ -336,7 +336,7 @@ def run_dir(train_args: Sequence[str]) -> Path:
         raise UsageError("name an experiment file: jaxmpi train --restarts 3 -n 8 EXPERIMENT.py")
     given = value_of(train_args, "--run-dir")
     if given:
-        return rundir.named(given)
+        return rundir.named(Experiment(run_dir=given).run_dir)
     resume = "--resume" in train_args
     return rundir.resumed(Experiment(resume=True), name) if resume else rundir.fresh(name)
 
@@ -344,7 +344,9 @@ def run_dir(train_args: Sequence[str]) -> Path:
 def resuming(train_args: Sequence[str], folder: Path) -> tuple[str, ...]:
     """The arguments to go on with; a run that came to no record starts over."""
     again = ("--resume",) if (folder / "record.jsonl").is_file() else ()
-    return (*without(train_args, "--resume", takes_value=False), *again)
+    for flag in ("--resume", "--from-start"):
+        train_args = without(train_args, flag, takes_value=False)
+    return (*train_args, *again)
 
 
 def value_of(args: Sequence[str], flag: str) -> str:

@@ -356,6 +356,8 @@ def rolled_back(run: Run, back: guard.RollBack) -> tuple[Run, Begin]:
     run.guard.votes.count()  # on a step that counts no more
     if fate := run.saver.fate():
         raise AgreedError(f"{back}, and the run directory {str(run.folder)!r} {fate}: nothing to go back to")
+    if run.workers.processes.rank == 0:
+        rundir.refuse_lost(run.folder)
     experiment = dataclasses.replace(run.experiment, resume=True)
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
     start = saved.step if saved else 0
@@ -463,6 +465,7 @@ def loop(run: Run, begin: Begin) -> dict[str, float]:
         for k, batch in enumerate(anatomy.batches(batches, start + 1), start + 1):
             runtime.doing(f"step {k}", runtime.LONG if k == start + 1 else 1.0)
             run.saver.poll()
+            note_saved(run)
             now = due(run, k, k == start + 1, run.guard.votes.leaving)
             state, batch = faults.reach("step", k, (state, batch))
             run.profiler.before(k)
@@ -486,6 +489,7 @@ def loop(run: Run, begin: Begin) -> dict[str, float]:
             if pact:
                 pact.settle(sums)
     run.saver.wait()
+    note_saved(run)
     if pact:
         pact.vote()
         if pact.control.size < pact.began:
@@ -568,6 +572,7 @@ def leave(run: Run, step: int) -> None:
         guard.Preempted: once its checkpoint is on disk.
     """
     run.saver.wait()
+    note_saved(run)
     if run.pact:
         run.pact.vote()
     why = "interrupted" if run.notice.is_interrupt else "asked to leave"
@@ -655,11 +660,18 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
             directory is gone, moved or replaced.
     """
     runtime.doing(f"checkpoint of step {step}", runtime.LONG)
-    if fate := run.saver.fate():
+    if fate := run.saver.fate():  # once the checkpoint before is written
         end_elsewhere(run, state, step, fate)
+    note_saved(run)
     if not run.functions.exchanges:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
     run.saver.save(take(state, run.workers), extra_to_save(run, step), score)
+
+
+def note_saved(run: Run) -> None:
+    """A line of the record for a checkpoint that has become whole: if it is lost later, resuming knows."""
+    if (step := run.saver.taken()) is not None:
+        run.recorder.write("checkpoint", step=step)
 
 
 def extra_to_save(run: Run, step: int) -> dict[str, Any]:

@@ -192,3 +192,34 @@ def test_a_run_whose_directory_goes_away_is_saved_and_says_where(way, ranks, rul
     rows = [json.loads(text) for text in (tmp_path / place / "record.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if row["kind"] == "train"]
     assert steps == [*range(1, 21)] or rule
+
+
+# ---------------------------------------------------------------- checkpoints that are lost
+
+SAVED = '{"kind": "train", "step": 3}\n{"kind": "checkpoint", "step": 3}\n{"kind": "chec'
+
+
+def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path):
+    """It began at step 0 and cut the record there."""
+    record, checkpoints = tmp_path / "record.jsonl", tmp_path / "checkpoints"
+    record.write_text('{"kind": "train", "step": 3}\n')
+    assert claim(resume=True, run_dir=str(tmp_path)) == tmp_path  # it never saved: nothing is lost
+    record.write_text(SAVED)
+    with pytest.raises(UsageError, match=r"has checkpoints up to step 3, and .*/checkpoints' has none: .*--from-start"):
+        claim(resume=True, run_dir=str(tmp_path))
+    assert record.read_text() == SAVED
+    for number in (1, 2):
+        checkpoints.mkdir()
+        with contextlib.ExitStack() as held:
+            rundir.claim(Experiment(from_start=True, run_dir=str(tmp_path)), "digits", held)
+        assert record.read_text() == ""
+        assert (tmp_path / f"checkpoints.{number}").is_dir()
+        record.write_text(SAVED)
+    assert (tmp_path / "record.1.jsonl").read_text() == SAVED
+    with pytest.raises(UsageError, match="got resume and from_start"):
+        Experiment(resume=True, from_start=True)
+
+
+def test_a_flag_is_no_run_directory():
+    with pytest.raises(UsageError, match=r"run_dir: got '-x'; expected a path: write \./-x"):
+        Experiment(run_dir="-x")
