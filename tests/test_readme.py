@@ -215,7 +215,8 @@ def test_every_command_is_named():
 OTHERS_FLAGS = {
     "mpirun": {"--host", "--hostfile", "--map-by", "--mca", "--with-ft"},
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
-    "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"},
+    "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"}
+    | {"--no-binary", "--reinstall-package"},
     "ruff": {"--check"},
     "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
     "XLA": {"--xla"},
