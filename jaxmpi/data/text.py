@@ -4,10 +4,11 @@ A window is an example, a byte a token: i32[window] in, i32[window] to predict. 
 of their names, so that a file more or less moves no other.
 """
 
+import contextlib
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,10 +83,7 @@ class TextSource:
 
 def _check_room(root: Path, files: Sequence[str], name: str) -> None:
     """Raise `UsageError` if there is no memory for all files twice: one by one, then joined. One may be sparse."""
-    try:
-        need_bytes = 2 * sum(os.stat(root / file).st_size for file in files)
-    except OSError as error:
-        raise UsageError(f"{name}: {root} cannot be read: {error}; mend it, on all machines") from error
+    need_bytes = 2 * sum(_size_bytes(root / file, name) for file in files)
     left_bytes = available_bytes()
     check(
         need_bytes <= left_bytes,
@@ -94,9 +92,20 @@ def _check_room(root: Path, files: Sequence[str], name: str) -> None:
     )
 
 
+def _size_bytes(path: Path, name: str) -> int:
+    with _reading(path, name):
+        return path.stat().st_size
+
+
 def _content(path: Path, name: str) -> bytes:
-    try:
+    with _reading(path, name):
         return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UsageError(f"{name}: {path} cannot be read: {error}; mend it or take it away, on all machines") from error
 
