@@ -334,7 +334,7 @@ def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, an
     layout, ledger = Layout(N, 1, "32"), begun(1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])
-    lines = [StraightLine(server, answers, dumb_s)]
+    lines: list[Any] = [StraightLine(server, answers, dumb_s)]  # without MPI
     if is_patient:
         assert post.converse(talk, lines) >= dumb_s * 0.9
     else:

@@ -331,6 +331,7 @@ def test_optimizers_that_want_the_value_get_it_and_line_searches_are_refused():
     x = np.arange(4, dtype=np.float32)
     tx = optax.chain(optax.sgd(0.25), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
     lbfgs, params = optax.lbfgs(0.1, linesearch=None), jnp.float32(10)
+    alone: Any
     for each in (tx, lbfgs, optax.polyak_sgd(1.0)):
         step, alone, state = jm.optimizer(quadratic, params, each, (jm.scatter,)), params, each.init(params)
         for _ in range(4):

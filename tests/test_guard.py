@@ -384,6 +384,7 @@ def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, sa
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
+    assert job.stdout is not None
     killer = threading.Timer(90, job.kill)
     killer.start()
     out = ""

@@ -216,7 +216,7 @@ OTHERS_FLAGS = {
     "mpirun": {"--host", "--hostfile", "--map-by", "--mca", "--with-ft"},
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
     "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"}
-    | {"--no-binary", "--reinstall-package"},
+    | {"--no-binary", "--no-cache-dir", "--reinstall-package"},
     "ruff": {"--check"},
     "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
     "XLA": {"--xla"},
@@ -229,7 +229,7 @@ def test_every_flag_exists(capsys):
     known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(pack.pack_parser().format_help()) | flags(pack.check_parser().format_help())
     known |= flags(forecast.parser().format_help()) | flags(orbax.parser().format_help())
-    known |= flags(report.parser().format_help())
+    known |= flags(report.parser().format_help()) | {"--version"}
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:

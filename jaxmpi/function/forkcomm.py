@@ -11,7 +11,7 @@ import numpy as np
 from jaxmpi import handlers
 from jaxmpi.comm import Pairs, SoloComm
 from jaxmpi.function.lines import SocketLine, as_bytes
-from jaxmpi.hostsum import ARRIVED, Board, SharedSum
+from jaxmpi.hostsum import ARRIVED, Board, SharedSum, digest
 
 PyTree = Any
 
@@ -108,7 +108,7 @@ class Rows:
     def _piece(self, mine: np.ndarray, every: np.ndarray) -> None:
         """A row is free: all have come to the call before this one, and so have left the one before that."""
         board = self.board
-        board.begin((mine.size,), 0.0)
+        board.begin((digest((mine.size,), 0.0), 1, mine.size))
         rows = self.rows[board.call % 2, :, : mine.size]
         rows[board.rank] = mine
         board.post(ARRIVED, board.call)
