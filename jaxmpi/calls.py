@@ -20,13 +20,12 @@ import numpy as np
 
 from jaxmpi import handlers
 from jaxmpi.comm import Comm, MpiComm
-from jaxmpi.config import UsageError, seconds_from
+from jaxmpi.config import UsageError
 from jaxmpi.engine import mpi_effect
-from jaxmpi.hostsum import Roll
+from jaxmpi.hostsum import TIMEOUT_S, Roll
 from jaxmpi.processes import MpiProcesses, Statement
 
 NAME = "jaxmpi: the same exchange on all ranks"
-TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 LIBRARIES = ("jax", "jaxlib", "jaxmpi", "optax", "flax", "equinox", "functools", "contextlib", "threading")
 
 

@@ -804,14 +804,15 @@ def processes() -> Processes:
 
         if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
             mpi4py.rc.finalize = False
+            import mpi4py.MPI
+
+            atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
         import mpi4jax  # noqa: F401
-        import mpi4py.MPI
     except ImportError as error:
         raise UsageError(
             f"{launch.launcher} started {launch.size} ranks, but {error.name} cannot be imported ({error}); "
             f"{runtime.GET_MPI}"
         ) from error
-    atexit.register(finalize)
     return MpiProcesses()
 
 

@@ -424,6 +424,8 @@ def cache_folder(name: str) -> Path:
     above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi"
     for folder in (above, above / name):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder == above and folder.stat().st_uid == os.getuid():
+            folder.chmod(0o700)  # versions up to 0.1 made it as the umask had it
         check_private(folder)
     check(os.access(folder, os.W_OK | os.X_OK), f"{str(folder)!r} is not writable")
     return folder

@@ -275,7 +275,7 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
             folder = run_dir(asked.train_args)
             home = HeldFolder(folder)
         asked = asked._replace(train_args=(*without(asked.train_args, "--run-dir"), "--run-dir", str(folder)))
-    before = None
+    before, first = None, record_in(folder)
     for start in range(asked.restarts + 1):
         code, text = watch.run(line(asked.workers, asked.launcher_args, asked.train_args))
         if watch.asked:
@@ -298,7 +298,7 @@ def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
         if watch.asked:
             say("asked to leave between two starts: what is saved stays")
             return watch.code_of(runtime.PREEMPTED)
-        asked = asked._replace(train_args=resuming(asked.train_args, folder))
+        asked = asked._replace(train_args=resuming(asked.train_args, folder, first))
         say(f"restart {start + 1} of {asked.restarts} from step {step}, with {asked.workers} workers")
     raise AssertionError  # the last start returns
 
@@ -341,9 +341,24 @@ def run_dir(train_args: Sequence[str]) -> Path:
     return rundir.resumed(Experiment(resume=True), name) if resume else rundir.fresh(name)
 
 
-def resuming(train_args: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """The arguments to go on with; a run that came to no record starts over."""
-    again = ("--resume",) if (folder / "record.jsonl").is_file() else ()
+def record_in(folder: Path | None) -> int:
+    """Which record a run directory has, as its inode; 0 if there is none."""
+    try:
+        return (folder / "record.jsonl").stat().st_ino if folder else 0
+    except OSError:
+        return 0
+
+
+def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, ...]:
+    """The arguments to go on with; a run that came to no record of its own starts over.
+
+    Args:
+        first: `record_in` before the first start. With `--from-start` that one is another run's, until it is set aside.
+    """
+    record = record_in(folder)
+    if record == first and any(hyphened(arg) == "--from-start" for arg in train_args):
+        return tuple(train_args)
+    again = ("--resume",) if record else ()
     for flag in ("--resume", "--from-start"):
         train_args = without(train_args, flag, takes_value=False)
     return (*train_args, *again)

@@ -126,6 +126,7 @@ def train_until(
         plan.feed.crew,
         plan.validation.crew,  # that one, or one of its own
     ):
+        experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         faults.order(experiment.inject, max(begun, workers.size), workers.mine, home.path)
         result = run_in(home, experiment, workers, plan, functions, root, notice)

@@ -77,7 +77,7 @@ SLOW = {
         times_exchanges="measured",
     ),
     "skip": Mode("--recover skip --inject nan:rank=1,step=6 --form fused --exchange.overlap off"),
-    "roll_back": Mode("--recover rollback --inject nan:rank=1,step=6 --comm xla"),
+    "roll_back": Mode("--from-start --recover rollback --inject nan:rank=1,step=6 --comm xla"),
     "micro": Mode("--micro-batch 4 --comm xla"),
     "shrink_fused": Mode("--ft shrink --form fused"),
     "bfloat16": Mode("--compute-dtype bfloat16 --comm xla"),

@@ -105,9 +105,16 @@ def test_what_the_next_start_is_given(tmp_path):
     assert supervise.value_of(args, "--run-dir") == "old"
     assert supervise.value_of(("--run-dir", "a", "--run-dir", "b"), "--run-dir") == "b"
     assert supervise.without(args, "--run-dir") == ["a.py", "--resume", "--optim.lr", "1"]
-    assert supervise.resuming(args, tmp_path) == ("a.py", "--run_dir=old", "--optim.lr", "1")
+    assert supervise.resuming(args, tmp_path, 0) == ("a.py", "--run_dir=old", "--optim.lr", "1")
     (tmp_path / "record.jsonl").touch()
-    assert supervise.resuming(args, tmp_path)[-1] == "--resume"
+    assert supervise.resuming(args, tmp_path, 0)[-1] == "--resume"
+    args = (*args, "--from-start")
+    record = tmp_path / "record.jsonl"
+    first = supervise.record_in(tmp_path)
+    assert supervise.resuming(args, tmp_path, first) == args  # of an earlier run: this one never came to set it aside
+    record.rename(tmp_path / "record.1.jsonl")
+    record.touch()
+    assert supervise.resuming(args, tmp_path, first)[-2:] == ("1", "--resume")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         start(argv)
     except (UsageError, TrainingError) as error:
-        sys.exit(f"jaxmpi: error: {error}")
+        print(f"jaxmpi: error: {error}", file=sys.stderr)
+        sys.exit(runtime.exit_code(error))
     except KeyboardInterrupt:
         sys.exit(runtime.INTERRUPTED)
 
