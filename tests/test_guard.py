@@ -380,10 +380,9 @@ def test_a_signal_that_a_preloaded_library_had_taken_is_no_error_at_the_end(tmp_
 def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, said, tmp_path):
     line = [sys.executable, "-m", "jaxmpi.cli", "train", "--log-every", "1", "experiments/digits.py"]
     line += ["--run-dir", str(tmp_path / "run"), "--inject", "slow:times=0,seconds=0.3"]
-    job = subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    heard = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    line = [sys.executable, "-c", heard, *line]  # a shell's background job has Ctrl-C ignored
+    job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     assert job.stdout is not None
     killer = threading.Timer(90, job.kill)
     killer.start()

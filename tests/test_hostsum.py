@@ -39,8 +39,8 @@ class Containers(Threads):
     """Ranks of which number 1 does not see the folder of the others."""
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        path, chunk, trouble = super().from_first(make)
-        return path + self.local_rank * "-elsewhere", chunk, trouble
+        made = super().from_first(make)
+        return made._replace(path=made.path + self.local_rank * "-elsewhere")
 
 
 def together(size: int, work: Callable[[SharedSum, int], Any], host: type = Threads, **options) -> list[Any]:

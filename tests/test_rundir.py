@@ -166,7 +166,22 @@ WAYS = {  # what others do, what is said of it, where the run is then
 }
 
 
-APART = ("removed", 2, ("--rule.name", "asgd", "--rule.tau", "1", "--local-batch", "16", "--train-for", "600st"))
+APART = (
+    "removed",
+    2,
+    (
+        "--rule.name",
+        "asgd",
+        "--rule.tau",
+        "1",
+        "--local-batch",
+        "16",
+        "--train-for",
+        "600st",
+        "--checkpoint-every",
+        "150st",
+    ),
+)
 
 
 @pytest.mark.parametrize(("way", "ranks", "rule"), [("moved", 1, ()), ("replaced", 1, ()), ("removed", 2, ()), APART])

@@ -555,7 +555,9 @@ def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
     ended = train(3, str(path), "--effective-batch", "30", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
     assert ended.code != 0
-    assert ("ArithmeticError: in apply" if where == "apply" else "cannot be written: [Errno 20] Not a dir") in ended.out
+    assert (
+        "ArithmeticError: in apply" if where == "apply" else "cannot be written: [Errno 17] File exists"
+    ) in ended.out
     assert "rank 0/3 on " in ended.out
 
 
