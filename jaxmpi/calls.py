@@ -1,4 +1,4 @@
-"""Whether ranks are at the same exchange, found out in the program before anything moves.
+"""Comparison of the exchange that each rank has come to, before anything moves.
 
 Messages between ranks have no names: of two programs with equal shapes, run in another order on another rank, each
 would take the other's numbers for its own. So an exchange gets a number when ranks trace it, which they do together,
@@ -69,7 +69,7 @@ class RollCall:
             return None
 
     def _compare(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int, what: str) -> None:
-        """What programs call."""
+        """Handler that programs call."""
         with self._lock:
             if self._roll is None or not self._roll.same(number):
                 mine = Statement(what, number, hashlib.sha256(str(number).encode()).digest())

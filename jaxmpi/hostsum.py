@@ -349,7 +349,7 @@ class Board:
             self.words[start + i] = word
 
     def header(self, rank: int) -> list[int]:
-        """What a rank that has come to this call brings."""
+        """Header of a rank that has come to this call."""
         start = rank * ROW + HEADER + 3 * (self.call % 2)
         return [*self.words[start : start + 3]]
 
@@ -441,7 +441,7 @@ class Board:
 
 
 class Roll(Board):
-    """Where ranks of a host compare a number before they go on; a wait each, and no message."""
+    """Page in which ranks of a host compare a number before they go on; a wait each, and no message."""
 
     what = "the comparison of exchanges"
 

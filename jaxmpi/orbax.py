@@ -146,7 +146,7 @@ def nested(leaves: dict[str, np.ndarray]) -> PyTree:
 
 
 class Loaded(NamedTuple):
-    """What a run begins with."""
+    """Params and model state that a run begins with."""
 
     params: PyTree
     model_state: PyTree

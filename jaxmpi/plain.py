@@ -66,7 +66,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems wit
 
 
 def is_same(handle: int, path: Path) -> bool:
-    """Whether a path leads to what a descriptor holds."""
+    """Tell whether a path leads to what a descriptor holds."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:

@@ -360,7 +360,7 @@ def mark(name: str) -> None:
 
 
 def is_marked(name: str) -> bool:
-    """Whether a rank of this host has left that word."""
+    """Tell whether a rank of this host has left that word."""
     return (words(os.environ) / name).exists()
 
 

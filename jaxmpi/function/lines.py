@@ -121,7 +121,7 @@ WATCH_S = 0.5  # between looks at whether workers are stopped
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a debugger, as far as the system tells."""
+    """Tell whether a process is stopped, by SIGSTOP or a debugger, as far as the system tells."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -184,7 +184,7 @@ class Watch:
                 print(f"jaxmpi: {text} {way_out}", file=sys.stderr, flush=True)
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a worker has been stopped for longer than the time limit."""
+        """Tell whether a worker has been stopped for longer than the time limit."""
         return rank in self.workers and self.absent_s[rank] > self.workers[rank].limit_s
 
 
