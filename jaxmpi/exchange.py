@@ -16,7 +16,7 @@ from jaxmpi.calls import check_in_program, one_thread
 from jaxmpi.comm import Comm, MpiComm, workers_of
 from jaxmpi.compressors import Peers
 from jaxmpi.config import UsageError, check, check_bucket_bytes, lookup
-from jaxmpi.plan import Verdict, allowed_wires, choose, is_auto
+from jaxmpi.plan import Probe, Verdict, allowed_wires, choose, is_auto, size_class
 from jaxmpi.processes import Statement, signature, statement
 from jaxmpi.strategies import allgather, parse
 from jaxmpi.sums import sums
@@ -47,7 +47,8 @@ def exchange(
         tree: this worker's leaves; the same structure, shapes and dtypes on every worker.
         strategy: `algorithm[:wire]` or an alias, as asa32 (default), ring16, tree:bf16, color4:8, hier-ring:16; all are
             in `strategies.STRATEGIES`. `auto` (32 bits) and `auto:<wire>` (that wire, too): what a probe finds fastest
-            for the first tree, with its bucket size unless one is given; kept for these workers from then on.
+            for trees of about this size, with its bucket size unless one is given. The size class is the number of
+            binary digits of the number of floats; a choice is kept for its class and these workers.
         op: mean or sum.
         comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
@@ -100,19 +101,23 @@ def check_strategy(strategy: str) -> None:
         parse(strategy)
 
 
-_settled: dict[tuple[Comm, str, int | None, tuple[str, ...]], Verdict] = {}
+_settled: dict[tuple[Comm, str, int | None, tuple[str, ...], int], Verdict] = {}
+_probes: dict[MpiComm, Probe] = {}
 
 
 def settle(
     comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int], among: tuple[str, ...] = ()
 ) -> Verdict:
-    """What `auto` stands for from the first call on, for these workers and algorithms; said by rank 0."""
-    key = comm, strategy, bucket_bytes, among
+    """What `auto` stands for, for these workers, algorithms and size class; said by rank 0.
+
+    Communicates at the first call of a size class only. All ranks have trees of the same sizes, so all know the class.
+    """
+    key = comm, strategy, bucket_bytes, among, size_class(sizes)
     if not isinstance(comm, MpiComm):
         return choose(comm, sizes, strategy, bucket_bytes)
     if key not in _settled:
         with jax.ensure_compile_time_eval():  # a probe runs now, though the caller's program may only be traced
-            _settled[key] = choose(comm, sizes, strategy, bucket_bytes, among)
+            _settled[key] = choose(comm, sizes, strategy, bucket_bytes, among, _probes)
         if comm.rank == 0:
             print(f"jaxmpi: {_settled[key].why}", flush=True)
     return _settled[key]

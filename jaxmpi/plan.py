@@ -75,10 +75,20 @@ class Probe(NamedTuple):
 
     net: Net
     seconds: dict[str, dict[int, float]]  # strategy in full -> floats -> seconds of the slowest rank; none: impossible
+    classes: tuple[int, ...] = ()  # size classes whose most promising strategies were measured
 
     def fits(self) -> dict[str, Fit]:
         """The measured strategies' factors."""
         return {name: costs.fit(self.net, name, times) for name, times in self.seconds.items() if times}
+
+    def knows(self, sizes: Sequence[int]) -> bool:
+        """Return True if candidates for leaves of about this size were measured."""
+        return size_class(sizes) in self.classes
+
+
+def size_class(sizes: Sequence[int]) -> int:
+    """Binary digits of the number of floats: trees of one class get one choice."""
+    return sum(int(n) for n in sizes).bit_length()
 
 
 def is_auto(spelling: str) -> bool:
@@ -103,6 +113,7 @@ def choose(
     asked: str = "auto",
     bucket_bytes: int | None = BUCKETS[0],
     among: Sequence[str] = (),
+    held: dict[MpiComm, Probe] | None = None,
 ) -> Verdict:
     """The fastest strategy for leaves of these sizes, in floats, on these workers; the same on all ranks.
 
@@ -112,9 +123,10 @@ def choose(
         asked: `auto`, or `auto:<wire>` where that wire may travel, too.
         bucket_bytes: a size that stays, unless it is the default.
         among: algorithms to choose from, asa one of them; none given: all.
+        held: probes of earlier calls of this process, by workers; used before saved ones, and updated.
 
     Communicates: a comparison of the arguments; the saved probe, or one of a few seconds. Uses saved ones of the same
-    hosts, slots, cores and versions, unless JAXMPI_PROBE=fresh.
+    hosts, slots, cores and versions, unless JAXMPI_PROBE=fresh. Measures more for a size class that is new to them.
 
     Raises:
         UsageError: an unknown wire; ranks that ask for different things.
@@ -129,19 +141,22 @@ def choose(
     )
     buckets = BUCKETS if bucket_bytes == BUCKETS[0] else (bucket_bytes,)
     begin = time.perf_counter()
-    known = probe(comm, task)
+    known = probe(comm, task, held.get(comm) if held else None)
+    if held is not None:
+        held[comm] = known
     took_s = time.perf_counter() - begin
     return Verdict(*from_rank_0(comm.processes, lambda: decide(known, task, asked, buckets, took_s)))
 
 
-def probe(comm: MpiComm, task: Task) -> Probe:
-    """The saved probe of these hosts, with what is missing for this task measured; the same on all ranks.
+def probe(comm: MpiComm, task: Task, known: Probe | None = None) -> Probe:
+    """The known or saved probe of these hosts, with what is missing for this task measured; the same on all ranks.
 
     Communicates: it is a measurement of a few seconds, unless nothing is missing.
     """
     key = identity(comm)
-    saved = from_rank_0(comm.processes, lambda: as_json(read(key)))
-    return measured(comm, from_json(saved) if saved else None, key, task)
+    if known is None and (saved := from_rank_0(comm.processes, lambda: as_json(read(key)))):
+        known = from_json(saved)
+    return measured(comm, known, key, task)
 
 
 def decide(probe: Probe, task: Task, asked: str, buckets: Sequence[int | None], took_s: float) -> Verdict:
@@ -209,9 +224,11 @@ def can_overlap(net: Net, n: float, strategy: str) -> bool:
 def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], task: Task) -> Probe:
     """The probe with the best candidates for this task measured; what is new is saved.
 
-    To a saved one only what cannot be missed is added: the next run shall choose as this one does.
+    If these leaves' size class is known, only what cannot be missed is added: the next run shall choose as this one
+    does. A probe for a scalar has not timed the strategies for long vectors, so another class has its own candidates.
     """
-    control, end = comm.processes, time.perf_counter() + (0.0 if probe else BUDGET_S)
+    is_known = probe is not None and probe.knows(task.sizes)
+    control, end = comm.processes, time.perf_counter() + (0.0 if is_known else BUDGET_S)
     known = probe or Probe(measure_net(comm), {})
     prices = known.net.codec_s_per_float
     codecs = {wire: codec_seconds(comm, known.net, wire) for wire in task.wires if wire not in prices}
@@ -228,7 +245,9 @@ def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], task: Task
             times[n] = time_strategy(comm, name, n)
         except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
             times.clear()
-    if control.rank == 0 and (codecs or sum(map(len, known.seconds.values())) > count):
+    if not is_known:
+        known = known._replace(classes=(*known.classes, size_class(task.sizes)))
+    if control.rank == 0 and (codecs or not is_known or sum(map(len, known.seconds.values())) > count):
         save(key, known)
     return known
 
@@ -252,14 +271,16 @@ def next_to_measure(probe: Probe, task: Task, time_is_up: bool) -> tuple[str, in
 
 
 def shortlist(probe: Probe, task: Task) -> list[str]:
-    """What is worth a measurement: of every wire what is measured already, then the most promising, a few in all.
+    """What is worth a measurement: of every wire the most promising, a few in all.
 
-    The baseline comes first, then the first of every wire, then the second of every wire.
+    The baseline comes first, then the first of every wire, then the second of every wire. If the leaves' size class is
+    known, what is measured already goes before the rest of its wire.
     """
+    settled = probe.seconds if probe.knows(task.sizes) else {}
     seconds = {name: step_seconds(probe.net, task.sizes, name, BUCKETS[0]) for name in task.strategies(probe.net)}
     hopeless = HOPELESS * min(seconds.values())
-    ordered = sorted(seconds, key=lambda name: (name not in probe.seconds, seconds[name]))
-    hopeful = [name for name in ordered if name in probe.seconds or seconds[name] <= hopeless]
+    ordered = sorted(seconds, key=lambda name: (name not in settled, seconds[name]))
+    hopeful = [name for name in ordered if name in settled or seconds[name] <= hopeless]
     of_wires = [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in task.wires]
     rows = itertools.zip_longest(*of_wires)
     return list(dict.fromkeys([BASELINE, *(name for row in rows for name in row if name)]))
@@ -415,7 +436,7 @@ def as_json(probe: Probe | None) -> dict[str, Any] | None:
     """As plain values."""
     if probe is None:
         return None
-    return {"net": probe.net._asdict(), "seconds": probe.seconds}
+    return {"net": probe.net._asdict(), "seconds": probe.seconds, "classes": probe.classes}
 
 
 def from_json(value: Any) -> Probe:
@@ -437,7 +458,9 @@ def from_json(value: Any) -> Probe:
     check(made.hosts <= MOST_RANKS and made.workers <= MOST_RANKS, "too many hosts or ranks")
     times = [(n, s) for each in seconds.values() for n, s in each.items()]
     check(all(1 / MOST <= s <= MOST and 0 < n <= MOST for n, s in times), "a time is not > 0, or none of a vector")
-    return Probe(made, seconds)
+    classes = value.get("classes", [])  # older probes have none
+    check(all(type(digits) is int and 0 <= digits <= 64 for digits in classes), "a size class is no number of digits")
+    return Probe(made, seconds, tuple(classes))
 
 
 def check_hosts(hosts: Any) -> None:

@@ -224,13 +224,25 @@ def test_what_is_measured_next():
 
 
 def test_without_time_a_saved_probe_gets_only_what_a_new_wire_needs():
-    known = plan.Probe(CARDS, {})
+    known = plan.Probe(CARDS, {}, (plan.size_class([10**6]),))
     first = all_measured(known, ("32",), True)
     assert first[0] == "asa:32"
     assert len(first) == 2
     assert all_measured(known, ("32",), True) == []
     [added] = all_measured(known, ("32", "16"), True)
     assert added.endswith(":16")
+
+
+def test_a_probe_for_a_scalar_gets_candidates_of_its_own_for_long_vectors():
+    """Only the strategies that were timed for the scalar would be in the choice for 4 MB otherwise."""
+    cards = CARDS._replace(between=Link(1e-3, 4e-8))
+    scalar, long = plan.Task((1,)), plan.Task((10**6,))
+    for_scalar = plan.shortlist(plan.Probe(cards, {}), scalar)
+    known = plan.Probe(cards, {each: dict.fromkeys(plan.lengths_for(cards, each), 1.0) for each in for_scalar}, (1,))
+    assert plan.next_to_measure(known, scalar, False) is None
+    name, _ = plan.next_to_measure(known, long, False) or ("", 0)
+    assert name in plan.shortlist(plan.Probe(cards, {}), long)
+    assert name not in for_scalar
 
 
 def test_what_cannot_be_measured_is_left_out():
@@ -292,6 +304,15 @@ def test_a_probe_is_kept_for_its_hosts(cache):
     assert [path.suffix for path in plan.file_of(KEY).parent.iterdir()] == [".json"]
 
 
+def test_a_probe_kept_before_size_classes_can_be_read(cache):
+    plan.save(KEY, SAVED)
+    path = plan.file_of(KEY)
+    value = json.loads(path.read_text())
+    del value["classes"]
+    path.write_text(json.dumps(value))
+    assert plan.read(KEY) == SAVED
+
+
 @pytest.mark.parametrize("error", [OSError("full"), RuntimeError("no home"), UsageError("not writable")])
 def test_a_probe_that_cannot_be_kept_is_said_and_no_more(error, monkeypatch, capsys):
     def refuse(name: str) -> Path:
@@ -325,6 +346,8 @@ DAMAGE = {
     "next to no cores": changed(net=SAVED.net._asdict() | {"cores": 1e-320}),
     "half a host": changed(net=SAVED.net._asdict() | {"hosts": 2.5}),
     "ranks that fill the memory": changed(net=SAVED.net._asdict() | {"hosts": 10**6, "slots": 10**6}),
+    "a size class in words": changed(classes=["small"]),
+    "a size class beyond 64 bits": changed(classes=[65]),
     "nested beyond reading": "[" * 100_000,
 }
 

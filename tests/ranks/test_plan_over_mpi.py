@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi import overlap, plan
+from jaxmpi import costs, overlap, plan
 from jaxmpi.comm import MpiComm, ring_order
 from jaxmpi.processes import processes
 
@@ -62,6 +62,33 @@ def test_auto_sums_inside_and_outside_jit_and_says_once_what_it_chose(cache, cap
     lines = [line for line in capsys.readouterr().out.splitlines() if "auto: " in line]
     assert len(lines) == (RANK == 0)
     assert len(probes(cache)) == (RANK == 0)
+
+
+def test_every_size_class_has_a_choice_of_its_own_and_keeps_it(cache, monkeypatch, capsys):
+    """Messages are said to be dear and additions too, so a scalar and 8 MB want different strategies."""
+    comm, timed = workers(), []
+    net = plan.Net(1, SIZE, plan.Link(1e-3, 1e-8), plan.Link(0.0, 0.0), 1e-9)
+    monkeypatch.setattr(plan, "BUDGET_S", 60.0)
+    monkeypatch.setattr(plan, "measure_net", lambda comm: net)
+
+    def time(comm, name, n):
+        """A root is quick with short vectors, shared memory with long ones."""
+        timed.append(name)
+        return {"root": 1e-6 + 1e-7 * n, "shm": 1e-4 + 1e-10 * n}.get(name.partition(":")[0], 1e-2 + 1e-8 * n)
+
+    monkeypatch.setattr(plan, "time_strategy", time)
+    monkeypatch.setattr(costs, "candidates", lambda net, wires: ["asa:32", "root:32", "shm:32"])
+    monkeypatch.setenv("JAXMPI_PROBE", "fresh")
+    total = jax.jit(lambda x: jaxmpi.exchange(x, "auto", op="sum", comm=comm))
+    for call, length in ((total, 1), (total, 1 << 21), (lambda x: jaxmpi.exchange(x, "auto", "sum", comm), 5 << 18)):
+        assert np.array_equal(np.asarray(call(np.full(length, RANK + 1, np.float32))), [SIZE * (SIZE + 1) / 2] * length)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "auto: " in line]
+    assert [re.search(r"auto: (\w+)", line)[1] for line in lines] == (["root", "shm", "shm"] if RANK == 0 else [])
+    count = len(timed)
+    for length in (1, (1 << 22) - 1, 1 << 20):
+        assert float(jaxmpi.exchange(np.ones(length, np.float32), "auto", "sum", comm)[-1]) == SIZE
+    assert len(timed) == count <= 6  # two lengths of each strategy, whatever the class
+    assert "auto: " not in capsys.readouterr().out
 
 
 def test_auto_beside_a_program_is_what_can_run_there(cache, capsys):
