@@ -48,6 +48,7 @@ class Saved(NamedTuple):
     step: int
     extra: dict[str, Any]
     workers: int  # that wrote it
+    step_there: int | None = None  # its own number in the run that wrote it, if another run continues that
 
 
 class Kept(NamedTuple):

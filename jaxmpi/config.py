@@ -441,6 +441,9 @@ class Experiment:
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
+    continue_from: str = (
+        ""  # run directory whose newest checkpoint a new run goes on from, with another effective batch
+    )
     params: str = ""  # Orbax folder of params and model state that the run begins with, instead of the model's own
     recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
@@ -464,6 +467,7 @@ class Experiment:
             f"got local_batch {self.local_batch} and effective_batch {self.effective_batch}; give one of them",
         )
         check(not (self.resume and self.from_start), "got resume and from_start; give one of them")
+        check(not (self.continue_from and self.params), "got continue_from and params; give one of them")
         check(
             not self.run_dir.startswith("-"), f"run_dir: got {self.run_dir!r}; expected a path: write ./{self.run_dir}"
         )

@@ -10,15 +10,15 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxmpi import config
+from jaxmpi import config, rules
 from jaxmpi import experiment as experiments
-from jaxmpi.checkpoint import AGAIN, candidates, found, newest
+from jaxmpi.checkpoint import AGAIN, candidates, found, newest, step_of
 from jaxmpi.config import ExchangeConfig, Experiment, UsageError, check
 from jaxmpi.plain import NO_LOCKS, HeldFolder, refuse_ways_out
 from jaxmpi.processes import Processes, flatten_json
@@ -155,6 +155,45 @@ def refuse_lost(folder: Path) -> None:
     )
 
 
+def lost(folder: Path) -> list[Path]:
+    """Checkpoints that the record has as whole, newer than all that are there."""
+    there = [step_of(path) for path in candidates(folder / "checkpoints")]
+    steps = {step for step in saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
+    return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
+
+
+def check_source(experiment: Experiment) -> None:
+    """Refuse a `continue_from` that no new run can go on from.
+
+    Raises:
+        UsageError: the rule is asynchronous; it is the run directory itself, or has no checkpoint; or that is of
+            another rule or optimizer, whose state has other leaves.
+    """
+    source = Path(experiment.continue_from)
+    check(
+        not rules.is_asynchronous(experiment.rule),
+        f"continue_from: got {experiment.continue_from} with the asynchronous rule {experiment.rule.name}: its workers "
+        "have made different numbers of steps, which no single place in the data stands for; begin a new run from its "
+        "params: jaxmpi export RUN FOLDER, then --params FOLDER",
+    )
+    is_same = (
+        bool(experiment.run_dir)
+        and source.exists()
+        and os.path.realpath(source) == os.path.realpath(experiment.run_dir)
+    )
+    check(not is_same, f"continue_from: got the run directory itself, {str(source)!r}; name a new one with --run-dir")
+    manifest = newest(source / "checkpoints")
+    if manifest is None:
+        raise UsageError(
+            f"continue_from: {str(source)!r} has no checkpoint that is whole; expected the directory of a run that has "
+            "saved"
+        )
+    run, now = manifest["extra"].get("experiment"), flatten_json(config.resolved(experiment))
+    has_batch = isinstance(run, dict) and type(run.get("effective batch")) is int and run["effective batch"] > 0
+    check(has_batch, f"{source}: the newest checkpoint has no effective batch: damaged, or of an older version")
+    refuse_other_run({name: run[name] for name in SHAPING if name in run}, now)
+
+
 def saved_steps(record: Path) -> list[int]:
     """Steps of the checkpoints that a record tells of."""
     steps = []
@@ -267,7 +306,7 @@ def as_begun(experiment: Experiment, kept: Stored | None, workers: int) -> Exper
     check(
         began <= {0, batch},
         f"--resume with {workers} workers instead of {kept.scaled_for} keeps the effective batch of {batch}; "
-        f"got {max(began)}",
+        f"got {max(began)}: {OTHER_BATCH}",
     )
     return dataclasses.replace(experiment, effective_batch=batch, local_batch=0)
 
@@ -327,20 +366,41 @@ NOT_THE_DATA = (
 )
 
 
-def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
+# Fields of `identity` that a run may change by `continue_from`.
+BATCHES = ("effective batch", "micro_batch")
+OTHER_BATCH = "to go on with another one, in a new run directory, give --continue-from RUN instead of --resume"
+
+
+def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[str] = ()) -> None:
     """Stop where a checkpoint is to be resumed as another run.
+
+    Args:
+        but: fields that may differ.
 
     Raises:
         UsageError: fields that differ: got, expected.
     """
-    lines = [f"{k}: got {now.get(k)}, expected {v} (the checkpoint's)" for k, v in saved.items() if now.get(k) != v]
-    way_out = "  for a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"
-    check(not lines, "\n  ".join(["--resume goes on with the same run only:", *lines]) + f"\n{way_out}")
+    names = [name for name, value in saved.items() if now.get(name) != value and name not in but]
+    lines = [f"{name}: got {now.get(name)}, expected {saved[name]} (the checkpoint's)" for name in names]
+    way_out = "for a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"
+    if set(names) <= set(BATCHES):
+        way_out = OTHER_BATCH
+    check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, way_out]))
 
 
 # Fields that change no update: what is shown, kept and watched; where things lie; batches, which `identity` has.
 NOT_THE_NUMBERS = (
-    *("run_dir", "resume", "params", "inject", "local_batch", "effective_batch", "rule.noise_scale"),
+    *(
+        "run_dir",
+        "resume",
+        "from_start",
+        "continue_from",
+        "params",
+        "inject",
+        "local_batch",
+        "effective_batch",
+        "rule.noise_scale",
+    ),
     *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "log_every", "lone_every", "compare_every"),
     *("quiet", "trace", "profile", "tensorboard", "sinks", "stall_s", "on_stall", "recover", "recover_limit", "ft"),
     *NOT_THE_DATA,

@@ -2,17 +2,18 @@
 
 import contextlib
 import itertools
+import math
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmpi import checkpoint, rundir
+from jaxmpi import checkpoint, optim, rundir
 from jaxmpi.checkpoint import Files, Kept, is_float
 from jaxmpi.config import Experiment, TrainingError, UsageError
 from jaxmpi.parts import Functions, Plan
@@ -260,13 +261,19 @@ def identity(experiment: Experiment, plan: Plan) -> dict[str, Any]:
 
 
 def restored(
-    folder: Path, states: dict[int, TrainState], workers: Workers, rule: Rule, now: dict[str, Any]
+    folder: Path,
+    states: dict[int, TrainState],
+    workers: Workers,
+    rule: Rule,
+    now: dict[str, Any],
+    but: Sequence[str] = (),
 ) -> checkpoint.Saved | None:
     """The newest checkpoint of a run directory, the same on all ranks; None where there is none.
 
     Args:
         states: of this process's workers, in the place of which it is read.
         now: `identity` of the run that goes on with it.
+        but: fields of `now` that may differ.
 
     Raises:
         UsageError: it is another run's.
@@ -284,8 +291,47 @@ def restored(
     if saved:
         params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
         workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
-        rundir.refuse_other_run(saved.extra.get("experiment", {}), now)
+        rundir.refuse_other_run(saved.extra.get("experiment", {}), now, but)
     return saved
+
+
+def continued(
+    source: Path, states: dict[int, TrainState], workers: Workers, rule: Rule, plan: Plan, now: dict[str, Any]
+) -> checkpoint.Saved:
+    """The newest checkpoint of another run, at the step of this one that has seen as many examples.
+
+    Weights, moments and model state are taken as they are. The step, and the optimizer's own by which its learning
+    rate goes, count steps of this run's effective batch.
+
+    Args:
+        source: the other run's directory, as `rundir.check_source` accepts it.
+        now: `identity` of this run.
+
+    Raises:
+        UsageError: more than the effective batch and the micro-batch differ, or no checkpoint is whole.
+    """
+    saved = restored(source, states, workers, rule, now, rundir.BATCHES)
+    if saved is None:
+        raise UsageError(f"continue_from: {str(source)!r} has no checkpoint")
+    step = step_for(saved.step, saved.extra["experiment"]["effective batch"], plan)
+    moved = {
+        worker: state._replace(
+            step=np.full_like(state.step, step),
+            rule_state=jax.tree.map(np.asarray, optim.at_step(state.rule_state, step)),
+        )
+        for worker, state in saved.states.items()
+    }
+    return saved._replace(states=moved, step=step, step_there=saved.step)
+
+
+def step_for(step: int, effective_batch: int, plan: Plan) -> int:
+    """The last step of a plan at which it has seen no more examples than another run after `step` steps.
+
+    Args:
+        effective_batch: the other run's.
+    """
+    epochs, batches = divmod(step, math.ceil(len(plan.feed.source) / effective_batch))
+    return epochs * plan.clock.steps_per_epoch + batches * effective_batch // plan.clock.effective_batch
 
 
 def warn(text: str) -> None:

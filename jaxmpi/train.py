@@ -33,7 +33,7 @@ from jaxmpi.plain import HeldFolder
 from jaxmpi.processes import MpiProcesses, Processes, SoloProcesses, named_leaves, processes
 from jaxmpi.recorder import FORMAT, Recorder, cut_record, write_whole
 from jaxmpi.rules import Rule
-from jaxmpi.saver import Saver, extra_of, identity, open_saver, restored, warn
+from jaxmpi.saver import Saver, continued, extra_of, identity, open_saver, restored, warn
 from jaxmpi.state import TrainState, worker_key
 from jaxmpi.trace import Profiler, Tracer
 from jaxmpi.watchdog import watching
@@ -107,6 +107,8 @@ def train_until(
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
+    if experiment.continue_from and kept is None and workers.processes.rank == 0:
+        rundir.check_source(experiment)
     experiment = rundir.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
     plan = make_plan(experiment, workers, begun)
@@ -181,8 +183,9 @@ def run_in(
     is_first, folder = workers.processes.rank == 0, home.path
     states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
     start = saved.step if saved else 0
+    there = saved.step_there if isinstance(saved, checkpoint.Saved) else None  # the step in a run that is continued
     if experiment.resume and is_first:
-        cut_record(folder / "record.jsonl", start)
+        cut_record(folder / "record.jsonl", start if there is None else -1)
     hosts = workers.processes.gather(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     plan.feed.skipped = skipped_of(saved, workers)
@@ -196,12 +199,14 @@ def run_in(
         }
         write_whole(folder / "config.json", (json.dumps(facts, indent=2) + "\n").encode())
         recorder.write("run", **facts)
-    place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
+    place = f"resumed at step {start}" if start and there is None else "no checkpoint in it: from the start"
     recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
     how = f"strategy {functions.strategy}"
     if functions.rule.asynchronous:  # no strategy is run: of the one that was asked for the wire alone counts
         how = f"wire {functions.strategy.partition(':')[2]}"
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
+    if saved and there is not None:
+        say_continued(recorder, experiment, saved, plan)
     if saved and start:
         say_changes(recorder, saved.extra, experiment, plan, start)
     if idle := rules.without_effect(experiment.rule):
@@ -218,7 +223,7 @@ def run_in(
     if isinstance(saved, asynchronous.Start):
         with contextlib.closing(recorder):
             return asynchronous.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
-    return run_to_end(run, states, start)
+    return run_to_end(run, states, start, Due(save=True) if there is not None else None)
 
 
 def assembled(
@@ -333,9 +338,13 @@ class Begin(NamedTuple):
     late: "Due | None" = None  # what was due after the step, and is not done
 
 
-def run_to_end(run: Run, states: dict[int, TrainState], start: int) -> dict[str, float]:
-    """The loop, again from the newest checkpoint as often as `recover` has it go back, or without ranks that died."""
-    begin: Callable[[], tuple[Run, Begin]] = lambda: (run, Begin(start, put(states, run.workers), np.zeros(SUMS)))  # noqa: E731
+def run_to_end(run: Run, states: dict[int, TrainState], start: int, late: "Due | None") -> dict[str, float]:
+    """The loop, again from the newest checkpoint as often as `recover` has it go back, or without ranks that died.
+
+    Args:
+        late: is to be done before the first step.
+    """
+    begin: Callable[[], tuple[Run, Begin]] = lambda: (run, Begin(start, put(states, run.workers), np.zeros(SUMS), late))  # noqa: E731
     with contextlib.ExitStack() as ends:
         ends.callback(run.profiler.close)
         ends.callback(run.recorder.close)
@@ -620,8 +629,14 @@ def rehearse(run: Run, state: TrainState) -> None:
 def starting_states(
     experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
 ) -> tuple[dict[int, TrainState], checkpoint.Saved | asynchronous.Start | None]:
-    """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each."""
+    """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each.
+
+    A run that continues another begins with that one's newest checkpoint, until it has one of its own.
+    """
     states, now = initial_states(experiment, workers, rule), identity(experiment, plan)
+    if experiment.resume and workers.processes.rank == 0:
+        for path in rundir.lost(folder):
+            warn(f"passed over: {path}: gone, though the record has it as saved")
     if rule.asynchronous:
         say = warn if workers.processes.rank == 0 else lambda text: None
         state, folder = states[workers.mine[0]], folder / "checkpoints"
@@ -629,7 +644,24 @@ def starting_states(
         rundir.refuse_other_run(start.extra.get("experiment", {}), now)
         return states, start
     saved = restored(folder, states, workers, rule, now) if experiment.resume else None
+    if saved is None and experiment.continue_from:
+        saved = continued(Path(experiment.continue_from), states, workers, rule, plan, now)
     return (saved.states if saved else states), saved
+
+
+def say_continued(recorder: Recorder, experiment: Experiment, saved: checkpoint.Saved, plan: Plan) -> None:
+    """Say, and record, which run this one continues, and how its steps are counted anew."""
+    was, now, source = (
+        saved.extra["experiment"]["effective batch"],
+        plan.clock.effective_batch,
+        experiment.continue_from,
+    )
+    recorder.say(
+        f"continues {source} after its step {saved.step_there}: effective batch {was} there, {now} here, so from step "
+        f"{saved.step}"
+    )
+    batches = {"effective_batch": {"was": was, "is": now}}
+    recorder.write("continued", step=saved.step, **{"from": source}, from_step=saved.step_there, **batches)
 
 
 def say_changes(recorder: Recorder, extra: dict[str, Any], experiment: Experiment, plan: Plan, start: int) -> None:

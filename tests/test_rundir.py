@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmpi import rundir
-from jaxmpi.config import Experiment, UsageError
+from jaxmpi.config import Experiment, RuleConfig, UsageError
 from jaxmpi.data import ArraySource
 from launching import ROOT, mpirun_line, run
 
@@ -233,6 +233,24 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     assert (tmp_path / "record.1.jsonl").read_text() == SAVED
     with pytest.raises(UsageError, match="got resume and from_start"):
         Experiment(resume=True, from_start=True)
+
+
+def test_a_run_of_an_asynchronous_rule_is_not_continued(tmp_path):
+    for experiment in (Experiment(continue_from=str(tmp_path), rule=RuleConfig(name)) for name in ("easgd", "gosgd")):
+        with pytest.raises(UsageError, match="its workers have made different numbers of steps"):
+            rundir.check_source(experiment)
+    with pytest.raises(UsageError, match="got continue_from and params; give one of them"):
+        Experiment(continue_from="a", params="b")
+
+
+def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
+    """Older ones have gone by `--keep-checkpoints`."""
+    steps = [2, 4, 6, 8]
+    (tmp_path / "record.jsonl").write_text("".join(f'{{"kind": "checkpoint", "step": {k}}}\n' for k in steps))
+    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
+    assert [path.name for path in rundir.lost(tmp_path)] == ["step_00000006", "step_00000008"]
+    (tmp_path / "checkpoints" / "step_00000008").mkdir()
+    assert rundir.lost(tmp_path) == []
 
 
 def test_a_flag_is_no_run_directory():

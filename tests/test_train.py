@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from jaxmpi import checkpoint, runtime
-from jaxmpi.config import Data, Experiment, Optim, Schedule
+from jaxmpi.config import Data, Experiment, Optim, Schedule, UsageError
 from jaxmpi.data import Sampler
 from jaxmpi.train import train as train_here
 from launching import ROOT, Ended, kill_session, mpirun_line, run, train
@@ -331,10 +331,14 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     schedule, rest = Schedule("poly", power=1.0), {"effective_batch": 60, "run_dir": str(tmp_path)}
     begun = Experiment(digits_cnn_tiny(), data=DATA, optim=Optim("momentum", lr=0.01), schedule=schedule, **rest)
     train_here(dataclasses.replace(begun, train_for="4st", checkpoint_every="2st"), "digits")
-    shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
+    gone = tmp_path / "checkpoints" / "step_00000004"
+    shutil.rmtree(gone)
     same = dataclasses.replace(begun, resume=True, train_for="4st", log_every=1, eval_every="1st", keep_best=2)
     train_here(same, "digits")
-    assert "changed since" not in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "changed since" not in said.out
+    assert said.err.count("passed over: ") == 1
+    assert f"passed over: {gone}: gone, though the record has it as saved\n" in said.err
     assert record(tmp_path, "changed") == []
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
     train_here(dataclasses.replace(same, train_for="8st", optim=Optim("momentum", lr=0.02)), "digits")
@@ -351,6 +355,88 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     assert "changed since the checkpoint: train_for: was 4st, is 8st\n" in said
     assert "changed since the checkpoint: learning rate of step 3: was 0.005, is 0.015\n" in said
     assert said.count("changed since the checkpoint: ") == 3
+
+
+# ---------------------------------------------------------------- another effective batch
+
+
+def small(run_dir: Path, **fields) -> Experiment:
+    """A short run of a small model, with 1437 examples an epoch."""
+    optim = fields.pop("optim", Optim("momentum", lr=0.05))
+    schedule = Schedule("poly", power=1.0)
+    return Experiment(digits_cnn_tiny(), data=DATA, optim=optim, schedule=schedule, run_dir=str(run_dir), **fields)
+
+
+@pytest.fixture
+def trained(tmp_path, no_launcher) -> Path:
+    """A run with an effective batch of 30: 48 steps are an epoch, the last of 27 examples; saved after step 61."""
+    train_here(small(tmp_path / "a", effective_batch=30, train_for="61st"), "digits")
+    return tmp_path / "a"
+
+
+def test_a_new_run_continues_another_with_twice_its_effective_batch(tmp_path, trained, capsys):
+    """Step 48 + 13 of 30 examples is step 24 + 6 of 60, and the learning rate goes by the new steps."""
+    more = {"effective_batch": 60, "micro_batch": 20, "train_for": "60st", "checkpoint_every": "45st", "log_every": 1}
+    begun = small(tmp_path / "b", continue_from=str(trained), **more)
+    loss = train_here(begun, "digits")["eval_loss"]
+    said = capsys.readouterr().out
+    assert f"continues {trained} after its step 61: effective batch 30 there, 60 here, so from step 30\n" in said
+    [line] = record(tmp_path / "b", "continued")
+    batches = {"was": 30, "is": 60}
+    assert line == {
+        "kind": "continued", "step": 30, "from": str(trained), "from_step": 61, "effective_batch": batches
+    }  # fmt: skip
+    rows = record(tmp_path / "b", "train")
+    assert [row["step"] for row in rows] == [*range(31, 61)]
+    assert rows[0]["examples"] == 1437 + 7 * 60
+    assert [rows[0]["lr"], rows[-1]["lr"]] == [pytest.approx(0.05 * (1 - k / 60), rel=1e-4) for k in (30, 59)]
+    before = record(trained, "eval")[-1]["eval_loss"]
+    assert loss < 0.8 * before
+    assert rows[0]["loss"] < 1.5 * before  # not the loss of initial weights
+
+    whole = checkpoint_bytes(tmp_path / "b", 60)
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step_00000060")
+    train_here(dataclasses.replace(begun, resume=True), "digits")
+    assert checkpoint_bytes(tmp_path / "b", 60) == whole
+    again = small(tmp_path / "b", **more | {"resume": True, "train_for": "62st"})
+    assert train_here(again, "digits")["eval_count"] == 360  # and without the other run
+
+
+def test_a_continued_run_counts_the_optimizers_steps_anew(tmp_path, trained):
+    train_here(small(tmp_path / "b", continue_from=str(trained), effective_batch=60, train_for="31st"), "digits")
+    folder = tmp_path / "b" / "checkpoints" / "step_00000030"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    counts = [(name, row["offset"]) for name, rows in files.items() for row in rows if row["path"].endswith("count")]
+    assert [np.fromfile(folder / name, np.int32, 1, offset=at).item() for name, at in counts] == [30]
+
+
+def test_a_resume_with_another_effective_batch_names_the_way_out(trained):
+    with pytest.raises(UsageError, match=r"effective batch: got 60, expected 30 .*\n.*--continue-from RUN") as refused:
+        train_here(small(trained, effective_batch=60, train_for="70st", resume=True), "digits")
+    assert "export" not in str(refused.value)
+
+
+NOT_CONTINUED = {
+    "another seed": ({"seed": 1}, r"seed: got 1, expected 0 \(the checkpoint's\)\n.*--params"),
+    "another optimizer": ({"optim": Optim("adam")}, r"optim\.name: got adam, expected momentum"),
+    "itself": ({"run_dir": "a"}, "continue_from: got the run directory itself"),
+    "itself, begun again": ({"run_dir": "a", "from_start": True}, "continue_from: got the run directory itself"),
+    "no run": ({"continue_from": "c"}, "continue_from: 'c' has no checkpoint that is whole"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_CONTINUED)
+def test_only_another_effective_batch_is_continued_with(case, tmp_path, trained, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fields, message = NOT_CONTINUED[case]
+    asked = {"run_dir": "b", "continue_from": "a", "effective_batch": 60, "train_for": "70st", **fields}
+    saved = checkpoint_bytes(trained, 61)
+    with pytest.raises(UsageError, match=message):
+        train_here(small(Path(asked.pop("run_dir")), **asked), "digits")
+    assert checkpoint_bytes(trained, 61) == saved
+
+
+# ---------------------------------------------------------------- other data
 
 
 def test_resume_on_other_data_is_refused(tmp_path):
