@@ -154,6 +154,14 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
     return rules.is_asynchronous(experiment.rule) or experiment.ft == "shrink"
 
 
+def begins_anew(train_args: Sequence[str]) -> bool:
+    """Whether the experiment file has `from_start`, which counts for the first start alone."""
+    file = Path(train_args[0]) if train_args else Path()
+    if not file.is_file() or "from_start" not in file.read_text():
+        return False  # most runs need not wait for the experiment file here
+    return experiments.parse(list(train_args))[0].from_start
+
+
 def srun(options: Options, cores: int, is_root: bool) -> list[str]:
     """Slurm's launcher, through PMIx."""
     return [find("srun"), "-n", str(options.workers), "--mpi=pmix"]
@@ -191,6 +199,8 @@ def main(argv: list[str]) -> NoReturn:
     if options.workers == 1 and not options.restarts:
         line = printed(1, *plain)
         os.execv(line[0], line)
+    if options.restarts and begins_anew(options.train_args):
+        plain = (options.launcher_args, (*options.train_args, "--from-start"))
     asked = Asked(options.workers, options.least or options.workers, options.restarts, *plain)
     raise SystemExit(keep_going(asked, printed, lambda host: answers(host, options, **facts)))
 

@@ -19,7 +19,7 @@ import jax
 from jaxmpi import config, rules
 from jaxmpi import experiment as experiments
 from jaxmpi.checkpoint import AGAIN, candidates, found, newest, step_of
-from jaxmpi.config import ExchangeConfig, Experiment, UsageError, check
+from jaxmpi.config import ExchangeConfig, Experiment, TrainingError, UsageError, check
 from jaxmpi.plain import NO_LOCKS, HeldFolder, refuse_ways_out
 from jaxmpi.processes import Processes, flatten_json
 from jaxmpi.workers import Workers, transport
@@ -81,6 +81,19 @@ def usable() -> Iterator[None]:
         raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
 
 
+@contextlib.contextmanager
+def still_usable() -> Iterator[None]:
+    """Have a run directory that fails while the run goes on end the run; nobody has misused anything.
+
+    Raises:
+        TrainingError: in the place of OSError and UsageError.
+    """
+    try:
+        yield
+    except (OSError, UsageError) as error:
+        raise TrainingError(f"the run directory cannot be used any more: {error}") from error
+
+
 def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> HeldFolder:
     """Choose the run directory, make it and its record, and lock it."""
     with usable():
@@ -102,34 +115,44 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[HeldFolder]:
+    """Hold and lock a run directory; see `lock`."""
+    with contextlib.ExitStack() as held:
+        home = HeldFolder(folder)
+        held.callback(home.close)
+        lock(home, held)
+        yield home
+
+
+def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
     """Keep other jobs away, also those of other hosts if the file system can; the lock goes with the process.
 
     Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file says who
     holds them.
 
+    Args:
+        home: the run directory.
+        held: closes the file `lock`.
+
     Raises:
         UsageError: another job has it: its host and process.
     """
-    with contextlib.ExitStack() as held:
-        home = HeldFolder(folder)
-        held.callback(home.close)
-        try:
-            is_locked = home.try_lock()
-            file = held.enter_context((folder / "lock").open("a+", errors="backslashreplace"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            home.lock = None if is_locked else file.fileno()
-        except BlockingIOError:
-            raise UsageError(
-                f"run directory {str(folder)!r} is in use by {holder(folder)}; wait for its end, or name another with "
-                "--run-dir"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield home
+    folder = home.path
+    try:
+        is_locked = home.try_lock()
+        file = held.enter_context((folder / "lock").open("a+", errors="backslashreplace"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        home.lock = None if is_locked else file.fileno()
+    except BlockingIOError:
+        raise UsageError(
+            f"run directory {str(folder)!r} is in use by {holder(folder)}; wait for its end, or name another with "
+            "--run-dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
 
 
 def holder(folder: Path) -> str:

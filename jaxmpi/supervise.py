@@ -358,8 +358,8 @@ def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, 
     record = record_in(folder)
     if record == first and any(hyphened(arg) == "--from-start" for arg in train_args):
         return tuple(train_args)
-    again = ("--resume",) if record else ()
-    for flag in ("--resume", "--from-start"):
+    again = ("--resume", "--no-from-start") if record else ()  # the experiment file may have from_start, too
+    for flag in ("--resume", "--from-start", "--no-from-start"):
         train_args = without(train_args, flag, takes_value=False)
     return (*train_args, *again)
 

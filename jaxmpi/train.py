@@ -362,12 +362,17 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, late: "Due |
 
 
 def rolled_back(run: Run, back: guard.RollBack) -> tuple[Run, Begin]:
-    """From the newest checkpoint; the record is cut there."""
+    """From the newest checkpoint; the record is cut there.
+
+    Raises:
+        TrainingError: the run directory is another's, or its checkpoints or its record are gone.
+    """
     run.guard.votes.count()  # on a step that counts no more
     if fate := run.saver.fate():
         raise AgreedError(f"{back}, and the run directory {str(run.folder)!r} {fate}: nothing to go back to")
     if run.workers.processes.rank == 0:
-        rundir.refuse_lost(run.folder)
+        with rundir.still_usable():
+            rundir.refuse_lost(run.folder)
     experiment = dataclasses.replace(run.experiment, resume=True)
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
     start = saved.step if saved else 0
@@ -413,17 +418,20 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     """The recorder of a rank among those that are left; what is to be done again after `step` is dropped.
 
     Whoever is rank 0 now has the record and the run directory.
+
+    Raises:
+        TrainingError: the run directory cannot be locked, or its record not be opened.
     """
     if control.rank != 0:
         return run.recorder
     pact = run.pact
     assert pact is not None
     if pact.recorder is None:
-        with rundir.usable():
-            ends.enter_context(rundir.locked(run.folder))
         hosts = [socket.gethostname()] * control.size
         each = (run.recorder.elapsed_s(), hosts, run.plan.feed.bytes_each)
-        pact.recorder = open_recorder(run.experiment, run.folder, *each)
+        with rundir.still_usable():
+            rundir.lock(run.saver.home, ends)
+            pact.recorder = open_recorder(run.experiment, run.folder, *each)
         ends.callback(pact.recorder.close)
     pact.recorder.go_back(step)
     return pact.recorder

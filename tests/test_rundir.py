@@ -1,18 +1,26 @@
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxmpi import rundir
-from jaxmpi.config import Experiment, RuleConfig, UsageError
+from jaxmpi import train as trainer
+from jaxmpi.config import Data, Experiment, RuleConfig, TrainingError, UsageError
 from jaxmpi.data import ArraySource
+from jaxmpi.plain import HeldFolder
+from jaxmpi.processes import SoloProcesses
+from jaxmpi.recorder import Recorder
 from launching import ROOT, mpirun_line, run
+from models.cnn import digits_cnn_tiny
 
 HOLD = """
 import sys
@@ -251,6 +259,62 @@ def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
     assert [path.name for path in rundir.lost(tmp_path)] == ["step_00000006", "step_00000008"]
     (tmp_path / "checkpoints" / "step_00000008").mkdir()
     assert rundir.lost(tmp_path) == []
+
+
+def left_alone(folder: Path) -> SimpleNamespace:
+    """The run of a rank that is the first of those that are left, as `handed_over` sees it."""
+    pact, feed = SimpleNamespace(recorder=None), SimpleNamespace(bytes_each=0)
+    return SimpleNamespace(
+        pact=pact,
+        folder=folder,
+        experiment=Experiment(),
+        recorder=Recorder(None),
+        plan=SimpleNamespace(feed=feed),
+        saver=SimpleNamespace(home=HeldFolder(folder)),
+    )
+
+
+def test_a_rank_that_gets_the_run_directory_keeps_its_lock_where_folders_have_none(tmp_path, monkeypatch):
+    (tmp_path / "record.jsonl").write_text("")
+    monkeypatch.setattr(HeldFolder, "try_lock", lambda home: False)  # as on NFS
+    run = left_alone(tmp_path)
+    with contextlib.ExitStack() as ends:
+        assert trainer.handed_over(run, SoloProcesses(), 0, ends) is run.pact.recorder
+        assert run.saver.home.fate() == ""
+        (tmp_path / "lock").unlink()
+        assert run.saver.home.fate() == "has lost its file `lock`, so another job may be in it"
+
+
+def no_lock(file: object, operation: int) -> None:
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize("way", ["held by another job", "no locks to be had", "gone"])
+def test_a_run_directory_that_is_not_handed_over_ends_a_run_that_nobody_misused(tmp_path, monkeypatch, way):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run, held = left_alone(folder), contextlib.ExitStack()
+    if way == "held by another job":
+        held.enter_context(rundir.locked(folder))
+    elif way == "gone":
+        folder.rmdir()
+    else:
+        monkeypatch.setattr(fcntl, "flock", no_lock)
+    with held, pytest.raises(TrainingError, match="the run directory cannot be used any more: "):
+        trainer.handed_over(run, SoloProcesses(), 0, held)
+
+
+def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path, no_launcher):
+    def remove(row: dict) -> None:
+        if row["kind"] == "train" and row["step"] == 4:
+            (tmp_path / "record.jsonl").unlink()
+
+    data = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
+    rest = {"effective_batch": 60, "train_for": "9st", "checkpoint_every": "2st", "log_every": 1, "sinks": (remove,)}
+    back = {"recover": "rollback", "inject": ("nan:rank=0,step=6",), "run_dir": str(tmp_path)}
+    with pytest.raises(TrainingError, match=r"cannot be used any more: .*record\.jsonl"):
+        trainer.train(Experiment(digits_cnn_tiny(), data=data, **rest, **back), "digits")
+    assert not (tmp_path / "record.jsonl").exists()  # none is begun anew, as if nothing had been before
 
 
 def test_a_flag_is_no_run_directory():

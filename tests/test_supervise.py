@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import launch, rundir, runtime, supervise
+from jaxmpi import experiment, launch, rundir, runtime, supervise
 from jaxmpi.config import UsageError
 from jaxmpi.supervise import Asked, Culprit, culprit
 from launching import ROOT, wait_until
@@ -107,14 +107,26 @@ def test_what_the_next_start_is_given(tmp_path):
     assert supervise.without(args, "--run-dir") == ["a.py", "--resume", "--optim.lr", "1"]
     assert supervise.resuming(args, tmp_path, 0) == ("a.py", "--run_dir=old", "--optim.lr", "1")
     (tmp_path / "record.jsonl").touch()
-    assert supervise.resuming(args, tmp_path, 0)[-1] == "--resume"
+    assert supervise.resuming(args, tmp_path, 0)[-2:] == ("--resume", "--no-from-start")
     args = (*args, "--from-start")
     record = tmp_path / "record.jsonl"
     first = supervise.record_in(tmp_path)
     assert supervise.resuming(args, tmp_path, first) == args  # of an earlier run: this one never came to set it aside
     record.rename(tmp_path / "record.1.jsonl")
     record.touch()
-    assert supervise.resuming(args, tmp_path, first)[-2:] == ("1", "--resume")
+    assert supervise.resuming(args, tmp_path, first)[-3:] == ("1", "--resume", "--no-from-start")
+
+
+@pytest.mark.parametrize(("given", "begins"), [((), True), (("--no-from-start",), False)])
+def test_an_experiment_file_begins_anew_with_its_first_start_alone(tmp_path, given, begins):
+    """A restart got `--resume` beside the file's `from_start`, and was refused."""
+    file = tmp_path / "anew.py"
+    file.write_text("from jaxmpi.config import Experiment\nexperiment = Experiment(from_start=True)\n")
+    assert launch.begins_anew((str(file), *given)) is begins
+    (tmp_path / "record.jsonl").touch()
+    args = supervise.resuming((str(file), "--from-start"), tmp_path, 0)
+    again, _ = experiment.parse(list(args))
+    assert (again.resume, again.from_start) == (True, False)
 
 
 @pytest.mark.parametrize(
