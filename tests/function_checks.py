@@ -416,6 +416,64 @@ def check_optimizers():
     assert [a.tobytes() for a in jax.tree.leaves(ours)] == [b.tobytes() for b in jax.tree.leaves(last)]
 
 
+def check_keys():
+    """Typed keys draw on every worker as they draw in one process."""
+    k = workers()
+    draw = lambda key: jax.random.normal(key, (3,))  # noqa: E731
+    for key in (jax.random.key(7), jax.random.key(7, impl="rbg")):
+        keys = jax.random.split(key, 3 * k)
+        alone = np.asarray(jax.vmap(draw)(keys))
+        one = jm.function(lambda key: jax.random.normal(key, (1, 3)), jm.broadcast, jm.gather)
+        assert (np.asarray(one(key)) == np.repeat(np.asarray(jax.random.normal(key, (1, 3))), k, axis=0)).all()
+        assert (np.asarray(one(keys[1]))[-1] == np.asarray(jax.random.normal(keys[1], (1, 3)))[0]).all()
+        each = jm.function(jax.vmap(draw), jm.scatter, jm.gather)
+        if jax.random.key_impl(key) == "fry":  # draws of the other depend on how many are drawn at once
+            assert (np.asarray(each(keys)) == alone).all()
+            assert (np.asarray(each(keys, batch=slice(None, None, -1), slices=2)) == alone[::-1]).all()
+        back = jm.function(lambda key: key, jm.scatter, jm.gather)(keys)
+        assert (jax.random.key_data(back) == jax.random.key_data(keys)).all()
+        assert back.dtype == keys.dtype
+
+        held = jm.variable({"key": key, "n": np.int32(0)})
+        assert held.shapes == [(), ()]
+        assert held.get(k - 1)["key"] == key
+
+        def advance(held, x):
+            new, used = jax.random.split(held["key"])
+            return jax.random.normal(used, (1,)), {"key": new, "n": held["n"] + 1}
+
+        step = jm.function(advance, (held, jm.scatter), (jm.gather,), held)
+        for _ in range(2):
+            key, used = jax.random.split(key)
+            (got,) = step(data(k))
+            assert (np.asarray(got) == np.asarray(jax.random.normal(used, (1,)))).all()
+        assert held.value["key"] == key
+        held.set(k - 1, {"key": keys[0], "n": np.int32(5)})
+        assert held.get(k - 1)["key"] == keys[0]
+        held.broadcast(root=k - 1)
+        assert held.get(0)["key"] == keys[0]
+        rows = jm.variable(keys)
+        rows.scatter(keys)
+        assert rows.shapes == [(3,)]
+        assert (rows.gather() == keys).all()
+        mine = jm.function(lambda keys: keys, jm.scatter(rows), jm.gather)()
+        assert (mine == keys).all()
+        apart = jm.function(lambda keys: keys[:1], jm.scatter, jm.local)(keys)
+        assert (apart.gather() == keys[::3]).all()
+        apart.all_gather()
+        assert (apart.get(0) == keys[::3]).all()
+    same, single = jm.function(lambda key: key, jm.scatter, jm.sum), jm.variable(key)
+    fails(lambda: same(keys), "output 0: got random keys, which sum cannot take: use gather or local")
+    fails(lambda: jm.function(lambda key: key, jm.broadcast, jm.gather)(key), "got one random key; gather needs")
+    fails(lambda: same(key), "argument 0 leaf 'key_data': got one random key; scatter needs a first axis")
+    fails(lambda: single.scatter(key), "got one random key; scatter needs")
+    fails(single.gather, "variable.gather: leaf 0: got one random key")
+    fails(single.all_gather, "variable.all_gather: leaf 0: got one random key")
+    fails(lambda: single.reduce("max"), "variable.reduce: leaf 0: got random keys, which max cannot take")
+    fails(lambda: jm.function(lambda keys: keys, jm.scatter(single), jm.gather)(), "input 0: got one random key")
+    fails(lambda: jm.shared(key), "shared: got random keys; share jax.random.key_data(keys)")
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -432,7 +490,6 @@ def check_refusals():
     fails(lambda: one(x > 0), "which mean cannot take")
     fails(lambda: one(np.array([object()] * 3 * k)), "got an array of object")
     fails(lambda: one(np.array(["a"] * 3 * k)), "expected numbers")
-    fails(lambda: one(jax.random.split(jax.random.key(0), 3 * k)), "random key")
     fails(lambda: one(jm.variable(x)), "argument 0: got a jaxmpi.variable; name it in `inputs`")
     fails(lambda: jm.function(lambda x: x, jm.scatter, (jm.sum,))(x), "returned an array; expected a tuple of 1")
     fails(lambda: one(None), "argument 0: got None; scatter needs arrays")
@@ -566,6 +623,6 @@ def check_what_a_function_leaves_goes_with_it():
 CORE = [  # quick ones that leave no kind of message out
     *(check_weights, check_batches, check_broadcast_is_seen_when_it_changes, check_local_and_into, check_resident),
     *(check_variable, check_unequal_lengths, check_shared, check_exception),
-    *(check_exchange_inside, check_what_a_function_leaves_goes_with_it),
+    *(check_exchange_inside, check_what_a_function_leaves_goes_with_it, check_keys),
 ]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

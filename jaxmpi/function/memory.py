@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxmpi.config import UsageError, check
 from jaxmpi.data.segments import available_bytes
+from jaxmpi.function.keys import is_key
 from jaxmpi.hostsum import folder, reserve
 
 PAGE = 4096
@@ -195,6 +196,8 @@ def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> S
     """
     check(1 <= oversize < math.inf, f"shared: oversize: got {oversize}; expected a factor >= 1")
     given = value() if callable(value) else value
+    if is_key(given):
+        raise UsageError("shared: got random keys; share jax.random.key_data(keys), and wrap it in the function")
     check_unmasked("shared", given)
     source = np.asarray(given)
     target = jnp.dtype(source.dtype if dtype is None else dtype)

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jaxmpi.config import UsageError, check
 from jaxmpi.exchange import check_strategy
 from jaxmpi.function.compute import as_jax_has, take
+from jaxmpi.function.keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.function.memory import check_jax_takes, check_unmasked, is_shared
 from jaxmpi.function.ops import Output, check_reducible, combine, named
 from jaxmpi.function.split import Rows, bounds, check_enough, choose, same_length
@@ -45,17 +45,17 @@ class Variable:
     def value(self) -> PyTree:
         """The tree on this process's own worker: rank 0 for a script that leads, and with devices. No communication."""
         self.team.check_usable()
-        return jax.tree.unflatten(self.structure, self.team.mine.held(self.number))
+        return self._tree(self.team.mine.held(self.number))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Of this process's own worker's leaves."""
-        return [x.shape for x in self.team.mine.held(self.number)]
+        return [x.shape for x in jax.tree.leaves(self.value)]
 
     def get(self, rank: int | np.integer) -> PyTree:
-        """The tree on one worker, as NumPy arrays. Communicates: that tree."""
+        """The tree on one worker, as NumPy arrays; random keys as such. Communicates: that tree."""
         [leaves] = self._fetch("get", self._rank("get: rank", rank), keep=False)
-        return jax.tree.unflatten(self.structure, leaves)
+        return self._tree(leaves)
 
     def set(self, rank: int | np.integer, value: PyTree) -> None:
         """Give one worker another tree of the same structure, of any shapes."""
@@ -86,11 +86,13 @@ class Variable:
 
     def gather(self) -> PyTree:
         """The workers' rows, one after another in rank order, as NumPy arrays; lengths may differ."""
+        self._check_keys("gather", "gather")
         rows = self._fetch("gather", None, keep=False)
-        return jax.tree.unflatten(self.structure, [concatenated(leaves) for leaves in zip(*rows, strict=True)])
+        return self._tree([concatenated(leaves) for leaves in zip(*rows, strict=True)])
 
     def all_gather(self) -> None:
         """Every worker gets all workers' rows."""
+        self._check_keys("all_gather", "gather")
         self._fetch("all_gather", None, keep=True)
 
     def reduce(self, op: str | Output = "mean", strategy: str | None = None) -> PyTree:
@@ -98,7 +100,7 @@ class Variable:
 
         mean: (1/w) sum_r tree_r; sum, prod, min, max as they say. Args: strategy: as of `jaxmpi.exchange`.
         """
-        return jax.tree.unflatten(self.structure, self._reduce("reduce", op, strategy, keep=False))
+        return self._tree(self._reduce("reduce", op, strategy, keep=False))
 
     def all_reduce(self, op: str | Output = "mean", strategy: str | None = None) -> None:
         """As `reduce`, and all workers keep the result, the same bits on each."""
@@ -111,8 +113,17 @@ class Variable:
         check(bool(is_rank), f"{what}: got {rank!r}; expected a worker in [0, {self.team.size})")
         return int(rank)
 
+    def _tree(self, leaves: Sequence[Any]) -> PyTree:
+        return unpacked(jax.tree.unflatten(self.structure, leaves))
+
+    def _check_keys(self, name: str, op: str) -> None:
+        """Refuse what cannot be done with random keys."""
+        for i, is_key in enumerate(key_leaves(self.structure)):
+            if is_key:
+                check_op(op, self.team.mine.held(self.number)[i].shape, f"variable.{name}: leaf {i}")
+
     def _leaves(self, value: PyTree) -> list[np.ndarray]:
-        _leaves, structure = jax.tree.flatten(value)
+        structure = jax.tree.structure(packed(value))
         check(structure == self.structure, f"variable: got a tree {structure}; expected {self.structure}")
         return numbers(value)
 
@@ -129,10 +140,14 @@ class Variable:
         perform(self.team, f"variable.{name}", prepare)
 
     def _scattered(self, value: PyTree, batch: Any) -> Order:
+        value = packed(value)
         leaves, structure = jax.tree.flatten(value)
         check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
         names = [f"scatter: leaf {path!r}" for path, _ in named_leaves(value)]
         leaves = [x if is_shared(x) else check_numbers(name, x) for name, x in zip(names, leaves, strict=True)]
+        for name, leaf, is_key in zip(names, leaves, key_leaves(structure), strict=True):
+            if is_key:
+                check_rows(leaf.shape, name)
         check(all(leaf.ndim > 0 for leaf in leaves), "scatter: got an array without axes; expected rows")
         rows = choose(batch, same_length([len(x) for x in leaves], names))
         check_enough(rows.count, self.team.size)
@@ -157,6 +172,7 @@ class Variable:
     def _reduce(self, name: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
         def prepare() -> Order:
             row = named(op)
+            self._check_keys(name, row)
             for i, x in enumerate(self.team.mine.held(self.number)):
                 check_reducible(row, x.dtype, x.shape, f"variable.{name}: leaf {i}")
             chosen = self.team.default_strategy if strategy is None else strategy
@@ -205,8 +221,6 @@ def check_numbers(what: str, leaf: Any) -> Any:
         )
     if isinstance(leaf, Variable):
         raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise UsageError(f"{what}: got a random key; give jax.random.key_data(key), and wrap it in the function")
     check_unmasked(what, leaf)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
     check_jax_takes(what, array.dtype)
@@ -214,13 +228,13 @@ def check_numbers(what: str, leaf: Any) -> Any:
 
 
 def numbers(tree: PyTree) -> list[np.ndarray]:
-    """Leaves as NumPy arrays, in the dtypes that JAX gives them."""
-    named = [(f"variable: leaf {path!r}", leaf) for path, leaf in named_leaves(tree)]
+    """Leaves as NumPy arrays, in the dtypes that JAX gives them; random keys as their numbers."""
+    named = [(f"variable: leaf {path!r}", leaf) for path, leaf in named_leaves(packed(tree))]
     return [as_jax_has(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
 
 
 def make(team: Team, tree: PyTree) -> Variable:
     """A variable with this tree on every worker."""
-    made = Variable(team, jax.tree.structure(tree))
+    made = Variable(team, jax.tree.structure(packed(tree)))
     made._put("variable", lambda: numbers(tree), None)
     return made

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.function.compute import as_jax_has, compute, take
+from jaxmpi.function.keys import packed, unpacked
 from jaxmpi.function.lines import Report
 from jaxmpi.function.memory import from_ticket
 from jaxmpi.function.names import find
@@ -176,7 +177,7 @@ def loaded(header: dict[str, Any], body: bytes) -> Program:
     leaves = tuple(Leaf(*leaf) for leaf in header["leaves"])
     if header["module"]:
         function, structure = find(header), pickle.loads(body)
-        run = jax.jit(lambda *flat: jax.tree.leaves(function(*jax.tree.unflatten(structure, flat))))
+        run = jax.jit(lambda *flat: jax.tree.leaves(packed(function(*unpacked(jax.tree.unflatten(structure, flat))))))
     else:
         run = jax.jit(jax.export.deserialize(bytearray(body)).call)
     return Program(run, leaves, header["says"])

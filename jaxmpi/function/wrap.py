@@ -19,6 +19,7 @@ from jaxmpi.config import UsageError, check
 from jaxmpi.exchange import check_strategy
 from jaxmpi.function import drive
 from jaxmpi.function.compute import as_jax_has, canonical, take
+from jaxmpi.function.keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.function.memory import is_shared
 from jaxmpi.function.names import name_of
 from jaxmpi.function.ops import Output, Scatter, check_reducible, from_word
@@ -186,8 +187,11 @@ class Function:
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
         leaves, says = [], []
         for place, (part, wanted) in enumerate(zip(parts, [*self.outputs, *self.updates], strict=True)):
-            for index, aval in enumerate(jax.tree.leaves(part)):
+            are_keys = key_leaves(jax.tree.structure(part))
+            for index, (aval, is_key) in enumerate(zip(jax.tree.leaves(part), are_keys, strict=True)):
                 leaves.append(leaf_of(place, index, wanted, len(self.outputs)))
+                if is_key and (leaves[-1].place, leaves[-1].op) != ("update", "mean"):  # its default
+                    check_op(leaves[-1].op, aval.shape, f"{self.name}: output {place}")
                 if leaves[-1].place in ("result", "into"):  # of others only pieces combine, where there are several
                     check_reducible(leaves[-1].op, aval.dtype, aval.shape, f"{self.name}: output {place}")
                 says.append(said(leaves[-1], aval))
@@ -197,7 +201,7 @@ class Function:
     def _parts(self, form: int, flat: Sequence[jax.Array]) -> tuple[PyTree, ...]:
         """The user's function from leaves to one tree an output and an update."""
         with self._exchange():
-            result = self.__wrapped__(*jax.tree.unflatten(self.forms[form], flat))
+            result = self.__wrapped__(*unpacked(jax.tree.unflatten(self.forms[form], flat)))
         expected = len(self.outputs) + len(self.updates)
         parts = (result,) if self.is_bare else result
         check(
@@ -206,10 +210,11 @@ class Function:
             f"{f' of {len(parts)}' if isinstance(parts, (tuple, list)) else ''}; expected a tuple of {expected}: "
             f"{len(self.outputs)} outputs, then {len(self.updates)} updates",
         )
+        parts = packed(tuple(parts))
         for update, part in zip(self.updates, parts[len(self.outputs) :], strict=True):
             got, wanted = jax.tree.structure(part), update.into.structure
             check(got == wanted, f"{self.name}: an update is a tree {got}; its variable is {wanted}")
-        return tuple(parts)
+        return parts
 
     def _exchange(self) -> AbstractContextManager[None]:
         """Where an exchange in the function would be another than one over its workers, refuse it."""
@@ -240,7 +245,8 @@ class Function:
             elif output.into is not None:
                 output.into.structure = structure
             else:
-                results.append(jax.tree.unflatten(structure, [next(leaves_left) for _ in range(structure.num_leaves)]))
+                mine = [next(leaves_left) for _ in range(structure.num_leaves)]
+                results.append(unpacked(jax.tree.unflatten(structure, mine)))
         return results[0] if self.single and results else None if self.single else tuple(results)
 
 
@@ -330,7 +336,12 @@ class Bound:
                 structures.append(self._add_argument(f"argument {place}", marker, next(left)))
             else:
                 check(variable.team is self.team, f"input {place}: the variable {OF_OTHERS}")
-                count = len(self.team.mine.held(variable.number))
+                held = self.team.mine.held(variable.number)
+                count = len(held)
+                if isinstance(marker, Scatter):
+                    for leaf, is_key in zip(held, key_leaves(variable.structure), strict=True):
+                        if is_key:
+                            check_rows(leaf.shape, f"input {place}")
                 self.inputs += [
                     ["rows" if isinstance(marker, Scatter) else "whole", variable.number, i] for i in range(count)
                 ]
@@ -339,10 +350,11 @@ class Bound:
         return jax.tree_util.treedef_tuple(structures)
 
     def _add_argument(self, name: str, marker: Marker, tree: PyTree) -> Any:
-        leaves = named_leaves(tree)
+        tree = packed(tree)
+        leaves, are_keys = named_leaves(tree), key_leaves(jax.tree.structure(tree))
         if marker is not broadcast and not leaves:  # else nobody writes down what may be big
             raise UsageError(f"{name}: got {tree!r:.80}; scatter needs arrays, rows of examples")
-        for path, leaf in leaves:
+        for (path, leaf), is_key in zip(leaves, are_keys, strict=True):
             where_ = f"{name}{f' leaf {path!r}' if path else ''}"
             array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
             if marker is broadcast and is_shared(leaf) and self.team.is_serial and self.team.is_on_one_host:
@@ -351,6 +363,8 @@ class Bound:
                 self.inputs.append(["kept", len(self.broadcast)])
                 self.broadcast.append(as_jax_has(where_, array.array if is_shared(leaf) else array))
             else:
+                if is_key:
+                    check_rows(array.shape, where_)
                 check(array.ndim > 0, f"{where_}: got a number; scatter needs an array with a first axis of examples")
                 self.lengths[where_] = len(array)
                 self.inputs.append(["shared", where_, leaf.ticket()] if is_shared(leaf) else ["sent", where_])
