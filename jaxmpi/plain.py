@@ -1,10 +1,12 @@
-"""Files that a stranger may have made, opened only if they are plain files; folders that others may take away."""
+"""Files that a stranger may have made, opened only if plain; folders that others may take away; full disks."""
 
 import errno
 import fcntl
+import io
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from jaxmpi.config import UsageError, check
 
@@ -128,3 +130,13 @@ def refuse_ways_out(folder: Path, name: str, why: str) -> None:
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Whether it is one itself, not a link to one."""
     return entry.is_dir(follow_symlinks=False)
+
+
+def write_all(file: io.FileIO, content: Any) -> None:
+    """Write every byte to a file without a buffer, which may take a part at a time.
+
+    No buffer, because its `close` would fail once more on a full disk, and hide the error that says how to go on.
+    """
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 
 from jaxmpi import sinks as plugs
 from jaxmpi.anatomy import PARTS, Summary, own_of, spreads
+from jaxmpi.config import TrainingError
+from jaxmpi.plain import write_all
 from jaxmpi.sinks import Sink
 from jaxmpi.spans import Span
 from jaxmpi.terminal import Plain, Progress, Silent, Terminal
@@ -49,7 +52,7 @@ class Recorder:
             bytes_each: of text, the bytes that an example predicts; 0 for images.
         """
         self._unit, self._each = ("bytes", bytes_each) if bytes_each else ("images", 1)
-        self._file = (run_dir / "record.jsonl").open("a") if run_dir else None
+        self._file = opened(run_dir / "record.jsonl") if run_dir else None
         self._terminal = (terminal or Plain(sys.stdout)) if run_dir else Silent()
         self._sinks, self._hosts = list(sinks) if run_dir else [], hosts
         self._begin = time.monotonic()
@@ -89,11 +92,15 @@ class Recorder:
             thread.join()
 
     def write(self, kind: str, **fields: Any) -> None:
-        """A line of the record: `kind`, then `fields`; numbers that JSON has no word for become null."""
+        """A line of the record: `kind`, then `fields`; numbers that JSON has no word for become null.
+
+        Raises:
+            TrainingError: it cannot be written, as on a full disk.
+        """
         if self._file:
             row = {"kind": kind, **{name: jsonable(value) for name, value in fields.items()}}
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            with writing(Path(self._file.name)):
+                write_all(self._file, (json.dumps(row) + "\n").encode())
             plugs.send(self._sinks, row)
 
     def train(
@@ -200,7 +207,7 @@ class Recorder:
         if self._file:
             self._file.close()
             cut_record(Path(self._file.name), step)
-            self._file = Path(self._file.name).open("a")
+            self._file = opened(Path(self._file.name))
 
     def copy_to(self, folder: Path) -> None:
         """Write the record so far into another folder, even if its own file has been removed."""
@@ -313,10 +320,42 @@ def cut_record(path: Path, step: int) -> None:
 
 
 def write_whole(path: Path, raw: bytes) -> None:
-    """Write a file aside, then rename it: who reads it finds the old one or the new one, never a part."""
+    """Write a file of the run directory aside, then rename it: who reads it finds the old or the new, never a part.
+
+    Raises:
+        TrainingError: it cannot be written, as on a full disk.
+    """
     aside = path.with_suffix(".tmp")
-    aside.write_bytes(raw)
-    aside.replace(path)
+    try:
+        with writing(path):
+            aside.write_bytes(raw)
+            aside.replace(path)
+    except TrainingError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def opened(path: Path) -> FileIO:
+    """A record to append to, without a buffer: on a full disk `close` would fail once more, and hide the way out."""
+    with writing(path):
+        return path.open("ab", buffering=0)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Have an error of the file system name the file and the way out.
+
+    Raises:
+        TrainingError: in the place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{str(path)!r} cannot be written: {error.strerror or error}; checkpoints that are saved stay. Make room, "
+            f"then go on with --resume --run-dir {path.parent}"
+        ) from error
 
 
 def jsonable(value: Any) -> Any:

@@ -103,6 +103,7 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
             f"run directory {str(folder)!r}",
             "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
         )
+        check_kinds(folder)
         home = held.enter_context(locked(folder))
         if experiment.resume:
             refuse_lost(folder)
@@ -111,6 +112,25 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
                 set_aside(folder)
             begin_record(folder)
     return home
+
+
+# Names that a run writes to as files.
+FILES = ("record.jsonl", "record.tmp", "config.json", "config.tmp", "trace.json", "trace.tmp", "lock")
+
+
+def check_kinds(folder: Path) -> None:
+    """Refuse a run directory in which a folder has the name of a file that the run writes, or the reverse.
+
+    Raises:
+        UsageError: the name.
+    """
+    way_out = "remove it, or name another run directory with --run-dir"
+    for name in FILES:
+        check(
+            not (folder / name).is_dir(), f"{str(folder / name)!r}: got a folder; expected a file or nothing: {way_out}"
+        )
+    path = folder / "checkpoints"
+    check(path.is_dir() or not path.exists(), f"{str(path)!r}: got a file; expected a folder or nothing: {way_out}")
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ class Apart:
 
 def write_events(events: Sequence[Event], path: Path) -> None:
     """As Perfetto reads them."""
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
 
 
 def of_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:

@@ -108,7 +108,8 @@ def train_until(
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
-        rundir.check_source(experiment)
+        with rundir.usable():
+            rundir.check_source(experiment)
     experiment = rundir.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
     plan = make_plan(experiment, workers, begun)
@@ -165,7 +166,8 @@ def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContex
 
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> rundir.Stored | None:
     """What rank 0 reads of the run that is resumed."""
-    text = json.dumps(rundir.stored(experiment, name)) if workers.processes.rank == 0 else ""
+    with rundir.usable():
+        text = json.dumps(rundir.stored(experiment, name)) if workers.processes.rank == 0 else ""
     row = json.loads(workers.processes.gather(text)[0])
     return rundir.Stored(*row) if row else None
 

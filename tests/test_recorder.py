@@ -1,6 +1,8 @@
 import io
 import json
 import math
+import os
+import shutil
 import sys
 import time
 
@@ -8,10 +10,11 @@ import numpy as np
 import pytest
 
 from jaxmpi.anatomy import LOCAL, PARTS, Summary, summary, summary_apart
+from jaxmpi.config import TrainingError
 from jaxmpi.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable, write_whole
 from jaxmpi.spans import Span
 from jaxmpi.terminal import Plain
-from launching import train, wait_until
+from launching import small_disk, train, wait_until
 
 TRAIN = {
     "step": 3,
@@ -151,9 +154,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(TrainingError, match=r"config\.json' cannot be written: no space left; .*--resume --run-dir"):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["config.json"]
 
 
 def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
@@ -163,6 +167,56 @@ def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
     assert path.read_text() == '{"kind": "run"}\n{"kind": "train", "step": 5}\n'
     cut_record(tmp_path / "none.jsonl", 5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["record.jsonl"]
+
+
+# ---------------------------------------------------------------- a full disk
+
+FILLING = """
+import os
+from jaxmpi.config import Data, Experiment
+from models.cnn import digits_cnn_tiny
+
+def fill(row):
+    if os.environ.get("FILL_AT") == f"{row['kind']} {row.get('step')}":
+        with open(os.environ["DISK"] + "/fill", "ab", buffering=0) as file:
+            while file.write(b"x" * 4096):  # ends with OSError, and the run drops this sink
+                pass
+
+data = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
+experiment = Experiment(digits_cnn_tiny(), data=data, effective_batch=60, log_every=1, train_for="20st", sinks=(fill,))
+"""
+
+FULL = {
+    "record": ("train 5", ("--checkpoint-every", "0st"), "record.jsonl"),
+    "trace": ("train 5", ("--trace", "3:5"), "trace.json"),
+    "record at resume": ("", ("--resume",), "record.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
+    (tmp_path / "filling.py").write_text(FILLING)
+    at, flags, name = FULL[case]
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        folder, env = disk / "run", {"DISK": str(disk)}
+        line = (str(tmp_path / "filling.py"), "--run-dir", str(folder), "--quiet")
+        if case == "record at resume":
+            begun = train(1, *line, "--train-for", "3st", env=env)
+            assert begun.code == 0, begun.out
+            (disk / "fill").write_bytes(b"x" * shutil.disk_usage(disk).free)
+        ended = train(1, *line, *flags, env=env | {"FILL_AT": at})
+        assert ended.code == 1, ended.out
+        assert "Traceback" not in ended.out
+        sentence = f"error: '{folder / name}' cannot be written: No space left on device; "
+        assert ended.out.count("cannot be written") == 1
+        assert sentence in ended.out
+        assert f"Make room, then go on with --resume --run-dir {folder}\n" in ended.out
+        assert not list(folder.glob("*.tmp"))
+        (disk / "fill").unlink()
+        again = train(1, *line, "--resume", env=env)
+        assert again.code == 0, again.out
+        steps = [row["step"] for row in rows(folder) if row["kind"] == "train"]
+        assert steps == [*range(1, 21)]
 
 
 # ---------------------------------------------------------------- anatomy in the record

@@ -100,6 +100,27 @@ def test_a_file_is_no_run_directory(tmp_path):
         claim(run_dir=str(tmp_path / "file"))
 
 
+@pytest.mark.parametrize("name", [*rundir.FILES, "checkpoints"])
+def test_a_run_directory_that_holds_another_kind_of_thing_is_refused(tmp_path, name):
+    """A folder named config.tmp ended a run with a traceback, after its record had been cut."""
+    (tmp_path / name).mkdir() if name != "checkpoints" else (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=f"{name}': got a (file|folder); expected a .* or nothing: remove it"):
+        claim(run_dir=str(tmp_path))
+    assert [*os.listdir(tmp_path)] == [name]
+
+
+@pytest.mark.parametrize("flags", [(), ("--restarts", "1"), ("--resume",), ("--restarts", "1", "--resume")])
+def test_a_place_where_no_run_directory_can_be_is_said_in_a_sentence(tmp_path, flags):
+    (tmp_path / "file").touch()
+    options, fields = flags[:2] if "--restarts" in flags else (), ["--resume"] if "--resume" in flags else []
+    for place in ("/dev/null/x", str(tmp_path / "file"), str(tmp_path / ("x" * 300))):
+        line = ["-m", "jaxmpi.cli", "train", *options, "experiments/digits.py", "--run-dir", place, *fields]
+        ended = run([sys.executable, *line], timeout_s=60)
+        assert ended.code == 2, ended.out
+        assert "Traceback" not in ended.out
+        assert re.search(r"error: .*(cannot be used|is no run directory).*--run-dir", ended.out), ended.out
+
+
 def test_the_digest_of_an_array_sees_labels_and_images():
     images, labels = np.zeros((40, 4, 4), np.uint8), [0] * 40
     changed, other = images.copy(), [*labels[:-1], 1]

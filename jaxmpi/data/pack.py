@@ -33,7 +33,7 @@ from jaxmpi.config import Data, UsageError, check, lookup
 from jaxmpi.data.images import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
 from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Manifest, Packed, checked, shard_name, write_manifest
 from jaxmpi.data.sources import SOURCES, PackedSource, Source, open_source, where
-from jaxmpi.plain import refuse_ways_out
+from jaxmpi.plain import refuse_ways_out, write_all
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -272,16 +272,6 @@ def _begin(file: io.FileIO, folder: Path, job: dict[str, Any]) -> bool:
 def _is_of(begun: Any, job: dict[str, Any]) -> bool:
     """Whether what was begun is this job; it may hold more, such as `on_error`, which earlier versions wrote down."""
     return isinstance(begun, dict) and begun.items() >= job.items()
-
-
-def write_all(file: io.FileIO, content: Any) -> None:
-    """Write every byte to a file without a buffer, which may take a part at a time.
-
-    No buffer, because its `close` would fail once more on a full disk, and hide the error that says how to go on.
-    """
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _changed(begun: Any, job: dict[str, Any]) -> str:
