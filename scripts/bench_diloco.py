@@ -13,6 +13,7 @@ added to those that are.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -230,6 +231,7 @@ def run_job(name: str, sizes: Sizes, seed: int, steps: int, goal: float | None, 
     losses: dict[int, float] = {}
     with runtime.at_work():
         plan = parts.make_plan(config, workers)
+        config = dataclasses.replace(config, model=plan.feed.model)
         made = ddp(config, workers, plan, contender.hook) if contender.hook else ours(config, workers, plan)
         held_out = list(plan.validation.batches(0, HELD_OUT)) if goal is not None else []
         for k, batch in enumerate(plan.feed.batches(0, steps)):

@@ -18,6 +18,7 @@ exit code is 77. With --dry all runs on the CPU at tiny size, which checks this 
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 import itertools
@@ -82,6 +83,7 @@ class Jaxmpi:
 
     def __init__(self, config: Experiment, options: argparse.Namespace) -> None:
         plan = parts.make_plan(config, ALONE)
+        config = dataclasses.replace(config, model=plan.feed.model)
         self.config, self.functions = config, parts.build_functions(config, ALONE, plan)
         self.state = put(parts.initial_states(config, ALONE, self.functions.rule), ALONE)
         batches = host_batches(config)

@@ -8,6 +8,7 @@ of the ratio pair by pair and between what it lies with 95 %.
 """
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +50,7 @@ def trainer(config: Experiment) -> Steps:
     """The loop of jaxmpi.train, from its own parts."""
     workers = gather_workers(1)
     plan = parts.make_plan(config, workers)
+    config = dataclasses.replace(config, model=plan.feed.model)
     functions = parts.build_functions(config, workers, plan)
     state = put(parts.initial_states(config, workers, functions.rule), workers)
     batches = plan.feed.batches()

@@ -13,6 +13,7 @@ job ends with an error. Printed are the mean losses of the steps, seconds of the
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -83,6 +84,7 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
     """
     config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
     plan = parts.make_plan(config, workers)
+    config = dataclasses.replace(config, model=plan.feed.model)
     functions = parts.build_functions(config, workers, plan)
     state = put(parts.initial_states(config, workers, functions.rule), workers)
     digests, losses, seconds = [tree_digest(state.params)], [], []
@@ -124,6 +126,7 @@ class StepMemory(NamedTuple):
 def step_memory(config: Experiment) -> StepMemory:
     """What XLA plans for the step of one worker on this backend; compiles, but allocates nothing."""
     plan = parts.make_plan(config, ALONE)
+    config = dataclasses.replace(config, model=plan.feed.model)
     functions = parts.build_functions(config, ALONE, plan)
     params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), config.model.example())
     rule_state = jax.eval_shape(functions.rule.init, params)

@@ -12,15 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 from jaxmpi import checkpoint, orbax, rules
+from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.data import open_source
 from jaxmpi.model import Model
 from jaxmpi.parts import initial_states
 from jaxmpi.train import train
 from jaxmpi.workers import gather_workers
 from launching import ROOT
+from models.googlenet import googlenet_loss
+from models.googlenetbn import TINY_BLOCKS, GoogLeNetBN, googlenetbn_tiny
+from models.resnet import BASIC, TINY_STAGES, WIDTH, ResNet, resnet18_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -77,6 +83,50 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     [state] = initial_states(again, gather_workers(1), rule).values()  # another run begins with both
     for name, leaf in checkpoint.named_leaves({"params": params, "model_state": model_state}):
         np.testing.assert_array_equal(dict(checkpoint.named_leaves(state._asdict()))[name], leaf)
+
+
+ZOO = {
+    "resnet18_tiny": (resnet18_tiny, lambda rngs: ResNet(10, 3, BASIC, TINY_STAGES, WIDTH // 8, rngs), None),
+    "googlenetbn_tiny": (
+        googlenetbn_tiny,
+        lambda rngs: GoogLeNetBN(10, 3, rngs, shrink=16, blocks=TINY_BLOCKS),
+        googlenet_loss,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["resnet18_tiny", pytest.param("googlenetbn_tiny", marks=pytest.mark.slow)])
+def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, tmp_path, no_launcher):
+    make, build, loss = ZOO[name]
+    model = make(classes=10, image_size=32)
+    experiment = Experiment(
+        model=model,
+        loss=loss,
+        data=Data("digits", resize=32, mean=(0.305,), std=(0.376,)),
+        optim=Optim("sgd", lr=0.01),
+        effective_batch=8,
+        train_for="4st",
+        eval_every="4st",
+        checkpoint_every="4st",
+        run_dir=str(tmp_path / "run"),
+        quiet=True,
+    )
+    train(experiment, name)
+    orbax.main([str(tmp_path / "run"), str(tmp_path / "exported")])
+    exported = ocp.StandardCheckpointer().restore(tmp_path / "exported")
+    net = build(nnx.Rngs(1))
+    for arrays in exported.values():
+        nnx.update(net, nnx.restore_int_paths(arrays))
+    graph, state = nnx.split(net)
+
+    params, model_state = trained(model, tmp_path)
+    x = jax.random.normal(jax.random.key(0), (4, 32, 32, 3))
+    ours = jax.jit(lambda params, model_state: model.apply(params, model_state, x, jax.random.key(0), False)[0])
+    want = ours(params, model_state)
+    np.testing.assert_array_equal(jax.jit(lambda state: nnx.merge(graph, state)(x, False))(state), want)
+    fresh = model.init(jax.random.key(0), x[:1])
+    for left_out in ((fresh[0], model_state), (params, fresh[1])):  # both have been trained
+        assert (np.asarray(ours(*left_out)) != np.asarray(want)).any()
 
 
 def trained(model: Model, project: Path) -> tuple[Any, Any]:

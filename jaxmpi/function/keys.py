@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxmpi.config import check
 
@@ -49,7 +50,7 @@ def packed(tree: PyTree) -> PyTree:
         if not is_key(leaf):
             return leaf
         data = jax.random.key_data(leaf)
-        return KeyData(data if isinstance(data, jax.core.Tracer) else np.asarray(data), jax.random.key_impl(leaf))
+        return KeyData(data if isinstance(data, Tracer) else np.asarray(data), jax.random.key_impl(leaf))
 
     return jax.tree.map(one, tree)
 
