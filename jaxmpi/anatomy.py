@@ -38,6 +38,8 @@ MOST_SPANS = 1 << 20  # of a window; later ones are lost
 MOST_ROWS = 128  # of a window that ranks compare; of a longer one, several steps together
 # How the time of an exchange is known.
 SOURCES = ("none", "unknown", "estimated", "measured")
+OF_EXCHANGE = ("exchange", "hidden", "sync")  # parts that nobody knows if their source is "unknown"
+ESTIMATED = ("compute", "exchange", "sync")  # parts that are estimates if their source is "estimated"
 
 
 @dataclass
@@ -294,7 +296,7 @@ class Summary(NamedTuple):
 
     steps: float  # where workers do not keep step, their mean
     source: str  # of SOURCES: how the time of exchanges is known
-    table: dict[str, Spread]  # by part
+    table: dict[str, Spread]  # by part; those that are known
     means: dict[str, float]  # part: mean over ranks
     own_s: list[float]  # of every rank: what it neither waited for others nor for their messages
     step_s: float  # mean over ranks
@@ -340,7 +342,13 @@ def over_ranks(spent: np.ndarray, made: np.ndarray, steps: float, source: str) -
     each = spent / np.maximum(made, 1)
     means = dict(zip(PARTS, each[:, made > 0].mean(axis=1).tolist(), strict=True))
     step_s = sum(value for part, value in means.items() if part != "hidden")
-    return Summary(steps, source, spreads(each, made > 0), means, own_of(each).tolist(), step_s, spent)
+    table = known(spreads(each, made > 0), source)
+    return Summary(steps, source, table, means, own_of(each).tolist(), step_s, spent)
+
+
+def known(table: dict[str, Spread], source: str) -> dict[str, Spread]:
+    """The table without parts that nobody knows: their seconds are in `compute`."""
+    return {part: row for part, row in table.items() if source != "unknown" or part not in OF_EXCHANGE}
 
 
 def spreads(each: np.ndarray, counted: np.ndarray) -> dict[str, Spread]:

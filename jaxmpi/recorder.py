@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi import sinks as plugs
-from jaxmpi.anatomy import PARTS, Summary, own_of, spreads
+from jaxmpi.anatomy import PARTS, SOURCES, Summary, known, own_of, spreads
 from jaxmpi.config import TrainingError
 from jaxmpi.plain import write_all
 from jaxmpi.sinks import Sink
@@ -228,9 +228,9 @@ def listed(table: Mapping[str, Sequence[float]]) -> dict[str, list[Any]]:
 
 
 def shares(anatomy: Summary) -> dict[str, Any]:
-    """Parts of the time that the terminal shows."""
+    """Parts of the time that are known and that the terminal shows."""
     total = anatomy.step_s or 1.0
-    parts = {part: value / total for part, value in anatomy.means.items() if part != "hidden"}
+    parts = {part: anatomy.means[part] / total for part in anatomy.table if part != "hidden"}
     return {"shares": parts, "estimated": anatomy.source == "estimated"}
 
 
@@ -263,6 +263,7 @@ class Classic:
     def __init__(self) -> None:
         """Nothing measured yet."""
         self.spent, self.images = np.zeros((len(PARTS), 0)), 0  # seconds of every rank
+        self.sources: set[str] = set()  # how the time of exchanges was known since the last line
 
     def add(self, anatomy: Summary, images: int, examples: int) -> dict[str, Any] | None:
         """Fields of a line where another 5,120 images are through, else None.
@@ -272,24 +273,34 @@ class Classic:
             examples: so far.
         """
         if self.spent.shape != anatomy.spent.shape:  # the first, or ranks are gone
-            self.spent, self.images = np.zeros_like(anatomy.spent), 0
+            self.spent, self.images, self.sources = np.zeros_like(anatomy.spent), 0, set()
+        self.sources |= {anatomy.source}
         self.spent = self.spent + anatomy.spent
         self.images += images
         if images <= 0 or examples // CLASSIC == (examples - images) // CLASSIC:
             return None
         each, counted = self.spent * (CLASSIC / self.images), np.asarray(self.spent.any(axis=0))
-        self.spent, self.images = np.zeros_like(each), 0
+        source = min(self.sources, key=SOURCES.index)  # the least that is known of any part of the line
+        self.spent, self.images, self.sources = np.zeros_like(each), 0, set()
         mean = dict(zip(PARTS, each[:, counted].mean(axis=1).tolist(), strict=True))
         train_s = mean["compute"] + mean["transfer"] + mean["other"]
         told = {"train_s": train_s, "sync_s": mean["sync"], "comm_s": mean["exchange"], "wait_s": mean["data"]}
         own_s = own_of(each).tolist()
-        place = {"images": CLASSIC, "time_s": sum(told.values()), **told}
-        return {**place, "anatomy": listed(spreads(each, counted)), "own_s": own_s}
+        place = {"images": CLASSIC, "time_s": sum(told.values()), **told, "exchange_time": source}
+        if source == "unknown":
+            place |= {"sync_s": None, "comm_s": None}
+        return {**place, "anatomy": listed(known(spreads(each, counted), source)), "own_s": own_s}
 
 
 def classic_line(fields: dict[str, Any]) -> str:
-    """As Theano-MPI printed it: what the step computed, waited for others, exchanged, and waited for data."""
-    parts = " ".join(f"{name} {fields[f'{name}_s']:.2f}" for name in ("train", "sync", "comm", "wait"))
+    """As Theano-MPI printed it: what the step computed, waited for others, exchanged, and waited for data.
+
+    An estimate has `~` before it, an unknown time is `-` and within `train`.
+    """
+    mark = "~" if fields["exchange_time"] == "estimated" else ""
+    shown = {name: fields[f"{name}_s"] for name in ("train", "sync", "comm", "wait")}
+    texts = {name: "-" if s is None else f"{mark * (name != 'wait')}{s:.2f}" for name, s in shown.items()}
+    parts = " ".join(f"{name} {text}" for name, text in texts.items())
     return f"time per {fields['images']} images: {fields['time_s']:.2f} ({parts})"
 
 

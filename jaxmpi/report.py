@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi import plots
-from jaxmpi.anatomy import PARTS
+from jaxmpi.anatomy import ESTIMATED, PARTS, SOURCES
 from jaxmpi.config import UsageError, check
 from jaxmpi.plain import read_plain, refuse_ways_out
 from jaxmpi.plots import Areas, Bars, Lines, Map, Panel, Quantity
@@ -59,6 +59,7 @@ class Record(NamedTuple):
     own_ranks: int  # neighbours that a column of it stands for, by the slowest
     evaluations: list[dict[str, Any]]
     buckets: list[list[Any]]  # of the last line of kind `exchange`
+    exchange_time: dict[str, int]  # lines by how the time of exchanges was known
     slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty where none did
     notes: list[str]  # what a reader of the page should know
     worker_steps: list[float] = []  # noqa: RUF012 by worker, of the last line of kind `workers`; never changed
@@ -88,6 +89,7 @@ def read(folder: Path, name: str = "") -> Record:
         max(1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1),
         [row for row in rows if row.get("kind") == "eval"],
         buckets_of(rows),
+        Counter(known for row in trains if "anatomy" in row and (known := row.get("exchange_time")) in SOURCES),
         [row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
         notes,
         steps_of_workers(rows),
@@ -271,8 +273,15 @@ def areas(record: Record) -> list[Panel]:
     """Parts of a step, one on another, over the steps."""
     known = ~np.isnan(record.train["compute"])
     steps = thinned(record.train["step"][known]).tolist()
-    parts = {part: thinned(record.train[part][known]).tolist() for part in PARTS if part != "hidden"}
+    parts = {
+        f"{'~' * (part in ESTIMATED and 'estimated' in record.exchange_time)}{part}": np.nan_to_num(
+            thinned(record.train[part][known])
+        ).tolist()
+        for part in PARTS
+        if part != "hidden" and not np.isnan(record.train[part]).all()
+    }
     title = f"{record.name}: where a step's time goes"
+    title += "; before it is known, an exchange is in compute" * ("unknown" in record.exchange_time)
     return [Areas(title, STEP, Quantity("time a step", "s"), steps, parts)] if len(steps) > 1 else []
 
 
@@ -358,6 +367,11 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         found = [value for row in record.evaluations if (value := number(row.get("eval_top1"))) == value]
         return f"{100 * found[-1]:.2f} % (best {100 * max(found):.2f} %)" if found else ""
 
+    def exchange_time(record: Record) -> str:
+        total = sum(record.exchange_time.values())
+        shown = [f"{known} in {lines} of {total} lines" for known, lines in record.exchange_time.items()]
+        return "" if set(record.exchange_time) <= {"none"} else ", ".join(shown)
+
     def slowest(record: Record) -> str:
         named = Counter(filter(None, record.slowest)).most_common(1)
         return "".join(f"{rank}, in {times} of {len(record.slowest)} lines" for rank, times in named)
@@ -379,6 +393,7 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         "goodput": lambda r: last(r, "goodput"),
         "loss, last": lambda r: last(r, "loss"),
         "top-1, last": best,
+        "time of exchanges": exchange_time,
         "waited for most often": slowest,
         "steps by worker": shares,
     }

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from jaxmpi import runtime
+from jaxmpi.anatomy import ESTIMATED
 
 MOST_WORKERS = 8  # whose steps are shown one by one
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
@@ -57,17 +58,23 @@ class Progress(NamedTuple):
     @property
     def line(self) -> str:
         """All of it in one line."""
-        parts = [f"{part} {100 * share:.0f} %" for part, share in self.shares.items() if share >= 0.005]
+        parts = [text for _, text in percents(self.shares, self.estimated)]
         return "  ".join(
             [
                 f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {self.loss:.4f}",
                 f"{self.per_s:.1f} {self.unit}/s  lr {self.lr:.3g}  {self.elapsed_s:.1f} s",
                 *([f"skipped {self.skipped}"] if self.skipped else []),
-                *([" ".join(parts) + " (estimated)" * self.estimated] if parts else []),
+                *([" ".join(parts)] if parts else []),
                 *([f"slowest {self.slowest}"] if self.slowest else []),
                 *([self.made] if self.made else []),
             ]
         )
+
+
+def percents(shares: Mapping[str, float], estimated: bool) -> list[tuple[str, str]]:
+    """(part, its text) of the parts that can be seen; an estimate has `~` before it."""
+    marks = dict.fromkeys(ESTIMATED, "~") if estimated else {}
+    return [(part, f"{part} {marks.get(part, '')}{100 * x:.0f} %") for part, x in shares.items() if x >= 0.005]
 
 
 class Terminal(Protocol):
@@ -243,11 +250,9 @@ def bar(shares: Mapping[str, float], width: int, mark: str = "█") -> Text:
 
 def legend(shares: dict[str, float], estimated: bool, width: int) -> Text:
     """Names of the bar's parts."""
-    words = [
-        (f"{part} {100 * share:.0f} %", COLOURS.get(part, "white")) for part, share in shares.items() if share >= 0.005
-    ]
+    words = [(text, COLOURS.get(part, "white")) for part, text in percents(shares, estimated)]
     drawn, column = Text(overflow="crop"), 0
-    for word, style in [*words, *([("(estimated)", "")] if estimated else [])]:
+    for word, style in words:
         is_new = column and column + 2 + len(word) > width  # a part and its share stay together
         drawn.append("\n" if is_new else "  " * bool(column)).append(word, style=style)
         column = len(word) if is_new or not column else column + 2 + len(word)

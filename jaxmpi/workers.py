@@ -125,11 +125,23 @@ def rows(x: jax.Array, workers: Workers) -> np.ndarray:
     return np.concatenate([np.asarray(shard.data) for shard in shards])
 
 
-def transport(workers: Workers) -> str:
-    """What the exchange ran over."""
+def transport(workers: Workers, strategy: str, is_asynchronous: bool = False) -> str:
+    """Name the way of what workers exchange.
+
+    Args:
+        strategy: in full, as shm:32 or lowrank4/ring:32.
+        is_asynchronous: params go to a center or to another worker, from host memory, whatever the strategy.
+    """
     if workers.size == 1:
         return "none: one worker"
     on_gpu = jax.default_backend() == "gpu"
+    if is_asynchronous:
+        return "MPI, through the host" if on_gpu else "MPI, from host memory"
+    algorithm = strategy.rpartition("/")[2].partition(":")[0]
+    if algorithm == "none":
+        return "none: strategy none"
+    if algorithm == "shm" and workers.mesh is None:
+        return "shared memory, through the host" if on_gpu else "shared memory"
     if workers.mesh is not None and workers.processes.size > 1:
         return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
     if workers.mesh is not None:

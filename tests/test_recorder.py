@@ -9,8 +9,10 @@ import time
 import numpy as np
 import pytest
 
-from jaxmpi.anatomy import LOCAL, PARTS, Summary, summary, summary_apart
+from jaxmpi import report
+from jaxmpi.anatomy import LOCAL, PARTS, SOURCES, Summary, summary, summary_apart
 from jaxmpi.config import TrainingError
+from jaxmpi.plots import Areas
 from jaxmpi.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable, write_whole
 from jaxmpi.spans import Span
 from jaxmpi.terminal import Plain
@@ -278,8 +280,44 @@ def test_time_per_5120_images_whatever_the_batch(batch):
         assert [least, median, most] == pytest.approx([5120 / batch, 5120 / batch, 1.5 * 5120 / batch], rel=1e-5)
         assert rank == 2
         assert line["anatomy"]["sync"][3] != 2
-    line = classic_line({"images": 5120, "time_s": 10, "train_s": 7, "sync_s": 1, "comm_s": 2, "wait_s": 0})
+    fields = {"images": 5120, "time_s": 10, "train_s": 7, "sync_s": 1, "comm_s": 2, "wait_s": 0}
+    line = classic_line(fields | {"exchange_time": "measured"})
     assert line == "time per 5120 images: 10.00 (train 7.00 sync 1.00 comm 2.00 wait 0.00)"
+    line = classic_line(fields | {"exchange_time": "estimated"})
+    assert line == "time per 5120 images: 10.00 (train ~7.00 sync ~1.00 comm ~2.00 wait 0.00)"
+
+
+def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
+    """The exchange is within compute until a step without one was made; then it is an estimate."""
+    record, out = recorder(tmp_path)
+    for k, source in enumerate(["unknown", "unknown", "estimated", "estimated"]):
+        rows_of_ranks = np.zeros((2, len(LOCAL) + 1 + 10))
+        rows_of_ranks[:, LOCAL.index("compute")] = 10.0
+        if source == "estimated":
+            rows_of_ranks[:, len(LOCAL) + 1 :], rows_of_ranks[:, LOCAL.index("exposed")] = 0.5, 5.0
+        rows_of_ranks[:, len(LOCAL)] = SOURCES.index(source)
+        record.train(**{**TRAIN, "examples": (k + 1) * 5120}, anatomy=summary(rows_of_ranks, 10), images=5120)
+    record.close()
+    _, unknown, mixed, estimated = [row for row in rows(tmp_path) if row["kind"] == "train"]
+    assert not {"exchange", "sync", "hidden"} & unknown["anatomy"].keys()
+    assert mixed["anatomy"]["exchange"] == estimated["anatomy"]["exchange"] == [0.5, 0.5, 0.5, 0]
+    windows = [row for row in rows(tmp_path) if row["kind"] == "window"]
+    assert [(row["exchange_time"], row["sync_s"], row["comm_s"]) for row in windows] == [
+        ("unknown", None, None),
+        ("estimated", 0.0, 5.0),
+        ("estimated", 0.0, 5.0),
+    ]
+    assert not {"exchange", "sync"} & windows[0]["anatomy"].keys()
+    assert "time per 5120 images: 10.00 (train 10.00 sync - comm - wait 0.00)" in out.getvalue()
+    assert "compute ~67 % exchange ~33 %" in out.getvalue()
+    drawn = report.read(tmp_path)
+    assert drawn.exchange_time == {"unknown": 1, "estimated": 2}
+    [picture] = report.areas(drawn)
+    assert isinstance(picture, Areas)
+    assert picture.parts["~exchange"] == [0.0, 0.5, 0.5]
+    assert "before it is known, an exchange is in compute" in picture.title
+    [told] = [row for row in report.overview([drawn]) if row[0] == "time of exchanges"]
+    assert told[1] == "unknown in 1 of 3 lines, estimated in 2 of 3 lines"
 
 
 def test_a_window_of_5120_images_names_its_worst_rank_too(tmp_path):

@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi import checkpoint, runtime
+from jaxmpi import checkpoint, runtime, workers
 from jaxmpi.config import Data, Experiment, Optim, Schedule, UsageError
 from jaxmpi.data import Sampler
 from jaxmpi.train import train as train_here
@@ -63,6 +65,28 @@ def test_four_ranks_learn_and_record(tmp_path):
     assert facts["transport"] == {"cpu": "MPI, from host memory", "gpu": "MPI, through the host"}[facts["backend"]]
     assert facts["versions"]["jax"] != "not installed"
     assert re.fullmatch(r"[0-9a-f]{40}\+?", facts["commit"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_asynchronous", "backend", "size", "told"),
+    [
+        ("ring:16", False, "cpu", 4, "MPI, from host memory"),
+        ("shm:32", False, "cpu", 4, "shared memory"),
+        ("lowrank4/shm:32", False, "cpu", 4, "shared memory"),
+        ("shm:32", False, "gpu", 4, "shared memory, through the host"),
+        ("root:32", True, "cpu", 4, "MPI, from host memory"),
+        ("root:32", True, "gpu", 4, "MPI, through the host"),  # though MPI takes device pointers
+        ("ring:32", False, "gpu", 4, "MPI, CUDA-aware"),
+        ("none:32", False, "cpu", 4, "none: strategy none"),
+        ("shm:32", False, "cpu", 1, "none: one worker"),
+    ],
+)
+def test_transport_is_what_rule_and_strategy_use(strategy, is_asynchronous, backend, size, told, monkeypatch):
+    monkeypatch.setattr(workers, "is_cuda_aware", lambda: True)
+    monkeypatch.setattr(workers.jax, "default_backend", lambda: backend)
+    alone: Any = types.SimpleNamespace(size=size)
+    ranks = workers.Workers(alone, alone, (0,), None)
+    assert workers.transport(ranks, strategy, is_asynchronous) == told
 
 
 def losses(run_dir: Path) -> np.ndarray:
