@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import tyro
 
@@ -76,12 +77,22 @@ def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
         except SystemExit as end:
             stack.close()
             if is_first:
-                print(said.getvalue(), end="", file=sys.stderr if end.code else sys.stdout, flush=True)
+                show(said.getvalue(), sys.stderr if end.code else sys.stdout)
             if not isinstance(end.code, int) or end.code == 0 or runtime.launched_workers() == 1:
                 raise
             if is_first:
                 runtime.end_job(end.code)  # now: to take Python down takes a second, and others would say it too
             raise UsageError(said.getvalue()) from end
+
+
+def show(text: str, stream: TextIO) -> None:
+    """Print a text to somebody who may have read enough, as `| head` has."""
+    try:
+        print(text, end="", file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # what Python still has is flushed there when it ends
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def hyphens(flag: str) -> str:

@@ -459,3 +459,9 @@ def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_pa
         assert "code 0" in job.stderr, job.stderr
         assert said in job.stderr
         assert "Traceback" not in job.stderr
+
+
+def test_help_may_be_read_to_its_first_line():
+    line = f"{sys.executable} -m jaxmpi.train experiments/digits.py --help"
+    job = subprocess.run(["bash", "-c", f"({line}; echo code $? >&2) | true"], capture_output=True, text=True, cwd=ROOT)
+    assert job.stderr == "code 0\n"

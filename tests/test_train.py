@@ -381,6 +381,29 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     assert said.count("changed since the checkpoint: ") == 3
 
 
+def test_a_run_directory_may_have_a_name_that_is_no_text(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
+    for flags in ((), ("--resume",)):
+        ended = train(2, DIGITS, *TINY, "--train-for", "2st", "--run-dir", folder, *flags)
+        assert ended.code == 0, ended.out
+        assert "run directory " in ended.out
+    assert (Path(folder) / "checkpoints" / "step_00000002" / "manifest.json").is_file()
+
+
+def test_shared_memory_that_is_read_only_is_named_with_a_way_out(tmp_path):
+    enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    line = [*enter, *mpirun_line(2), sys.executable, "-m", "jaxmpi.train", DIGITS, "--train-for", "2st"]
+    ended = run([*line, "--exchange.strategy", "shm", "--run-dir", str(tmp_path / "a")], timeout_s=100)
+    assert ended.code == 2, ended.out
+    assert "Traceback" not in ended.out
+    sentence = r"error: no \d+ bytes for 2 ranks in /dev/shm \(Read-only file system\); .* another strategy: asa"
+    assert len(re.findall(sentence, ended.out)) == 1, ended.out
+    ended = run([*line, "--exchange.strategy", "asa", "--run-dir", str(tmp_path / "b")], timeout_s=100)
+    assert ended.code == 0, ended.out
+
+
 # ---------------------------------------------------------------- another effective batch
 
 
