@@ -136,12 +136,13 @@ def hierarchical(net: Net, n: float, wire: str, cross: Cost) -> float:
 
 
 def shared_memory(net: Net, n: float, wire: str) -> float:
-    """A chain over chunks: every rank adds to all of them and copies all, as fast as it adds; one wait a link.
+    """A chain over chunks: every rank adds n floats and copies n out, as a message inside moves n; one wait a link.
 
-    Only on one host. What `shared.SharedSum` does for long vectors.
+    `hostsum.SharedSum` of long vectors, by rank: it reads its n floats and the slot, writes the slot, which is an
+    addition, then reads the slot and writes its result, which is a message's way. Only on one host.
     """
-    del wire
-    return (net.workers + n / CHUNK) * net.inside.alpha_s * net.crowd + 2 * add(net, n)
+    wait = (net.workers + n / CHUNK) * net.inside.alpha_s
+    return (wait + n * wire_format(wire)[1] * net.inside.beta_s_per_byte) * net.crowd + add(net, n)
 
 
 def none(net: Net, n: float, wire: str) -> float:

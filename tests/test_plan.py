@@ -109,6 +109,17 @@ def test_cores_that_ranks_share_make_work_longer():
         assert costs.predict(crowded, 1e6, name) == pytest.approx(4 * costs.predict(roomy, 1e6, name))
 
 
+def test_shared_memory_costs_what_it_moves_though_additions_cost_nothing():
+    """53.5 MB by 8 workers were 5.5 ms, its waits alone, if the price of an addition was not given."""
+    host, n = Net(1, 8, Link(5e-5, 8e-10), FREE), 53.5e6 / 4
+    waits, moved = costs.parts(host, n, "shm:32")
+    assert waits == pytest.approx((8 + n / (128 << 10)) * 5e-5)
+    assert moved == pytest.approx(4 * n * 8e-10)
+    assert costs.predict(host, n, "shm:32") > 0.04
+    with_additions = host._replace(gamma_s_per_byte=1e-10)
+    assert costs.predict(with_additions, n, "shm:32") - costs.predict(host, n, "shm:32") == pytest.approx(4 * n * 1e-10)
+
+
 def test_the_naive_reducer_grows_with_the_workers_and_a_ring_does_not():
     """Gibiansky's argument: 2 (w - 1) n b beta against 2 (w - 1) / w n b beta."""
     net, n = Net(1, 1, FREE, Link(0.0, 1.0)), 1e6
