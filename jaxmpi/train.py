@@ -207,7 +207,7 @@ def run_in(
     if functions.rule.asynchronous:  # no strategy is run: of the one that was asked for the wire alone counts
         how = f"wire {functions.strategy.partition(':')[2]}"
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
-    if saved and there is not None:
+    if isinstance(saved, checkpoint.Saved) and there is not None:
         say_continued(recorder, experiment, saved, plan)
     if saved and start:
         say_changes(recorder, saved.extra, experiment, plan, start)
