@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmpi import config, rules
+from jaxmpi import config
 from jaxmpi import experiment as experiments
 from jaxmpi.checkpoint import AGAIN, candidates, found, newest, step_of
 from jaxmpi.config import ExchangeConfig, Experiment, TrainingError, UsageError, check
@@ -205,7 +205,7 @@ def lost(folder: Path) -> list[Path]:
     return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
 
 
-def check_source(experiment: Experiment) -> None:
+def check_source(experiment: Experiment, is_asynchronous: bool) -> None:
     """Refuse a `continue_from` that no new run can go on from.
 
     Raises:
@@ -214,7 +214,7 @@ def check_source(experiment: Experiment) -> None:
     """
     source = Path(experiment.continue_from)
     check(
-        not rules.is_asynchronous(experiment.rule),
+        not is_asynchronous,
         f"continue_from: got {experiment.continue_from} with the asynchronous rule {experiment.rule.name}: its workers "
         "have made different numbers of steps, which no single place in the data stands for; begin a new run from its "
         "params: jaxmpi export RUN FOLDER, then --params FOLDER",
@@ -381,7 +381,7 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
         "workers": workers.size,
         "strategy": strategy,
         "form": form,
-        "transport": transport(workers, strategy, rules.is_asynchronous(experiment.rule)),
+        "transport": transport(workers, strategy),
         "backend": jax.default_backend(),
         "versions": experiments.versions(),
         "commit": experiments.commit(root),

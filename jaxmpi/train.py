@@ -109,7 +109,7 @@ def train_until(
     kept = stored_by_first(experiment, name, workers)
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
         with rundir.usable():
-            rundir.check_source(experiment)
+            rundir.check_source(experiment, rules.is_asynchronous(experiment.rule))
     experiment = rundir.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
     plan = make_plan(experiment, workers, begun)

@@ -125,17 +125,18 @@ def rows(x: jax.Array, workers: Workers) -> np.ndarray:
     return np.concatenate([np.asarray(shard.data) for shard in shards])
 
 
-def transport(workers: Workers, strategy: str, is_asynchronous: bool = False) -> str:
+def transport(workers: Workers, strategy: str) -> str:
     """Name the way of what workers exchange.
+
+    Asynchronous workers send params to a center or to each other, from host memory, whatever the strategy.
 
     Args:
         strategy: in full, as shm:32 or lowrank4/ring:32.
-        is_asynchronous: params go to a center or to another worker, from host memory, whatever the strategy.
     """
     if workers.size == 1:
         return "none: one worker"
     on_gpu = jax.default_backend() == "gpu"
-    if is_asynchronous:
+    if workers.apart:
         return "MPI, through the host" if on_gpu else "MPI, from host memory"
     algorithm = strategy.rpartition("/")[2].partition(":")[0]
     if algorithm == "none":

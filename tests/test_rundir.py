@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmpi import rundir
+from jaxmpi import rules, rundir
 from jaxmpi import train as trainer
 from jaxmpi.config import Data, Experiment, RuleConfig, TrainingError, UsageError
 from jaxmpi.data import ArraySource
@@ -268,7 +268,7 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
 def test_a_run_of_an_asynchronous_rule_is_not_continued(tmp_path):
     for experiment in (Experiment(continue_from=str(tmp_path), rule=RuleConfig(name)) for name in ("easgd", "gosgd")):
         with pytest.raises(UsageError, match="its workers have made different numbers of steps"):
-            rundir.check_source(experiment)
+            rundir.check_source(experiment, rules.is_asynchronous(experiment.rule))
     with pytest.raises(UsageError, match="got continue_from and params; give one of them"):
         Experiment(continue_from="a", params="b")
 

@@ -85,8 +85,8 @@ def test_transport_is_what_rule_and_strategy_use(strategy, is_asynchronous, back
     monkeypatch.setattr(workers, "is_cuda_aware", lambda: True)
     monkeypatch.setattr(workers.jax, "default_backend", lambda: backend)
     alone: Any = types.SimpleNamespace(size=size)
-    ranks = workers.Workers(alone, alone, (0,), None)
-    assert workers.transport(ranks, strategy, is_asynchronous) == told
+    ranks = workers.Workers(alone, alone, (0,), None, apart=size if is_asynchronous else 0)
+    assert workers.transport(ranks, strategy) == told
 
 
 def losses(run_dir: Path) -> np.ndarray:
