@@ -11,7 +11,7 @@ It differs from the paper in taking a mean per channel and not a mean image, and
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from jaxmpi.runtime import launched_workers
+from jaxmpi.runtime.launchers import launched_workers
 from models.googlenet import googlenet, googlenet_loss
 
 embedded = Experiment(

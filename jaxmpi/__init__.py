@@ -1,27 +1,90 @@
-"""Data-parallel training of JAX models wherever MPI runs. Importing starts neither MPI nor a device."""
+"""Data-parallel training of JAX models wherever MPI runs.
 
-from jaxmpi.comm import AxisComm as AxisComm
-from jaxmpi.comm import MpiComm as MpiComm
-from jaxmpi.comm import SoloComm as SoloComm
-from jaxmpi.comm import world as world
-from jaxmpi.config import TrainingError as TrainingError
-from jaxmpi.config import UsageError as UsageError
-from jaxmpi.exchange import exchange as exchange
-from jaxmpi.exchange import exchange_gradients as exchange_gradients
-from jaxmpi.function import close as close
-from jaxmpi.function import fork as fork
-from jaxmpi.function import function as function
-from jaxmpi.function import optimizer as optimizer
-from jaxmpi.function import shared as shared
-from jaxmpi.function import variable as variable
-from jaxmpi.function.ops import add as add
-from jaxmpi.function.ops import gather as gather
-from jaxmpi.function.ops import local as local
-from jaxmpi.function.ops import max as max
-from jaxmpi.function.ops import mean as mean
-from jaxmpi.function.ops import min as min
-from jaxmpi.function.ops import prod as prod
-from jaxmpi.function.ops import scatter as scatter
-from jaxmpi.function.ops import sum as sum
-from jaxmpi.processes import broadcast as broadcast
-from jaxmpi.processes import same_on_all_ranks as same_on_all_ranks
+A public name is imported when it is first used: importing jaxmpi starts neither MPI nor a device, and loads no JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmpi.allreduce.api import exchange as exchange
+    from jaxmpi.allreduce.api import exchange_gradients as exchange_gradients
+    from jaxmpi.comm.axis import AxisComm as AxisComm
+    from jaxmpi.comm.base import SoloComm as SoloComm
+    from jaxmpi.comm.control import broadcast as broadcast
+    from jaxmpi.comm.control import same_on_all_ranks as same_on_all_ranks
+    from jaxmpi.comm.mpi import MpiComm as MpiComm
+    from jaxmpi.comm.mpi import world as world
+    from jaxmpi.core.errors import TrainingError as TrainingError
+    from jaxmpi.core.errors import UsageError as UsageError
+    from jaxmpi.functions import function as function
+    from jaxmpi.functions import shared as shared
+    from jaxmpi.functions import variable as variable
+    from jaxmpi.functions.lifecycle import close as close
+    from jaxmpi.functions.lifecycle import fork as fork
+    from jaxmpi.functions.optimizer import optimizer as optimizer
+    from jaxmpi.functions.reductions import add as add
+    from jaxmpi.functions.reductions import gather as gather
+    from jaxmpi.functions.reductions import local as local
+    from jaxmpi.functions.reductions import max as max
+    from jaxmpi.functions.reductions import mean as mean
+    from jaxmpi.functions.reductions import min as min
+    from jaxmpi.functions.reductions import prod as prod
+    from jaxmpi.functions.reductions import scatter as scatter
+    from jaxmpi.functions.reductions import sum as sum
+
+_NAMES = {
+    "jaxmpi.allreduce.api": (
+        "exchange",
+        "exchange_gradients",
+    ),
+    "jaxmpi.comm.axis": ("AxisComm",),
+    "jaxmpi.comm.base": ("SoloComm",),
+    "jaxmpi.comm.mpi": (
+        "MpiComm",
+        "world",
+    ),
+    "jaxmpi.comm.control": (
+        "broadcast",
+        "same_on_all_ranks",
+    ),
+    "jaxmpi.core.errors": (
+        "TrainingError",
+        "UsageError",
+    ),
+    "jaxmpi.functions": (
+        "function",
+        "shared",
+        "variable",
+    ),
+    "jaxmpi.functions.lifecycle": (
+        "close",
+        "fork",
+    ),
+    "jaxmpi.functions.optimizer": ("optimizer",),
+    "jaxmpi.functions.reductions": (
+        "add",
+        "gather",
+        "local",
+        "max",
+        "mean",
+        "min",
+        "prod",
+        "scatter",
+        "sum",
+    ),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxmpi' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -15,9 +15,9 @@ from jax.extend import core
 from rich.console import Console
 from rich.table import Table
 
-from jaxmpi.config import UsageError, lookup
+from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.model import Model
-from jaxmpi.processes import named_leaves
 from models import MODELS
 
 CAPTION = (

@@ -3,8 +3,7 @@
 import jax
 from flax import nnx
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.model import Model
+from jaxmpi.model import Model, nnx_model
 from models.layers import Array, Conv, Dense, max_pool, normal, with_classes
 
 

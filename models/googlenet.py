@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.config import lookup
-from jaxmpi.model import Model
+from jaxmpi.core.errors import lookup
+from jaxmpi.model import Model, nnx_model
 from models.layers import (
     Array,
     Conv,

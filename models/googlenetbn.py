@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.model import Model
+from jaxmpi.model import Model, nnx_model
 from models.layers import Array, Dense, average_pool, check_sizes, max_pool, normal, with_classes
 from models.norm import ConvNorm
 

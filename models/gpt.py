@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.config import check
-from jaxmpi.model import Model, check_whole
+from jaxmpi.core.errors import check
+from jaxmpi.model import Model, nnx_model
+from jaxmpi.model.contract import check_whole
 from models.layers import Array, Dense, normal
 
 STD = 0.02  # of all kernels but those that add to the residual stream

@@ -13,7 +13,8 @@ from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
-from jaxmpi.model import Model, check_whole
+from jaxmpi.model import Model
+from jaxmpi.model.contract import check_whole
 
 Array = jax.Array
 Init = Callable[..., Array]  # (key, shape, dtype) -> array

@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.model import Model, check_whole
+from jaxmpi.model import Model, nnx_model
+from jaxmpi.model.contract import check_whole
 from models.layers import Array, Dense, normal
 
 FORGET_BIAS = 1.0  # Jozefowicz et al. 2015: a cell keeps what it holds until it has learnt otherwise

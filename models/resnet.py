@@ -6,9 +6,8 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.config import lookup
-from jaxmpi.model import Model
+from jaxmpi.core.errors import lookup
+from jaxmpi.model import Model, nnx_model
 from models.layers import Array, Dense, check_sizes, max_pool, normal, with_classes
 from models.norm import ConvNorm
 

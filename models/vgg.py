@@ -4,9 +4,8 @@ from typing import Any
 
 from flax import nnx
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.config import lookup
-from jaxmpi.model import Model
+from jaxmpi.core.errors import lookup
+from jaxmpi.model import Model, nnx_model
 from models.layers import (
     Array,
     Classifier,

@@ -74,9 +74,9 @@ def write(folder: Path, images: int, formats: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(blob)
     if formats:
-        from jaxmpi.config import Data
+        from jaxmpi.config.data import Data
         from jaxmpi.data import ArraySource, open_source, write_batch_files
-        from jaxmpi.data.pack import Recipe, pack
+        from jaxmpi.data.packing import Recipe, pack
 
         source = open_source(Data(source="imagefolder", dir=str(folder), resize=SHORTER), "train")
         rows = [source[i] for i in range(len(source))]
@@ -174,9 +174,9 @@ FOLDERS = {"batchfiles": "batches", "array": "batches", "tfds": "tfds", "packed"
 
 def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefetch: int = 2) -> Any:
     """A loader of jaxmpi."""
-    from jaxmpi.config import Data
+    from jaxmpi.config.data import Data
     from jaxmpi.data import ArraySource, Loader, Sampler, open_source
-    from jaxmpi.data.memory import MemorySource
+    from jaxmpi.data.group_cache import MemorySource
 
     crop: dict[str, Any] = {"crop": PX, "crop_area": AREA, "mirror": True}
     data = Data(dir=str(folder), name="photographs", loader=kind, loaders=loaders, prefetch=prefetch, **crop)
@@ -363,8 +363,8 @@ def normalise_ms() -> float:
     """Milliseconds to turn a u8 batch into normalised floats, in a jit on the CPU."""
     import jax
 
-    from jaxmpi.config import Data
-    from jaxmpi.step import normalise
+    from jaxmpi.config.data import Data
+    from jaxmpi.trainer.step import normalise
 
     data = Data(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     batch, function = np.zeros((BATCH, PX, PX, 3), np.uint8), jax.jit(lambda x: normalise(x, data))

@@ -30,10 +30,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi import launch, parts, runtime
-from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from jaxmpi.processes import named_leaves
-from jaxmpi.workers import Workers, gather_workers, put
+from jaxmpi.comm.topology import Workers, gather_workers, put
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.launch import command
+from jaxmpi.runtime import affinity, failures
+from jaxmpi.trainer import build
 from models.gpt import EPS, gpt, gpt_tiny
 
 HERE = Path(__file__).resolve().parent
@@ -111,10 +117,10 @@ class Trainee(NamedTuple):
     loss: Callable[[list[dict[str, Any]]], float]  # held out, of this rank's part, the mean over its bytes
 
 
-def ours(config: Experiment, workers: Workers, plan: parts.Plan) -> Trainee:
+def ours(config: Experiment, workers: Workers, plan: build.Plan) -> Trainee:
     """The trainer's own step and evaluation."""
-    functions = parts.build_functions(config, workers, plan)
-    state = put(parts.initial_states(config, workers, functions.rule), workers)
+    functions = build.build_functions(config, workers, plan)
+    state = put(build.initial_states(config, workers, functions.rule), workers)
 
     def step(batch: dict[str, Any]) -> None:
         nonlocal state
@@ -129,7 +135,7 @@ def ours(config: Experiment, workers: Workers, plan: parts.Plan) -> Trainee:
     return Trainee(step, loss)
 
 
-def ddp(config: Experiment, workers: Workers, plan: parts.Plan, hook: str) -> Trainee:
+def ddp(config: Experiment, workers: Workers, plan: build.Plan, hook: str) -> Trainee:
     """The same model, params, AdamW and rates in PyTorch, under DistributedDataParallel over gloo."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
     import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
@@ -141,8 +147,8 @@ def ddp(config: Experiment, workers: Workers, plan: parts.Plan, hook: str) -> Tr
     mine = np.frombuffer((address or ["127.0.0.1"])[0].ljust(64).encode(), np.uint8)
     address = control.bcast(mine).tobytes().decode().strip()
     dist.init_process_group("gloo", f"tcp://{address}:29511", rank=control.rank, world_size=control.size)
-    functions = parts.build_functions(config, workers, plan)
-    start = parts.initial_states(config, workers, functions.rule)[workers.mine[0]].params
+    functions = build.build_functions(config, workers, plan)
+    start = build.initial_states(config, workers, functions.rule)[workers.mine[0]].params
     net = torch_gpt(start, heads=2 if "tiny" in config.model.name else 6)
     # The hook of PowerSGD goes on with two buckets in no set order, at which gloo's ranks fall out: it gets one.
     model = DistributedDataParallel(net, bucket_cap_mb=1000 if hook == "powersgd" else None)
@@ -229,8 +235,8 @@ def run_job(name: str, sizes: Sizes, seed: int, steps: int, goal: float | None, 
     config = recipe(contender, sizes, seed)
     seconds: list[float] = []
     losses: dict[int, float] = {}
-    with runtime.at_work():
-        plan = parts.make_plan(config, workers)
+    with failures.at_work():
+        plan = build.make_plan(config, workers)
         config = dataclasses.replace(config, model=plan.feed.model)
         made = ddp(config, workers, plan, contender.hook) if contender.hook else ours(config, workers, plan)
         held_out = list(plan.validation.batches(0, HELD_OUT)) if goal is not None else []
@@ -317,7 +323,7 @@ def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Found]:
 
 def record(options: argparse.Namespace, sizes: Sizes, name: str, seed: str, results: dict[str, Found]) -> None:
     """Losses of a contender, as far as the goal."""
-    line = launch.mpirun(launch.Options(options.hosts, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    line = command.mpirun(command.Options(options.hosts, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     is_first = name == "ring32"
     goal = 0.0 if is_first else results["ring32"].losses[seed][str(sizes.steps)]
     ended = job(line, name, sizes, int(seed), sizes.steps * (1 if is_first else MOST), goal)

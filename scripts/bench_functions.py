@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.bench.figures import middle
+from jaxmpi.bench.results import middle
 
 ROOT = Path(__file__).parent.parent
 Result = dict[str, Any]
@@ -65,7 +65,7 @@ def calls(options: argparse.Namespace) -> Result:
     import jax
 
     import jaxmpi as jm
-    from jaxmpi.function.drive import team
+    from jaxmpi.functions.lifecycle import team
 
     if options.led:
         jm.fork(2, kind="processes")
@@ -103,7 +103,7 @@ def shuffle(options: argparse.Namespace) -> Result:
     import jax.numpy as jnp
 
     import jaxmpi as jm
-    from jaxmpi.processes import processes
+    from jaxmpi.comm.control import processes
 
     size, rank, rows = processes().size, processes().rank, 20_000
     data = jm.shared(lambda: np.random.default_rng(0).standard_normal((60_000, 512), np.float32))
@@ -142,10 +142,10 @@ def shuffle(options: argparse.Namespace) -> Result:
 
 def timed_fetches() -> dict[str, float]:
     """Where the seconds add up in which a worker takes its rows, from now on: programs take these as they lie."""
-    from jaxmpi.function import compute
+    from jaxmpi.functions import worker_call
 
     spent: dict[str, float] = defaultdict(float)
-    timed(compute, "take", "rows_s", spent)
+    timed(worker_call, "take", "rows_s", spent)
     return spent
 
 
@@ -174,7 +174,7 @@ def build_net(options: argparse.Namespace) -> Net:
     import jax
     import optax
 
-    from jaxmpi.buckets import fuse, split
+    from jaxmpi.allreduce.buckets import fuse, split
     from models.resnet import resnet50
 
     model = resnet50(classes=10, image_size=options.size)
@@ -204,8 +204,8 @@ def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
     import jax
 
     import jaxmpi as jm
-    from jaxmpi.function import compute
-    from jaxmpi.function.drive import team
+    from jaxmpi.functions import worker_call
+    from jaxmpi.functions.lifecycle import team
 
     held, running = jm.variable(net.params), jm.variable(net.stats)
     flat = jm.variable(np.zeros(sum(leaf.size for leaf in jax.tree.leaves(net.params)), np.float32))
@@ -213,7 +213,7 @@ def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
     second = jm.function(lambda flat, params: (net.update(flat, params),), (flat, held), (), (held,))
     rng = np.random.default_rng(0)
     spent: dict[str, float] = defaultdict(float)
-    timed(compute, "take", "shuffle_s", spent)
+    timed(worker_call, "take", "shuffle_s", spent)
     if hasattr(team(), "line"):
         timed(team().line, "reports", "straggler_s", spent)  # type: ignore[attr-defined]
 
@@ -297,12 +297,12 @@ JOBS: dict[str, Callable[[argparse.Namespace], Result]] = {"calls": calls, "shuf
 
 def job(name: str, ranks: int, *more: str) -> Result:
     """A job of its own: rank 0's result."""
-    from jaxmpi import launch
+    from jaxmpi.launch import command
 
     line = [sys.executable, __file__, name, "--job", *more]
     if ranks > 1:
-        options = launch.Options(ranks, "mpirun", (), ())
-        line = [*launch.mpirun(options, len(os.sched_getaffinity(0)), os.geteuid() == 0), *line]
+        options = command.Options(ranks, "mpirun", (), ())
+        line = [*command.mpirun(options, len(os.sched_getaffinity(0)), os.geteuid() == 0), *line]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT)
     results = [text for text in done.stdout.splitlines() if text.startswith('{"result"')]
@@ -313,13 +313,13 @@ def job(name: str, ranks: int, *more: str) -> Result:
 
 def run_job(options: argparse.Namespace) -> None:
     """In a job: one core a worker, as ranks of mpirun have it."""
-    from jaxmpi import runtime
+    from jaxmpi.runtime import launchers, prepare
 
-    if runtime.launched() is None and options.name != "calls":
+    if launchers.launched() is None and options.name != "calls":
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    runtime.prepare()
+    prepare.prepare()
     result = JOBS[options.name](options)
-    if runtime.my_rank() == 0:
+    if launchers.my_rank() == 0:
         print(json.dumps({"result": result}), flush=True)
 
 

@@ -38,11 +38,14 @@ import numpy as np
 from zoo_steps import ALONE, recipe, step_memory
 
 import jaxmpi
-from jaxmpi import experiment, launch, parts, runtime
-from jaxmpi.config import Experiment, TrainingError, UsageError
-from jaxmpi.processes import processes
-from jaxmpi.step import Batch
-from jaxmpi.workers import put
+from jaxmpi.comm.control import processes
+from jaxmpi.comm.topology import put
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.train_state import Batch
+from jaxmpi.launch import command
+from jaxmpi.runtime import affinity, failures, prepare, provenance
+from jaxmpi.trainer import build
 from models import MODELS
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
@@ -72,7 +75,7 @@ def config_of(model: str, dtype: str, batch: int) -> Experiment:
 
 def host_batches(config: Experiment) -> list[Batch]:
     """The first batches of the trainer's loader."""
-    return list(itertools.islice(parts.make_plan(config, ALONE).feed.batches(), BATCHES))
+    return list(itertools.islice(build.make_plan(config, ALONE).feed.batches(), BATCHES))
 
 
 # ---------------------------------------------------------------- the two sides
@@ -82,13 +85,13 @@ class Jaxmpi:
     """The trainer's step, and the functions it is made of."""
 
     def __init__(self, config: Experiment, options: argparse.Namespace) -> None:
-        plan = parts.make_plan(config, ALONE)
+        plan = build.make_plan(config, ALONE)
         config = dataclasses.replace(config, model=plan.feed.model)
-        self.config, self.functions = config, parts.build_functions(config, ALONE, plan)
-        self.state = put(parts.initial_states(config, ALONE, self.functions.rule), ALONE)
+        self.config, self.functions = config, build.build_functions(config, ALONE, plan)
+        self.state = put(build.initial_states(config, ALONE, self.functions.rule), ALONE)
         batches = host_batches(config)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
-        local_gradients, _ = parts.pieces(config, ALONE, plan)
+        local_gradients, _ = build.pieces(config, ALONE, plan)
         self.gradients = jax.jit(local_gradients)
         self.forward = jax.jit(lambda *args: local_gradients(*args)[1:])  # XLA leaves out what only gradients need
         self.update = jax.jit(self.functions.rule.update)
@@ -350,14 +353,14 @@ def table(headings: tuple[str, ...], rows: list[list[str]]) -> list[str]:
 def show_devices() -> None:
     """Be a rank: rank 0 prints a line for every rank, after an exchange on these devices."""
     control, comm = processes(), jaxmpi.world()
-    with runtime.at_work():
+    with failures.at_work():
         total = jaxmpi.exchange(np.full(1, control.rank + 1, np.float32), "asa32", op="sum", comm=comm)
         device = jax.local_devices()[0]
         limit = (device.memory_stats() or {}).get("bytes_limit", 0)
         mine = [
             f"rank {control.rank}, local rank {control.local_rank}: {device.device_kind} {device.local_hardware_id}",
             f"share of memory {os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', 'not set')}, {limit / 1e9:.1f} GB",
-            f"{runtime.cores()} cores",
+            f"{affinity.cores()} cores",
             f"sum of ranks + 1: {float(total[0]):g}",
         ]
         lines = control.gather("; ".join(mine))
@@ -368,7 +371,7 @@ def show_devices() -> None:
 
 def devices_of_ranks(options: argparse.Namespace) -> list[str]:
     """What the ranks of one job say."""
-    line = launch.mpirun(launch.Options(options.ranks, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    line = command.mpirun(command.Options(options.ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     env = os.environ | ({"JAX_PLATFORMS": "cpu"} if options.dry else {})
     job = subprocess.run(
         [*line, sys.executable, __file__, "--side", "rank"], env=env, stdout=subprocess.PIPE, text=True
@@ -403,12 +406,12 @@ def machine(dry: bool) -> dict[str, Any]:
         for package in importlib.metadata.distributions()
         if (name := package.name.lower()).startswith(("torch", "jax-cuda", "nvidia-cud", "nvidia-nccl", "triton"))
     }
-    found = {**experiment.versions(), **dict(sorted(more.items()))}
+    found = {**provenance.versions(), **dict(sorted(more.items()))}
     return {
         "GPU, driver, memory": card or "none used: nothing here is a measurement",
         "GB": "as XLA plans the step; PyTorch counts none on a CPU" if dry else "the most that an allocator had in use",
-        "machine": f"{platform.machine()}, {runtime.cores()} cores, {platform.system()} {platform.release()}",
-        "commit": experiment.commit(ROOT),
+        "machine": f"{platform.machine()}, {affinity.cores()} cores, {platform.system()} {platform.release()}",
+        "commit": provenance.commit(ROOT),
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
     }
 
@@ -481,8 +484,8 @@ def main() -> None:
     options = parse()
     if options.side is None:
         sys.exit(run_all(options))
-    runtime.install_excepthooks()
-    runtime.prepare()
+    failures.install_excepthooks()
+    prepare.prepare()
     if options.side == "rank":
         show_devices()
     else:

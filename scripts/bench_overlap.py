@@ -105,9 +105,9 @@ def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[in
         import jax.numpy as jnp
 
         import jaxmpi
-        from jaxmpi import overlap
-        from jaxmpi.buckets import Order
-        from jaxmpi.courier import courier
+        from jaxmpi.allreduce import overlap
+        from jaxmpi.allreduce.buckets import Order
+        from jaxmpi.allreduce.comm_thread import courier
 
         order, (gradients, descend, init) = Order(), in_jax()
         gradients = order.of(gradients)
@@ -175,7 +175,7 @@ def with_psum(batch: int) -> Timed:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from jaxmpi.processes import processes
+    from jaxmpi.comm.control import processes
 
     control = processes()
     if not jax.distributed.is_initialized():
@@ -226,7 +226,7 @@ def with_ddp(batch: int) -> Timed:
     import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
     from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # not installed by default
 
-    from jaxmpi.processes import processes
+    from jaxmpi.comm.control import processes
 
     control = processes()
     torch.set_num_threads(1)
@@ -297,7 +297,7 @@ NEEDED = {"PyTorch DDP": "torch"}  # modules that may be absent
 
 def run_job(name: str, batches: list[int], steps: int, file: Path) -> None:
     """Time a contender with each batch; FILE holds the seconds."""
-    from jaxmpi.processes import processes
+    from jaxmpi.comm.control import processes
 
     control, results = processes(), []
     for batch in batches:

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi import launch, runtime
+from jaxmpi.launch import command
+from jaxmpi.runtime import affinity
 
 STEP_S = 0.02  # of computing, in `slow`
 SLOW = 5  # times as long, for the slow worker
@@ -65,11 +66,12 @@ class Rank:
     def __init__(self, servers: int, floats: int) -> None:
         """All ranks come here together."""
         import jaxmpi.post as post
-        from jaxmpi.center import Layout, Ledger, Server
-        from jaxmpi.config import RuleConfig
-        from jaxmpi.processes import MpiProcesses, processes
-        from jaxmpi.rules import Exchange
+
+        from jaxmpi.comm.control import MpiProcesses, processes
+        from jaxmpi.config.rule_config import RuleConfig
+        from jaxmpi.rules.base import Exchange
         from jaxmpi.rules.easgd import easgd
+        from jaxmpi.rules.parameter_server import Layout, Ledger, Server
 
         control = processes()
         assert isinstance(control, MpiProcesses)
@@ -111,8 +113,8 @@ class Rank:
 
     def gossip(self) -> "Gossips":
         """This worker among others that push to each other instead."""
-        from jaxmpi.post import Gossiper
         from jaxmpi.rules.gosgd import Gossip
+        from jaxmpi.rules.gossip_transport import Gossiper
 
         wire, floats = self.layout.host_wire(), len(self.w)
         gossiper = Gossiper(self.control.clone(), self.number, self.workers, wire.size_bytes(floats))
@@ -120,8 +122,8 @@ class Rank:
 
     def exchange(self) -> float:
         """Meet the center once; seconds."""
-        from jaxmpi.center import PUSH, Talk
-        from jaxmpi.post import converse
+        from jaxmpi.rules.parameter_server import PUSH, Talk
+        from jaxmpi.rules.parameter_server_transport import converse
 
         begin = time.perf_counter()
         talk = Talk(self.layout, PUSH, self.w, None)
@@ -242,7 +244,7 @@ def run(job: Job, name: str, options: argparse.Namespace) -> list[float]:
         line = [sys.executable, __file__, "--job", name, "--out", str(out), "--servers", str(job.servers), *job.options]
         floats = options.floats if job.is_on_cluster else 1000
         line += ["--floats", str(floats), "--rounds", str(options.rounds)]
-        here = launch.mpirun(launch.Options(job.ranks, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+        here = command.mpirun(command.Options(job.ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
         mpirun = ["mpirun", "--bind-to", "none", "-n", str(job.ranks)] if job.is_on_cluster else here
         cluster = [
             sys.executable,

@@ -23,11 +23,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_step import experiment
 
-from jaxmpi import guard, runtime, train
-from jaxmpi.anatomy import LOCAL, PARTS, Anatomy, Summary, Window
-from jaxmpi.bench.figures import middle
-from jaxmpi.log import Log
-from jaxmpi.processes import processes
+from jaxmpi.bench.results import middle
+from jaxmpi.comm.control import processes
+from jaxmpi.observe import step_timing
+from jaxmpi.observe.step_timing import LOCAL, PARTS, Anatomy, Summary, Window
+from jaxmpi.recover import decisions
+from jaxmpi.runtime import prepare
+from jaxmpi.trainer import main as trainer_main
+from jaxmpi.trainer import progress
+from jaxmpi.trainer.progress import Log
 
 NOTHING = Summary(0, "none", {}, {}, [], 0.0, np.zeros((len(PARTS), 0)))
 
@@ -138,16 +142,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="that count")
     parser.add_argument("--steps", type=int, default=10, help="of a window")
     options = parser.parse_args()
-    runtime.prepare()
-    train.Anatomy, train.Log = Turns, Lines
+    prepare.prepare()
+    step_timing.Anatomy, progress.Log = Turns, Lines
     steps = options.steps * (2 * options.pairs + 4)
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(
             experiment(options.model), log_every=options.steps, train_for=f"{steps}st", run_dir=folder, quiet=True
         )
         config = dataclasses.replace(config, eval_every="0st", checkpoint_every="0st", lone_every=0)
-        with contextlib.suppress(guard.Preempted):  # asked to leave: what has been measured counts
-            train.train(dataclasses.replace(config, local_batch=options.batch), "bench_seeing")
+        with contextlib.suppress(decisions.Preempted):  # asked to leave: what has been measured counts
+            trainer_main.train(dataclasses.replace(config, local_batch=options.batch), "bench_seeing")
     if processes().rank == 0:
         report(np.array(Turns.made.took[3:]), options.steps)
     processes().barrier()

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi.config import Data
-from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, pack
-from jaxmpi.data.memory import GroupSampler, MemorySource, holders_by_place, members, moves
-from jaxmpi.data.packed import INDEX, ROW, Manifest, shard_name, write_manifest
-from jaxmpi.partition import Memory, keep, message
+from jaxmpi.config.data import Data
+from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
+from jaxmpi.data.group_cache import GroupSampler, MemorySource, holders_by_place, members, moves
+from jaxmpi.data.sources.packed import INDEX, ROW, Manifest, shard_name, write_manifest
+from jaxmpi.input_pipeline.memory_shuffle import Memory, keep, message
 
 RECORD_BYTES = 110_000  # the mean of ImageNet's
 NOT_PERMITTED = 77  # what scripts/cluster.py says where it cannot emulate
@@ -64,8 +64,8 @@ class Blobs:
 
 def run_job(options: argparse.Namespace) -> None:
     """As a rank: both ways in turn, for each group; rank 0 writes seconds."""
-    from jaxmpi.processes import MpiProcesses
-    from jaxmpi.workers import gather_workers
+    from jaxmpi.comm.control import MpiProcesses
+    from jaxmpi.comm.topology import gather_workers
 
     workers = gather_workers(1)
     control = workers.processes
@@ -156,7 +156,7 @@ OPEN = """
 import sys, time, resource
 import jax, jaxmpi
 jax.numpy.zeros(1).block_until_ready()
-from jaxmpi.config import Data
+from jaxmpi.config.data import Data
 from jaxmpi.data import open_source
 before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 source = open_source(Data(source="packed", dir=sys.argv[1]), "train")
@@ -249,8 +249,8 @@ def make_sources(folder: Path, blobs: list[bytes], latency_s: float) -> dict[str
     resize = dataclasses.replace(crop, resize=256)
     files = open_source(Data(source="imagefolder", dir=str(folder / "files"), resize=256), "train")
     full = open_source(Data(source="imagefolder", dir=str(folder / "files")), "train")
-    pack.pack(full, folder / "packed" / "train")
-    pack.pack(full, folder / "small" / "train", pack.Recipe(resize=256))
+    packing.pack(full, folder / "packed" / "train")
+    packing.pack(full, folder / "small" / "train", packing.Recipe(resize=256))
     packed, small = (
         open_source(Data(source="packed", dir=str(folder / name), resize=px), "train")
         for name, px in (("packed", 256), ("small", 0))

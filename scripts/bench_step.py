@@ -19,10 +19,15 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxmpi import data, parts, runtime
-from jaxmpi.bench.figures import middle
-from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
-from jaxmpi.workers import gather_workers, put
+from jaxmpi import data
+from jaxmpi.bench.results import middle
+from jaxmpi.comm.topology import gather_workers, put
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.schema import Experiment
+from jaxmpi.runtime import prepare
+from jaxmpi.trainer import build
 from models.cnn import SmallCnn, digits_cnn
 from models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 
@@ -49,10 +54,10 @@ def experiment(name: str) -> Experiment:
 def trainer(config: Experiment) -> Steps:
     """The loop of jaxmpi.train, from its own parts."""
     workers = gather_workers(1)
-    plan = parts.make_plan(config, workers)
+    plan = build.make_plan(config, workers)
     config = dataclasses.replace(config, model=plan.feed.model)
-    functions = parts.build_functions(config, workers, plan)
-    state = put(parts.initial_states(config, workers, functions.rule), workers)
+    functions = build.build_functions(config, workers, plan)
+    state = put(build.initial_states(config, workers, functions.rule), workers)
     batches = plan.feed.batches()
     late: list[Any] = []
 
@@ -129,7 +134,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    runtime.prepare()
+    prepare.prepare()
     config = experiment(options.model)
     runs = {"trainer": trainer(config), "by hand": by_hand(config)}
     times: dict[str, list[float]] = {name: [] for name in runs}

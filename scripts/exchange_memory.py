@@ -48,10 +48,10 @@ def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     import jax
     import jax.numpy as jnp
 
-    from jaxmpi import compressors
-    from jaxmpi.exchange import exchange, exchange_gradients
+    from jaxmpi.allreduce import compression
+    from jaxmpi.allreduce.api import exchange, exchange_gradients
 
-    tx = exchange_gradients(name) if compressors.is_compressor(name) else None
+    tx = exchange_gradients(name) if compression.is_compressor(name) else None
     step = jax.jit(tx.update if tx else lambda grads, state: (exchange(grads, name), state))
     used = kept = 0
     for exchanged in ([(1,)] * 2, shapes):
@@ -71,7 +71,7 @@ def run_job(options: argparse.Namespace) -> None:
     """As a rank; rank 0 prints copies of the gradients."""
     import jaxmpi
     from jaxmpi.bench.options import trees
-    from jaxmpi.processes import processes
+    from jaxmpi.comm.control import processes
 
     jaxmpi.world()
     shapes = list(trees([options.tree])[options.tree].values())

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxmpi
-from jaxmpi import costs, plan
-from jaxmpi.comm import MpiComm
-from jaxmpi.strategies import parse
+from jaxmpi.allreduce import autotune, cost_model
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.comm.mpi import MpiComm
 
 HERE = Path(__file__).parent
 STRATEGIES = ["asa32", "ring32", "asa16", "ring16", "tree:32"]
@@ -38,19 +38,19 @@ def run_job(options: argparse.Namespace) -> None:
     """Probe, then measure; rank 0 writes both."""
     comm = jaxmpi.world()
     assert isinstance(comm, MpiComm)
-    probe = plan.Probe(plan.measure_net(comm), {})
+    probe = autotune.Probe(autotune.measure_net(comm), {})
     wires = {parse(name).name.partition(":")[2] for name in options.strategies}
-    codecs = {wire: plan.codec_seconds(comm, probe.net, wire) for wire in sorted(wires)}
+    codecs = {wire: autotune.codec_seconds(comm, probe.net, wire) for wire in sorted(wires)}
     probe = probe._replace(net=probe.net._replace(codec_s_per_float=codecs))
     measured = {}
     for spelling in options.strategies:
         name = parse(spelling).name
-        long = plan.lengths_for(probe.net, name)[1]
+        long = autotune.lengths_for(probe.net, name)[1]
         # The shorter one too is longer than what a link of the cluster lets pass at once, unlike the probe's own.
-        probe.seconds[name] = {n: plan.time_strategy(comm, name, n) for n in (whole(long // 4, comm), long)}
+        probe.seconds[name] = {n: autotune.time_strategy(comm, name, n) for n in (whole(long // 4, comm), long)}
         measured[name] = [time_exchange(comm, name, options.floats) for _ in range(options.rounds + 1)][1:]
     if comm.rank == 0:
-        options.job.write_text(json.dumps({"probe": plan.as_json(probe), "measured": measured}))
+        options.job.write_text(json.dumps({"probe": autotune.as_json(probe), "measured": measured}))
 
 
 def whole(n: int, comm: MpiComm) -> int:
@@ -63,7 +63,7 @@ def time_exchange(comm: MpiComm, name: str, floats: int) -> float:
     if name not in _programs:
         _programs[name] = jax.jit(lambda x: jaxmpi.exchange(x, name))
     x = jax.block_until_ready(jnp.ones(floats, jnp.float32))
-    return plan.slowest(comm.processes, lambda: jax.block_until_ready(_programs[name](x)))
+    return autotune.slowest(comm.processes, lambda: jax.block_until_ready(_programs[name](x)))
 
 
 _programs: dict[str, Any] = {}
@@ -88,18 +88,18 @@ def on_cluster(hosts: int, options: argparse.Namespace, folder: Path) -> dict[st
     return json.loads(out.read_text())
 
 
-def predicted(probe: plan.Probe, hosts: int, options: argparse.Namespace, name: str) -> float:
+def predicted(probe: autotune.Probe, hosts: int, options: argparse.Namespace, name: str) -> float:
     """Seconds on so many hosts by a probe on some number of them, which share this machine's cores."""
     cores = len(os.sched_getaffinity(0))
     at_probe = probe.net._replace(cores=cores / probe.net.hosts)
-    fits = {name: costs.fit(at_probe, name, probe.seconds[name])}
+    fits = {name: cost_model.fit(at_probe, name, probe.seconds[name])}
     net = at_probe._replace(hosts=hosts, cores=cores / hosts)
-    return plan.step_seconds(net, [options.floats], name, None, fits)
+    return autotune.step_seconds(net, [options.floats], name, None, fits)
 
 
 def show(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a number of hosts and strategy."""
-    probes = {hosts: plan.from_json(result["probe"]) for hosts, result in results.items()}
+    probes = {hosts: autotune.from_json(result["probe"]) for hosts, result in results.items()}
     rows = []
     print(f"\n{options.floats:,} floats, {options.slots} ranks a host, {options.rate}, {options.rounds} rounds")
     print("| hosts | strategy | measured s |" + "".join(f" from {hosts} | ratio |" for hosts in probes))

@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi import plots
-from jaxmpi.config import UsageError, check
-from jaxmpi.plots import Bars, Quantity
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.observe import plots
+from jaxmpi.observe.plots import Bars, Quantity
 
 ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
@@ -67,7 +67,7 @@ def trainings(options: argparse.Namespace) -> list[list[str]]:
     """GoogLeNet with each number of workers, the same local batch; on emulated hosts one a host."""
     fixed = ["experiments/googlenet.py", "--local-batch", "4", "--train-for", "30st", "--eval-every", "0st"]
     fixed += ["--checkpoint-every", "0st", "--run-dir", "{out}"]
-    train = [PYTHON, "-m", "jaxmpi.cli", "train", "-n"]
+    train = [PYTHON, "-m", "jaxmpi.tools.cli", "train", "-n"]
     workers = options.workers or ([1, options.hosts] if options.hosts else [1, 2])
     return [[*cluster(options, n), *train, str(n), *fixed] for n in workers]
 

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 FOREVER = "100000000st"
-SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # jaxmpi.runtime's, which would import JAX
-WORDS = "words"  # jaxmpi.runtime's: a folder there, on the launcher's host, that goes with the job
+SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # jaxmpi.runtime.failures's, which would import JAX
+WORDS = "words"  # jaxmpi.runtime.failures's: a folder there, on the launcher's host, that goes with the job
 PROGRESS_S = 600.0  # from a kill to the next checkpoint, on a machine that may be busy
 GONE_S = 60.0  # from a kill to the end of the job's last process
 LOOK_S = 1.0  # between looks at what processes hold
@@ -36,8 +36,11 @@ FLAT = 0.02  # share by which memory may grow in the quiet time
 TINY = """
 import jax
 import jax.numpy as jnp
-from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
-from jaxmpi.model import Model
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
+from jaxmpi.model.contract import Model
 
 def init(key, image):
     return {"w": 0.01 * jax.random.normal(key, (64, 10)), "b": jnp.zeros(10)}, {"mean": jnp.zeros(64)}
@@ -78,7 +81,7 @@ def command(asked: argparse.Namespace, folder: Path, train_for: str) -> list[str
     """The job that starts itself again."""
     cluster = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(asked.hosts)]
     cluster += ["--slots", str(-(-asked.ranks // asked.hosts)), "--rate", "1gbit", "--"]
-    head = [sys.executable, "-m", "jaxmpi.cli", "train", "-n", str(asked.ranks), "--restarts", "1000000"]
+    head = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(asked.ranks), "--restarts", "1000000"]
     tail = ["--checkpoint-every", asked.checkpoint_every, "--eval-every", "1000st", "--train-for", train_for]
     tail += ["--resume"] if (folder / "record.jsonl").exists() else []
     return [*(cluster if asked.hosts > 1 else []), *head, asked.experiment, "--run-dir", str(folder), *tail]
@@ -152,7 +155,7 @@ def ranks_of(folder: Path) -> list[int]:
 
 def supervisors_of(folder: Path) -> list[int]:
     """Process number of what starts the job again."""
-    return running(folder, b"jaxmpi.cli")
+    return running(folder, b"jaxmpi.tools.cli")
 
 
 def rank_of(pid: int) -> int:

@@ -29,9 +29,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi import experiment as experiments
-from jaxmpi import launch, plots, rules, runtime, train
-from jaxmpi.config import Experiment, NotFinite
+from jaxmpi.comm import control as comm_control
+from jaxmpi.config import experiment_file
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import NotFinite
+from jaxmpi.launch import command
+from jaxmpi.observe import plots
+from jaxmpi.rules import registry
+from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
+from jaxmpi.trainer import main as trainer_main
 
 ROOT = Path(__file__).resolve().parent.parent
 Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
@@ -139,12 +145,12 @@ def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launc
     """Be a process of a cell's job: its seeds one after another; rank 0 appends a line for each."""
     flags = {name: value for name, value in cell.items() if name != "workers"}
     line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in flags.items()))]
-    runtime.install_excepthooks()
-    runtime.prepare()
+    failures.install_excepthooks()
+    prepare.prepare()
     with contextlib.redirect_stdout(io.StringIO()):
-        chosen, path = experiments.parse([*line, *([] if launched else ["--devices", cell["workers"]])])
-    runtime.make_cpu_devices(chosen.devices)
-    with runtime.at_work():
+        chosen, path = experiment_file.parse([*line, *([] if launched else ["--devices", cell["workers"]])])
+    device_setup.make_cpu_devices(chosen.devices)
+    with failures.at_work():
         for seed in seeds:
             row = {"experiment": experiment, "cell": cell, "seed": seed}
             run_seed(dataclasses.replace(chosen, seed=seed), path.stem, row, out)
@@ -158,14 +164,14 @@ def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> N
     """
     try:
         with shared_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
-            train.train(dataclasses.replace(chosen, run_dir=str(folder), resume=False), name)
+            trainer_main.train(dataclasses.replace(chosen, run_dir=str(folder), resume=False), name)
             row |= outcome(folder)
     except NotFinite as error:
         row["failed"] = str(error)
-        if runtime.my_rank() == 0 or rules.is_asynchronous(chosen.rule):  # where a worker finds it alone
+        if launchers.my_rank() == 0 or registry.is_asynchronous(chosen.rule):  # where a worker finds it alone
             append(out, row)
         raise
-    if runtime.my_rank() == 0:
+    if launchers.my_rank() == 0:
         append(out, row)
 
 
@@ -179,7 +185,7 @@ def append(out: Path, row: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
     """A folder for a run, the same for all ranks: rank 0's."""
-    control = train.processes()
+    control = comm_control.processes()
     with tempfile.TemporaryDirectory() as mine:
         yield Path(control.gather(mine)[0])
         control.barrier()
@@ -203,7 +209,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 def start_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> bool:
     """Run a cell's job and wait for it; whether it came to its end."""
     job = json.dumps({"experiment": experiment, "cell": cell, "seeds": list(seeds), "launched": launched})
-    ranks = launch.mpirun(launch.Options(int(cell["workers"]), "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    ranks = command.mpirun(command.Options(int(cell["workers"]), "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     line = [*(ranks if launched else ()), sys.executable, __file__, "--out", str(out), "--job", job]
     return subprocess.run(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
 

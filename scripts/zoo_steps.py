@@ -28,14 +28,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi import launch, parts, runtime
-from jaxmpi.comm import SoloComm
-from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, TrainingError
-from jaxmpi.model import Model
-from jaxmpi.processes import SoloProcesses, processes
-from jaxmpi.replicas import tree_digest
-from jaxmpi.state import create
-from jaxmpi.workers import Workers, gather_workers, put
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses, processes
+from jaxmpi.comm.topology import Workers, gather_workers, put
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.pytrees import tree_digest
+from jaxmpi.core.train_state import create
+from jaxmpi.launch import command
+from jaxmpi.model.contract import Model
+from jaxmpi.runtime import affinity, failures, prepare
+from jaxmpi.trainer import build
 from models import MODELS
 from models.googlenet import googlenet_loss
 
@@ -67,9 +73,9 @@ def recipe(name: str, **fields: Any) -> Experiment:
 def run_job(names: list[str], local_batch: int, steps: int, folder: Path) -> None:
     """Be a rank: train the models one after another; FOLDER/<model>.<rank>.json holds what came of it."""
     workers = gather_workers(1)
-    with runtime.at_work():
+    with failures.at_work():
         for name in names:
-            runtime.doing(name)
+            failures.doing(name)
             row = steps_of(name, local_batch, steps, workers)
             (folder / f"{name}.{workers.processes.rank}.json").write_text(json.dumps(row))
         workers.processes.barrier()
@@ -83,10 +89,10 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         UsageError: the params of ranks differ.
     """
     config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
-    plan = parts.make_plan(config, workers)
+    plan = build.make_plan(config, workers)
     config = dataclasses.replace(config, model=plan.feed.model)
-    functions = parts.build_functions(config, workers, plan)
-    state = put(parts.initial_states(config, workers, functions.rule), workers)
+    functions = build.build_functions(config, workers, plan)
+    state = put(build.initial_states(config, workers, functions.rule), workers)
     digests, losses, seconds = [tree_digest(state.params)], [], []
     for batch in plan.feed.batches(0, steps):
         begin = time.perf_counter()
@@ -125,9 +131,9 @@ class StepMemory(NamedTuple):
 
 def step_memory(config: Experiment) -> StepMemory:
     """What XLA plans for the step of one worker on this backend; compiles, but allocates nothing."""
-    plan = parts.make_plan(config, ALONE)
+    plan = build.make_plan(config, ALONE)
     config = dataclasses.replace(config, model=plan.feed.model)
-    functions = parts.build_functions(config, ALONE, plan)
+    functions = build.build_functions(config, ALONE, plan)
     params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), config.model.example())
     rule_state = jax.eval_shape(functions.rule.init, params)
     state = create(params, model_state, rule_state, seed=0, worker=0)
@@ -143,7 +149,7 @@ def step_memory(config: Experiment) -> StepMemory:
 
 def start_job(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Run one job; model to what its ranks wrote."""
-    line = launch.mpirun(launch.Options(options.n, "mpirun", (), ()), runtime.cores(), os.geteuid() == 0)
+    line = command.mpirun(command.Options(options.n, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     with tempfile.TemporaryDirectory() as folder:
         sizes = ["--local-batch", str(options.local_batch), "--steps", str(options.steps)]
         script = [sys.executable, __file__, "--models", *names, *sizes, "--folder", folder]
@@ -201,7 +207,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all of it")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    runtime.prepare()
+    prepare.prepare()
     if options.folder:
         processes()
         return run_job(options.models, options.local_batch, options.steps, options.folder)

@@ -19,12 +19,12 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # Jobs of a few steps: machine code takes longer to optimise than to run. Files run by hand have it as users do.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-from jaxmpi import runtime
-from jaxmpi.processes import processes
+from jaxmpi.comm.control import processes
+from jaxmpi.runtime import launchers
 
 # Under nohup the jobs that tests start would not hear it, either.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-UNDER_MPI = (launch := runtime.launched()) is not None and launch.size > 1
+UNDER_MPI = (launch := launchers.launched()) is not None and launch.size > 1
 
 jax.config.update("jax_num_cpu_devices", 1 if UNDER_MPI else 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -57,7 +57,7 @@ def pytest_report_header() -> list[str]:
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the variables by which launchers tell a process its rank."""
-    for names in runtime.LAUNCHERS.values():
+    for names in launchers.LAUNCHERS.values():
         for name in names:
             monkeypatch.delenv(name, raising=False)
 

@@ -15,10 +15,10 @@ import optax
 import pytest
 
 import jaxmpi as jm
-from jaxmpi.function.drive import team
-from jaxmpi.function.split import bounds
-from jaxmpi.function.team import WorkerFailed
-from jaxmpi.processes import processes
+from jaxmpi.comm.control import processes
+from jaxmpi.functions.lifecycle import team
+from jaxmpi.functions.partitioning import bounds
+from jaxmpi.functions.worker_group import WorkerFailed
 
 U = 2.0**-24  # unit roundoff of f32
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import launch, runtime
+from jaxmpi.launch import command
+from jaxmpi.runtime import job_folder
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PYTEST_XDIST_")
@@ -33,7 +34,7 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
     """Run a command line in a session of its own; everything in it is killed when time is up."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     job = subprocess.Popen(
-        runtime.over_leftovers(line),
+        job_folder.over_leftovers(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -86,9 +87,9 @@ def session_of(pid: int) -> int:
 
 def mpirun_line(ranks: int) -> list[str]:
     """The launcher's part of the line that `jaxmpi train -n ranks` uses on this machine."""
-    options = launch.Options(ranks, "mpirun", (), ())
+    options = command.Options(ranks, "mpirun", (), ())
     cores = len(os.sched_getaffinity(0))
-    return launch.mpirun(options, cores, os.geteuid() == 0)
+    return command.mpirun(options, cores, os.geteuid() == 0)
 
 
 def mpirun(ranks: int, *args: str, timeout_s: float, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:

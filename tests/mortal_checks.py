@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import runtime
-from jaxmpi.comm import AxisComm
-from jaxmpi.exchange import exchange
-from jaxmpi.mortal import MortalComm
-from jaxmpi.processes import MpiProcesses, processes
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.mpi_fault_tolerant import MortalComm
+from jaxmpi.runtime import failures
 
 STRATEGIES = ("ar", "asa:16", "ring", "root:bf16", "shm")
 N = 1000
@@ -76,5 +76,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    runtime.install_excepthooks()
+    failures.install_excepthooks()
     main()

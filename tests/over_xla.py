@@ -12,10 +12,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmpi
-from jaxmpi.comm import GlooComm, MpiComm, ring_order
-from jaxmpi.mesh import global_mesh
-from jaxmpi.processes import MpiProcesses, processes
-from jaxmpi.programs import loaded_jit
+from jaxmpi.comm.axis import GlooComm
+from jaxmpi.comm.base import ring_order
+from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.shared_compile import loaded_jit
+from jaxmpi.comm.xla_mesh import global_mesh
 from references import padded, sum_over_workers
 from test_strategies import ROWS, SUMS, oracle
 from tolerances import bound

@@ -21,15 +21,20 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from jaxmpi import checkpoint
-from jaxmpi.adapters import equinox_model, linen_model, nnx_model, plain_model
-from jaxmpi.config import Data, Experiment, UsageError
+from jaxmpi.checkpoint import format
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, Sampler, open_source
-from jaxmpi.feed import open_feed
-from jaxmpi.model import Model
-from jaxmpi.modelcheck import check_model
-from jaxmpi.train import train as train_here
-from jaxmpi.workers import gather_workers
+from jaxmpi.input_pipeline.device_feed import open_feed
+from jaxmpi.model.adapters.equinox import equinox_model
+from jaxmpi.model.adapters.functions import plain_model
+from jaxmpi.model.adapters.linen import linen_model
+from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.model.check import check_model
+from jaxmpi.model.contract import Model
+from jaxmpi.trainer.main import train as train_here
 from launching import run, train
 from models.cnn import digits_cnn_tiny
 
@@ -42,7 +47,7 @@ DIGITS = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
 
 LINEN = """
 import flax.linen as nn
-from jaxmpi.adapters import linen_model
+from jaxmpi.model.adapters.linen import linen_model
 
 class Net(nn.Module):
     @nn.compact
@@ -57,7 +62,7 @@ model = linen_model(Net(), name="net", input_shape=(8, 8, 1), classes=10)
 EQUINOX = """
 import equinox as eqx
 import jax
-from jaxmpi.adapters import equinox_model
+from jaxmpi.model.adapters.equinox import equinox_model
 
 class Net(eqx.Module):
     conv: eqx.nn.Conv2d
@@ -81,7 +86,7 @@ model = equinox_model(Net, name="net", input_shape=(8, 8, 1), classes=10)
 
 PLAIN = """
 import jax, jax.numpy as jnp
-from jaxmpi.adapters import plain_model
+from jaxmpi.model.adapters.functions import plain_model
 
 def init(key):
     first, last = jax.random.split(key)
@@ -99,7 +104,9 @@ model = plain_model(init, apply, name="net", input_shape=(8, 8, 1), classes=10)
 """
 
 EXPERIMENT = """
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 
 experiment = Experiment(
     model=model, data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)),
@@ -453,7 +460,7 @@ def test_plain_pairs(pair, as_users_have_it):
 
 
 def test_importing_the_adapters_imports_no_library():
-    code = "import sys, jaxmpi.adapters, jaxmpi.modelcheck; print(sorted({'flax', 'equinox'} & set(sys.modules)))"
+    code = "import sys, jaxmpi.model.adapters.common, jaxmpi.model.check; print(sorted({'flax', 'equinox'} & set(sys.modules)))"
     assert run([sys.executable, "-c", code], timeout_s=60).out.strip() == "[]"
 
 
@@ -572,7 +579,7 @@ def test_a_model_of_the_zoo_follows_the_classes_of_the_training_data(tmp_path, a
     assert "imagefolder has 3 classes: digits_cnn_tiny is made with as many, not with the experiment's 10\n" in (
         capsys.readouterr().out
     )
-    saved = checkpoint.read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002")
+    saved = format.read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002")
     shapes = {leaf["path"]: leaf["shape"] for leaf in saved["files"]["common.bin"]}
     assert [shape for path, shape in shapes.items() if "params" in path and "logits" in path] == [[3], [16, 3]]
 
@@ -859,8 +866,10 @@ def test_plain_pairs_of_other_libraries():
 INNER_JIT = """
 from functools import partial
 from flax import nnx
-from jaxmpi.adapters import nnx_model
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from models.norm import ConvNorm
 
 class Block(nnx.Module):

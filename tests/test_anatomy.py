@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi import anatomy, spans
-from jaxmpi.anatomy import (
+from jaxmpi.observe import step_timing
+from jaxmpi.observe.step_timing import (
     LATER,
     LOCAL,
     MOST_ROWS,
@@ -22,7 +22,8 @@ from jaxmpi.anatomy import (
     summary_apart,
     taken_apart,
 )
-from jaxmpi.spans import Span
+from jaxmpi.runtime import spans
+from jaxmpi.runtime.spans import Span
 
 
 def parts(rows: list[Row], noted: list[Span] | None = None, **known: float | None) -> dict[str, float]:
@@ -278,7 +279,7 @@ def test_spans():
         merged, (begin, end) = spans.union(some), sorted(rng.integers(0, 30, 2).tolist())
         assert spans.inside(merged, begin, end) == spans.clipped(merged, begin, end)
     assert set(spans.TRACKS) >= {"data", "compute", "travel", "wait"}
-    assert anatomy.LATER[0] == float("inf")
+    assert step_timing.LATER[0] == float("inf")
 
 
 def test_a_step_without_exchange_leaves_the_state_as_it_was():

@@ -17,17 +17,27 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import asynchronous, launch, parts, rules, runtime, supervise, workers
-from jaxmpi.center import Ledger, Report, Spent, Tally
-from jaxmpi.checkpoint import Apart, Kept, found
-from jaxmpi.comm import AxisComm, SoloComm
-from jaxmpi.config import ExchangeConfig, Optim, RuleConfig, UsageError
-from jaxmpi.exchange import exchange
-from jaxmpi.optim import at_step, is_linear, optimizer
-from jaxmpi.plain import HeldFolder
-from jaxmpi.recorder import Recorder
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.checkpoint.format import Kept, found
+from jaxmpi.checkpoint.uncoordinated import Apart
+from jaxmpi.comm import topology
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.files import HeldFolder
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.launch import command, postmortem
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.optim.optimizers import at_step, is_linear, optimizer
+from jaxmpi.rules import base, registry
 from jaxmpi.rules.gosgd import Gossip
-from jaxmpi.state import TrainState
+from jaxmpi.rules.parameter_server import Ledger, Report, Spent, Tally
+from jaxmpi.runtime import failures, job_folder
+from jaxmpi.trainer import async_loop
+from jaxmpi.trainer import build as trainer_build
 from launching import ROOT, kill_session, mpirun_line, run, train
 from test_trace import check_schema
 from tolerances import U
@@ -146,13 +156,13 @@ def test_workers_of_equal_speed_make_equal_shares_of_a_long_run_to_a_tenth(tau, 
     assert max(abs(4 * steps / sum(made) - 1) for steps in made) < 0.1, made
 
 
-@pytest.mark.parametrize("steps", [100, 2 * asynchronous.MANY - 2])
+@pytest.mark.parametrize("steps", [100, 2 * async_loop.MANY - 2])
 def test_who_has_made_less_than_half_of_the_steps_has_fallen_behind(steps):
     """But nobody before there are enough, and none that is gone."""
     made = [steps, steps // 2 - 1, 0, steps]
-    enough = steps >= asynchronous.MANY
-    assert asynchronous.fallen_behind(made, [False, False, True, False]) == ({1: float(steps)} if enough else {})
-    assert asynchronous.fallen_behind([asynchronous.MANY - 1, 0], [False, True]) == {}
+    enough = steps >= async_loop.MANY
+    assert async_loop.fallen_behind(made, [False, False, True, False]) == ({1: float(steps)} if enough else {})
+    assert async_loop.fallen_behind([async_loop.MANY - 1, 0], [False, True]) == {}
 
 
 LATE = """
@@ -224,7 +234,7 @@ def test_a_step_that_any_worker_leaves_out_is_told(tmp_path):
     assert re.search(r"rank 1/2 on \S+: the gradient of \S+ of worker 1 is not finite at step 5: skipped", ended.out)
 
 
-class LoneWorker(asynchronous.Worker):
+class LoneWorker(async_loop.Worker):
     """Worker 0 of one, with the books at hand and nothing to learn."""
 
     def __init__(self) -> None:
@@ -246,13 +256,13 @@ class LoneWorker(asynchronous.Worker):
 
 
 def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path):
-    course = asynchronous.Course(10, 100, 10, 10, 100, log_every=1, eval_every=100, save_every=1)
+    course = async_loop.Course(10, 100, 10, 10, 100, log_every=1, eval_every=100, save_every=1)
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
     duties = SimpleNamespace(extra=dict, lr=lambda step: 0.1, check_skipped=lambda skipped, epochs: None)
     apart, start = Apart(tmp_path, 1, Kept(2)), SimpleNamespace(tally=Tally(), step=0)
     worker, home = LoneWorker(), HeldFolder(tmp_path)
     job = SimpleNamespace(course=course, duties=duties, start=start, recorder=Recorder(None), apart=apart, home=home)
-    keeper = asynchronous.Keeper(worker, job)  # pyright: ignore[reportArgumentType] # of all this a part
+    keeper = async_loop.Keeper(worker, job)  # pyright: ignore[reportArgumentType] # of all this a part
     keeper.look(state, worker.tell({}, examples=10))
     while keeper.is_writing:
         keeper.again(state)
@@ -299,7 +309,9 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     slowly = ("--inject", "slow:rank=all,seconds=0.01,times=0")  # so that the death comes before the end
     line = surviving(fault.ranks, *args, *slowly)
     with (tmp_path / "out").open("w") as out:
-        job = subprocess.Popen(runtime.over_leftovers(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+        job = subprocess.Popen(
+            job_folder.over_leftovers(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + 90
         while not found(run_dir / "checkpoints") and time.monotonic() < deadline:
@@ -332,7 +344,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
 
 def surviving(ranks: int, *args: str) -> list[str]:
     """The line of `jaxmpi train`, under which a run goes on without ranks that die."""
-    line = launch.mpirun(launch.Options(ranks, "mpirun", (), args), 2, os.geteuid() == 0)
+    line = command.mpirun(command.Options(ranks, "mpirun", (), args), 2, os.geteuid() == 0)
     assert line[-2:] == ["--with-ft", "ulfm"]
     return [*line, sys.executable, "-m", "jaxmpi.train", *args]
 
@@ -407,7 +419,7 @@ def test_what_rank_0_refuses_is_said_once(tmp_path):
 def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(told, ranks, tmp_path):
     """By a signal to one rank alone; nothing is lost, since all have reported and saved when they leave."""
     args = (*COMMON, *RULES["easgd-servers"], "--eval-every", "9ep", "--run-dir", str(tmp_path / "run"))
-    line = runtime.over_leftovers(surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"))
+    line = job_folder.over_leftovers(surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"))
     job = subprocess.Popen(
         line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -420,7 +432,7 @@ def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks
     finally:
         kill_session(job.pid)
         job.wait()
-    assert job.returncode == runtime.PREEMPTED, out
+    assert job.returncode == failures.PREEMPTED, out
     assert "asked to leave: saved at step" in out
     left = record(tmp_path / "run", "train")[-1]
     newest = found(tmp_path / "run" / "checkpoints")[-1]
@@ -445,7 +457,7 @@ def test_a_worker_that_hangs_is_named_and_ends_the_job(tmp_path):
     assert not ended.timed_out
     assert ended.code != 0, ended.out
     assert re.search(r"no progress for \d+ s; late: rank 2 on ", ended.out), ended.out
-    who = supervise.culprit(ended.out)
+    who = postmortem.culprit(ended.out)
     assert who is not None
     assert who.rank == "2"
     assert "Traceback" not in ended.out, ended.out
@@ -498,7 +510,7 @@ RANKS = {
 @pytest.mark.parametrize("message", RANKS)
 def test_ranks_and_rules_that_do_not_fit_are_refused(message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        rules.check_ranks(*RANKS[message])
+        registry.check_ranks(*RANKS[message])
 
 
 @pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd", "easgd_sync"])
@@ -518,30 +530,30 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
 SLOWLY_ENDED = """
 import os
 from experiments.digits import experiment
-from jaxmpi import runtime
-runtime.RANK_0_FIRST_S = 1.0
-runtime.PASSED_ON_S = 4.0 * (os.environ.get("OMPI_COMM_WORLD_RANK") == "0")
+from jaxmpi.runtime import failures
+failures.RANK_0_FIRST_S = 1.0
+failures.PASSED_ON_S = 4.0 * (os.environ.get("OMPI_COMM_WORLD_RANK") == "0")
 """
 
 
 def test_one_rank_says_what_is_refused_however_slow_the_launcher_ends_the_others(tmp_path):
     (tmp_path / "slowly.py").write_text(SLOWLY_ENDED)
-    line = (sys.executable, "-m", "jaxmpi.cli", "train", "-n", "3", str(tmp_path / "slowly.py"))
+    line = (sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "3", str(tmp_path / "slowly.py"))
     ended = run([*line, *RULES["easgd"], "--comm", "xla", "--run-dir", str(tmp_path / "run")], timeout_s=60)
-    assert ended.code == runtime.MISUSED, ended.out
+    assert ended.code == failures.MISUSED, ended.out
     assert ended.out.count("error: comm: got xla with an asynchronous rule") == 1, ended.out
     assert "---" not in ended.out, ended.out  # no box of Open MPI's
 
 
 def test_several_devices_of_a_process_are_refused():
     with pytest.raises(UsageError, match=r"devices: got 2 with an asynchronous rule.*start as many ranks"):
-        workers.gather_apart(servers=0, comm="mpi", devices=2)
+        topology.gather_apart(servers=0, comm="mpi", devices=2)
 
 
 @pytest.mark.parametrize("strategy", ["none", "lowrank4"])
 def test_strategies_without_a_wire_are_refused(strategy):
     with pytest.raises(UsageError, match="takes its wire only"):
-        parts.to_center(ExchangeConfig(strategy))
+        trainer_build.to_center(ExchangeConfig(strategy))
 
 
 def test_of_a_strategy_the_wire_counts():
@@ -552,7 +564,7 @@ def test_of_a_strategy_the_wire_counts():
         "asa:bf16": "root:bf16",
         "hier-ring": "root:32",
     }
-    assert {name: parts.to_center(ExchangeConfig(name)) for name in asked} == asked
+    assert {name: trainer_build.to_center(ExchangeConfig(name)) for name in asked} == asked
 
 
 # ---------------------------------------------------------------- the launcher's line
@@ -560,11 +572,11 @@ def test_of_a_strategy_the_wire_counts():
 
 def test_the_launcher_keeps_asynchronous_runs_alive(tmp_path):
     version = "mpirun (Open MPI) 5.0.11"
-    assert launch.outlives_ranks((DIGITS, "--rule.name", "easgd"), version)
-    assert launch.outlives_ranks((DIGITS, "--rule.name=gosgd"), version)
-    assert not launch.outlives_ranks((DIGITS, "--rule.name", "easgd_sync"), version)
-    assert not launch.outlives_ranks((DIGITS,), version)
-    assert not launch.outlives_ranks((DIGITS, "--rule.name", "easgd"), "mpirun (Open MPI) 4.1.6")
+    assert command.outlives_ranks((DIGITS, "--rule.name", "easgd"), version)
+    assert command.outlives_ranks((DIGITS, "--rule.name=gosgd"), version)
+    assert not command.outlives_ranks((DIGITS, "--rule.name", "easgd_sync"), version)
+    assert not command.outlives_ranks((DIGITS,), version)
+    assert not command.outlives_ranks((DIGITS, "--rule.name", "easgd"), "mpirun (Open MPI) 4.1.6")
 
 
 # ---------------------------------------------------------------- the local halves, and the synchronous form
@@ -572,9 +584,9 @@ def test_the_launcher_keeps_asynchronous_runs_alive(tmp_path):
 
 def build(config: RuleConfig, optim: Optim, workers: int = 1, lr: float = 0.05) -> Any:
     comm = AxisComm("w", workers) if workers > 1 else SoloComm()
-    talk = rules.Exchange(lambda tree: exchange(tree, comm=comm), lambda tree: exchange(tree, op="sum", comm=comm))
+    talk = base.Exchange(lambda tree: exchange(tree, comm=comm), lambda tree: exchange(tree, op="sum", comm=comm))
     tx = optimizer(optim, lambda step: jnp.float32(lr))
-    return rules.build(config, tx, talk, optimizer=optim.name, linear=is_linear(optim))
+    return registry.build(config, tx, talk, optimizer=optim.name, linear=is_linear(optim))
 
 
 def gradient(w):
@@ -711,7 +723,7 @@ def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(
     home.end(7, {"center": params}, {"tally": [0.0] * len(Tally._fields)}, None)
     rule = build(RuleConfig("easgd"), Optim("sgd")).asynchronous
     for worker in range(2):
-        start = asynchronous.start_of(found(tmp_path)[-1], fresh, worker, 2, rule)
+        start = async_loop.start_of(found(tmp_path)[-1], fresh, worker, 2, rule)
         assert [int(x) for x in jax.tree.leaves(start.state.rule_state) if x.ndim == 0] == [7]
 
 

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 
 import models.__main__ as report
-from jaxmpi import cli, runtime
-from jaxmpi.bench import __main__ as bench
-from jaxmpi.bench import contenders, figures, jobs, memory, options, peers
-from jaxmpi.config import TrainingError, UsageError
-from jaxmpi.processes import SoloProcesses
+from jaxmpi.bench import __main__, baselines, contenders, jobs, memory_limit, options, results
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.runtime import launchers
+from jaxmpi.tools import cli
 from launching import ROOT, Ended, kill_session, mpirun, run, session_of
 from models import MODELS
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
 QUICK = ("--rounds", "2", "--warm-up", "1")
-LIBRARIES = [name for name in peers.PEERS if peers.installed(name)]
+LIBRARIES = [name for name in baselines.PEERS if baselines.installed(name)]
 
 
 def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:
@@ -106,7 +106,7 @@ def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
 def test_the_plot_names_what_was_timed_and_the_bound(two_ranks):
     _, result, plot = two_ranks
     drawn = plot.read_text()
-    names = {figures.label(row) for case in result["cases"] for row in case["rows"]}
+    names = {results.label(row) for case in result["cases"] for row in case["rows"]}
     assert [name for name in names if f"<!-- {name} -->" not in drawn] == []
     vector, tree = "One exchange of a vector, 2 ranks on 1 host", "One exchange of digits_cnn_tiny, "
     assert (drawn.count("<!-- bound -->"), vector in drawn, tree in drawn) == (2, True, True)
@@ -266,7 +266,7 @@ def test_between_hosts_the_link_is_the_bound(tmp_path):
 def test_what_is_wrong_is_said_before_a_job_starts(args, message, monkeypatch, capsys, no_launcher):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
-        bench.main(args)
+        __main__.main(args)
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("jaxmpi: error: ")
@@ -275,10 +275,10 @@ def test_what_is_wrong_is_said_before_a_job_starts(args, message, monkeypatch, c
 
 
 def test_a_second_job_is_for_those_who_start_jobs(monkeypatch):
-    for name, value in zip(runtime.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
+    for name, value in zip(launchers.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--as-it-comes: two jobs take turns"):
-        bench.my_plan(options.parse(["--as-it-comes"]))
+        __main__.my_plan(options.parse(["--as-it-comes"]))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_folder_with_other_models_is_named(main, message, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with pytest.raises(SystemExit, match="2"):
-        bench.main(["--tree", "alexnet"])
+        __main__.main(["--tree", "alexnet"])
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -305,16 +305,16 @@ def test_a_folder_without_models_says_where_there_are_some(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path or ".") / "models").is_dir()])
     message = f"no package models in {tmp_path}, and jaxmpi installs none; run this in a clone"
     with pytest.raises(SystemExit, match="2"):
-        bench.main(["--tree", "alexnet"])
+        __main__.main(["--tree", "alexnet"])
     assert f"--tree: {message}" in capsys.readouterr().err
     with pytest.raises(UsageError, match=f"models: {message}"):
         cli.models([])
 
 
 def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):
-    monkeypatch.setattr(memory, "free_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(memory_limit, "free_bytes", lambda: 2 << 30)
     with pytest.raises(SystemExit, match="2"):
-        bench.main(["--sizes", "284Mi", "--peers", "none"])
+        __main__.main(["--sizes", "284Mi", "--peers", "none"])
     printed = capsys.readouterr()
     assert "no case fits into memory" in printed.err
     assert printed.out.startswith("297,795,584 floats: left out: 2 ranks need 12.8 GB, and 2.1 GB are free")
@@ -335,21 +335,21 @@ NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alo
 def test_as_many_ranks_as_memory_holds(monkeypatch):
     case, size_bytes = options.Case("x", False, [(1 << 28,)]), 1 << 30
     for ((strategies, names), (both, alone)), ranks in itertools.product(NEED.items(), (0, 1, 5)):
-        own = memory.BASE_BYTES + memory.TORCH_BYTES * ("torch" in names)
+        own = memory_limit.BASE_BYTES + memory_limit.TORCH_BYTES * ("torch" in names)
         one, two = [(strategies, names)], [(strategies, names), ((), names)]
         for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
             of_mpi = 2 * len(every) * size_bytes if names else 0
-            monkeypatch.setattr(memory, "free_bytes", lambda free=ranks * need + of_mpi: free)
-            assert memory.fitting(case, every, 8) == ranks
-            assert memory.fitting(case, every, 3) == min(ranks, 3)
+            monkeypatch.setattr(memory_limit, "free_bytes", lambda free=ranks * need + of_mpi: free)
+            assert memory_limit.fitting(case, every, 8) == ranks
+            assert memory_limit.fitting(case, every, 3) == min(ranks, 3)
 
 
 @pytest.mark.parametrize("peer", ["mpi4jax", "mpi4jax-flat"])
 def test_a_machine_of_22_gb_holds_both_jobs_of_8_ranks_with_alexnets_tree(peer, monkeypatch):
     """As measured: 14 and 19 GB."""
     case = options.Case("alexnet", True, [(60_965_224,)])
-    monkeypatch.setattr(memory, "free_bytes", lambda: 22 * 10**9)
-    assert memory.fitting(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
+    monkeypatch.setattr(memory_limit, "free_bytes", lambda: 22 * 10**9)
+    assert memory_limit.fitting(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
 
 
 @pytest.mark.parametrize("value", ["--hostfile hosts", "--oversubscribe", "-x PATH", ""])
@@ -382,7 +382,7 @@ def test_bounds():
 
     def bound(rate_mbit: float | None = None, **changes: int) -> float | None:
         changed = job | changes
-        return figures.bound_s(changed, figures.bytes_per_s(changed, rate_mbit))
+        return results.bound_s(changed, results.bytes_per_s(changed, rate_mbit))
 
     speed = 2 * contenders.COPY_BYTES / 0.01  # of one rank among all that copy at once
     assert bound() == pytest.approx(3 * size_bytes / speed)
@@ -424,15 +424,15 @@ def test_a_mean_that_was_not_divided_is_found():
 
 def test_two_jobs_take_turns(tmp_path):
     control, order = SoloProcesses(), []
-    for name in (figures.TUNED, figures.AS_IT_COMES):
+    for name in (results.TUNED, results.AS_IT_COMES):
         (tmp_path / f"{name}.plan").touch()
-    (tmp_path / "turn").write_text(f"{figures.TUNED} 0")
-    both = [jobs.Turns(tmp_path, name, control) for name in (figures.TUNED, figures.AS_IT_COMES)]
+    (tmp_path / "turn").write_text(f"{results.TUNED} 0")
+    both = [jobs.Turns(tmp_path, name, control) for name in (results.TUNED, results.AS_IT_COMES)]
     for _ in range(3):
         for job in both:
             with job:
                 order.append(job.mine)
-    assert order == [figures.TUNED, figures.AS_IT_COMES] * 3
+    assert order == [results.TUNED, results.AS_IT_COMES] * 3
     both[1].end()
     with both[0]:
         assert not both[0].alone  # the turn that the other gave it last
@@ -445,24 +445,24 @@ def test_an_error_in_a_turn_waits_for_nobody(tmp_path):
         def barrier(self) -> None:
             raise AssertionError("others may never come")
 
-    with pytest.raises(ValueError, match="boom"), jobs.Turns(tmp_path, figures.TUNED, Late()):
+    with pytest.raises(ValueError, match="boom"), jobs.Turns(tmp_path, results.TUNED, Late()):
         raise ValueError("boom")
 
 
 def test_a_turn_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "TURN_S", 0.05)
-    (tmp_path / f"{figures.TUNED}.plan").touch()
-    (tmp_path / "turn").write_text(f"{figures.TUNED} 0")
+    (tmp_path / f"{results.TUNED}.plan").touch()
+    (tmp_path / "turn").write_text(f"{results.TUNED} 0")
     with (
         pytest.raises(TrainingError, match="the job 'tuned' has kept its turn"),
-        jobs.Turns(tmp_path, figures.AS_IT_COMES, SoloProcesses()),
+        jobs.Turns(tmp_path, results.AS_IT_COMES, SoloProcesses()),
     ):
         raise AssertionError("it was not its turn")
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(peers.PEERS, "absent", peers.PEERS["torch"]._replace(package="no_such_package"))
+    monkeypatch.setitem(baselines.PEERS, "absent", baselines.PEERS["torch"]._replace(package="no_such_package"))
     with pytest.raises(UsageError, match="peer 'absent' needs no_such_package, which is not installed"):
-        peers.importable(["absent"])
-    assert "absent" not in peers.importable(["all"])
-    assert peers.importable(["none"]) == ()
+        baselines.importable(["absent"])
+    assert "absent" not in baselines.importable(["all"])
+    assert baselines.importable(["none"]) == ()

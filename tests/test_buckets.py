@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi.buckets import Order, plan
+from jaxmpi.allreduce.buckets import Order, plan
 
 sizes = st.lists(st.integers(0, 3000), max_size=20)
 

@@ -80,8 +80,8 @@ def second():
 if rank == 0:
     one = threading.Thread(target=first, name="trainer")
     one.start()
-    from jaxmpi import calls
-    while calls._door.holder != "trainer":
+    from jaxmpi.allreduce import call_order
+    while call_order._door.holder != "trainer":
         time.sleep(0.01)
     two = threading.Thread(target=second, name="logger")
     two.start(), two.join()

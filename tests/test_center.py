@@ -11,16 +11,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi import center, post
-from jaxmpi.center import LONGEST, PUSH, READ, TIMES, Answer, Layout, Ledger, Report, Server, Spent, Talk, Tally
-from jaxmpi.comm import SoloComm
-from jaxmpi.config import RuleConfig, TrainingError
-from jaxmpi.hostcomm import HOST_WIRES, MESSAGE_BYTES
-from jaxmpi.rules import Asynchronous, Exchange
+from jaxmpi.allreduce.host_algorithms import MESSAGE_BYTES
+from jaxmpi.allreduce.host_wires import HOST_WIRES
+from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.rules import gossip_transport, parameter_server, parameter_server_transport
 from jaxmpi.rules.asgd import asgd
+from jaxmpi.rules.base import Asynchronous, Exchange
 from jaxmpi.rules.easgd import easgd
 from jaxmpi.rules.gosgd import Gossip
-from jaxmpi.wires import BLOCK
+from jaxmpi.rules.parameter_server import (
+    LONGEST,
+    PUSH,
+    READ,
+    TIMES,
+    Answer,
+    Layout,
+    Ledger,
+    Report,
+    Server,
+    Spent,
+    Talk,
+    Tally,
+)
 from tolerances import U
 
 N = BLOCK + 3  # two segments, one of them short
@@ -32,7 +47,7 @@ BUILD = {"easgd": easgd, "asgd": asgd}
 def short_segments():
     """Of a block at least: schedules of the same messages, in a fraction of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(center, "LEAST", BLOCK)
+        patch.setattr(parameter_server, "LEAST", BLOCK)
         yield
 
 
@@ -330,17 +345,17 @@ class StraightLine:
 @pytest.mark.parametrize(("answers", "dumb_s", "is_patient"), [(1, 0.6, False), (2, 0.6, True), (2, 3.0, False)])
 def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, answers, dumb_s, is_patient):
     """The slowest worker may be evaluating; two answers hold the params, the third is the report's."""
-    monkeypatch.setattr(post, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gossip_transport, "TIMEOUT_S", 0.2)
     layout, ledger = Layout(N, 1, "32"), begun(1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])
     lines: list[Any] = [StraightLine(server, answers, dumb_s)]  # without MPI
     if is_patient:
-        assert post.converse(talk, lines) >= dumb_s * 0.9
+        assert parameter_server_transport.converse(talk, lines) >= dumb_s * 0.9
     else:
         limit_s = 0.2 if answers == 1 else 1.2
         with pytest.raises(TrainingError, match=f"has not answered for {limit_s} s; .* 0.2 s now"):
-            post.converse(talk, lines)
+            parameter_server_transport.converse(talk, lines)
 
 
 def test_a_talk_that_lacks_only_the_books_knows_it():

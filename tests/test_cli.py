@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import cli
+from jaxmpi.tools import cli
 from models import MODELS
 
 ROOT = Path(__file__).parent.parent

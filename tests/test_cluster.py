@@ -84,14 +84,14 @@ def test_a_link_carries_what_it_was_asked_to(tmp_path):
 CARRIED = """
 import jax, numpy as np
 import jaxmpi
-from jaxmpi import engine
-from jaxmpi.processes import processes
+from jaxmpi.allreduce import comm_thread_calls
+from jaxmpi.comm.control import processes
 
 comm = jaxmpi.world()
 x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
-carried, of_thread = {}, engine.why_not
+carried, of_thread = {}, comm_thread_calls.why_not
 for is_carried in (True, False):
-    engine.why_not = of_thread if is_carried else lambda *args: "asked for"
+    comm_thread_calls.why_not = of_thread if is_carried else lambda *args: "asked for"
     for strategy in ("ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16", "tree:32", "tree:16"):
         total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())

@@ -10,16 +10,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmpi.comm import after
-from jaxmpi.config import COMMS
-from jaxmpi.strategies import parse
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.comm.axis import after
+from jaxmpi.config.schema import COMMS
 from launching import ROOT, Ended, mpirun, train
 from tolerances import WIRE, U
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
 A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
 EXPERIMENT = """
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
@@ -168,8 +170,8 @@ import os, signal, sys, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxmpi
-from jaxmpi.mesh import global_mesh
-from jaxmpi.processes import processes
+from jaxmpi.comm.xla_mesh import global_mesh
+from jaxmpi.comm.control import processes
 
 rank = processes().rank
 {before}

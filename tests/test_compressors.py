@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi.comm import AxisComm
-from jaxmpi.compressors import COMPRESSORS, largest, parse, transposed_dot
-from jaxmpi.config import UsageError
-from jaxmpi.exchange import exchange, exchange_gradients
+from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.allreduce.compression import COMPRESSORS, largest, parse, transposed_dot
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.core.errors import UsageError
 from tolerances import U, bound
 
 WORKERS = 3

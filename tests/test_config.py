@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi import config, experiment
-from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, Schedule, UsageError, local_batch, lookup, steps
+from jaxmpi.config import experiment_file, flags, rule_config
+from jaxmpi.config.data import Data
+from jaxmpi.config.durations import steps
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.config.schema import Experiment, local_batch
+from jaxmpi.core.errors import UsageError, lookup
 from launching import ROOT
 
 DURATIONS = [
@@ -112,7 +117,7 @@ def test_fields_check_themselves(part, fields, message):
         part(**fields)
 
 
-@pytest.mark.parametrize("part", [Data, Optim, Schedule, ExchangeConfig, Experiment, config.RuleConfig])
+@pytest.mark.parametrize("part", [Data, Optim, Schedule, ExchangeConfig, Experiment, rule_config.RuleConfig])
 def test_parts_are_frozen_and_their_defaults_hold(part):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(part(), dataclasses.fields(part)[0].name, None)
@@ -164,7 +169,7 @@ def test_resolved_is_json_and_holds_every_field_but_the_embedded_recipe():
         return outputs
 
     experiment = Experiment(loss=squared, embedded=Experiment(), data=Data(train=[1], mean=(0.5,)), optim=Optim(lr=0.5))
-    plain = config.resolved(experiment)
+    plain = flags.resolved(experiment)
     assert json.loads(json.dumps(plain)) == plain
     assert set(plain) == {field.name for field in dataclasses.fields(Experiment)} - {"embedded"}
     assert (plain["loss"], plain["data"]["mean"], plain["optim"]["lr"]) == ("squared", [0.5], 0.5)
@@ -175,7 +180,7 @@ def test_resolved_names_what_only_python_can_set():
     class Source:
         name = "mine"
 
-    assert config.resolved(Experiment(data=Data(train=Source())))["data"]["train"] == "mine"
+    assert flags.resolved(Experiment(data=Data(train=Source())))["data"]["train"] == "mine"
 
 
 def test_more_loaders_than_a_machine_can_start_are_refused():
@@ -184,10 +189,10 @@ def test_more_loaders_than_a_machine_can_start_are_refused():
 
 
 def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean_and_std():
-    own = experiment.parse([str(ROOT / "experiments/digits.py")])[0].data
+    own = experiment_file.parse([str(ROOT / "experiments/digits.py")])[0].data
     assert (own.mean, own.std, own.mean_image) == ((0.305,), (0.376,), "")
     for flag in (["--data.mean-image", "m.npy"], ["--data.mean-image=m.npy"], ["--data.mean_image", "m.npy"]):
-        data = experiment.parse([str(ROOT / "experiments/digits.py"), *flag])[0].data
+        data = experiment_file.parse([str(ROOT / "experiments/digits.py"), *flag])[0].data
         assert (data.mean, data.std, data.mean_image) == ((), (), "m.npy")
     with pytest.raises(UsageError, match=r"data\.mean and data\.mean_image: give one of the two"):
         Data(mean=(0.5,), mean_image="m.npy")

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi.config import Data, UsageError
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Augment, load_mean_image
 from jaxmpi.data.augment import random_window
 

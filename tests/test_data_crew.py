@@ -18,15 +18,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi import spawned
-from jaxmpi.config import Data, Experiment, TrainingError, UsageError
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open_source
-from jaxmpi.data.member import HERE, Answer, Failure, Make
-from jaxmpi.data.member import words as words_of
-from jaxmpi.data.segments import Parcel, Segment
-from jaxmpi.feed import open_feed
-from jaxmpi.model import Model
-from jaxmpi.workers import gather_workers
+from jaxmpi.data.loader_worker import HERE, Answer, Failure, Make
+from jaxmpi.data.loader_worker import words as words_of
+from jaxmpi.data.ring_buffer import Parcel
+from jaxmpi.input_pipeline import mpi_loaders
+from jaxmpi.input_pipeline.device_feed import open_feed
+from jaxmpi.model.contract import Model
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
@@ -72,7 +75,7 @@ def children() -> list[int]:
     found = []
     for task in Path("/proc/self/task").iterdir():
         found += [int(pid) for pid in (task / "children").read_text().split()]
-    return [pid for pid in found if "jaxmpi.data.member" in command(pid)]
+    return [pid for pid in found if "jaxmpi.data.loader_worker" in command(pid)]
 
 
 def command(pid: int) -> str:
@@ -294,7 +297,7 @@ def stick(folder: Path) -> Path:
 class TestLoadersThatFail:
     @pytest.mark.parametrize("kind", ["processes", "threads"])
     def test_one_that_stalls_is_named_with_its_file(self, own, kind, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.crew.JOIN_S", 0.2)
+        monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.2)
         data = folder_data(own, loader=kind, stall_s=0.5)
         source, path = open_source(data, "train"), stick(own)
         with (
@@ -325,7 +328,7 @@ class TestLoadersThatFail:
             killer.join()
 
     def test_one_that_is_stopped_is_noticed_and_ended(self, own, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.crew.END_S", 0.2)
+        monkeypatch.setattr("jaxmpi.data.loader_pool.END_S", 0.2)
         data = folder_data(own, loaders=1, stall_s=0.5)
         with loader(open_source(data, "train"), 2, data) as batches:
             next(batches)
@@ -336,7 +339,7 @@ class TestLoadersThatFail:
         assert children() == []
 
     def test_one_that_is_stopped_with_its_pipe_full_is_noticed_as_well(self, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.crew.END_S", 0.2)
+        monkeypatch.setattr("jaxmpi.data.loader_pool.END_S", 0.2)
         size = 40_000  # numbers of a batch's examples take more than the pipe does
         source = ArraySource(np.zeros((4 * size, 1, 1, 1), np.uint8), np.zeros(4 * size, np.int32), classes=2)
         data = Data(loader="processes", loaders=1, prefetch=2, stall_s=0.5)
@@ -397,7 +400,7 @@ def test_no_loader_outlives_its_worker(end, own):
     pids = [int(pid) for pid in re.findall(r"\d+", job.stdout.splitlines()[0])]
     assert len(pids) == 3, job.stderr
     assert (job.returncode == 0) == (end in ("exit", "out of the slots")), job.stderr
-    wait_until(lambda: not any("jaxmpi.data.member" in command(pid) for pid in pids), 10)
+    wait_until(lambda: not any("jaxmpi.data.loader_worker" in command(pid) for pid in pids), 10)
 
 
 EXPERIMENT = """
@@ -501,14 +504,14 @@ SPAWNING = """
     import hashlib, os, signal, sys, time
     import jaxmpi
     comm = jaxmpi.world()
-    import jaxmpi.spawned
+    import jaxmpi.input_pipeline.mpi_loaders
     from jaxmpi.config import Data
     from jaxmpi.data import Crew, Loader, Sampler, open_source
-    found, told, send = [], [], jaxmpi.spawned.SpawnedLoaders._send
+    found, told, send = [], [], jaxmpi.input_pipeline.mpi_loaders.SpawnedLoaders._send
     def heard(self, number, tag, message):
         told.append((number, tag, bytes(message)))
         send(self, number, tag, message)
-    jaxmpi.spawned.SpawnedLoaders._send = heard
+    jaxmpi.input_pipeline.mpi_loaders.SpawnedLoaders._send = heard
     for kind in ("threads", "spawn"):
         data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
         source = open_source(data, "train")
@@ -569,7 +572,7 @@ def test_jaxmpi_train_ends_with_the_code_of_the_rank_whose_spawned_loader_died(t
     """A launcher by itself has 137."""
     data = "Data('array', train=Numbered(6, ends_at=3), validation=Numbered(6), loader='spawn')"
     path, run_dir = write_experiment(tmp_path, data, PX, 6), tmp_path / "run"
-    line = [sys.executable, "-m", "jaxmpi.cli", "train", "-n", "2", str(path), "--run-dir", str(run_dir)]
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(path), "--run-dir", str(run_dir)]
     ended = run(line, timeout_s=100)
     assert ended.code == 1, ended.out[-3000:]
     last = ended.out.rstrip().splitlines()[-1]
@@ -578,14 +581,14 @@ def test_jaxmpi_train_ends_with_the_code_of_the_rank_whose_spawned_loader_died(t
 
 def test_the_papers_words():
     make = Make(3, 17, 1, 0, 1, 2, np.array([5, 9]))
-    words = spawned.file_words(make, "/data/train/dog/caf\u00e9\0\udcff.jpg")
+    words = mpi_loaders.file_words(make, "/data/train/dog/caf\u00e9\0\udcff.jpg")
     assert words.startswith("/data/train/dog/caf\u00e9".encode())
-    again = spawned.make_of(3, words)
+    again = mpi_loaders.make_of(3, words)
     assert (again[:-1], again.indices.tolist()) == (make[:-1], [5, 9])
-    assert (spawned.mode_words(3, True), spawned.mode_words(4, False)) == (b"train 3", b"val 4")
+    assert (mpi_loaders.mode_words(3, True), mpi_loaders.mode_words(4, False)) == (b"train 3", b"val 4")
     assert words_of(Answer(17, [])) == b"copy_finished 17"
-    assert spawned.answer_of(b"copy_finished 17") == Answer(17, [])
-    failed = spawned.answer_of(words_of(Answer(18, [Failure(2, KeyError("x"))])))
+    assert mpi_loaders.answer_of(b"copy_finished 17") == Answer(17, [])
+    failed = mpi_loaders.answer_of(words_of(Answer(18, [Failure(2, KeyError("x"))])))
     assert (failed.ticket, failed.failures[0].position, str(failed.failures[0].error)) == (18, 2, "'x'")
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi.config import Data, UsageError
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source
 from launching import wait_until
 
@@ -343,7 +344,7 @@ class TestClosing:
         assert crew() == []
 
     def test_close_is_prompt_and_drops_what_is_queued(self, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.crew.JOIN_S", 0.1)
+        monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
         gate = threading.Event()
 
         class Held(Slow):
@@ -384,7 +385,7 @@ class TestClosing:
         timer.join()
 
     def test_a_stuck_read_does_not_keep_close_waiting(self, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.crew.JOIN_S", 0.1)
+        monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
         release = threading.Event()
 
         class Stuck(Slow):

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
-from jaxmpi.config import Data, UsageError
-from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source, segments
-from jaxmpi.data import memory as mem
-from jaxmpi.data.memory import Arena, GroupSampler, MemorySource
+from jaxmpi.config.data import Data
+from jaxmpi.core import shared_memory
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, group_cache, open_source
+from jaxmpi.data.group_cache import Arena, GroupSampler, MemorySource
 
 GROUPS = st.tuples(st.integers(1, 60), st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
 
@@ -48,8 +49,8 @@ class TestOrder:
     def test_a_worker_reads_what_its_member_holds(self, group, epoch):
         parts = group[1]
         whose = sampler(*group)
-        places = mem.members(group[0], 2 * parts * group[2], parts)
-        holders = mem.holders_by_place(whose.places(whose.moved(epoch)), places)
+        places = group_cache.members(group[0], 2 * parts * group[2], parts)
+        holders = group_cache.holders_by_place(whose.places(whose.moved(epoch)), places)
         for rank, read in enumerate(one_epoch(*group, epoch=epoch)):
             assert (holders[read] == rank % parts).all()
 
@@ -66,7 +67,7 @@ class TestOrder:
         size, epoch = parts * groups, 4
         samplers = [GroupSampler(n, batch, rank, size, 5, parts=parts, period=period) for rank in range(size)]
         whose = samplers[0]
-        holders = mem.holders_by_place(whose.places(whose.moved(epoch)), mem.members(n, batch, parts))
+        holders = group_cache.holders_by_place(whose.places(whose.moved(epoch)), group_cache.members(n, batch, parts))
         read = []
         for rank, mine in enumerate(samplers):
             for step in range(epoch * mine.steps_per_epoch, (epoch + 1) * mine.steps_per_epoch):
@@ -123,7 +124,7 @@ class TestOrder:
         whose = sampler(n, parts, period=period)
         counts = np.zeros((n, parts))
         for epoch in range(0, shuffles * period, period):
-            counts[np.arange(n), mem.holders_by_place(whose.places(epoch), np.arange(n) % parts)] += 1
+            counts[np.arange(n), group_cache.holders_by_place(whose.places(epoch), np.arange(n) % parts)] += 1
         expected = shuffles / parts
         statistic = ((counts - expected) ** 2 / expected).sum() * (n - 1) / n
         low, high = stats.chi2.ppf([1e-6, 1 - 1e-6], (n - 1) * (parts - 1))
@@ -144,7 +145,7 @@ def content(record: int, lengths: np.ndarray) -> np.ndarray:
 
 
 def held_in_slices(n: int, parts: int, lengths: np.ndarray) -> list[Arena]:
-    begins = mem.slices(n, parts)
+    begins = group_cache.slices(n, parts)
     arenas = []
     for part in range(parts):
         arena = Arena(np.arange(begins[part], begins[part + 1]), lengths)
@@ -156,10 +157,10 @@ def held_in_slices(n: int, parts: int, lengths: np.ndarray) -> list[Arena]:
 
 def shuffle(
     arenas: list[Arena], order: np.ndarray, before: np.ndarray, after: np.ndarray, lengths: np.ndarray, segment: int
-) -> tuple[list[Arena], list[list[mem.Move]]]:
+) -> tuple[list[Arena], list[list[group_cache.Move]]]:
     """Every member's new arena, and the moves; bytes are carried as MPI_Alltoallv carries them."""
     parts = len(arenas)
-    planned = [list(mem.moves(order, before, after, lengths, me, parts, segment)) for me in range(parts)]
+    planned = [list(group_cache.moves(order, before, after, lengths, me, parts, segment)) for me in range(parts)]
     new = [Arena(np.concatenate([m.received for m in own] or [np.empty(0, int)]), lengths) for own in planned]
     at = [0] * parts
     for moves in zip(*planned, strict=True):
@@ -180,12 +181,12 @@ class TestMoves:
     @given(st.integers(0, 80), st.integers(1, 6), st.integers(1, 3), st.integers(1, 200), st.integers(0, 99))
     def test_every_record_goes_where_the_order_wants_it(self, n, parts, each, segment, seed):
         lengths, whose = lengths_of(n, seed), sampler(max(n, 1), parts * each)
-        arenas, before = held_in_slices(n, parts, lengths), mem.holders_by_slice(n, parts)
-        whose_place = mem.members(n, 6 * parts * each, parts * each) // each
+        arenas, before = held_in_slices(n, parts, lengths), group_cache.holders_by_slice(n, parts)
+        whose_place = group_cache.members(n, 6 * parts * each, parts * each) // each
         for epoch in range(3):
             order = whose.places(epoch) if n else np.empty(0, int)
             arenas, planned = shuffle(arenas, order, before, whose_place, lengths, segment)
-            before = mem.holders_by_place(order, whose_place)
+            before = group_cache.holders_by_place(order, whose_place)
             for me, arena in enumerate(arenas):
                 mine = [order[member :: parts * each] for member in range(me * each, (me + 1) * each)]
                 assert arena.records.tolist() == sorted(np.concatenate(mine).tolist())
@@ -200,19 +201,23 @@ class TestMoves:
 
     @given(st.integers(1, 300), st.integers(1, 9))
     def test_slices_are_equal_up_to_rounding(self, n, parts):
-        sizes = np.bincount(mem.holders_by_slice(n, parts), minlength=parts)
+        sizes = np.bincount(group_cache.holders_by_slice(n, parts), minlength=parts)
         assert sizes.max() - sizes.min() <= 1
-        assert np.diff(mem.slices(n, parts)).tolist() == sizes.tolist()
+        assert np.diff(group_cache.slices(n, parts)).tolist() == sizes.tolist()
 
     @pytest.mark.parametrize("parts", [1, 3, 64])
     def test_no_count_passes_what_a_c_int_holds(self, parts):
         """70 records of up to 1 GiB, all big ones at one member: nothing is allocated, only counted."""
-        lengths = np.where(np.arange(70) < 40, mem.MOST_BYTES, 1000)
+        lengths = np.where(np.arange(70) < 40, group_cache.MOST_BYTES, 1000)
         order = np.argsort(np.random.default_rng(0).random(70))
         total = np.zeros((parts, parts), np.int64)
         numbers = []
         for me in range(parts):
-            moves = list(mem.moves(order, mem.holders_by_slice(70, parts), np.arange(70) % parts, lengths, me, parts))
+            moves = list(
+                group_cache.moves(
+                    order, group_cache.holders_by_slice(70, parts), np.arange(70) % parts, lengths, me, parts
+                )
+            )
             numbers.append(len(moves))
             for move in moves:
                 assert max(move.sent_bytes.sum(), move.received_bytes.sum()) < 2**31
@@ -258,27 +263,27 @@ class Damaged:
 
 class TestRoom:
     def test_more_than_the_machine_has_is_refused(self):
-        assert 2**20 < mem.available_bytes() < 2**50
+        assert 2**20 < shared_memory.available_bytes() < 2**50
         with pytest.raises(UsageError, match=r"1,125,900\.0 GB more are needed on this machine, .* left; .*group_size"):
-            mem.check_alone(2**50)
+            group_cache.check_alone(2**50)
 
     def test_ranks_of_a_host_need_it_together(self):
         hosts = (0, 1, 0, 1)
         rows = np.array([[2e9, 5e9], [2e9, 4e9], [3e9, 5e9], [2e9, 4e9]])
-        mem.check_room(rows, hosts)
+        group_cache.check_room(rows, hosts)
         rows[3, 0] = 3e9
         said = r"5\.0 GB more are needed by 2 ranks on rank 1's machine, which has 4\.0 GB left"
         with pytest.raises(UsageError, match=said):
-            mem.check_room(rows, hosts)
+            group_cache.check_room(rows, hosts)
 
     def test_the_second_part_of_a_shuffle_is_counted(self, monkeypatch):
-        monkeypatch.setattr(mem, "available_bytes", lambda: 7)
-        assert mem.room(1000, 100).tolist() == [1900, 7]
-        assert mem.room(1000, 100, copies=2).tolist() == [3900, 7]
-        assert mem.room(10 * mem.CHUNK_BYTES, 0, copies=2).tolist() == [22 * mem.CHUNK_BYTES, 7]
+        monkeypatch.setattr(group_cache, "available_bytes", lambda: 7)
+        assert group_cache.room(1000, 100).tolist() == [1900, 7]
+        assert group_cache.room(1000, 100, copies=2).tolist() == [3900, 7]
+        assert group_cache.room(10 * group_cache.CHUNK_BYTES, 0, copies=2).tolist() == [22 * group_cache.CHUNK_BYTES, 7]
 
     def test_all_is_asked_for_once_after_a_sample(self, monkeypatch):
-        monkeypatch.setattr(mem, "SAMPLE", 64)
+        monkeypatch.setattr(group_cache, "SAMPLE", 64)
         source, asked, read = MemorySource(Damaged(200), Data()), [], []
         monkeypatch.setattr(source.inner, "encoded", lambda i: read.append(i) or (bytes(i), 3))
 
@@ -299,10 +304,10 @@ class TestRoom:
 
     def test_chunks_that_wait_are_not_counted_twice(self, monkeypatch):
         """On a machine with room for the part and a fifth of it."""
-        taken, whole = [], mem._pages
-        monkeypatch.setattr(mem, "_pages", lambda size_bytes: taken.append(size_bytes) or whole(size_bytes))
-        monkeypatch.setattr(mem, "available_bytes", lambda: 1500 - sum(taken))
-        monkeypatch.setattr(mem, "CHUNK_BYTES", 100)
+        taken, whole = [], group_cache._pages
+        monkeypatch.setattr(group_cache, "_pages", lambda size_bytes: taken.append(size_bytes) or whole(size_bytes))
+        monkeypatch.setattr(group_cache, "available_bytes", lambda: 1500 - sum(taken))
+        monkeypatch.setattr(group_cache, "CHUNK_BYTES", 100)
         source = MemorySource(Damaged(50), Data())
         source.load(np.arange(50))
         assert source.newest().bytes.size == 1225
@@ -310,9 +315,9 @@ class TestRoom:
     def test_what_others_took_since_is_seen_before_a_shuffle(self, monkeypatch):
         source = MemorySource(Damaged(9), Data())
         source.load(np.arange(9))
-        monkeypatch.setattr(mem, "available_bytes", lambda: 35)
+        monkeypatch.setattr(group_cache, "available_bytes", lambda: 35)
         with pytest.raises(UsageError, match="GB more are needed"):
-            mem.shuffled(source, np.arange(9), np.zeros(9, int), np.zeros(9, int), 0, 1)
+            group_cache.shuffled(source, np.arange(9), np.zeros(9, int), np.zeros(9, int), 0, 1)
 
 
 class TestAvailable:
@@ -323,20 +328,20 @@ class TestAvailable:
         """What the kernel says: 8 GB of the machine are available, and the task's own group has no limit."""
         files = {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable:   8000000 kB\n"}
         files |= {"/proc/self/cgroup": "4:memory:/x\n0::/job_7/task_0\n", f"{self.OWN}/memory.max": "max\n"}
-        monkeypatch.setattr(segments, "read", lambda path: files.get(str(path), ""), raising=False)
+        monkeypatch.setattr(shared_memory, "read", lambda path: files.get(str(path), ""), raising=False)
         return files
 
     def test_the_machine_where_no_group_has_a_limit(self, files):
-        assert segments.available_bytes() == 8_000_000 << 10
+        assert shared_memory.available_bytes() == 8_000_000 << 10
 
     @pytest.mark.parametrize("group", ["/job_7", "/job_7/task_0", ""])
     def test_the_limit_of_any_group_above(self, files, group):
         """Files in the page cache go when memory is needed."""
         place = f"/sys/fs/cgroup{group}"
         files |= {f"{place}/memory.max": "2000000000\n", f"{place}/memory.current": "1900000000\n"}
-        assert segments.available_bytes() == 100_000_000
+        assert shared_memory.available_bytes() == 100_000_000
         files[f"{place}/memory.stat"] = "anon 500\nfile 700\ninactive_file 400000000\nactive_file 300000000\n"
-        assert segments.available_bytes() == 800_000_000
+        assert shared_memory.available_bytes() == 800_000_000
 
     @pytest.mark.parametrize("group", ["/x", ""])
     def test_the_limit_of_a_group_of_version_1(self, files, group):
@@ -344,11 +349,11 @@ class TestAvailable:
         place = f"/sys/fs/cgroup/memory{group}"
         files |= {f"{place}/memory.limit_in_bytes": "2000000000\n", f"{place}/memory.usage_in_bytes": "1900000000\n"}
         files[f"{place}/memory.stat"] = "active_file 1\ntotal_inactive_file 400000000\ntotal_active_file 300000000\n"
-        assert segments.available_bytes() == 800_000_000
+        assert shared_memory.available_bytes() == 800_000_000
 
     def test_a_system_that_does_not_say(self, monkeypatch):
-        monkeypatch.setattr(segments, "read", lambda path: "", raising=False)
-        assert segments.available_bytes() == sys.maxsize
+        monkeypatch.setattr(shared_memory, "read", lambda path: "", raising=False)
+        assert shared_memory.available_bytes() == sys.maxsize
 
 
 class TestSource:
@@ -367,14 +372,14 @@ class TestSource:
     @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)])
     def test_arrays_of_any_type(self, dtype, shape):
         array = np.arange(24).astype(dtype)[: int(np.prod(shape))].reshape(shape)
-        again = mem.array_of(memoryview(mem.bytes_of(array, "x")))
+        again = group_cache.array_of(memoryview(group_cache.bytes_of(array, "x")))
         assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
         assert not again.flags.writeable
 
     @pytest.mark.parametrize("array", [np.array([None]), np.array(["a"])], ids=["objects", "text"])
     def test_what_is_no_array_of_numbers_is_refused(self, array):
         with pytest.raises(UsageError, match=r"x\[3\]: got .*expected numbers to keep in memory"):
-            mem.bytes_of(array, "x[3]")
+            group_cache.bytes_of(array, "x[3]")
 
     def test_many_threads_read_arrays(self):
         source = MemorySource(numbered(40), Data())
@@ -391,7 +396,7 @@ class TestSource:
         assert isinstance(blob, memoryview)
 
     def test_many_chunks(self, monkeypatch):
-        monkeypatch.setattr(mem, "CHUNK_BYTES", 10)
+        monkeypatch.setattr(group_cache, "CHUNK_BYTES", 10)
         source = MemorySource(Damaged(50), Data())
         source.load(np.arange(49, -1, -1))
         assert [bytes(source.record(i)[0]) for i in range(50)] == [bytes([i]) * i for i in range(50)]
@@ -494,9 +499,9 @@ class TestSource:
         assert spare is not None
         arena = Arena(np.arange(78), source.lengths, spare)
         assert (arena.bytes.ctypes.data, arena.bytes.size) == (address, sum(range(78)))
-        monkeypatch.setattr(mem, "available_bytes", lambda: size_bytes)
+        monkeypatch.setattr(group_cache, "available_bytes", lambda: size_bytes)
         stays = np.zeros(80, int)
-        mem.shuffled(source, np.arange(80), stays, stays, 0, 1, spare)  # counted as there already
+        group_cache.shuffled(source, np.arange(80), stays, stays, 0, 1, spare)  # counted as there already
         source.lengths[79] = len(spare)
         assert Arena(np.arange(80), source.lengths, spare).bytes.size == len(spare) + sum(range(79))
 
@@ -549,16 +554,16 @@ class TestSource:
 
 @pytest.mark.parametrize(("group", "workers", "expected"), [(0, 8, 8), (1, 8, 1), (4, 8, 4)])
 def test_group_sizes(group, workers, expected):
-    assert mem.check_group(group, workers) == expected
+    assert group_cache.check_group(group, workers) == expected
 
 
 def test_processes_of_several_workers_are_not_cut():
-    assert [mem.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
+    assert [group_cache.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
     with pytest.raises(UsageError, match=r"got 6 with 12 workers, 4 a process; expected one of 1, 2, 4, 12"):
-        mem.check_group(6, 12, each=4)
+        group_cache.check_group(6, 12, each=4)
 
 
 @pytest.mark.parametrize("group", [3, 16])
 def test_a_group_that_does_not_divide(group):
     with pytest.raises(UsageError, match=rf"data.group_size: got {group} with 8 workers; expected one of 1, 2, 4, 8"):
-        mem.check_group(group, 8)
+        group_cache.check_group(group, 8)

@@ -20,13 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from jaxmpi.config import Data, TrainingError, UsageError
-from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source, pack
-from jaxmpi.data.images import encoded
-from jaxmpi.data.pack import Recipe
-from jaxmpi.data.packed import INDEX, MANIFEST, ROW, Packed, shard_name
-from jaxmpi.data.sources import PackedSource
-from jaxmpi.runtime import exit_code
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source, packing
+from jaxmpi.data.decode import encoded
+from jaxmpi.data.packing import Recipe
+from jaxmpi.data.sources.packed import INDEX, MANIFEST, ROW, Packed, PackedSource, shard_name
+from jaxmpi.runtime.failures import exit_code
 from launching import on_small_disk
 
 RNG = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def noise(n: int, px: int = 6, channels: int = 3, classes: int = 0) -> ArraySour
 @pytest.fixture
 def packed(tmp_path: Path) -> tuple[ArraySource, Path]:
     source = noise(20)
-    pack.pack(source, tmp_path / "train", PNG)
+    packing.pack(source, tmp_path / "train", PNG)
     return source, tmp_path / "train"
 
 
@@ -70,7 +70,7 @@ def test_what_was_packed_comes_out(packed):
         assert got[i][1] == source[i][1]
     assert got.where(19).startswith(str(folder / "shard-00009.bin at byte "))
     assert sorted(path.name for path in folder.iterdir()) == [INDEX, MANIFEST, *map(shard_name, range(10))]
-    assert pack.damaged(got, decode=True) == []
+    assert packing.damaged(got, decode=True) == []
 
 
 def test_it_is_a_source_of_the_trainer(packed, monkeypatch):
@@ -88,9 +88,9 @@ def test_it_is_a_source_of_the_trainer(packed, monkeypatch):
 
 def test_the_digest_is_that_of_content_and_not_of_place(packed, tmp_path):
     source, folder = packed
-    pack.pack(source, tmp_path / "again", Recipe(quality=0, shard_bytes=10**6), threads=1)
+    packing.pack(source, tmp_path / "again", Recipe(quality=0, shard_bytes=10**6), threads=1)
     other = noise(20)
-    pack.pack(other, tmp_path / "other", PNG)
+    packing.pack(other, tmp_path / "other", PNG)
     digests = [Packed(path).digest() for path in (folder, tmp_path / "again", tmp_path / "other")]
     assert digests[0] == digests[1] != digests[2]
 
@@ -106,7 +106,7 @@ def test_a_copy_by_pickle_opens_its_files_anew(packed):
 @pytest.mark.parametrize("n", [0, 1])
 def test_few_records(tmp_path, n):
     source = noise(n, classes=5)
-    assert pack.pack(source, tmp_path / "few", PNG).records == n
+    assert packing.pack(source, tmp_path / "few", PNG).records == n
     assert len(Packed(tmp_path / "few")) == n
 
 
@@ -128,18 +128,18 @@ def folder(tmp_path: Path) -> Path:
 
 def test_files_keep_their_bytes_unless_another_size_is_asked_for(folder, tmp_path):
     source: Any = open_source(Data(source="imagefolder", dir=str(folder)), "train")
-    pack.pack(source, tmp_path / "as is")
+    packing.pack(source, tmp_path / "as is")
     same = Packed(tmp_path / "as is")
     assert [same.encoded(i) for i in range(8)] == [source.encoded(i) for i in range(8)]
     assert same.names == ("cat", "dog")
-    pack.pack(source, tmp_path / "small", Recipe(resize=16))
+    packing.pack(source, tmp_path / "small", Recipe(resize=16))
     small = Packed(tmp_path / "small")
     images = [Image.open(io.BytesIO(small.encoded(i)[0])) for i in range(8)]
     assert [image.size for image in images[:4]] == [(16, 24), (16, 24), (38, 16), (16, 16)]
     assert [image.mode for image in images[:4]] == ["RGB", "RGB", "L", "RGB"]
     assert small.encoded(1) == source.encoded(1)  # it has that size: its very bytes
     low = Recipe(resize=16, quality=10)
-    assert pack.pack(source, tmp_path / "low", low).size_bytes < sum(small.manifest.shard_bytes)
+    assert packing.pack(source, tmp_path / "low", low).size_bytes < sum(small.manifest.shard_bytes)
 
 
 def test_classes_whose_names_are_not_utf_8(folder, tmp_path):
@@ -148,7 +148,7 @@ def test_classes_whose_names_are_not_utf_8(folder, tmp_path):
     except OSError:
         pytest.skip("this file system wants UTF-8")
     source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
-    pack.pack(source, tmp_path / "out")
+    packing.pack(source, tmp_path / "out")
     got = Packed(tmp_path / "out")
     assert got.names == (os.fsdecode(b"b\xe9"), "cat")
     forge(tmp_path / "out", names=[os.fsdecode(b"b\xea"), "cat"])
@@ -159,18 +159,18 @@ def test_classes_whose_names_are_not_utf_8(folder, tmp_path):
 
 
 def test_pack_and_check_digits(tmp_path, capsys):
-    pack.main(["pack", "digits", str(tmp_path), "--quality", "0", "--shard-mb", "0.05"])
+    packing.main(["pack", "digits", str(tmp_path), "--quality", "0", "--shard-mb", "0.05"])
     digits = open_source(Data(), "train")
     got = open_source(Data(source="packed", dir=str(tmp_path), channels=1), "train")
     assert all(np.array_equal(got[i][0], digits[i][0]) and got[i][1] == digits[i][1] for i in range(0, len(digits), 50))
-    pack.main(["check", str(tmp_path)])
+    packing.main(["check", str(tmp_path)])
     assert capsys.readouterr().out.count("all is well") == 2
     shard = tmp_path / "train" / shard_name(1)
     raw = bytearray(shard.read_bytes())
     raw[100] ^= 1
     shard.write_bytes(raw)
     with pytest.raises(SystemExit) as ended:
-        pack.main(["check", str(tmp_path / "train")])
+        packing.main(["check", str(tmp_path / "train")])
     assert ended.value.code == 1
     printed = capsys.readouterr().out
     assert f"{shard} at byte " in printed
@@ -197,7 +197,7 @@ def test_pack_and_check_digits(tmp_path, capsys):
 )
 def test_what_cannot_be_asked_for(line, message, tmp_path):
     with pytest.raises(UsageError, match=message):
-        pack.main([word.format(tmp_path) for word in line])
+        packing.main([word.format(tmp_path) for word in line])
 
 
 # ---------------------------------------------------------------- stopped, and gone on with
@@ -218,23 +218,23 @@ def test_a_packing_that_was_stopped_goes_on(tmp_path):
     whole = noise(40)
     stopped = Breaks(whole.images, whole.labels)
     with pytest.raises(KeyboardInterrupt):
-        pack.pack(stopped, tmp_path / "a", PNG, threads=1)
+        packing.pack(stopped, tmp_path / "a", PNG, threads=1)
     kept = {path.name: path.stat().st_ino for path in (tmp_path / "a").glob("shard-*.bin")}
     assert len(kept) >= 2
     with pytest.raises(UsageError, match=r"begun from something else: resize: got 9, expected 0"):
-        pack.pack(whole, tmp_path / "a", Recipe(resize=9, quality=0, shard_bytes=400))
+        packing.pack(whole, tmp_path / "a", Recipe(resize=9, quality=0, shard_bytes=400))
     steps: list[int] = []
-    pack.pack(whole, tmp_path / "a", PNG, progress=steps.append)
+    packing.pack(whole, tmp_path / "a", PNG, progress=steps.append)
     assert steps[0] > 1  # those that were done, at once
     assert sum(steps) == 40
     assert kept.items() <= {path.name: path.stat().st_ino for path in (tmp_path / "a").glob("shard-*.bin")}.items()
-    pack.pack(whole, tmp_path / "b", PNG)
+    packing.pack(whole, tmp_path / "b", PNG)
     for path in (tmp_path / "b").iterdir():
         assert (tmp_path / "a" / path.name).read_bytes() == path.read_bytes()
     assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))
-    assert pack.pack(whole, tmp_path / "a", PNG).records == 40  # done already
+    assert packing.pack(whole, tmp_path / "a", PNG).records == 40  # done already
     with pytest.raises(UsageError, match="packed from something else: examples: got 39, expected 40"):
-        pack.pack(noise(39), tmp_path / "a", PNG)
+        packing.pack(noise(39), tmp_path / "a", PNG)
 
 
 def cut(path: Path) -> None:
@@ -251,7 +251,7 @@ def cut(path: Path) -> None:
         ("shard-00001.json", Path.unlink, 1),
         ("shard-00001.json", cut, 1),
         ("shard-00001.json", lambda path: path.write_text("{}"), 1),
-        (pack.JOB, lambda path: path.write_bytes(b"\xff"), 0),
+        (packing.JOB, lambda path: path.write_bytes(b"\xff"), 0),
     ],
 )
 def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, name, damage, kept):
@@ -260,7 +260,7 @@ def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, 
     source, folder = Breaks(whole.images, whole.labels), tmp_path / "a"
     for source.at in (6, 3):
         with pytest.raises(KeyboardInterrupt):
-            pack.pack(source, folder, PNG, threads=1)
+            packing.pack(source, folder, PNG, threads=1)
         if source.at == 6:
             assert (folder / "shard-00002.json").exists()
             first = (folder / shard_name(0)).stat().st_ino
@@ -268,8 +268,8 @@ def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, 
     assert f"{folder}: packed again from {shard_name(kept)} on" in capsys.readouterr().err
     assert [(folder / f"shard-{i:05d}.json").exists() for i in range(3)] == [True, False, False]
     assert ((folder / shard_name(0)).stat().st_ino == first) == bool(kept)
-    pack.pack(whole, folder, PNG)
-    pack.pack(whole, tmp_path / "b", PNG)
+    packing.pack(whole, folder, PNG)
+    packing.pack(whole, tmp_path / "b", PNG)
     assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "b"))
     for path in (tmp_path / "b").iterdir():
         assert (folder / path.name).read_bytes() == path.read_bytes()
@@ -278,41 +278,42 @@ def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, 
 def test_leftovers_that_cannot_be_read_are_named(tmp_path):
     whole = noise(12)
     with pytest.raises(KeyboardInterrupt):
-        pack.pack(Breaks(whole.images, whole.labels), tmp_path, PNG, threads=1)
+        packing.pack(Breaks(whole.images, whole.labels), tmp_path, PNG, threads=1)
     note = tmp_path / "shard-00001.json"
     note.unlink()
     note.mkdir()
     with pytest.raises(UsageError, match=rf"{note}, or its shard, cannot be read: .*Is a directory.*; mend it"):
-        pack.pack(whole, tmp_path, PNG)
+        packing.pack(whole, tmp_path, PNG)
 
 
 def test_two_at_once_are_refused(tmp_path):
     class Nested(ArraySource):
         def __getitem__(self, index):
             with pytest.raises(UsageError, match="another process packs into it"):
-                pack.pack(noise(3), tmp_path, PNG)
+                packing.pack(noise(3), tmp_path, PNG)
             return super().__getitem__(index)
 
     source = noise(3)
-    assert pack.pack(Nested(source.images, source.labels), tmp_path, PNG).records == 3
+    assert packing.pack(Nested(source.images, source.labels), tmp_path, PNG).records == 3
 
 
 DISK_FULL = """
 import os, subprocess, sys
 import numpy as np
-from jaxmpi.config import UsageError
-from jaxmpi.data import ArraySource, pack
-from jaxmpi.data.packed import Packed
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import ArraySource
+from jaxmpi.data import packing
+from jaxmpi.data.sources.packed import Packed
 images = np.random.default_rng(0).integers(0, 256, (60, 30, 30, 3), np.uint8)
-source, recipe = ArraySource(images, np.zeros(60, int)), pack.Recipe(quality=0, shard_bytes=20000)
+source, recipe = ArraySource(images, np.zeros(60, int)), packing.Recipe(quality=0, shard_bytes=20000)
 try:
-    pack.pack(source, sys.argv[1] + "/train", recipe)
+    packing.pack(source, sys.argv[1] + "/train", recipe)
     raise SystemExit("it fits")
 except UsageError as error:
     print(error)
 print(sorted(name for name in os.listdir(sys.argv[1] + "/train") if name.endswith(".tmp")))
 subprocess.run(["mount", "-o", "remount,size=1m", sys.argv[1]], check=True)
-print(pack.pack(source, sys.argv[1] + "/train", recipe), pack.damaged(Packed(sys.argv[1] + "/train")))
+print(packing.pack(source, sys.argv[1] + "/train", recipe), packing.damaged(Packed(sys.argv[1] + "/train")))
 """
 
 
@@ -335,7 +336,7 @@ from pathlib import Path
 folder = Path(sys.argv[1])
 full = folder / "full"
 full.write_bytes(b"x" * shutil.disk_usage(folder).free)
-pack = [sys.executable, "-m", "jaxmpi.cli", "data", "pack", "digits", str(folder / "out"), "--shard-mb", "0.05"]
+pack = [sys.executable, "-m", "jaxmpi.tools.cli", "data", "pack", "digits", str(folder / "out"), "--shard-mb", "0.05"]
 for room_bytes in (0, 4096, 65536, 1 << 20):  # for no folder, no note, not all shards, and all
     if room_bytes == 1 << 20:
         subprocess.run(["mount", "-o", "remount,size=4m", str(folder)], check=True)
@@ -374,10 +375,10 @@ def test_corrupt_examples_stop_or_are_skipped_and_counted(tmp_path, capsys):
     source = noise(20)
     bad = Bad(source.images, source.labels)
     with pytest.raises(CorruptExample, match=r"file7\.jpg"):
-        pack.pack(bad, tmp_path / "stop", PNG)
+        packing.pack(bad, tmp_path / "stop", PNG)
     skip = Recipe(quality=0, shard_bytes=400, on_error="skip")
-    assert pack.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)
-    assert pack.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)  # read from what was done
+    assert packing.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)
+    assert packing.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)  # read from what was done
     got = PackedSource(str(tmp_path / "skip"), 3, 0)
     assert np.array_equal(got[7][0], source[8][0])
     assert got.manifest.made["skipped"] == 1
@@ -397,53 +398,53 @@ def test_the_command_refuses_what_no_training_could_decode_and_goes_on_without_i
     line = ["pack", str(folder), str(tmp_path / "out"), "--validation-split", "", "--shard-mb", "0.0001"]
     said = r"dog/1\.jpg \(example 5\) is corrupt: .*; run the same line again with --on-error skip"
     with pytest.raises(UsageError, match=said):
-        pack.main(line)
+        packing.main(line)
     kept = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").glob("shard-*.bin")}
     assert len(kept) == 5
-    pack.main([*line, "--on-error", "skip"])
+    packing.main([*line, "--on-error", "skip"])
     assert "skipped: " in (printed := capsys.readouterr()).err
     assert "data.on_error" not in printed.err
     assert "7 records" in printed.out
     now = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").glob("shard-*.bin")}
     assert kept.items() <= now.items()
-    pack.main(["check", str(tmp_path / "out"), "--decode"])
+    packing.main(["check", str(tmp_path / "out"), "--decode"])
     assert "all is well" in capsys.readouterr().out
     with pytest.raises(UsageError, match="begun with --on-error skip, which has left out 1 corrupt examples; give it"):
-        pack.main(line)
+        packing.main(line)
 
 
 def test_the_header_alone_is_verified_on_request(folder, tmp_path):
     path = folder / "train" / "dog" / "1.jpg"
     path.write_bytes(half_of(jpeg((40, 40))))
     source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
-    assert pack.pack(source, tmp_path / "x", Recipe(verify="header")).records == 8
+    assert packing.pack(source, tmp_path / "x", Recipe(verify="header")).records == 8
     path.write_bytes(b"no image at all" * 9)
     with pytest.raises(CorruptExample, match=r"dog/1\.jpg"):
-        pack.pack(source, tmp_path / "y", Recipe(verify="header"))
+        packing.pack(source, tmp_path / "y", Recipe(verify="header"))
 
 
 def test_a_packing_that_an_earlier_version_began_goes_on(tmp_path):
     source = half_packed(tmp_path)
-    begun = json.loads((tmp_path / pack.JOB).read_text())
-    (tmp_path / pack.JOB).write_text(json.dumps({**begun, "on_error": "stop"}))
-    assert pack.pack(source, tmp_path, PNG).records == 12
+    begun = json.loads((tmp_path / packing.JOB).read_text())
+    (tmp_path / packing.JOB).write_text(json.dumps({**begun, "on_error": "stop"}))
+    assert packing.pack(source, tmp_path, PNG).records == 12
 
 
 def test_corrupt_files_are_named(folder, tmp_path):
     (folder / "train" / "dog" / "1.jpg").write_bytes(jpeg((40, 40))[:500])
     source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
     with pytest.raises(CorruptExample, match=r"dog/1\.jpg \(example 5\) is corrupt"):
-        pack.pack(source, tmp_path / "x", Recipe(resize=16))
+        packing.pack(source, tmp_path / "x", Recipe(resize=16))
     (folder / "train" / "dog" / "1.jpg").write_bytes(b"")
     with pytest.raises(CorruptExample, match=r"dog/1\.jpg .*the file is empty"):
-        pack.pack(source, tmp_path / "y")
+        packing.pack(source, tmp_path / "y")
 
 
 @pytest.mark.parametrize("label", [-1, 5, 1.5])
 def test_labels_out_of_range_are_named(tmp_path, label):
     source = ArraySource(np.zeros((3, 4, 4, 3), np.uint8), [0, label, 1], classes=5)
     with pytest.raises(UsageError, match=rf"array\[1\]: got label {label}; expected a whole number, 0 <= label < 5"):
-        pack.pack(source, tmp_path / "x", PNG)
+        packing.pack(source, tmp_path / "x", PNG)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +452,7 @@ def test_labels_out_of_range_are_named(tmp_path, label):
 )
 def test_what_is_no_image_is_refused(tmp_path, image):
     with pytest.raises(UsageError, match="expected u8"):
-        pack.pack(ArraySource(image[None], [0]), tmp_path / "x", PNG)
+        packing.pack(ArraySource(image[None], [0]), tmp_path / "x", PNG)
 
 
 # ---------------------------------------------------------------- damage
@@ -583,7 +584,7 @@ def test_an_index_that_is_wrong(packed, field, row, value):
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> tuple[Path, list[tuple[bytes, int]]]:
     folder = tmp_path_factory.mktemp("pristine")
-    pack.pack(noise(12), folder, Recipe(quality=0, shard_bytes=600))
+    packing.pack(noise(12), folder, Recipe(quality=0, shard_bytes=600))
     source = Packed(folder)
     return folder, [source.encoded(i) for i in range(12)]
 
@@ -688,7 +689,7 @@ def test_a_forged_manifest_is_refused_or_harmless(pristine, field, value):
 def test_an_image_in_a_record_is_decoded_as_any_other(tmp_path):
     """The reader hands out bytes; what they claim to be is for the decoder, which names the record."""
     folder = tmp_path / "x"
-    pack.pack(noise(2), folder, PNG)
+    packing.pack(noise(2), folder, PNG)
     raw = encoded(np.zeros((4, 4, 3), np.uint8), 0)[:40]
     (folder / shard_name(0)).write_bytes(raw)
     rows = np.array([(0, len(raw), 0, zlib.crc32(raw))], ROW)
@@ -704,12 +705,12 @@ def test_an_image_in_a_record_is_decoded_as_any_other(tmp_path):
 def half_packed(folder: Path) -> ArraySource:
     whole = noise(12)
     with pytest.raises(KeyboardInterrupt):
-        pack.pack(Breaks(whole.images, whole.labels), folder, PNG, threads=1)
+        packing.pack(Breaks(whole.images, whole.labels), folder, PNG, threads=1)
     return whole
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-@pytest.mark.parametrize("name", [pack.JOB, "shard-00000.rows", "shard-00004.bin.tmp", "index.bin.tmp"])
+@pytest.mark.parametrize("name", [packing.JOB, "shard-00000.rows", "shard-00004.bin.tmp", "index.bin.tmp"])
 def test_packing_writes_through_no_link_and_waits_for_no_pipe(tmp_path, name, kind):
     source, precious = half_packed(tmp_path / "a"), tmp_path / "precious"
     precious.write_text("precious")
@@ -717,7 +718,7 @@ def test_packing_writes_through_no_link_and_waits_for_no_pipe(tmp_path, name, ki
     odd.unlink(missing_ok=True)
     odd.symlink_to(precious) if kind == "link" else os.mkfifo(odd)
     with pytest.raises(UsageError, match=rf"{name}: got a link, or no regular file; packing writes nothing through"):
-        pack.pack(source, tmp_path / "a", PNG)
+        packing.pack(source, tmp_path / "a", PNG)
     assert precious.read_text() == "precious"
 
 
@@ -730,21 +731,21 @@ DEEP = "[" * 100_000
 def test_a_forged_note_counts_as_damaged(tmp_path, note):
     source, path = half_packed(tmp_path), tmp_path / "shard-00001.json"
     path.write_text(note if isinstance(note, str) else json.dumps({**json.loads(path.read_text()), **note}))
-    assert pack.pack(source, tmp_path, PNG) == pack.Packing(12, sum(Packed(tmp_path).manifest.shard_bytes), 0)
-    assert pack.damaged(Packed(tmp_path)) == []
+    assert packing.pack(source, tmp_path, PNG) == packing.Packing(12, sum(Packed(tmp_path).manifest.shard_bytes), 0)
+    assert packing.damaged(Packed(tmp_path)) == []
 
 
 def test_rows_that_are_none_count_as_damaged(tmp_path):
     source, note = half_packed(tmp_path), tmp_path / "shard-00001.json"
     (tmp_path / "shard-00001.rows").write_bytes(b"1234567")
     note.write_text(json.dumps({**json.loads(note.read_text()), "rows_crc32": zlib.crc32(b"1234567")}))
-    assert pack.pack(source, tmp_path, PNG).records == 12
+    assert packing.pack(source, tmp_path, PNG).records == 12
 
 
 def test_a_job_that_is_nested_beyond_reading_is_begun_anew(tmp_path):
     source = half_packed(tmp_path)
-    (tmp_path / pack.JOB).write_text(DEEP)
-    assert pack.pack(source, tmp_path, PNG).records == 12
+    (tmp_path / packing.JOB).write_text(DEEP)
+    assert packing.pack(source, tmp_path, PNG).records == 12
 
 
 @pytest.mark.parametrize("skipped", ["x", -1, None, 1e308, [[[]]]])
@@ -752,7 +753,7 @@ def test_a_finished_packing_that_lies_about_what_it_left_out(packed, skipped):
     source, folder = packed
     forge(folder, made={**Packed(folder).manifest.made, "skipped": skipped})
     with pytest.raises(UsageError, match=r"got skipped .*; expected how many|damaged: fields \['made'\]"):
-        pack.pack(source, folder, PNG)
+        packing.pack(source, folder, PNG)
 
 
 def test_an_index_with_holes_larger_than_memory(packed):

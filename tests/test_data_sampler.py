@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi.config import UsageError
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import FileSampler, Sampler
 
 sizes = st.integers(1, 9)

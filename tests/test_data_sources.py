@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 
 import jaxmpi.config
-from jaxmpi.config import Data, UsageError
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import (
     SOURCES,
     ArraySource,
@@ -29,14 +30,14 @@ from jaxmpi.data import (
     Source,
     load_mean_image,
     open_source,
-    pack,
+    packing,
     write_batch_files,
 )
 from jaxmpi.data.augment import Augment
-from jaxmpi.data.batchfiles import _names as file_names
-from jaxmpi.data.images import _check_scans as check_scans
-from jaxmpi.data.images import _without_rows_below as without_rows_below
-from jaxmpi.data.images import decoded, encoded_again, opened, resized, stretched, window
+from jaxmpi.data.decode import _check_scans as check_scans
+from jaxmpi.data.decode import _without_rows_below as without_rows_below
+from jaxmpi.data.decode import decoded, encoded_again, opened, resized, stretched, window
+from jaxmpi.data.sources.batch_files import _names as file_names
 from launching import ROOT
 
 RNG = np.random.default_rng(0)
@@ -478,7 +479,7 @@ class TestTfds:
             with pytest.raises(OSError, match=said):
                 read(5)
         with pytest.raises(UsageError, match=rf"tfds tiny_colours\[train\]\[\d+\] .*cannot be read: .*{said}"):
-            pack.pack(source, tmp_path / "out")
+            packing.pack(source, tmp_path / "out")
 
     def test_reopens_in_another_process(self, prepared):
         """As a loader process gets it."""

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmpi.config import Data, UsageError
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler, open_source
-from jaxmpi.data.memory import MemorySource
-from jaxmpi.data.text import TextSource, is_held_out, library_files, module_of, names
+from jaxmpi.data.group_cache import MemorySource
+from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, module_of, names
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi.config import Data, TrainingError, UsageError
-from jaxmpi.data import ArraySource, Loader, Sampler, open_source, pack, write_batch_files
-from jaxmpi.data.memory import MemorySource
-from jaxmpi.data.packed import MANIFEST, Packed, shard_name
-from jaxmpi.data.sources import PackedSource
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.data import ArraySource, Loader, Sampler, open_source, packing, write_batch_files
+from jaxmpi.data.group_cache import MemorySource
+from jaxmpi.data.sources.packed import MANIFEST, Packed, PackedSource, shard_name
 from launching import on_small_disk
 
 N, BAD = 6, 4
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
         Image.fromarray(np.ascontiguousarray(image)).save(place / f"{i}.png")
     write_batch_files(ArraySource(images, [0] * N), tmp_path / "batchfiles", "train", rows=2, seed=None)
     source = open_source(data(tmp_path, "imagefolder"), "train")
-    pack.pack(source, tmp_path / "packed" / "train", pack.Recipe(shard_bytes=100))
+    packing.pack(source, tmp_path / "packed" / "train", packing.Recipe(shard_bytes=100))
     return tmp_path
 
 
@@ -97,14 +97,14 @@ def test_packing_from_a_file_system_that_answers_eio(folder, kind, tmp_path):
         rf"{path}.* \(example {BAD}\) cannot be read: .*Input/output error; what is packed is safe: run the same line"
     )
     with pytest.raises(UsageError, match=said):
-        pack.pack(source, tmp_path / "out", pack.Recipe(shard_bytes=100, quality=0))
+        packing.pack(source, tmp_path / "out", packing.Recipe(shard_bytes=100, quality=0))
 
 
 def test_checking_on_a_file_system_that_answers_eio_names_the_file_and_goes_on(folder):
     source, path = Packed(folder / "packed" / "train"), file_of(folder, "packed", BAD)
     break_disk(source, path)
     said = [rf"{path} at byte \d+ \(example {index}\) cannot be read: .*Input/output error" for index in (BAD, BAD + 1)]
-    wrong = pack.damaged(source)
+    wrong = packing.damaged(source)
     assert len(wrong) == 2
     assert all(map(re.fullmatch, said, wrong)), wrong
 
@@ -117,7 +117,7 @@ class Failing(io.FileIO):
 
 
 def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
-    monkeypatch.setattr("jaxmpi.plain.open", Failing, raising=False)
+    monkeypatch.setattr("jaxmpi.core.files.open", Failing, raising=False)
     with pytest.raises(UsageError, match=rf"{folder}/packed/train/{MANIFEST}: cannot be read: .*Input/output error"):
         Packed(folder / "packed" / "train")
 
@@ -129,7 +129,7 @@ def test_text_on_a_file_system_that_fails_is_named_as_it_is_opened(folder, answe
     place.mkdir(parents=True)
     (place / "a.txt").write_text("x" * 50)
     (place / "b.txt").symlink_to("/proc/self/mem" if answer == "Input/output error" else "/nowhere")
-    monkeypatch.setattr("jaxmpi.data.text.names", os.listdir)  # what is listed may be gone
+    monkeypatch.setattr("jaxmpi.data.sources.text.names", os.listdir)  # what is listed may be gone
     with pytest.raises(UsageError, match=rf"text: {place}/b\.txt cannot be read: .*{answer}"):
         open_source(data(folder, "text", window=4), "train")
 
@@ -148,7 +148,7 @@ class Late(PackedSource):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_slow_file_system_is_waited_for_up_to_stall_s(folder, way, monkeypatch):
-    monkeypatch.setattr("jaxmpi.data.crew.JOIN_S", 0.1)
+    monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
     patient, hasty = (data(folder, "packed", stall_s=stall_s) for stall_s in (20, 1))
     source = Late(str(folder / "packed" / "train"), 3, 0)
     source.gate.set()
@@ -228,8 +228,9 @@ class TestFilesThatChangeUnderTheRun:
 FULL = """
 import os, sys
 import numpy as np
-from jaxmpi.config import UsageError
-from jaxmpi.data import ArraySource, write_batch_files
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import ArraySource
+from jaxmpi.data import write_batch_files
 source = ArraySource(np.zeros((60, 30, 30, 3), np.uint8), np.zeros(60, int))
 try:
     write_batch_files(source, sys.argv[1], "train", rows=10)

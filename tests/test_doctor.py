@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from jaxmpi import doctor
-from jaxmpi.config import UsageError
-from jaxmpi.doctor import ADVICE, Timed, interfaces, of_test, pairs_of, shown, shown_pairs, slow_pairs, spelled
-from jaxmpi.processes import met
+from jaxmpi.comm.control import met
+from jaxmpi.core.errors import UsageError
+from jaxmpi.tools import doctor
+from jaxmpi.tools.doctor import ADVICE, Timed, interfaces, of_test, pairs_of, shown, shown_pairs, slow_pairs, spelled
 from launching import mpirun, mpirun_line, run
 
 MULTIPLE = {"threads": "MPI_THREAD_MULTIPLE"}
@@ -128,7 +128,7 @@ def test_without_mpi4py_it_says_how_to_come_by_an_mpi():
 
 
 def test_one_process_needs_no_mpi_to_run():
-    ended = run(["python", "-m", "jaxmpi.cli", "doctor"], timeout_s=60)
+    ended = run(["python", "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=60)
     assert ended.code == 0, ended.out
     assert "ranks     1 on 1 hosts, launcher none" in ended.out
     assert "to change" in ended.out or "nothing to change" in ended.out
@@ -138,7 +138,7 @@ def test_one_process_needs_no_mpi_to_run():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_are_examined_together(ranks):
     begin = time.monotonic()
-    ended = mpirun(ranks, "-m", "jaxmpi.doctor", timeout_s=60)
+    ended = mpirun(ranks, "-m", "jaxmpi.tools.doctor", timeout_s=60)
     assert ended.code == 0, ended.out
     assert f"ranks     {ranks} on 1 hosts, launcher Open MPI's mpirun" in ended.out
     assert "threads MPI_THREAD_MULTIPLE" in ended.out
@@ -154,7 +154,7 @@ def test_ranks_are_examined_together(ranks):
 def test_hosts_are_examined_together():
     """Three emulated hosts of 200 Mbit/s, which carry 0.0239 GB/s of payload: no pair can be much faster."""
     cluster = [sys.executable, "scripts/cluster.py", "--hosts", "3", "--rate", "200mbit", "--"]
-    ended = run([*cluster, *mpirun_line(3), sys.executable, "-m", "jaxmpi.doctor"], timeout_s=100)
+    ended = run([*cluster, *mpirun_line(3), sys.executable, "-m", "jaxmpi.tools.doctor"], timeout_s=100)
     if ended.code == 77:
         pytest.skip(ended.out.strip())
     assert ended.code == 0, ended.out

@@ -15,11 +15,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmpi
-from jaxmpi.comm import AxisComm, SoloComm
-from jaxmpi.config import UsageError
-from jaxmpi.exchange import exchange, exchange_gradients, plan
-from jaxmpi.processes import Statement
-from jaxmpi.strategies import ALIASES
+from jaxmpi.allreduce.algorithms import ALIASES
+from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.allreduce.buckets import plan
+from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.core.errors import UsageError
 from launching import mpirun
 from references import mean_in_leaf_dtype
 from tolerances import leaf_bound

@@ -16,13 +16,17 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jaxmpi import checkpoint, orbax, rules
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.checkpoint import format, orbax_export
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config.data import Data
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core import pytrees
 from jaxmpi.data import open_source
-from jaxmpi.model import Model
-from jaxmpi.parts import initial_states
-from jaxmpi.train import train
-from jaxmpi.workers import gather_workers
+from jaxmpi.model.contract import Model
+from jaxmpi.rules import base
+from jaxmpi.trainer.build import initial_states
+from jaxmpi.trainer.main import train
 from launching import ROOT
 from models.googlenet import googlenet_loss
 from models.googlenetbn import TINY_BLOCKS, GoogLeNetBN, googlenetbn_tiny
@@ -59,7 +63,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     experiment = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["experiment"]
     short = {"train_for": "30st", "eval_every": "30st", "checkpoint_every": "30st", "quiet": True}
     train(dataclasses.replace(experiment, **short, run_dir="run"), library)
-    orbax.main(["run", "exported"])
+    orbax_export.main(["run", "exported"])
 
     logits = runpy.run_path(str(project / f"use_{library}.py"))["logits"]
     source = open_source(experiment.data, "validation")
@@ -79,10 +83,10 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
         assert np.abs(without - want).max() > 1000 * ROUNDING
 
     again = dataclasses.replace(experiment, params="exported")
-    rule = rules.gradients(optax.sgd(0.1), rules.Exchange(lambda tree: tree, lambda tree: tree))
+    rule = rules.gradients(optax.sgd(0.1), base.Exchange(lambda tree: tree, lambda tree: tree))
     [state] = initial_states(again, gather_workers(1), rule).values()  # another run begins with both
-    for name, leaf in checkpoint.named_leaves({"params": params, "model_state": model_state}):
-        np.testing.assert_array_equal(dict(checkpoint.named_leaves(state._asdict()))[name], leaf)
+    for name, leaf in pytrees.named_leaves({"params": params, "model_state": model_state}):
+        np.testing.assert_array_equal(dict(pytrees.named_leaves(state._asdict()))[name], leaf)
 
 
 ZOO = {
@@ -112,7 +116,7 @@ def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, 
         quiet=True,
     )
     train(experiment, name)
-    orbax.main([str(tmp_path / "run"), str(tmp_path / "exported")])
+    orbax_export.main([str(tmp_path / "run"), str(tmp_path / "exported")])
     exported = ocp.StandardCheckpointer().restore(tmp_path / "exported")
     net = build(nnx.Rngs(1))
     for arrays in exported.values():
@@ -131,13 +135,13 @@ def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, 
 
 def trained(model: Model, project: Path) -> tuple[Any, Any]:
     """Params and model state as the newest checkpoint of one worker has them, without `jaxmpi export`."""
-    path = checkpoint.found(project / "run" / "checkpoints")[-1]
-    manifest = checkpoint.read_manifest(path)
+    path = format.found(project / "run" / "checkpoints")[-1]
+    manifest = format.read_manifest(path)
     likes = jax.eval_shape(model.init, jax.random.key(0), model.example())
     held = {}
     for field, like in zip(("params", "model_state"), likes, strict=True):
         for name, rows in manifest["files"].items():
             index = [row for row in rows if row["path"].startswith(field)]
             if index and jax.tree.leaves(like):
-                held[field] = checkpoint.read_leaves(path / name, index, {field: like})[field]
+                held[field] = format.read_leaves(path / name, index, {field: like})[field]
     return held["params"], held.get("model_state", {})

@@ -25,7 +25,7 @@ from typing import IO, NamedTuple
 
 import pytest
 
-from jaxmpi import runtime
+from jaxmpi.runtime import job_folder
 from launching import LAUNCHER_PREFIXES, ROOT, kill_session, leaked, shared_memory
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -37,8 +37,11 @@ PAGE = ROOT / "docs" / "reliability.md"
 MODEL = """
 import jax
 import jax.numpy as jnp
-from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
-from jaxmpi.model import Model
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
+from jaxmpi.model.contract import Model
 
 def init(key, image):
     params = {"w": 0.01 * jax.random.normal(key, (64, 10)), "b": jnp.zeros(10)}
@@ -144,7 +147,7 @@ def start(line: list[str], env: dict[str, str] | None = None) -> Job:
     if HOSTS > 1:
         line = [*cluster(HOSTS), "sh", "-c", LINGER, str(seen(mark)), *line]
     process = subprocess.Popen(
-        runtime.over_leftovers(line),
+        job_folder.over_leftovers(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -167,7 +170,7 @@ def read(stream: IO[str], lines: list[tuple[float, str]]) -> None:
 
 def trainer(experiment: Path, run_dir: Path, *args: str, restarts: int = 0, ranks: int = RANKS, extra=()) -> list[str]:
     """`jaxmpi train -n 4 ...`."""
-    head = [sys.executable, "-m", "jaxmpi.cli", "train", "-n", str(ranks), "--restarts", str(restarts), *extra]
+    head = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(ranks), "--restarts", str(restarts), *extra]
     return [*head, str(experiment), "--run-dir", str(run_dir), *args]
 
 
@@ -502,7 +505,7 @@ UNDER_WAY = r"^step (1[5-9]|2\d)\b"  # the trainer does not tell of every step
 
 
 def process_of(job: Job, program: str, rank: int | None = None) -> int:
-    """The process of a job that runs a program: jaxmpi.cli, jaxmpi.train or prterun, and is this rank."""
+    """The process of a job that runs a program: jaxmpi.tools.cli, jaxmpi.train or prterun, and is this rank."""
     for pid in workers(job.mark):
         with contextlib.suppress(OSError):
             words, entry = words_of(pid), f"OMPI_COMM_WORLD_RANK={rank}".encode()
@@ -515,7 +518,7 @@ def process_of(job: Job, program: str, rank: int | None = None) -> int:
 def test_sigterm_to_the_launcher(model, undisturbed, tmp_path):
     job = start(trainer(model, tmp_path / "run", *SLOWLY))
     job.when(UNDER_WAY)
-    os.kill(process_of(job, "jaxmpi.cli"), signal.SIGTERM)
+    os.kill(process_of(job, "jaxmpi.tools.cli"), signal.SIGTERM)
     asked = time.monotonic()
     assert job.end() == 75, job.out
     step = re.search(r"asked to leave: saved at step (\d+)", job.out)
@@ -530,7 +533,7 @@ def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
     job = start(trainer(model, tmp_path / "run", *inject("slow:rank=1,step=15,seconds=60")))
     job.when("injecting")
     for _ in range(2):
-        os.kill(process_of(job, "jaxmpi.cli"), signal.SIGTERM)
+        os.kill(process_of(job, "jaxmpi.tools.cli"), signal.SIGTERM)
         time.sleep(0.3)
     begin = time.monotonic()
     assert job.end() not in (0, 75), job.out
@@ -540,7 +543,7 @@ def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
     note("SIGTERM twice", "ends at once, unsaved; resumed", took_s, True)
 
 
-@pytest.mark.parametrize("whom", ["jaxmpi.cli", "prterun"])
+@pytest.mark.parametrize("whom", ["jaxmpi.tools.cli", "prterun"])
 def test_kill_9_of_what_started_the_ranks(whom, model, undisturbed, tmp_path):
     job = start(trainer(model, tmp_path / "run", *SLOWLY))
     job.when(UNDER_WAY)
@@ -553,7 +556,7 @@ def test_kill_9_of_what_started_the_ranks(whom, model, undisturbed, tmp_path):
     took_s = time.monotonic() - begin
     assert job.end() != 0
     go_on_and_compare(model, tmp_path / "run", undisturbed)
-    name = {"jaxmpi.cli": "jaxmpi train", "prterun": "mpirun"}[whom]
+    name = {"jaxmpi.tools.cli": "jaxmpi train", "prterun": "mpirun"}[whom]
     note(f"SIGKILL to `{name}`", "no rank outlives it; resumed", took_s, True)
 
 

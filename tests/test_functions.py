@@ -19,15 +19,16 @@ import pytest
 
 import function_checks
 import jaxmpi as jm
-from jaxmpi.comm import SoloComm
-from jaxmpi.config import check
-from jaxmpi.function import memory, names, ops, split
-from jaxmpi.function.drive import how_many, team
-from jaxmpi.function.lines import OutOfStep
-from jaxmpi.function.team import Order, ProcessTeam, SocketTeam
-from jaxmpi.function.verbs import perform
-from jaxmpi.hostsum import SharedSum
-from jaxmpi.processes import SoloProcesses
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.core import shared_memory
+from jaxmpi.core.errors import check
+from jaxmpi.functions import import_by_name, partitioning, reductions, shared_array
+from jaxmpi.functions.commands import perform
+from jaxmpi.functions.lifecycle import how_many, team
+from jaxmpi.functions.transport import OutOfStep
+from jaxmpi.functions.worker_group import Order, ProcessTeam, SocketTeam
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
 SLOW = [pytest.param(c, w, marks=pytest.mark.slow) for c in function_checks.CHECKS for w in (1, 3, 8)]
@@ -50,10 +51,10 @@ def test_over_devices(check, workers):
 
 @hypothesis.given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20))
 def test_pieces_are_the_shares_and_have_two_lengths_at_most(n, workers, slices):
-    edges = split.bounds(n, workers)
+    edges = partitioning.bounds(n, workers)
     shares = [b - a for a, b in itertools.pairwise(edges)]
     assert max(shares) - min(shares) <= 1
-    every = [split.pieces(n, workers, rank, slices) for rank in range(workers)]
+    every = [partitioning.pieces(n, workers, rank, slices) for rank in range(workers)]
     rows = [row for pieces in every for a, b in pieces for row in range(a, b)]
     assert rows == list(range(n))
     assert [sum(b - a for a, b in pieces) for pieces in every] == shares
@@ -78,7 +79,7 @@ def test_chosen_rows_are_numpys(length, batch, data):
     expected = x[
         slice(inside) if isinstance(inside, int) else np.asarray(inside, int) if isinstance(inside, list) else inside
     ]
-    rows = split.choose(inside, length)
+    rows = partitioning.choose(inside, length)
     assert rows.count == len(expected)
     begin = data.draw(st.integers(0, rows.count))
     end = data.draw(st.integers(begin, rows.count))
@@ -267,7 +268,7 @@ def test_others_learn_of_a_sum_that_cannot_begin(has_failed_before, monkeypatch)
 
     engine = SharedSum(SoloProcesses(), f"sum {has_failed_before}")
     monkeypatch.setattr(engine, "sum", fail)
-    monkeypatch.setattr("jaxmpi.hostsum.aligned", fail)
+    monkeypatch.setattr("jaxmpi.comm.shared_sum.aligned", fail)
     if has_failed_before:
         monkeypatch.setattr(jax, "effects_barrier", fail)
     with pytest.raises(MemoryError):
@@ -295,12 +296,12 @@ def once(x):
 
 def test_a_function_is_found_by_its_name():
     jitted = jax.jit(once)
-    assert names.find(names.name_of(once))(3) == 6
-    assert names.find(names.name_of(jitted)) is once
-    assert names.find(names.name_of(once.__wrapped__))(3) == 3
+    assert import_by_name.find(import_by_name.name_of(once))(3) == 6
+    assert import_by_name.find(import_by_name.name_of(jitted)) is once
+    assert import_by_name.find(import_by_name.name_of(once.__wrapped__))(3) == 3
     for hidden in (lambda x: x, [].append, functools.partial(once)):
         with pytest.raises(jm.UsageError, match="cannot find it by name"):
-            names.name_of(hidden)
+            import_by_name.name_of(hidden)
 
 
 # ---------------------------------------------------------------- no more copies than needed
@@ -401,12 +402,12 @@ def test_results_do_not_alias_what_the_caller_may_overwrite():
 
 
 def test_shuffled_rows_are_fetched_by_their_share_only(monkeypatch):
-    from jaxmpi.function import compute
+    from jaxmpi.functions import worker_call
 
     jm.fork(2)
     taken = []
     take = np.take
-    monkeypatch.setattr(compute.np, "take", lambda a, i, **how: (taken.append(len(i)), take(a, i, **how))[1])
+    monkeypatch.setattr(worker_call.np, "take", lambda a, i, **how: (taken.append(len(i)), take(a, i, **how))[1])
     x = jm.shared(np.arange(4000, dtype=np.float32).reshape(1000, 4))
     order = np.random.default_rng(0).permutation(1000)[:100]
     got = jm.function(lambda x: x, jm.scatter, jm.gather)(x, batch=order, slices=5)
@@ -507,7 +508,7 @@ def test_a_script_that_ends_where_it_is_imported_is_named(is_script, tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     script = str(tmp_path / "ends_early.py") if is_script else ""
     with pytest.raises(jm.UsageError, match=r"ends_early.* ends its process \(3\) where it is imported"):
-        names.find({"module": "ends_early", "qualname": "f", "script": script, "is_wrapped": False})
+        import_by_name.find({"module": "ends_early", "qualname": "f", "script": script, "is_wrapped": False})
 
 
 MASKED = np.ma.masked_greater(np.arange(4, dtype=np.float32), 1)
@@ -552,38 +553,38 @@ def test_shared_takes_what_it_is_told_to_cast():
 @pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "int32", "bool"])
 def test_a_mean_takes_no_integers_however_small(dtype):
     with pytest.raises(jm.UsageError, match=rf"y: got {dtype}\[3\], which mean cannot take exactly: use sum"):
-        ops.check_reducible("mean", dtype, [3], "y")
-    ops.check_reducible("max", dtype, [3], "y")
+        reductions.check_reducible("mean", dtype, [3], "y")
+    reductions.check_reducible("max", dtype, [3], "y")
 
 
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
 def test_partial_results_of_small_floats_are_kept_in_32_bits(dtype):
-    ops.check_reducible("mean", dtype, [], "y")
-    assert ops.wide(dtype) == np.float32
+    reductions.check_reducible("mean", dtype, [], "y")
+    assert reductions.wide(dtype) == np.float32
     kind = jnp.dtype(dtype)
     half_step = np.asarray(jnp.finfo(kind).eps, kind)  # of 2, and lost where it is added to that alone
-    assert ops.combine("sum", [np.asarray(2, kind), *[half_step] * 4], ()) == 2 + 4 * np.float32(half_step)
+    assert reductions.combine("sum", [np.asarray(2, kind), *[half_step] * 4], ()) == 2 + 4 * np.float32(half_step)
 
 
 def files_of(name):
-    return [file for file in os.listdir(memory.folder()) if name in file]
+    return [file for file in os.listdir(shared_memory.folder()) if name in file]
 
 
 @pytest.mark.parametrize("has_unseen_files", [True, False])
 def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(has_unseen_files, monkeypatch):
     """Another makes the same name while the first still reserves its memory."""
-    name, room, rivals = f"test-race-{os.getpid()}", memory.make_room, []
+    name, room, rivals = f"test-race-{os.getpid()}", shared_array.make_room, []
     if not has_unseen_files:
-        monkeypatch.delattr(memory.os, "O_TMPFILE")
+        monkeypatch.delattr(shared_array.os, "O_TMPFILE")
 
     def slow_room(handle, size_bytes):
-        monkeypatch.setattr(memory, "make_room", room)
+        monkeypatch.setattr(shared_array, "make_room", room)
         with pytest.raises(jm.UsageError, match="no array named"):
             jm.shared(name=name)
         rivals.append(jm.shared(function_checks.f32([2]), name=name))
         room(handle, size_bytes)
 
-    monkeypatch.setattr(memory, "make_room", slow_room)
+    monkeypatch.setattr(shared_array, "make_room", slow_room)
     with pytest.raises(jm.UsageError, match=f"the name '{name}' is taken"):
         jm.shared(function_checks.f32([1]), name=name)
     assert files_of(name) == [f"jaxmpi-array-{name}"]
@@ -596,8 +597,8 @@ def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(has_unseen_fil
 def test_a_named_array_that_could_not_be_made_leaves_nothing(has_unseen_files, monkeypatch):
     name = f"test-failed-{os.getpid()}"
     if not has_unseen_files:
-        monkeypatch.delattr(memory.os, "O_TMPFILE")
-    monkeypatch.setattr(memory, "reserve", lambda handle, n: os.posix_fallocate(handle, 0, 1 << 60))
+        monkeypatch.delattr(shared_array.os, "O_TMPFILE")
+    monkeypatch.setattr(shared_array, "reserve", lambda handle, n: os.posix_fallocate(handle, 0, 1 << 60))
     with pytest.raises(jm.UsageError, match="no 4108 bytes of shared memory"):
         jm.shared(np.ones(3, np.float32), name=name)
     assert files_of(name) == []
@@ -610,15 +611,15 @@ def dead_makers(monkeypatch):
     child.wait()
     with monkeypatch.context() as as_child:
         as_child.setattr(os, "getpid", lambda: child.pid)
-        Path(memory.path_of(name)).write_bytes(memory.page("float32", [1]) + bytes(4))
+        Path(shared_array.path_of(name)).write_bytes(shared_array.page("float32", [1]) + bytes(4))
     return name
 
 
 def test_of_a_dead_makers_array_the_name_is_free_and_a_live_ones_stays(dead_makers):
     x = jm.shared(function_checks.f32([5]), name=dead_makers)
-    memory.forget_the_dead(x.path)
-    os.pwrite(x._handle, bytes(memory.PAGE), 0)  # as another may read it while its maker writes: no sign of death
-    memory.forget_the_dead(x.path)
+    shared_array.forget_the_dead(x.path)
+    os.pwrite(x._handle, bytes(shared_array.PAGE), 0)  # as another may read it while its maker writes: no sign of death
+    shared_array.forget_the_dead(x.path)
     assert files_of(dead_makers) == [f"jaxmpi-array-{dead_makers}"]
     x.free()
 
@@ -643,7 +644,7 @@ def test_two_that_find_a_dead_makers_array_remove_it_once(dead_makers, monkeypat
     monkeypatch.setattr(os, "kill", kill_and_let_the_rival_begin)
     make(1)
     rival.join()
-    made = [x for x in outcomes if isinstance(x, memory.SharedArray)]
+    made = [x for x in outcomes if isinstance(x, shared_array.SharedArray)]
     assert len(made) == 1, outcomes
     assert jm.shared(name=dead_makers)[:].tolist() == made[0][:].tolist()
     made[0].free()
@@ -697,9 +698,9 @@ def test_numbers_that_fit_are_taken():
 
 def test_an_index_beyond_64_bits_is_not_there():
     with pytest.raises(jm.UsageError, match="got index 18446744073709551615; there are 8 examples"):
-        split.choose(np.array([2**64 - 1, 0], np.uint64), 8)
-    assert np.asarray(split.choose(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
+        partitioning.choose(np.array([2**64 - 1, 0], np.uint64), 8)
+    assert np.asarray(partitioning.choose(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
 
 
 def test_more_pieces_than_rows_cost_no_more():
-    assert split.pieces(8, 2, 1, 10**12) == split.pieces(8, 2, 1, 8) == [(4, 5), (5, 6), (6, 7), (7, 8)]
+    assert partitioning.pieces(8, 2, 1, 10**12) == partitioning.pieces(8, 2, 1, 8) == [(4, 5), (5, 6), (6, 7), (7, 8)]

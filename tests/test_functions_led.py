@@ -58,8 +58,8 @@ def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
 DROPPED = (
     HEAD
     + """
-from jaxmpi.function.drive import team
-from jaxmpi.function.lines import SocketLine
+from jaxmpi.functions.lifecycle import team
+from jaxmpi.functions.transport import SocketLine
 
 sent, send = [0], SocketLine._send
 
@@ -144,7 +144,7 @@ FAULTS = (
     HEAD
     + """
 from jax.experimental import io_callback
-from jaxmpi.function.drive import team
+from jaxmpi.functions.lifecycle import team
 
 def says_pid(x):
     assert sys.argv[1:] == ["--rows", "4"]
@@ -263,7 +263,7 @@ def test_what_goes_wrong_in_forked_workers_is_named_and_nothing_hangs(tmp_path):
 
 
 COMPUTES = """
-from jaxmpi.function.drive import team
+from jaxmpi.functions.lifecycle import team
 
 def computes(x):
     def compute(v):
@@ -310,7 +310,7 @@ def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(hosts, tmp_path):
         HEAD
         + COMPUTES.replace(
             "    jm.fork",
-            """    from jaxmpi.processes import processes
+            """    from jaxmpi.comm.control import processes
     pid = int(processes().gather(str(os.getpid()))[1])
     jm.fork""",
         )
@@ -408,7 +408,7 @@ def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
     script = (
         HEAD
         + """
-from jaxmpi.processes import processes
+from jaxmpi.comm.control import processes
 def dies(x):
     def die(v):
         if processes().rank == WHO: os.kill(os.getpid(), signal.SIGKILL)
@@ -418,7 +418,7 @@ if __name__ == "__main__":
     jm.fork()
     jm.function(dies, jm.scatter, jm.max)(np.ones(4, np.float32))
 else:
-    from jaxmpi.processes import processes
+    from jaxmpi.comm.control import processes
 """.replace("WHO", who)
     )
     ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
@@ -450,7 +450,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     script = (
         HEAD
         + """
-from jaxmpi.processes import processes
+from jaxmpi.comm.control import processes
 f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
 f(x)
 if processes().rank == 1: time.sleep(60)

@@ -19,10 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi import checkpoint, config, experiment, faults, recorder
-from jaxmpi.config import Experiment, UsageError
-from jaxmpi.processes import SoloProcesses, named_leaves
-from jaxmpi.state import TrainState, create
+from jaxmpi.checkpoint import format
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.config import durations, experiment_file, flags
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.core.train_state import TrainState, create
+from jaxmpi.observe import recorder
+from jaxmpi.runtime import fault_injection
 from launching import ROOT
 
 MANY = 10_000
@@ -41,7 +46,7 @@ def run(examples: int, strategy: st.SearchStrategy, check: Callable) -> None:
 
 # ---------------------------------------------------------------- overrides
 
-FLAGS = sorted(f"--{name}" for name in config.flags(Experiment))
+FLAGS = sorted(f"--{name}" for name in flags.flags(Experiment))
 VALUES = st.sampled_from(
     ["1", "0", "-1", "1e400", "nan", "ep", "3ep", "1%", "None", "True", "a b", "", "--", "-n", "{}"]
 )
@@ -54,7 +59,7 @@ def test_overrides(examples, capsys):
 
     def check(words: list[str]) -> None:
         try:
-            got, _ = experiment.parse([path, *words])
+            got, _ = experiment_file.parse([path, *words])
         except (UsageError, SystemExit):  # argparse's way to say the same
             return
         assert isinstance(got, Experiment)
@@ -66,14 +71,16 @@ def test_overrides(examples, capsys):
 @pytest.mark.parametrize("examples", [300, SLOW(MANY)])
 def test_durations_and_faults(examples):
     def check(text: str) -> None:
-        for read in (lambda: config.steps(text, 10, 32, 100), lambda: faults.parse(text, 4)):
+        for read in (lambda: durations.steps(text, 10, 32, 100), lambda: fault_injection.parse(text, 4)):
             try:
                 read()
             except UsageError:
                 continue
 
     kinds = st.builds(
-        "{}:{}".format, st.sampled_from(sorted(faults.KINDS)), st.text("ranksteptimes=,0123456789-.é²", max_size=20)
+        "{}:{}".format,
+        st.sampled_from(sorted(fault_injection.KINDS)),
+        st.text("ranksteptimes=,0123456789-.é²", max_size=20),
     )
     run(examples, st.text(max_size=20) | kinds | st.from_regex(r"[0-9.]{1,30}(ep|st|ex|%)"), check)
 
@@ -113,9 +120,9 @@ def state() -> TrainState:
 @cache
 def whole() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
-        files = checkpoint.files_of({0: state()}, True)
-        options = {"step": 0, "workers": 1, "extra": {"note": "é"}, "keep": checkpoint.Kept(1)}
-        path = checkpoint.save(Path(folder), files, SoloProcesses(), **options)
+        files = format.files_of({0: state()}, True)
+        options = {"step": 0, "workers": 1, "extra": {"note": "é"}, "keep": format.Kept(1)}
+        path = format.save(Path(folder), files, SoloProcesses(), **options)
         return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
@@ -132,7 +139,7 @@ def read(folder: Path, files: dict[str, bytes]) -> TrainState | None:
         (path / name).write_bytes(data)
     blank = {0: jax.tree.map(np.zeros_like, state())}
     try:
-        saved = checkpoint.restore(folder, blank, SoloProcesses(), workers=1, replicated=True, say=lambda text: None)
+        saved = format.restore(folder, blank, SoloProcesses(), workers=1, replicated=True, say=lambda text: None)
     except UsageError:
         return None
     return saved.states[0] if saved else None
@@ -191,7 +198,7 @@ def test_strangers_checkpoints(examples, tmp_path):
 
     def check(path: list, value: object) -> None:
         manifest = put(json.loads(whole()["manifest.json"]), path, value)
-        read(tmp_path, {**whole(), "manifest.json": checkpoint.sealed(manifest).encode()})
+        read(tmp_path, {**whole(), "manifest.json": format.sealed(manifest).encode()})
 
     numbers = st.integers(-(2**70), 2**70)
     values = JSON | numbers | st.lists(numbers, max_size=3) | st.sampled_from(["float32", "object", "O", "<f4"])
@@ -204,9 +211,9 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from jaxmpi import checkpoint
-from jaxmpi.processes import SoloProcesses
-from jaxmpi.state import create
+from jaxmpi.checkpoint import format
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.core.train_state import create
 
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 draw = random.Random(0)
@@ -216,12 +223,12 @@ def state(step):
     return made._replace(step=np.full((), step, np.int32))
 
 def save(step):
-    files = checkpoint.files_of({0: state(step)}, True)
-    options = dict(step=step, workers=1, extra={}, keep=checkpoint.Kept(2, 1), score=float(-step))
-    checkpoint.save(folder, files, SoloProcesses(), **options)
+    files = format.files_of({0: state(step)}, True)
+    options = dict(step=step, workers=1, extra={}, keep=format.Kept(2, 1), score=float(-step))
+    format.save(folder, files, SoloProcesses(), **options)
 
 def newest():
-    found = checkpoint.restore(folder, {0: state(0)}, SoloProcesses(), workers=1, replicated=True)
+    found = format.restore(folder, {0: state(0)}, SoloProcesses(), workers=1, replicated=True)
     if found is None:
         return 0
     assert (found.states[0].params["w"] == found.step).all() and (found.states[0].model_state["m"] == found.step).all()

@@ -17,17 +17,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi import faults, guard, replicas, rundir, saver
-from jaxmpi.config import AgreedError, TrainingError, UsageError
-from jaxmpi.guard import Failure, Recovery, RollBack, Votes
-from jaxmpi.plain import HeldFolder
-from jaxmpi.processes import SoloProcesses
-from jaxmpi.state import create
-from jaxmpi.workers import gather_workers, spread
+from jaxmpi.checkpoint import format, manager, run_directory
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.topology import gather_workers, spread
+from jaxmpi.config import schema
+from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
+from jaxmpi.core.files import HeldFolder
+from jaxmpi.core.train_state import create
+from jaxmpi.recover import decisions, replica_check, signals
+from jaxmpi.recover.decisions import Failure, Recovery, RollBack, Votes
+from jaxmpi.runtime import fault_injection
 from launching import ROOT
 
 
-class Silent(guard.Notice):
+class Silent(signals.Notice):
     """Hears no signals."""
 
     def __init__(self) -> None:
@@ -71,7 +74,7 @@ def test_an_update_that_only_the_sum_made_infinite_has_no_culprit():
 
 def test_a_signal_is_a_vote_of_all():
     before = signal.getsignal(signal.SIGUSR1)
-    notice = guard.Notice()
+    notice = signals.Notice()
     try:
         vote = Votes(SoloProcesses(), notice, [])
         signal.raise_signal(signal.SIGUSR1)
@@ -116,9 +119,9 @@ def test_every_flipped_bit_changes_the_fingerprint(dtype, at, bit, seed):
         changed[at] ^= True
     else:
         changed.view(np.uint8).reshape(17, -1)[at, bit // 8 % values.itemsize] ^= 1 << bit % 8
-    one, other = (np.asarray(replicas.fingerprint(jnp.asarray(x))) for x in (values, changed))
+    one, other = (np.asarray(replica_check.fingerprint(jnp.asarray(x))) for x in (values, changed))
     assert one != other
-    assert replicas.checksum(values) != replicas.checksum(changed)
+    assert replica_check.checksum(values) != replica_check.checksum(changed)
 
 
 ROWS = {
@@ -133,7 +136,7 @@ ROWS = {
 def test_whose_params_differ(case):
     values, message = ROWS[case]
     rows = {worker: np.array([3, value], np.uint32) for worker, value in enumerate(values)}
-    text = replicas.difference(rows, ["a", "b"], 9)
+    text = replica_check.difference(rows, ["a", "b"], 9)
     assert re.search(message or "^$", text), text
 
 
@@ -145,34 +148,34 @@ def test_a_flipped_bit_is_found_among_the_workers_of_one_process():
     flipped["w"].view(np.uint32)[1, 2] ^= 1
     for third, expected in ((tree, ""), (flipped, "worker 2 differs from the other 3 in w")):
         params = spread([tree, tree, third, tree], workers.mesh)
-        by_device = np.asarray(jax.vmap(replicas.fingerprints)(params))
-        for found in (replicas.checksums(params, workers), by_device):
+        by_device = np.asarray(jax.vmap(replica_check.fingerprints)(params))
+        for found in (replica_check.checksums(params, workers), by_device):
             assert found.shape == (4, 3)
-            text = replicas.compare_replicas(params, found, workers.mine, workers.processes, 1)
+            text = replica_check.compare_replicas(params, found, workers.mine, workers.processes, 1)
             assert text.endswith(expected)
             assert bool(text) == bool(expected)
 
 
 def test_the_budget_of_skipped_data():
-    guard.check_budget(10, 1000, 1, 0.01)
-    guard.check_budget(20, 1000, 2, 0.01)
+    decisions.check_budget(10, 1000, 1, 0.01)
+    decisions.check_budget(20, 1000, 2, 0.01)
     with pytest.raises(AgreedError, match=r"11 corrupt examples were skipped, data.max_skipped allows 10 by now"):
-        guard.check_budget(11, 1000, 1, 0.01)
+        decisions.check_budget(11, 1000, 1, 0.01)
 
 
 # ---------------------------------------------------------------- saver
 
 
 def test_two_checkpoints_must_fit(tmp_path):
-    saver.check_disk(tmp_path, 50, 100)
+    manager.check_disk(tmp_path, 50, 100)
     with pytest.raises(UsageError, match=r"are free, two checkpoints take 100 MB"):
-        saver.check_disk(tmp_path, 50_000_000, 99_000_000)
+        manager.check_disk(tmp_path, 50_000_000, 99_000_000)
 
 
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
     folder = tmp_path / "checkpoints"
-    one = saver.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Kept(2))
     one.save({0: state}, {}, None)
     one.wait()
     one.save(
@@ -190,11 +193,13 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
 
 def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
     state = create({"w": np.ones(1000, np.float32)}, {}, {}, seed=0, worker=0)
-    one = saver.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(2))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Kept(2))
     one.save({0: state}, {}, None)
     state.params["w"][:] = 7  # as a donated buffer is written over
     one.wait()
-    found = saver.checkpoint.restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
+    found = manager.checkpoint.restore(
+        tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True
+    )
     assert found is not None
     assert (found.states[0].params["w"] == 1).all()
 
@@ -203,7 +208,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
 
 HANGUP = """
 import os, signal, sys
-from jaxmpi.guard import Notice
+from jaxmpi.recover.signals import Notice
 notice = Notice()
 for _ in range(2):  # by the shell and by the kernel
     os.kill(os.getpid(), signal.SIGHUP)
@@ -222,10 +227,10 @@ def test_a_terminal_that_goes_is_one_request_to_leave_and_nohup_none(before, exp
 
 
 def test_every_fault_is_parsed():
-    for kind in faults.KINDS:
-        fault = faults.parse(f"{kind}:rank=1,step=3", 4)
+    for kind in fault_injection.KINDS:
+        fault = fault_injection.parse(f"{kind}:rank=1,step=3", 4)
         assert (fault.rank, fault.step, fault.times) == (1, 3, 1)
-    assert faults.parse("slow:rank=all,seconds=0.5,times=0", 4).rank == -1
+    assert fault_injection.parse("slow:rank=all,seconds=0.5,times=0", 4).rank == -1
 
 
 @pytest.mark.parametrize(
@@ -253,18 +258,18 @@ def test_every_fault_is_parsed():
 )
 def test_wrong_faults(text, message):
     with pytest.raises(UsageError, match=message):
-        faults.parse(text, 4)
+        fault_injection.parse(text, 4)
 
 
 def test_a_fault_happens_as_often_as_asked_in_the_life_of_a_run_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "_ordered", None)
+    monkeypatch.setattr(fault_injection, "_ordered", None)
     state = create({"w": jnp.ones(2)}, {}, {}, seed=0, worker=0)
     batch = {"weight": np.ones(3, np.float32)}
     seen = []
     for _ in range(2):  # two starts
-        faults.order(["nan:step=2,times=2", "nan:rank=1"], 2, [0], tmp_path)
+        fault_injection.order(["nan:step=2,times=2", "nan:rank=1"], 2, [0], tmp_path)
         for step in range(1, 4):
-            _, got = faults.reach("step", step, (state, batch))
+            _, got = fault_injection.reach("step", step, (state, batch))
             seen.append(bool(np.isinf(got["weight"]).any()))
     assert seen == [False, True, True, False, False, False]
     assert np.isfinite(batch["weight"]).all()
@@ -272,40 +277,40 @@ def test_a_fault_happens_as_often_as_asked_in_the_life_of_a_run_directory(tmp_pa
 
 def test_a_fault_beyond_the_last_step_is_refused_and_one_that_did_not_happen_is_known(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="step: got 301; the run ends with step 300"):
-        faults.parse("nan:step=301", 4, last_step=300)
-    assert faults.parse("nan:step=300", 4, last_step=300).step == 300
-    monkeypatch.setattr(faults, "_ordered", None)
-    assert faults.missed() == []
+        fault_injection.parse("nan:step=301", 4, last_step=300)
+    assert fault_injection.parse("nan:step=300", 4, last_step=300).step == 300
+    monkeypatch.setattr(fault_injection, "_ordered", None)
+    assert fault_injection.missed() == []
     orders = (["slow:step=2,seconds=0", "slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"], 2, [0], tmp_path)
-    faults.order(*orders)
+    fault_injection.order(*orders)
     for step in range(1, 4):
-        faults.reach("step", step)
-    assert faults.missed() == ["slow:step=4,seconds=0"]
-    faults.order(*orders)  # another start remembers
-    assert faults.missed() == ["slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"]
+        fault_injection.reach("step", step)
+    assert fault_injection.missed() == ["slow:step=4,seconds=0"]
+    fault_injection.order(*orders)  # another start remembers
+    assert fault_injection.missed() == ["slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"]
 
 
 def test_one_bit_flips(tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "_ordered", None)
-    faults.order(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
+    monkeypatch.setattr(fault_injection, "_ordered", None)
+    fault_injection.order(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
     state = create({"a": jnp.ones(2), "b": jnp.ones((2, 2))}, {}, {}, seed=0, worker=0)
-    changed, _ = faults.reach("step", 1, (state, {}))
+    changed, _ = fault_injection.reach("step", 1, (state, {}))
     assert changed.params["b"].tolist() == [[-1, 1], [1, 1]]
     assert changed.params["a"].tolist() == [1, 1]
 
 
 def test_a_disk_without_room_is_refused_by_the_fault_that_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "_ordered", None)
-    faults.order(["disk_full"], 1, [0], tmp_path)
+    monkeypatch.setattr(fault_injection, "_ordered", None)
+    fault_injection.order(["disk_full"], 1, [0], tmp_path)
     with pytest.raises(OSError, match="No space left on device"):
-        faults.reach("save", 1)
+        fault_injection.reach("save", 1)
 
 
 # ---------------------------------------------------------------- another number of workers
 
 
 def kept(workers, scaled_for, batch):
-    return rundir.Stored(workers, scaled_for, batch, {})
+    return run_directory.Stored(workers, scaled_for, batch, {})
 
 
 @pytest.mark.parametrize(
@@ -320,13 +325,13 @@ def kept(workers, scaled_for, batch):
     ],
 )
 def test_the_effective_batch_is_that_of_the_beginning(fields, stored, workers, expected):
-    got = rundir.as_begun(rundir.Experiment(**fields), stored, workers)
+    got = run_directory.as_begun(schema.Experiment(**fields), stored, workers)
     assert (got.local_batch, got.effective_batch) == expected
 
 
 def test_another_effective_batch_is_refused():
     with pytest.raises(UsageError, match="with 3 workers instead of 4 keeps the effective batch of 32; got 40"):
-        rundir.as_begun(rundir.Experiment(effective_batch=40), kept(4, 4, 32), 3)
+        run_directory.as_begun(schema.Experiment(effective_batch=40), kept(4, 4, 32), 3)
 
 
 @pytest.mark.slow
@@ -334,7 +339,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk(tmp_path):
     """Twice the time of the copy is allowed, for memory that is busy; the disk takes several times that."""
     params = {f"layer{i}": np.ones(4_000_000, np.float32) for i in range(20)}  # 320 MB
     state = create(params, {}, {}, seed=0, worker=0)
-    one = saver.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=saver.Kept(1))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Kept(1))
     copies, pauses, wholes = [], [], []
     for step in range(4):
         begin = time.perf_counter()
@@ -353,8 +358,8 @@ PRELOADED = "#include <signal.h>\nstatic void ignore(int n) {}\n"
 PRELOADED += "__attribute__((constructor)) static void take(void) { signal(SIGHUP, ignore); }\n"
 RELEASED = """
 import signal
-from jaxmpi import guard
-notice = guard.Notice()
+from jaxmpi.recover import signals
+notice = signals.Notice()
 signal.raise_signal(signal.SIGHUP)
 assert notice.given
 notice.close()
@@ -378,7 +383,7 @@ def test_a_signal_that_a_preloaded_library_had_taken_is_no_error_at_the_end(tmp_
     ("again", "code", "said"), [(False, 130, "interrupted: saved at step"), (True, 130, "leave: not saved")]
 )
 def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, said, tmp_path):
-    line = [sys.executable, "-m", "jaxmpi.cli", "train", "--log-every", "1", "experiments/digits.py"]
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--log-every", "1", "experiments/digits.py"]
     line += ["--run-dir", str(tmp_path / "run"), "--inject", "slow:times=0,seconds=0.3"]
     heard = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     line = [sys.executable, "-c", heard, *line]  # a shell's background job has Ctrl-C ignored

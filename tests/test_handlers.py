@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi import handlers
-from jaxmpi.config import UsageError
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime import host_callbacks
 from launching import ROOT, run
 
 SHAPES = [(), (1,), (0,), (2, 0, 3), (7,), (3, 5, 2), (1, 1, 1, 1, 1, 2)]
@@ -25,12 +25,12 @@ def python() -> Iterator[Callable]:
 
     def made(function: Callable, **options) -> Callable:
         names.append(f"{function.__name__} {len(names)}")
-        handlers.register(names[-1], function, **options)
-        return lambda operands, results, name=names[-1], **more: handlers.call(name, operands, results, **more)
+        host_callbacks.register(names[-1], function, **options)
+        return lambda operands, results, name=names[-1], **more: host_callbacks.call(name, operands, results, **more)
 
     yield made
     for name in names:
-        handlers.forget(name)
+        host_callbacks.forget(name)
 
 
 @pytest.fixture(params=["ffi", "io_callback"])
@@ -40,10 +40,10 @@ def form(request, monkeypatch) -> Iterator[str]:
         pytest.skip("the first of the two ways is there on CPUs only")
     if request.param == "io_callback":
         monkeypatch.setenv("JAXMPI_FFI", "off")
-    handlers.why_not.cache_clear()
-    assert handlers.why_not() == {"ffi": "", "io_callback": "JAXMPI_FFI is off"}[request.param]
+    host_callbacks.why_not.cache_clear()
+    assert host_callbacks.why_not() == {"ffi": "", "io_callback": "JAXMPI_FFI is off"}[request.param]
     yield request.param
-    handlers.why_not.cache_clear()
+    host_callbacks.why_not.cache_clear()
 
 
 def copy(operands, results):
@@ -52,7 +52,7 @@ def copy(operands, results):
         np.copyto(result, operand)
 
 
-@pytest.mark.parametrize("dtype", handlers.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", host_callbacks.DTYPES.values(), ids=str)
 def test_every_dtype_and_shape_arrives_and_comes_back(dtype, python, form):
     with jax.enable_x64(dtype.itemsize >= 8):
         rng = np.random.default_rng(0)
@@ -107,7 +107,7 @@ def test_a_view_of_more_than_2_to_the_31_entries():
     size = 2**31 + 5
     memory = np.zeros(size, np.uint8)  # pages that are not written need no memory
     memory[-1] = 7
-    view = handlers._view(6, memory.ctypes.data, (size, 1), handlers.READ)
+    view = host_callbacks._view(6, memory.ctypes.data, (size, 1), host_callbacks.READ)
     assert view.shape == (size, 1)
     assert view[-1, 0] == 7
 
@@ -198,17 +198,17 @@ def test_calls_work_outside_jit_and_ahead_of_time(marks):
 
 
 def test_the_first_name_may_be_registered_while_a_program_is_traced(python):
-    handlers.why_not.cache_clear()
+    host_callbacks.why_not.cache_clear()
     step = jax.jit(lambda x: python(copy)([x + 1], [x])[0])
     assert step(jnp.arange(3.0)).tolist() == [1, 2, 3]
-    assert handlers.why_not() == ""
+    assert host_callbacks.why_not() == ""
 
 
 def test_neither_vmap_nor_grad_is_offered(marks):
     _, mark = marks
-    with pytest.raises(NotImplementedError, match=handlers.TARGET):
+    with pytest.raises(NotImplementedError, match=host_callbacks.TARGET):
         jax.vmap(lambda x: mark(x, 1))(jnp.ones((2, 3)))
-    with pytest.raises(NotImplementedError, match=handlers.TARGET):
+    with pytest.raises(NotImplementedError, match=host_callbacks.TARGET):
         jax.grad(lambda x: mark(x, 1))(1.0)
 
 
@@ -241,7 +241,7 @@ def test_a_function_that_is_not_there_is_named(python):
     call = python(copy)
     step = jax.jit(lambda v: call([v], [v]))
     step(jnp.ones(3))
-    handlers.forget("copy 0")
+    host_callbacks.forget("copy 0")
     with pytest.raises(jax.errors.JaxRuntimeError, match="unknown Python function of a program 'copy 0'"):
         jax.block_until_ready(step(jnp.ones(3)))
 
@@ -249,18 +249,18 @@ def test_a_function_that_is_not_there_is_named(python):
 def test_a_name_is_taken_once(python):
     python(copy)
     with pytest.raises(UsageError, match="'copy 0' is registered already"):
-        handlers.register("copy 0", copy)
+        host_callbacks.register("copy 0", copy)
 
 
 def test_a_smaller_call_frame_is_refused():
     with pytest.raises(UsageError, match=r"XLA's call frame has 8 bytes, expected 168 or more"):
-        handlers._handle(handlers.Frame(struct_size=8, stage=handlers.EXECUTE))
+        host_callbacks._handle(host_callbacks.Frame(struct_size=8, stage=host_callbacks.EXECUTE))
 
 
 SCRIPT = """
 import sys, pathlib
 import jax, jax.export, jax.monitoring, jax.numpy as jnp
-from jaxmpi import handlers
+from jaxmpi.runtime import host_callbacks
 
 def double(operands, results, times):
     print("python ran", flush=True)
@@ -268,20 +268,20 @@ def double(operands, results, times):
         raise ValueError("boom")
     results[0][...] = operands[0] * times
 
-handlers.register("something else " + sys.argv[1], print)  # what else a process has does not matter
-handlers.register("double", double, ends_job=True)
-step = jax.jit(lambda x: handlers.call("double", [x], [x], times=2)[0] * 3 + 987)
+host_callbacks.register("something else " + sys.argv[1], print)  # what else a process has does not matter
+host_callbacks.register("double", double, ends_job=True)
+step = jax.jit(lambda x: host_callbacks.call("double", [x], [x], times=2)[0] * 3 + 987)
 x, file = jnp.ones(4), pathlib.Path(sys.argv[2])
 jax.monitoring.register_event_listener(lambda event, **_: print(event) if "cache_hits" in event else None)
 if sys.argv[1] == "exports":
-    file.write_bytes(jax.export.export(step, disabled_checks=handlers.EXPORTABLE)(x).serialize())
+    file.write_bytes(jax.export.export(step, disabled_checks=host_callbacks.EXPORTABLE)(x).serialize())
     print(step(x).tolist())
 if sys.argv[1] == "finds":
     print(step(x).tolist())
 if sys.argv[1] == "imports":
     print(jax.jit(jax.export.deserialize(bytearray(file.read_bytes())).call)(x).tolist())
 if sys.argv[1] == "fails":
-    jax.jit(lambda x: handlers.call("double", [x], [x], times=0)[0])(x)
+    jax.jit(lambda x: host_callbacks.call("double", [x], [x], times=0)[0])(x)
     jax.effects_barrier()
     print("went on")
 """

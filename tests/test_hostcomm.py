@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi import hostcomm
-from jaxmpi.hostcomm import HOST_WIRES
-from jaxmpi.wires import BLOCK, SMALLEST_NORMAL, WIRES
+from jaxmpi.allreduce import host_algorithms, host_wires
+from jaxmpi.allreduce.host_wires import HOST_WIRES
+from jaxmpi.allreduce.wires import BLOCK, SMALLEST_NORMAL, WIRES
+from jaxmpi.core import scheduling
 from test_wires import ODD, normals
 
 
@@ -21,7 +22,7 @@ def in_thread(function: Callable):
     results = []
 
     def work():
-        assert hostcomm.flush_subnormals()
+        assert scheduling.flush_subnormals()
         with np.errstate(all="ignore"):
             results.append(function())
 
@@ -46,7 +47,7 @@ NUMBERS = {"16": np.float16, "8": np.int8}
 
 def parts(wire: str, sent: np.ndarray):
     if wire in NUMBERS:
-        return hostcomm.parts(sent, NUMBERS[wire])[::-1]
+        return host_wires.parts(sent, NUMBERS[wire])[::-1]
     return sent.view(np.float32 if wire == "32" else jnp.bfloat16)
 
 
@@ -79,7 +80,7 @@ def test_a_thread_adds_what_is_subnormal_as_xla_does():
 
 def test_a_thread_may_ask_for_short_turns():
     granted = []
-    thread = threading.Thread(target=lambda: granted.append(hostcomm.take_short_turns()))
+    thread = threading.Thread(target=lambda: granted.append(scheduling.take_short_turns()))
     thread.start()
     thread.join()
     assert granted == [sys.platform == "linux"]
@@ -87,7 +88,7 @@ def test_a_thread_may_ask_for_short_turns():
 
 @pytest.mark.parametrize("wire", HOST_WIRES)
 def test_columns_are_whole_blocks_and_one_message(wire):
-    width = hostcomm.columns(HOST_WIRES[wire])
+    width = host_algorithms.columns(HOST_WIRES[wire])
     assert width % BLOCK == 0
     size_bytes = HOST_WIRES[wire].size_bytes
-    assert size_bytes(width) <= hostcomm.MESSAGE_BYTES < size_bytes(width + BLOCK)
+    assert size_bytes(width) <= host_algorithms.MESSAGE_BYTES < size_bytes(width + BLOCK)

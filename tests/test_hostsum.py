@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxmpi import hostsum
-from jaxmpi.config import TrainingError, UsageError
-from jaxmpi.hostsum import SharedSum
+from jaxmpi.comm import shared_sum
+from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.core import shared_memory
+from jaxmpi.core.errors import TrainingError, UsageError
 from launching import ROOT, run
 
 
@@ -114,11 +115,11 @@ SIZES = {
     "nothing": [],
     "empty": [0, 0],
     "one": [1],
-    "largest small": [hostsum.SMALL],
-    "smallest chain": [hostsum.SMALL + 1],
+    "largest small": [shared_sum.SMALL],
+    "smallest chain": [shared_sum.SMALL + 1],
     "many small": [1] * 300,
-    "no multiple of ranks or lines": [hostsum.CHUNK + 13, 0, 5, 3 * hostsum.CHUNK - 1, 17],
-    "slots used again": [hostsum.CHUNK] * 40,
+    "no multiple of ranks or lines": [shared_sum.CHUNK + 13, 0, 5, 3 * shared_sum.CHUNK - 1, 17],
+    "slots used again": [shared_sum.CHUNK] * 40,
 }
 
 
@@ -132,7 +133,7 @@ def test_sum_is_that_of_rank_order_in_every_bit(size, sizes):
 def tiny(monkeypatch):
     """Chunks so small that short vectors go many times round."""
     for name, floats in {"CHUNK": 48, "SHORT": 32, "LEAST": 16, "SMALL": 96}.items():
-        monkeypatch.setattr(hostsum, name, floats)
+        monkeypatch.setattr(shared_sum, name, floats)
 
 
 calls = st.lists(
@@ -175,7 +176,7 @@ def test_nan_and_infinity_of_one_rank_reach_all(size_of_vector, tiny):
 
 @pytest.mark.parametrize("sizes", [(), (0,), (1, 15, 16, 17, 0, 48), (2**31 + 7, 3, 2**33)])
 def test_pieces_cover_every_vector_once(sizes):
-    chunks = hostsum.cut(sizes, 1 << 22 if max(sizes, default=0) > 1000 else 32)
+    chunks = shared_sum.cut(sizes, 1 << 22 if max(sizes, default=0) > 1000 else 32)
     ends = [0] * len(sizes)
     for chunk in chunks:
         at = 0
@@ -191,7 +192,7 @@ def test_pieces_cover_every_vector_once(sizes):
 
 @pytest.mark.parametrize("size", [1, 2, 8, 64, 256])
 def test_shared_memory_stays_under_48_mib_a_host_whatever_the_vectors(size):
-    path, _, chunk, trouble = hostsum.make_file(size, max(16, 2 * size))
+    path, _, chunk, trouble = shared_sum.make_file(size, max(16, 2 * size))
     try:
         assert trouble == ""
         assert chunk % 16 == 0 < chunk
@@ -254,7 +255,7 @@ def test_a_failed_rank_ends_the_sums_of_all_and_later_ones(tiny):
 
 
 def test_ranks_that_share_no_memory_are_told_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(hostsum, "folder", lambda: str(tmp_path))
+    monkeypatch.setattr(shared_memory, "folder", lambda: str(tmp_path))
     came = together(3, lambda engine, rank: None, host=Containers)
     assert [str(error).split(" share")[0] for error in came] == [
         "local ranks [1, 2]",
@@ -266,29 +267,30 @@ def test_ranks_that_share_no_memory_are_told_so(monkeypatch, tmp_path):
 
 LITTLE_ROOM = """
 import resource, sys
-from jaxmpi import hostsum
+from jaxmpi.comm import shared_sum
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-path, _, chunk, trouble = hostsum.make_file(8, 16)
+path, _, chunk, trouble = shared_sum.make_file(8, 16)
 print(bool(path), chunk, trouble)
-if path: hostsum.os.unlink(path)
+if path: shared_sum.os.unlink(path)
 """
 
 
 def test_little_room_makes_small_chunks_and_none_an_error():
     """A limit on a file's size stands for a full /dev/shm."""
     half = run([sys.executable, "-c", LITTLE_ROOM, str(7 << 20)], timeout_s=60, cwd=ROOT)
-    assert half.out.split()[:2] == ["True", str(hostsum.CHUNK // 2)], half.out
+    assert half.out.split()[:2] == ["True", str(shared_sum.CHUNK // 2)], half.out
     none = run([sys.executable, "-c", LITTLE_ROOM, "1000"], timeout_s=60, cwd=ROOT)
     assert none.out.startswith("False 0 no "), none.out
-    assert f"bytes for 8 ranks in {hostsum.folder()} (File too large); enlarge it" in none.out
+    assert f"bytes for 8 ranks in {shared_memory.folder()} (File too large); enlarge it" in none.out
 
 
 DEATH = """
 import multiprocessing, os, pickle, sys, time
 import numpy as np
-from jaxmpi import hostsum
+from jaxmpi.core import shared_memory
+from jaxmpi.comm import shared_sum
 
-hostsum.folder = lambda: sys.argv[3]
+shared_memory.folder = lambda: sys.argv[3]
 
 class Host:
     def __init__(self, rank, barrier):
@@ -302,7 +304,7 @@ class Host:
         return pickle.load(open(sys.argv[1], "rb"))
 
 def work(rank, barrier):
-    engine = hostsum.SharedSum(Host(rank, barrier), "sum")
+    engine = shared_sum.SharedSum(Host(rank, barrier), "sum")
     x = np.ones(int(sys.argv[2]), np.float32)
     for i in range(10):
         if (rank, i) == (1, 5):
@@ -352,7 +354,7 @@ def test_one_rank_in_jit_means_its_own_and_keeps_shapes():
 
 
 def test_a_thousand_sums_leave_no_file_and_no_map(tiny, monkeypatch, tmp_path):
-    monkeypatch.setattr(hostsum, "folder", lambda: str(tmp_path))
+    monkeypatch.setattr(shared_memory, "folder", lambda: str(tmp_path))
 
     def maps() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())

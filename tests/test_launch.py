@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from jaxmpi import launch
-from jaxmpi.config import UsageError
+from jaxmpi.core.errors import UsageError
+from jaxmpi.launch import command
 from launching import mpirun_line, run
 
 VERSIONS = {
@@ -32,33 +32,33 @@ def path(tmp_path, monkeypatch):
 
 
 def line(text: str, *, cores: int = 8, is_root: bool = False, environ=None) -> list[str]:
-    return launch.command(launch.parse(shlex.split(text), environ or {}), cores=cores, is_root=is_root)
+    return command.command(command.parse(shlex.split(text), environ or {}), cores=cores, is_root=is_root)
 
 
 PARSED = [
-    ("", launch.Options(1, "mpirun", (), ())),
-    ("a.py --n 3", launch.Options(1, "mpirun", (), ("a.py", "--n", "3"))),
-    ("-n 8 a.py --optim.lr 1", launch.Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
-    ("-n 4 --comm xla a.py --seed 1", launch.Options(4, "mpirun", (), ("a.py", "--comm", "xla", "--seed", "1"))),
-    ("-n 8 --ft shrink a.py --seed 1", launch.Options(8, "mpirun", (), ("a.py", "--ft", "shrink", "--seed", "1"))),
-    ("--resume --seed 1 -n 2 a.py", launch.Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
-    ("-n8 a.py", launch.Options(8, "mpirun", (), ("a.py",))),
-    ("--launcher srun -n 2 a.py", launch.Options(2, "srun", (), ("a.py",))),
+    ("", command.Options(1, "mpirun", (), ())),
+    ("a.py --n 3", command.Options(1, "mpirun", (), ("a.py", "--n", "3"))),
+    ("-n 8 a.py --optim.lr 1", command.Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
+    ("-n 4 --comm xla a.py --seed 1", command.Options(4, "mpirun", (), ("a.py", "--comm", "xla", "--seed", "1"))),
+    ("-n 8 --ft shrink a.py --seed 1", command.Options(8, "mpirun", (), ("a.py", "--ft", "shrink", "--seed", "1"))),
+    ("--resume --seed 1 -n 2 a.py", command.Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
+    ("-n8 a.py", command.Options(8, "mpirun", (), ("a.py",))),
+    ("--launcher srun -n 2 a.py", command.Options(2, "srun", (), ("a.py",))),
     (
         "--launcher-args '--hostfile \"my hosts\"' -n 2 a.py",
-        launch.Options(2, "mpirun", ("--hostfile", "my hosts"), ("a.py",)),
+        command.Options(2, "mpirun", ("--hostfile", "my hosts"), ("a.py",)),
     ),
 ]
 
 
 @pytest.mark.parametrize(("text", "expected"), PARSED)
 def test_options_end_at_the_experiment(text, expected):
-    assert launch.parse(shlex.split(text), {}) == expected
+    assert command.parse(shlex.split(text), {}) == expected
 
 
 @pytest.mark.parametrize(("nodes", "launcher"), [("1", "mpirun"), ("2", "srun"), ("128", "srun")])
 def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher):
-    assert launch.parse(["-n", "2", "a.py"], {"SLURM_JOB_NUM_NODES": nodes}).launcher == launcher
+    assert command.parse(["-n", "2", "a.py"], {"SLURM_JOB_NUM_NODES": nodes}).launcher == launcher
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher
 )
 def test_wrong_options(text, message):
     with pytest.raises(UsageError, match=message):
-        launch.parse(shlex.split(text), {})
+        command.parse(shlex.split(text), {})
 
 
 @pytest.mark.parametrize("text", ["a.py --x 1", "-n 1 a.py --x 1"])
@@ -125,7 +125,7 @@ def test_arguments_for_the_launcher_come_before_the_trainer(path):
 )
 def test_what_variables_for_ranks_hold_is_not_shown(text, shown):
     line = ["mpirun", *shlex.split(text), "python", "-m", "jaxmpi.train", "a.py", "--optim.lr=1"]
-    assert launch.shown(line, shlex.split(text)) == f"mpirun {shown} python -m jaxmpi.train a.py --optim.lr=1"
+    assert command.shown(line, shlex.split(text)) == f"mpirun {shown} python -m jaxmpi.train a.py --optim.lr=1"
 
 
 def test_srun_starts_ranks_through_pmix(path):
@@ -158,7 +158,7 @@ def test_launchers_that_are_not_there(path, text, message):
 
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as ended:
-        launch.main(["--help"])
+        command.main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(option in out for option in ("-n N", "--launcher", "EXPERIMENT.py"))
@@ -166,11 +166,11 @@ def test_help_names_every_option(capsys):
 
 LEFT_BEHIND = """
 import os, socket, sys
-from jaxmpi import runtime
+from jaxmpi.runtime import job_folder
 folder = f"{os.environ['TMPDIR']}/ompi.{os.getpid()}"
 os.mkdir(folder)
 open(f"{folder}/pmix.{socket.gethostname()}.tool", "w").close()
-line = runtime.over_leftovers(sys.argv[1:])
+line = job_folder.over_leftovers(sys.argv[1:])
 os.execv(line[0], line)
 """
 

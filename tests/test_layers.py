@@ -145,7 +145,7 @@ def test_the_parser_sees_imports_in_functions():
 
 def test_importing_starts_neither_mpi_nor_a_device_and_loads_no_plotting():
     job = run(
-        "import sys, jaxmpi, jaxmpi.train, jaxmpi.launch\n"
+        "import sys, jaxmpi, jaxmpi.train, jaxmpi.launch.command\n"
         "from jax._src import xla_bridge\n"  # JAX has no public word for it
         "loaded = [name in sys.modules for name in ('mpi4py', 'mpi4jax', 'matplotlib')]\n"
         "print(*loaded, xla_bridge.backends_are_initialized())"

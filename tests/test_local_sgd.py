@@ -12,12 +12,17 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import parts, rules
-from jaxmpi.comm import AxisComm
-from jaxmpi.config import ExchangeConfig, Experiment, Optim, RuleConfig, UsageError
-from jaxmpi.exchange import exchange
-from jaxmpi.optim import optimizer
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.optim.optimizers import optimizer
+from jaxmpi.rules import base, registry
 from jaxmpi.rules.local_sgd import Apart
+from jaxmpi.trainer import build
 from launching import train as run
 from tolerances import leaf_bound
 
@@ -38,11 +43,11 @@ def spring(w: Any, t: int) -> Any:
     return jnp.asarray(CURVATURE[t], jnp.float32) * (w - jnp.asarray(CENTER[t], jnp.float32))
 
 
-def built(config: RuleConfig, optim: Optim, comm: AxisComm, strategy: str = "asa32") -> rules.Rule:
+def built(config: RuleConfig, optim: Optim, comm: AxisComm, strategy: str = "asa32") -> base.Rule:
     """The rule as the trainer builds it."""
     mean, total = (functools.partial(exchange, strategy=strategy, op=op, comm=comm) for op in ("mean", "sum"))
     tx = optimizer(optim, lambda step: jnp.float32(optim.lr))
-    return rules.build(config, tx, rules.Exchange(mean, total), optimizer=optim.name, linear=True)
+    return registry.build(config, tx, base.Exchange(mean, total), optimizer=optim.name, linear=True)
 
 
 def trained(config: RuleConfig, optim: Optim, gradient: Any, steps: int) -> np.ndarray:
@@ -224,23 +229,27 @@ def test_ranges_are_named():
 def test_what_a_rule_says_of_itself(name, scaling):
     rule = built(RuleConfig(name), Optim("adam"), AxisComm("w", K))  # any optimizer, unforced
     assert (rule.state_is_replicated, rule.params_are_replicated) == (False, False)
-    assert rules.scale_lr(name, "rule", 4)[1] == scaling
-    rules.check_wire(RuleConfig(name), "asa:8")
+    assert registry.scale_lr(name, "rule", 4)[1] == scaling
+    registry.check_wire(RuleConfig(name), "asa:8")
     with pytest.raises(UsageError, match=f"recover: got skip with rule {name}, whose workers step alone.*use stop or"):
-        rules.check_recover(RuleConfig(name), "skip", "auto")
+        registry.check_recover(RuleConfig(name), "skip", "auto")
     with pytest.raises(UsageError, match=r"recover: got skip with exchange\.overlap delayed.*use stop or"):
-        rules.check_recover(RuleConfig("gradients"), "skip", "delayed")
+        registry.check_recover(RuleConfig("gradients"), "skip", "delayed")
     for rule_name, recover in ((name, "rollback"), (name, "stop"), ("gradients", "skip")):
-        rules.check_recover(RuleConfig(rule_name), recover, "auto")
+        registry.check_recover(RuleConfig(rule_name), recover, "auto")
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
     plan: Any = None  # not looked at
-    assert "exchanges every so many steps only" in parts.unfit_for_overlap(experiment, plan)
+    assert "exchanges every so many steps only" in build.unfit_for_overlap(experiment, plan)
 
 
 # ---------------------------------------------------------------- whole runs
 
 TINY = """
-from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.rule_config import RuleConfig
 from models.cnn import digits_cnn_tiny
 
 experiment = Experiment(

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.config import UsageError
+from jaxmpi.core.errors import UsageError
+from jaxmpi.model.adapters.nnx import nnx_model
 
 # A user's module may still sow the way that Flax has begun to deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")

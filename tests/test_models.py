@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 import models.__main__ as report
-from jaxmpi.config import UsageError
+from jaxmpi.core.errors import UsageError
 from models import MODELS
 from models import layers as layers_module
 from models.googlenet import (

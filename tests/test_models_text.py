@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import models.__main__ as report
-from jaxmpi.config import UsageError
-from jaxmpi.model import Model
-from jaxmpi.modelcheck import check_model
+from jaxmpi.core.errors import UsageError
+from jaxmpi.model.check import check_model
+from jaxmpi.model.contract import Model
 from launching import ROOT
 from models import MODELS
 from models.gpt import attention, gpt

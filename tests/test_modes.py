@@ -19,7 +19,9 @@ STEPS, EVAL_EVERY, SAVE_EVERY = 13, 5, 4
 EXPERIMENT = f"""
 import numpy as np
 
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from models.cnn import digits_cnn_tiny
 
 pixels = np.random.default_rng(0)
@@ -122,11 +124,11 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from jaxmpi import experiment
-from jaxmpi.config import NotFinite
-from jaxmpi.train import train
+from jaxmpi.config import experiment_file
+from jaxmpi.core.errors import NotFinite
+from jaxmpi.trainer.main import train
 
-tiny, path = experiment.parse([sys.argv[1]])
+tiny, path = experiment_file.parse([sys.argv[1]])
 at = lambda lr, name: dataclasses.replace(
     tiny, optim=dataclasses.replace(tiny.optim, lr=lr), run_dir=str(path.parent / name)
 )

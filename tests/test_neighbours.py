@@ -10,16 +10,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jaxmpi import neighbours
-from jaxmpi.config import TrainingError
-from jaxmpi.data.memory import Arena
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.data.group_cache import Arena
+from jaxmpi.input_pipeline import peer_memory
 from launching import ROOT
 
 LENGTHS = np.random.default_rng(0).integers(0, 9, 5000)
 OTHER = """
 import json, sys
 from test_neighbours import filled
-from jaxmpi.neighbours import addresses
+from jaxmpi.input_pipeline.peer_memory import addresses
 arena = filled()
 print(json.dumps(addresses(arena).tolist()), flush=True)
 sys.stdin.read()
@@ -56,26 +56,26 @@ def there() -> Iterator[tuple[int, np.ndarray]]:
 def test_records_are_read_in_any_order(there, most, monkeypatch):
     """More of them than one call takes, some of no bytes; also where the system copies less than it is asked for."""
     if most:
-        whole = neighbours._readv
+        whole = peer_memory._readv
 
         def partly(pid, here, one, there, count, flags):
-            span = np.ctypeslib.as_array((neighbours.ctypes.c_int64 * 2).from_address(here))
+            span = np.ctypeslib.as_array((peer_memory.ctypes.c_int64 * 2).from_address(here))
             span[1] = min(span[1], most)
             return whole(pid, here, one, there, count, flags)
 
-        monkeypatch.setattr(neighbours, "_readv", partly)
+        monkeypatch.setattr(peer_memory, "_readv", partly)
     wanted = np.random.default_rng(2).permutation(filled().records)
     out = np.zeros(LENGTHS[wanted].sum(), np.uint8)
     pid, told = there
-    neighbours.Remote(pid, told, LENGTHS).gather(wanted, out)
+    peer_memory.Remote(pid, told, LENGTHS).gather(wanted, out)
     assert out.tolist() == np.repeat(wanted % 251, LENGTHS[wanted]).tolist()
 
 
 def test_a_process_that_has_ended(monkeypatch):
-    monkeypatch.setattr(neighbours, "LAUNCHER_FIRST_S", 0)
+    monkeypatch.setattr(peer_memory, "LAUNCHER_FIRST_S", 0)
     arena = filled()
     with other() as (process, told):
-        remote = neighbours.Remote(process.pid, told, LENGTHS)
+        remote = peer_memory.Remote(process.pid, told, LENGTHS)
         process.kill()
         process.wait(10)
         said = f"cannot be read any more; .*memory of process {process.pid}: No such process"
@@ -85,19 +85,19 @@ def test_a_process_that_has_ended(monkeypatch):
 
 def test_memory_that_is_not_there(there):
     with pytest.raises(OSError, match="Bad address"):
-        neighbours.read(there[0], np.array([4096]), np.array([8]), np.empty(8, np.uint8))
+        peer_memory.read(there[0], np.array([4096]), np.array([8]), np.empty(8, np.uint8))
 
 
 def test_a_system_without_the_call(monkeypatch):
-    monkeypatch.setattr(neighbours, "_readv", None)
+    monkeypatch.setattr(peer_memory, "_readv", None)
     with pytest.raises(OSError, match="not implemented"):
-        neighbours.read(os.getpid(), np.array([0]), np.array([8]), np.empty(8, np.uint8))
+        peer_memory.read(os.getpid(), np.array([0]), np.array([8]), np.empty(8, np.uint8))
 
 
 def test_another_process_of_that_number_is_none_of_the_group(there):
     """As in containers, where each counts its own."""
     pid, told = there
     token = filled().bytes[:16].view(np.int64)
-    assert neighbours._is_readable(np.array([pid, told[0], *token]))
-    assert not neighbours._is_readable(np.array([pid, told[0], *(token + 1)]))
-    assert not neighbours._is_readable(np.array([2**22 + 1, told[0], *token]))
+    assert peer_memory._is_readable(np.array([pid, told[0], *token]))
+    assert not peer_memory._is_readable(np.array([pid, told[0], *(token + 1)]))
+    assert not peer_memory._is_readable(np.array([2**22 + 1, told[0], *token]))

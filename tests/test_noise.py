@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import rules
-from jaxmpi.comm import AxisComm
-from jaxmpi.config import RuleConfig
+from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.data import Sampler
-from jaxmpi.exchange import exchange, exchange_gradients
-from jaxmpi.noise import Means, Noise
+from jaxmpi.observe.gradient_noise import Means, Noise
+from jaxmpi.rules import base, registry
 from launching import train
 from tolerances import U
 
@@ -79,15 +79,15 @@ def test_the_scale_is_a_ratio_of_moving_means():
 # ---------------------------------------------------------------- in the rule
 
 
-def talk(comm: AxisComm, gradients: optax.GradientTransformation | None = None) -> rules.Exchange:
+def talk(comm: AxisComm, gradients: optax.GradientTransformation | None = None) -> base.Exchange:
     mean, total = (functools.partial(exchange, op=op, comm=comm) for op in ("mean", "sum"))
-    return rules.Exchange(mean, total, gradients=gradients)
+    return base.Exchange(mean, total, gradients=gradients)
 
 
 def test_the_square_is_that_of_the_mean_and_the_update_is_the_same():
     comm = AxisComm("w", K)
     noisy, plain = (
-        rules.build(RuleConfig(noise_scale=noise), optax.sgd(0.1), talk(comm), optimizer="sgd", linear=True)
+        registry.build(RuleConfig(noise_scale=noise), optax.sgd(0.1), talk(comm), optimizer="sgd", linear=True)
         for noise in (True, False)
     )
     assert noisy.measured
@@ -106,14 +106,14 @@ def test_the_square_is_that_of_the_mean_and_the_update_is_the_same():
 
 @pytest.mark.parametrize("name", ["subgd", "awagd", "local_sgd", "diloco"])
 def test_other_rules_have_no_mean_gradient_to_measure(name):
-    rule = rules.build(RuleConfig(name), optax.sgd(0.1), talk(AxisComm("w", K)), optimizer="sgd", linear=True)
+    rule = registry.build(RuleConfig(name), optax.sgd(0.1), talk(AxisComm("w", K)), optimizer="sgd", linear=True)
     assert rule.measured is None
 
 
 def test_compressed_gradients_are_not_their_mean():
     compressed = exchange_gradients("topk1", comm=AxisComm("w", K))
     exchanged = talk(AxisComm("w", K), gradients=compressed)
-    rule = rules.build(RuleConfig(), optax.sgd(0.1), exchanged, optimizer="sgd", linear=True)
+    rule = registry.build(RuleConfig(), optax.sgd(0.1), exchanged, optimizer="sgd", linear=True)
     assert rule.measured is None
 
 
@@ -123,8 +123,11 @@ EXAMPLES, BATCH = 72, 16  # 5 steps an epoch, the last with 8 examples
 LINEAR = f"""
 import numpy as np
 import jax.numpy as jnp
-from jaxmpi.adapters import plain_model
-from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
+from jaxmpi.model.adapters.functions import plain_model
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from jaxmpi.data import ArraySource
 
 X = np.random.default_rng(0).normal(1, 1, ({EXAMPLES}, 6)).astype(np.float32)

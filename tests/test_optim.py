@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi.config import Optim, Schedule, UsageError
-from jaxmpi.optim import OPTIMIZERS, Clock, is_linear, not_bias, optimizer, scale_biases, schedule
+from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.core.errors import UsageError
+from jaxmpi.optim.optimizers import OPTIMIZERS, is_linear, not_bias, optimizer, scale_biases
+from jaxmpi.optim.schedules import Clock, schedule
 
 CLOCK = Clock(steps_per_epoch=10, effective_batch=32, total_steps=100)
 PEAK = 0.4

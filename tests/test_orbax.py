@@ -13,10 +13,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmpi import checkpoint, orbax, rules
-from jaxmpi.config import RuleConfig, UsageError
-from jaxmpi.processes import SoloProcesses
-from jaxmpi.state import create
+from jaxmpi.checkpoint import format, orbax_export, uncoordinated
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core import pytrees
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.train_state import create
+from jaxmpi.rules import base, easgd
 from launching import run, small_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
@@ -33,40 +36,40 @@ def run_dir(tmp_path):
     for step in (3, 9):
         params = jax.tree.map(lambda x, step=step: x + np.asarray(step, x.dtype), PARAMS)
         state = create(params, STATE, {}, seed=0, worker=0)._replace(step=np.full((), step, np.int32))
-        checkpoint.save(
-            *(tmp_path / "run" / "checkpoints", checkpoint.files_of({0: state}, True), SoloProcesses()),
+        format.save(
+            *(tmp_path / "run" / "checkpoints", format.files_of({0: state}, True), SoloProcesses()),
             step=step,
             workers=1,
             extra={},
-            keep=checkpoint.Kept(2),
+            keep=format.Kept(2),
         )
     return tmp_path / "run"
 
 
 def test_out_and_in(run_dir, tmp_path):
-    orbax.main([str(run_dir), str(tmp_path / "out"), "--step", "3"])
+    orbax_export.main([str(run_dir), str(tmp_path / "out"), "--step", "3"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
-    got = orbax.load(tmp_path / "out", like, STATE)
+    got = orbax_export.load(tmp_path / "out", like, STATE)
     assert got.has_state
     jax.tree.map(np.testing.assert_array_equal, got.model_state, STATE)
     for one, other in zip(jax.tree.leaves(got.params), jax.tree.leaves(PARAMS), strict=True):
         np.testing.assert_array_equal(one, other + np.asarray(3, other.dtype))
         assert one.dtype == other.dtype
     with pytest.raises(UsageError, match="exists; name a new folder"):
-        orbax.export(run_dir, tmp_path / "out")
+        orbax_export.export(run_dir, tmp_path / "out")
     for change, message in (
         ({"half": jnp.zeros(4, jnp.bfloat16)}, r"params/half: got bfloat16\[3\], expected bfloat16\[4\]"),
         ({"more": jnp.zeros(1)}, r"more: got nothing, expected float32\[1\]"),
     ):
         with pytest.raises(UsageError, match=message):
-            orbax.load(tmp_path / "out", {**PARAMS, **change}, STATE)
+            orbax_export.load(tmp_path / "out", {**PARAMS, **change}, STATE)
     with pytest.raises(UsageError, match=r"half: got bfloat16\[3\], expected nothing"):
-        orbax.load(tmp_path / "out", {"conv": PARAMS["conv"]}, STATE)
+        orbax_export.load(tmp_path / "out", {"conv": PARAMS["conv"]}, STATE)
     with pytest.raises(UsageError, match=r"model_state/calls: got int32\[\], expected nothing"):
-        orbax.load(tmp_path / "out", PARAMS, {})
+        orbax_export.load(tmp_path / "out", PARAMS, {})
     next((tmp_path / "out").glob("**/_METADATA")).write_text("{")
     with pytest.raises(UsageError, match=r"cannot be read|is not of this model"):
-        orbax.load(tmp_path / "out", like, {})
+        orbax_export.load(tmp_path / "out", like, {})
 
 
 def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
@@ -75,12 +78,12 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
         params = jax.tree.map(lambda x, by=worker: np.asarray(x + np.asarray(2 * by, x.dtype)), PARAMS)
         model_state = {**STATE, "calls": np.full((), worker, np.int32), "var": np.full(2, worker, np.float32)}
         states[worker] = create(params, model_state, {}, seed=0, worker=worker)
-    checkpoint.save(
-        *(tmp_path / "checkpoints", checkpoint.files_of(states, False, same_params=False), SoloProcesses()),
-        **{"step": 0, "workers": 2, "extra": {}, "keep": checkpoint.Kept(2)},
+    format.save(
+        *(tmp_path / "checkpoints", format.files_of(states, False, same_params=False), SoloProcesses()),
+        **{"step": 0, "workers": 2, "extra": {}, "keep": format.Kept(2)},
     )
-    mean = orbax.model_of(checkpoint.found(tmp_path / "checkpoints")[0])
-    for name, leaf in checkpoint.named_leaves({"params": PARAMS}):
+    mean = orbax_export.model_of(format.found(tmp_path / "checkpoints")[0])
+    for name, leaf in pytrees.named_leaves({"params": PARAMS}):
         np.testing.assert_array_equal(mean[name], leaf + np.asarray(1, leaf.dtype))
     np.testing.assert_array_equal(mean["model_state/var"], [0.5, 0.5])
     np.testing.assert_array_equal(mean["model_state/norm/mean"], STATE["norm"]["mean"])
@@ -90,21 +93,21 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
 def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     """As in evaluation: of an asynchronous one, and of `easgd_sync`, where it is a part of the state."""
     center = jax.tree.map(lambda x: np.asarray(x + np.asarray(5, x.dtype)), PARAMS)
-    exchange = rules.Exchange(lambda tree: tree, lambda tree: tree)
-    rule = rules.easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
+    exchange = base.Exchange(lambda tree: tree, lambda tree: tree)
+    rule = easgd.easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
     synchronous = create(PARAMS, {}, rule.init(center), seed=0, worker=0)
-    checkpoint.save(
-        *(tmp_path / "sync", checkpoint.files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
-        **{"step": 0, "workers": 1, "extra": {}, "keep": checkpoint.Kept(2)},
+    format.save(
+        *(tmp_path / "sync", format.files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
+        **{"step": 0, "workers": 1, "extra": {}, "keep": format.Kept(2)},
     )
-    apart = checkpoint.Apart(tmp_path / "apart", 1, checkpoint.Kept(2))
+    apart = uncoordinated.Apart(tmp_path / "apart", 1, format.Kept(2))
     apart.begin(0)
     apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
     apart.end(0, {"center": center}, {}, None)
     for folder in (tmp_path / "sync", tmp_path / "apart"):
-        got = orbax.model_of(checkpoint.found(folder)[0])
-        assert set(got) == {name for name, _ in checkpoint.named_leaves({"params": PARAMS})}
-        for name, leaf in checkpoint.named_leaves({"params": center}):
+        got = orbax_export.model_of(format.found(folder)[0])
+        assert set(got) == {name for name, _ in pytrees.named_leaves({"params": PARAMS})}
+        for name, leaf in pytrees.named_leaves({"params": center}):
             np.testing.assert_array_equal(got[name], leaf)
 
 
@@ -113,7 +116,7 @@ def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
     for number, tree in enumerate((PARAMS, {"params": PARAMS})):
         with ocp.StandardCheckpointer() as writer:
             writer.save(tmp_path / f"{number}", tree)
-        got = orbax.load(tmp_path / f"{number}", tree, STATE)
+        got = orbax_export.load(tmp_path / f"{number}", tree, STATE)
         assert not got.has_state
         assert got.model_state is STATE
         jax.tree.map(np.testing.assert_array_equal, got.params, tree)
@@ -128,7 +131,7 @@ def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir
         else:
             home = tmp_path / "file"
             home.write_text("")
-        line = [sys.executable, "-m", "jaxmpi.cli", "export", str(run_dir), str(home / "out")]
+        line = [sys.executable, "-m", "jaxmpi.tools.cli", "export", str(run_dir), str(home / "out")]
         ended = run(line, timeout_s=60)
         assert (ended.timed_out, ended.code != 0) == (False, True), ended.out
         assert f"error: {home / 'out'}: cannot be written: " in ended.out
@@ -138,14 +141,14 @@ def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir
 
 def test_what_cannot_be_exported(run_dir, tmp_path):
     with pytest.raises(UsageError, match="--step: got 4; there are 3, 9"):
-        orbax.export(run_dir, tmp_path / "out", 4)
+        orbax_export.export(run_dir, tmp_path / "out", 4)
     with pytest.raises(UsageError, match="no checkpoint"):
-        orbax.export(tmp_path, tmp_path / "out")
+        orbax_export.export(tmp_path, tmp_path / "out")
     with pytest.raises(UsageError, match="no folder"):
-        orbax.load(tmp_path / "nothing", PARAMS, {})
+        orbax_export.load(tmp_path / "nothing", PARAMS, {})
     (run_dir / "checkpoints" / "step_00000009" / "common.bin").write_bytes(b"x")
     with pytest.raises(UsageError, match="damaged"):
-        orbax.export(run_dir, tmp_path / "out")
+        orbax_export.export(run_dir, tmp_path / "out")
 
 
 ROWS = {
@@ -165,23 +168,23 @@ def test_a_strangers_checkpoint_takes_no_more_memory_than_its_file_and_is_refuse
     rows = manifest["files"]["common.bin"]
     half = next(row for row in rows if row["path"] == "params/half")
     manifest["files"]["common.bin"] = [*(row for row in rows if row is not half), *ROWS[name](half)]
-    file.write_text(checkpoint.sealed(manifest))
+    file.write_text(format.sealed(manifest))
     with pytest.raises(UsageError, match=r"common.bin: .*damaged"):
-        orbax.export(run_dir, tmp_path / "out")
+        orbax_export.export(run_dir, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_outside_a_strangers_folder_is_read(run_dir, tmp_path):
-    orbax.export(run_dir, tmp_path / "out")
+    orbax_export.export(run_dir, tmp_path / "out")
     file = tmp_path / "out" / "_METADATA"
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
-        orbax.load(tmp_path / "out", PARAMS, STATE)
+        orbax_export.load(tmp_path / "out", PARAMS, STATE)
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
-        orbax.load(tmp_path / "out", PARAMS, STATE)
+        orbax_export.load(tmp_path / "out", PARAMS, STATE)
 
 
 def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
@@ -195,4 +198,4 @@ def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
     spec = {"driver": "zarr", "kvstore": place, "metadata": array, "create": True, "delete_existing": True}
     tensorstore.open(spec).result()
     with pytest.raises(UsageError, match=r"w: chunks of \[1000000000\], expected \[4\] at most"):
-        orbax.load(tmp_path / "out", like, {})
+        orbax_export.load(tmp_path / "out", like, {})

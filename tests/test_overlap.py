@@ -14,12 +14,18 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxmpi import overlap, rules
-from jaxmpi.comm import AxisComm, SoloComm
-from jaxmpi.config import Data, ExchangeConfig, Experiment, RuleConfig, UsageError
-from jaxmpi.parts import make_plan, unfit_for_overlap
-from jaxmpi.processes import SoloProcesses
-from jaxmpi.workers import Workers
+from jaxmpi.allreduce import overlap
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.rules import base, registry
+from jaxmpi.trainer.build import make_plan, unfit_for_overlap
 from launching import ROOT, mpirun, run, session_of, train
 from models.cnn import digits_cnn
 
@@ -98,8 +104,8 @@ if CORES:
     os.sched_setaffinity(0, {{0}})
 import numpy as np, jax, jax.numpy as jnp
 import jaxmpi
-from jaxmpi import overlap
-from jaxmpi.courier import courier
+from jaxmpi.allreduce import overlap
+from jaxmpi.allreduce.comm_thread import courier
 comm = jaxmpi.world()
 courier = courier()
 """
@@ -208,7 +214,7 @@ def test_a_fault_ends_the_job(fault, tmp_path):
 
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(tmp_path):
     """Rank 0 gives up 4 s before rank 1 has waited as long, and hears for 2 s who is there."""
-    code = "from jaxmpi import processes\nprocesses.LATE_S = 2\n" + STEP
+    code = "from jaxmpi.comm import control\ncontrol.LATE_S = 2\n" + STEP
     code += "step(jnp.ones(9))['conv1'].block_until_ready()\n"
     code += "time.sleep([0, 4, 100][comm.rank])\nstep(jnp.ones(9))\ntime.sleep(60)"
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
@@ -256,7 +262,7 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
 def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
     code = (
         "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
-        "import jaxmpi\nfrom jaxmpi import overlap\n"
+        "import jaxmpi\nfrom jaxmpi.allreduce import overlap\n"
         "print(overlap.chosen('auto', 'ring32', jaxmpi.world()))\n"
     )
     (tmp_path / "job.py").write_text(code)
@@ -267,7 +273,10 @@ def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
 # ---------------------------------------------------------------- runs
 
 TINY = """
-from jaxmpi.config import Data, Experiment, ExchangeConfig, Optim
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
@@ -341,11 +350,11 @@ def test_steps_that_cannot_hide_an_exchange(fields, reason):
 
 @pytest.mark.parametrize("rule", ["subgd", "awagd"])
 def test_only_gradients_can_be_late(rule):
-    late = rules.Exchange(lambda tree: tree, lambda tree: tree, gradients=overlap.delayed_gradients(comm=SoloComm()))
+    late = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=overlap.delayed_gradients(comm=SoloComm()))
     with pytest.raises(
         UsageError, match=f"rule '{rule}' exchanges no gradients, which compressors and exchange.overlap delayed"
     ):
-        rules.build(RuleConfig(rule), optax.sgd(0.1), late, optimizer="sgd", linear=True)
+        registry.build(RuleConfig(rule), optax.sgd(0.1), late, optimizer="sgd", linear=True)
 
 
 # ---------------------------------------------------------------- between hosts

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi.data import pack
+from jaxmpi.data import packing
 from launching import Ended, leaked, mpirun, shared_memory, train
 
 TINY = """
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
@@ -67,7 +69,7 @@ def run(
 
 @pytest.fixture
 def packed(tmp_path: Path) -> tuple[str, ...]:
-    pack.main(["pack", "digits", str(tmp_path / "packed"), "--quality", "0"])
+    packing.main(["pack", "digits", str(tmp_path / "packed"), "--quality", "0"])
     return ("--data.source", "packed", "--data.dir", str(tmp_path / "packed"))
 
 

@@ -19,14 +19,22 @@ import numpy as np
 import pytest
 
 import launching
-from jaxmpi import cli, costs, forecast, parts, plan, rundir, runtime
-from jaxmpi.checkpoint import sealed
-from jaxmpi.comm import AxisComm, SoloComm
-from jaxmpi.config import ExchangeConfig, Experiment, UsageError
-from jaxmpi.costs import COSTS, Fit, Link, Net
-from jaxmpi.exchange import exchange
-from jaxmpi.strategies import PRICE, STRATEGIES, parse
-from jaxmpi.wires import WIRES
+from jaxmpi.allreduce import autotune, cost_model
+from jaxmpi.allreduce.algorithms import STRATEGIES, parse
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.allreduce.color_trees import PRICE
+from jaxmpi.allreduce.cost_model import COSTS, Fit, Link, Net
+from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.checkpoint import run_directory
+from jaxmpi.checkpoint.format import sealed
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime import caches
+from jaxmpi.tools import cli, scaling_forecast
+from jaxmpi.trainer import build
 from launching import ROOT, train
 
 FREE = Link(0.0, 0.0)
@@ -66,9 +74,9 @@ def test_messages_and_bytes_are_those_of_the_program(algorithm, workers):
     """One rank a host, so that every message of the program is one round; n divides by all that cut it up."""
     n = 8 * 3 * 4 * PRICE
     messages = traffic(f"{algorithm}:32", n, workers, 1)
-    count = costs.predict(Net(workers, 1, FREE, Link(1.0, 0.0)), n, algorithm)
+    count = cost_model.predict(Net(workers, 1, FREE, Link(1.0, 0.0)), n, algorithm)
     assert count == sum(times for times, _ in messages)
-    size = costs.predict(Net(workers, 1, FREE, Link(0.0, 1.0)), n, algorithm)
+    size = cost_model.predict(Net(workers, 1, FREE, Link(0.0, 1.0)), n, algorithm)
     # Packets are padded: by less than one float in each of them.
     assert size == pytest.approx(sum(times * size for times, size in messages), rel=count / n)
 
@@ -77,7 +85,7 @@ def test_messages_and_bytes_are_those_of_the_program(algorithm, workers):
 def test_messages_and_bytes_of_wires(wire):
     n = 8 * 4096
     messages = traffic(f"ring:{wire}", n, 8, 1)
-    latency, volume = costs.parts(Net(8, 1, FREE, Link(1.0, 1.0)), n, f"ring:{wire}")
+    latency, volume = cost_model.parts(Net(8, 1, FREE, Link(1.0, 1.0)), n, f"ring:{wire}")
     assert latency == sum(times for times, _ in messages)
     assert volume == sum(times * size for times, size in messages)
 
@@ -85,11 +93,11 @@ def test_messages_and_bytes_of_wires(wire):
 @pytest.mark.parametrize("cross", ["ring", "asa", "tree", "color2"])
 def test_a_hierarchy_sends_a_part_between_hosts_and_as_much_as_asa_inside(cross):
     hosts, slots, n = 4, 2, 4 * 2 * 4 * PRICE
-    assert costs.predict(Net(hosts, slots, Link(1.0, 0.0), FREE), n, f"hier-{cross}") == 2 * (slots - 1)
-    inside = costs.predict(Net(hosts, slots, Link(0.0, 1.0), FREE), n, f"hier-{cross}")
+    assert cost_model.predict(Net(hosts, slots, Link(1.0, 0.0), FREE), n, f"hier-{cross}") == 2 * (slots - 1)
+    inside = cost_model.predict(Net(hosts, slots, Link(0.0, 1.0), FREE), n, f"hier-{cross}")
     assert inside == 2 * (slots - 1) / slots * 4 * n
-    between = costs.predict(Net(hosts, slots, FREE, Link(0.0, 1.0)), n, f"hier-{cross}")
-    alone = costs.predict(Net(hosts, 1, FREE, Link(0.0, 1.0)), n / slots, cross)
+    between = cost_model.predict(Net(hosts, slots, FREE, Link(0.0, 1.0)), n, f"hier-{cross}")
+    alone = cost_model.predict(Net(hosts, 1, FREE, Link(0.0, 1.0)), n / slots, cross)
     assert between == pytest.approx(slots * alone, rel=1e-12)  # all ranks of a host at once, over one card
 
 
@@ -97,33 +105,37 @@ def test_a_ring_by_host_crosses_with_one_rank_and_rotations_with_up_to_all():
     """4 hosts x 2: of asa's 7 rotations the first and the last cross with one rank of a host, the others with two."""
     n, card = 8000, Net(4, 2, FREE, Link(0.0, 1.0))
     part = 4 * n / 8
-    assert costs.predict(card, n, "ring") == 14 * part
-    assert costs.predict(card, n, "asa") == (2 * 1 + 5 * 2) * part + 7 * part
-    assert costs.predict(card, n, "tree") == 2 * (n / 4 * 2 + n / 8 * 2) * 4  # level 0 stays inside
+    assert cost_model.predict(card, n, "ring") == 14 * part
+    assert cost_model.predict(card, n, "asa") == (2 * 1 + 5 * 2) * part + 7 * part
+    assert cost_model.predict(card, n, "tree") == 2 * (n / 4 * 2 + n / 8 * 2) * 4  # level 0 stays inside
 
 
 def test_cores_that_ranks_share_make_work_longer():
     crowded = Net(1, 8, Link(1e-6, 1e-9), FREE, 1e-10, {"16": 1e-9}, cores=2)
     roomy = crowded._replace(cores=8)
     for name in ("asa", "ring:16", "tree"):
-        assert costs.predict(crowded, 1e6, name) == pytest.approx(4 * costs.predict(roomy, 1e6, name))
+        assert cost_model.predict(crowded, 1e6, name) == pytest.approx(4 * cost_model.predict(roomy, 1e6, name))
 
 
 def test_shared_memory_costs_what_it_moves_though_additions_cost_nothing():
     """53.5 MB by 8 workers were 5.5 ms, its waits alone, if the price of an addition was not given."""
     host, n = Net(1, 8, Link(5e-5, 8e-10), FREE), 53.5e6 / 4
-    waits, moved = costs.parts(host, n, "shm:32")
+    waits, moved = cost_model.parts(host, n, "shm:32")
     assert waits == pytest.approx((8 + n / (128 << 10)) * 5e-5)
     assert moved == pytest.approx(4 * n * 8e-10)
-    assert costs.predict(host, n, "shm:32") > 0.04
+    assert cost_model.predict(host, n, "shm:32") > 0.04
     with_additions = host._replace(gamma_s_per_byte=1e-10)
-    assert costs.predict(with_additions, n, "shm:32") - costs.predict(host, n, "shm:32") == pytest.approx(4 * n * 1e-10)
+    assert cost_model.predict(with_additions, n, "shm:32") - cost_model.predict(host, n, "shm:32") == pytest.approx(
+        4 * n * 1e-10
+    )
 
 
 def test_the_naive_reducer_grows_with_the_workers_and_a_ring_does_not():
     """Gibiansky's argument: 2 (w - 1) n b beta against 2 (w - 1) / w n b beta."""
     net, n = Net(1, 1, FREE, Link(0.0, 1.0)), 1e6
-    root, ring = ([costs.predict(net._replace(hosts=w), n, name) for w in (2, 10, 100)] for name in ("root", "ring"))
+    root, ring = (
+        [cost_model.predict(net._replace(hosts=w), n, name) for w in (2, 10, 100)] for name in ("root", "ring")
+    )
     assert [x / (8 * n) for x in root] == [1, 9, 99]
     assert np.allclose([x / (8 * n) for x in ring], [1 / 2, 9 / 10, 99 / 100])
 
@@ -131,13 +143,13 @@ def test_the_naive_reducer_grows_with_the_workers_and_a_ring_does_not():
 def test_every_strategy_has_a_price_and_nothing_is_sent_by_one_worker():
     assert set(COSTS) == set(STRATEGIES)
     one = CARDS._replace(hosts=1)
-    assert {costs.predict(one, 1e6, name) for name in costs.candidates(CARDS, tuple(WIRES))} == {0.0}
+    assert {cost_model.predict(one, 1e6, name) for name in cost_model.candidates(CARDS, tuple(WIRES))} == {0.0}
 
 
 def test_candidates_are_strategies_that_fit():
     wide, one, uneven = CARDS._replace(slots=2), CARDS._replace(hosts=1, slots=8), CARDS._replace(slots=2, even=False)
     for net, hierarchies in ((CARDS, False), (wide, True), (one, False), (uneven, False)):
-        names = costs.candidates(net, ("32", "16"))
+        names = cost_model.candidates(net, ("32", "16"))
         assert [parse(name).name for name in names] == names
         assert any(name.startswith("hier-") for name in names) == hierarchies
         assert not {"none:32", "ar:32", "ar:16"} & set(names)
@@ -152,39 +164,41 @@ def test_factors_are_found_again(factors):
     net = CARDS._replace(call_s=call_s)
     times = {}
     for n in (1 << 12, 1 << 20):
-        latency, volume = costs.parts(net, n, "ring:16")
+        latency, volume = cost_model.parts(net, n, "ring:16")
         times[n] = call_s + factors[0] * latency + factors[1] * volume
-    assert costs.fit(net, "ring:16", times) == pytest.approx(factors, rel=1e-6)
+    assert cost_model.fit(net, "ring:16", times) == pytest.approx(factors, rel=1e-6)
     fits = {"ring:16": Fit(*factors)}
-    assert costs.predict(net, 1 << 20, "ring:16", fits) == pytest.approx(times[1 << 20] - call_s)
+    assert cost_model.predict(net, 1 << 20, "ring:16", fits) == pytest.approx(times[1 << 20] - call_s)
 
 
 def test_times_that_contradict_the_formula_give_one_factor():
     """More floats in less time: noise. Neither part may become negative."""
-    latency, volume = costs.fit(CARDS, "ring:32", {1 << 12: 1.0, 1 << 20: 0.1})
+    latency, volume = cost_model.fit(CARDS, "ring:32", {1 << 12: 1.0, 1 << 20: 0.1})
     assert latency == volume > 0
-    assert costs.fit(CARDS, "ring:32", {1 << 20: sum(costs.parts(CARDS, 1 << 20, "ring"))}) == pytest.approx((1, 1))
+    assert cost_model.fit(CARDS, "ring:32", {1 << 20: sum(cost_model.parts(CARDS, 1 << 20, "ring"))}) == pytest.approx(
+        (1, 1)
+    )
 
 
 # ---------------------------------------------------------------- the choice
 
 
-def probe(net: Net, factors: dict[str, float]) -> plan.Probe:
+def probe(net: Net, factors: dict[str, float]) -> autotune.Probe:
     """As if strategies had taken so many times what the formulas say."""
     lengths = (1 << 14, 1 << 20)
-    return plan.Probe(net, {k: {n: f * costs.predict(net, n, k) for n in lengths} for k, f in factors.items()})
+    return autotune.Probe(net, {k: {n: f * cost_model.predict(net, n, k) for n in lengths} for k, f in factors.items()})
 
 
 def decided(
-    known: plan.Probe,
+    known: autotune.Probe,
     sizes: Sequence[int] = (10**6,),
     asked: str = "auto",
-    buckets: tuple = plan.BUCKETS,
+    buckets: tuple = autotune.BUCKETS,
     among: tuple[str, ...] = (),
-) -> plan.Verdict:
+) -> autotune.Verdict:
     """The verdict on a probe."""
-    task = plan.Task(tuple(sizes), plan.allowed_wires(asked), among)
-    return plan.decide(known, task, asked, buckets, 1.0)
+    task = autotune.Task(tuple(sizes), autotune.allowed_wires(asked), among)
+    return autotune.decide(known, task, asked, buckets, 1.0)
 
 
 def test_the_fastest_as_measured_is_taken_unless_the_gain_is_small():
@@ -223,19 +237,25 @@ def test_bigger_buckets_where_messages_are_dear():
 
 def test_what_is_measured_next():
     """The baseline, then the most promising of every wire, a few in all; at the other length only if there is time."""
-    known = plan.Probe(CARDS, {})
-    assert plan.next_to_measure(known, plan.Task((10**6,)), True) == ("asa:32", plan.lengths_for(CARDS, "asa:32")[1])
-    assert plan.next_to_measure(known, plan.Task((10**2,)), True) == ("asa:32", plan.lengths_for(CARDS, "asa:32")[0])
+    known = autotune.Probe(CARDS, {})
+    assert autotune.next_to_measure(known, autotune.Task((10**6,)), True) == (
+        "asa:32",
+        autotune.lengths_for(CARDS, "asa:32")[1],
+    )
+    assert autotune.next_to_measure(known, autotune.Task((10**2,)), True) == (
+        "asa:32",
+        autotune.lengths_for(CARDS, "asa:32")[0],
+    )
     order = all_measured(known, ("32", "16"), False)
     half = len(order) // 2
     assert order[0] == "asa:32"
     assert order[:half] == order[half:]
-    assert 2 <= sum(name.endswith(":16") for name in order[:half]) <= plan.ENOUGH
+    assert 2 <= sum(name.endswith(":16") for name in order[:half]) <= autotune.ENOUGH
     assert not [name for name in order if name.startswith(("root", "none"))]
 
 
 def test_without_time_a_saved_probe_gets_only_what_a_new_wire_needs():
-    known = plan.Probe(CARDS, {}, (plan.size_class([10**6]),))
+    known = autotune.Probe(CARDS, {}, (autotune.size_class([10**6]),))
     first = all_measured(known, ("32",), True)
     assert first[0] == "asa:32"
     assert len(first) == 2
@@ -247,39 +267,41 @@ def test_without_time_a_saved_probe_gets_only_what_a_new_wire_needs():
 def test_a_probe_for_a_scalar_gets_candidates_of_its_own_for_long_vectors():
     """Only the strategies that were timed for the scalar would be in the choice for 4 MB otherwise."""
     cards = CARDS._replace(between=Link(1e-3, 4e-8))
-    scalar, long = plan.Task((1,)), plan.Task((10**6,))
-    for_scalar = plan.shortlist(plan.Probe(cards, {}), scalar)
-    known = plan.Probe(cards, {each: dict.fromkeys(plan.lengths_for(cards, each), 1.0) for each in for_scalar}, (1,))
-    assert plan.next_to_measure(known, scalar, False) is None
-    name, _ = plan.next_to_measure(known, long, False) or ("", 0)
-    assert name in plan.shortlist(plan.Probe(cards, {}), long)
+    scalar, long = autotune.Task((1,)), autotune.Task((10**6,))
+    for_scalar = autotune.shortlist(autotune.Probe(cards, {}), scalar)
+    known = autotune.Probe(
+        cards, {each: dict.fromkeys(autotune.lengths_for(cards, each), 1.0) for each in for_scalar}, (1,)
+    )
+    assert autotune.next_to_measure(known, scalar, False) is None
+    name, _ = autotune.next_to_measure(known, long, False) or ("", 0)
+    assert name in autotune.shortlist(autotune.Probe(cards, {}), long)
     assert name not in for_scalar
 
 
 def test_what_cannot_be_measured_is_left_out():
     """Such as shm, where a container's shared memory is small."""
     host = CARDS._replace(hosts=1, slots=8, gamma_s_per_byte=1e-11)
-    known = plan.Probe(host, {"shm:32": {}})
-    assert "shm:32" in plan.shortlist(known, plan.Task((10**6,)))
+    known = autotune.Probe(host, {"shm:32": {}})
+    assert "shm:32" in autotune.shortlist(known, autotune.Task((10**6,)))
     assert "shm:32" not in all_measured(known, ("32",), False)
     assert decided(known).strategy != "shm:32"
-    assert plan.from_json(json.loads(json.dumps(plan.as_json(known)))) == known
+    assert autotune.from_json(json.loads(json.dumps(autotune.as_json(known)))) == known
 
 
-def all_measured(known: plan.Probe, wires: tuple[str, ...], time_is_up: bool) -> list[str]:
+def all_measured(known: autotune.Probe, wires: tuple[str, ...], time_is_up: bool) -> list[str]:
     """What is measured, one after another, as if every strategy took what its formula says."""
     order = []
-    while following := plan.next_to_measure(known, plan.Task((10**6,), wires), time_is_up):
+    while following := autotune.next_to_measure(known, autotune.Task((10**6,), wires), time_is_up):
         name, n = following
         assert n % known.net.workers == 0
-        known.seconds.setdefault(name, {})[n] = costs.predict(known.net, n, name)
+        known.seconds.setdefault(name, {})[n] = cost_model.predict(known.net, n, name)
         order.append(name)
     return order
 
 
 def test_without_mpi_nothing_is_probed_and_the_default_taken():
-    assert plan.choose(SoloComm(), [5]).strategy == "asa:32"
-    verdict = plan.choose(AxisComm("w", 4), [5], "auto:16", None)
+    assert autotune.choose(SoloComm(), [5]).strategy == "asa:32"
+    verdict = autotune.choose(AxisComm("w", 4), [5], "auto:16", None)
     assert (verdict.strategy, verdict.bucket_bytes) == ("asa:16", None)
     x = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
     got, expected = (
@@ -308,20 +330,20 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_probe_is_kept_for_its_hosts(cache):
-    plan.save(KEY, SAVED)
-    assert plan.read(KEY) == SAVED
-    assert plan.read({**KEY, "cores": 4.0}) is None
-    assert plan.newest() == (KEY, SAVED)
-    assert [path.suffix for path in plan.file_of(KEY).parent.iterdir()] == [".json"]
+    autotune.save(KEY, SAVED)
+    assert autotune.read(KEY) == SAVED
+    assert autotune.read({**KEY, "cores": 4.0}) is None
+    assert autotune.newest() == (KEY, SAVED)
+    assert [path.suffix for path in autotune.file_of(KEY).parent.iterdir()] == [".json"]
 
 
 def test_a_probe_kept_before_size_classes_can_be_read(cache):
-    plan.save(KEY, SAVED)
-    path = plan.file_of(KEY)
+    autotune.save(KEY, SAVED)
+    path = autotune.file_of(KEY)
     value = json.loads(path.read_text())
     del value["classes"]
     path.write_text(json.dumps(value))
-    assert plan.read(KEY) == SAVED
+    assert autotune.read(KEY) == SAVED
 
 
 @pytest.mark.parametrize("error", [OSError("full"), RuntimeError("no home"), UsageError("not writable")])
@@ -329,13 +351,13 @@ def test_a_probe_that_cannot_be_kept_is_said_and_no_more(error, monkeypatch, cap
     def refuse(name: str) -> Path:
         raise error
 
-    monkeypatch.setattr(plan.runtime, "cache_folder", refuse)
-    plan.save(KEY, SAVED)
+    monkeypatch.setattr(autotune.runtime, "cache_folder", refuse)
+    autotune.save(KEY, SAVED)
     assert f"the probe is not kept: {error}" in capsys.readouterr().err
 
 
 def changed(**fields: object) -> str:
-    return json.dumps({"format": plan.FORMAT, "key": KEY, **(plan.as_json(SAVED) or {}), **fields})
+    return json.dumps({"format": autotune.FORMAT, "key": KEY, **(autotune.as_json(SAVED) or {}), **fields})
 
 
 DAMAGE = {
@@ -365,30 +387,30 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_counts_as_none(damage, cache, capsys):
-    plan.save(KEY, SAVED)
-    plan.file_of(KEY).write_text(DAMAGE[damage])
-    assert plan.read(KEY) is None
+    autotune.save(KEY, SAVED)
+    autotune.file_of(KEY).write_text(DAMAGE[damage])
+    assert autotune.read(KEY) is None
     assert "the saved probe cannot be used (" in capsys.readouterr().err
     if damage != "of other hosts":
-        assert plan.newest() is None
+        assert autotune.newest() is None
 
 
 def test_what_is_no_plain_file_counts_as_none(cache, capsys):
-    plan.save(KEY, SAVED)
-    path = plan.file_of(KEY)
+    autotune.save(KEY, SAVED)
+    path = autotune.file_of(KEY)
     path.with_name("lost.json").symlink_to("nowhere")
     os.mkfifo(path.with_name("pipe.json"))
-    assert plan.newest() == (KEY, SAVED)
+    assert autotune.newest() == (KEY, SAVED)
     path.unlink()
     os.mkfifo(path)
-    assert plan.read(KEY) is None
+    assert autotune.read(KEY) is None
     assert "got no plain file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hosts", [{"\x1b]0;title\x07": 8}, {"\ud800": 8}, {"node0": "8"}])
 def test_a_probe_of_hosts_that_have_no_names_is_not_shown(hosts, cache):
-    plan.save({**KEY, "hosts": hosts}, SAVED)
-    assert plan.newest() is None
+    autotune.save({**KEY, "hosts": hosts}, SAVED)
+    assert autotune.newest() is None
 
 
 # ---------------------------------------------------------------- jaxmpi plan
@@ -398,7 +420,7 @@ GIVEN = ["--alpha-s", "1e-4", "--beta-s-per-byte", "4e-8", "--bytes", "24e6", "-
 
 
 def run(*argv: str) -> None:
-    forecast.main(argv)
+    scaling_forecast.main(argv)
 
 
 def test_a_table_and_a_plot_from_given_prices(tmp_path, capsys):
@@ -449,7 +471,7 @@ def test_a_models_tree_counts_leaf_by_leaf(capsys):
 
 
 def test_it_goes_by_the_newest_probe(cache, capsys):
-    plan.save(KEY, SAVED)
+    autotune.save(KEY, SAVED)
     run("--bytes", "24e6", "--wires", "32", "16")
     out = capsys.readouterr().out
     assert "probe of node0 x 8" in out
@@ -457,7 +479,7 @@ def test_it_goes_by_the_newest_probe(cache, capsys):
 
 
 def test_a_probe_of_one_host_tells_nothing_of_others(cache, capsys):
-    plan.save({"hosts": {"laptop": 6}}, probe(CARDS._replace(hosts=1, slots=6), {"asa:32": 1.0}))
+    autotune.save({"hosts": {"laptop": 6}}, probe(CARDS._replace(hosts=1, slots=6), {"asa:32": 1.0}))
     run("--bytes", "24e6")
     out = capsys.readouterr().out
     assert "probe of laptop x 6, on one host" in out
@@ -499,7 +521,7 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
 
 def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
     script = (
-        "from jax._src import xla_bridge\nfrom jaxmpi import forecast, runtime\n"
+        "from jax._src import xla_bridge\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.tools import scaling_forecast\n"
         "runtime.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
         "forecast.main(['--experiment', 'experiments/digits.py'])\n"
     )
@@ -511,13 +533,13 @@ NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # of a launcher's variable
 
 
 def test_it_is_a_command():
-    assert cli.COMMANDS["plan"][1] is forecast.main
+    assert cli.COMMANDS["plan"][1] is scaling_forecast.main
 
 
 # ---------------------------------------------------------------- in the trainer
 
 
-COMPILED = str(runtime.cache_folder("xla"))  # the user's: programs need not be compiled anew for these tests
+COMPILED = str(caches.cache_folder("xla"))  # the user's: programs need not be compiled anew for these tests
 
 
 def trained(ranks: int, folder: Path, *more: str) -> str:
@@ -577,7 +599,7 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     ],
 )
 def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
-    assert parts.can_go_on(strategy, overlap, AxisComm("w", len(hosts), hosts)) == goes_on
+    assert build.can_go_on(strategy, overlap, AxisComm("w", len(hosts), hosts)) == goes_on
 
 
 @pytest.mark.parametrize(
@@ -596,7 +618,9 @@ def test_a_damaged_choice_is_named(stored, tmp_path):
     (tmp_path / "record.jsonl").touch()
     experiment = Experiment(exchange=ExchangeConfig("auto"), resume=True, run_dir=str(tmp_path))
     with pytest.raises(UsageError, match=r"newest checkpoint: got .*damaged|bucket_bytes: got 'many'"):
-        ExchangeConfig(**(rundir.settled_exchange(rundir.stored(experiment, "digits"), experiment.exchange) or {}))
+        ExchangeConfig(
+            **(run_directory.settled_exchange(run_directory.stored(experiment, "digits"), experiment.exchange) or {})
+        )
 
 
 def manifest_of(exchange) -> str:
@@ -608,11 +632,11 @@ def manifest_of(exchange) -> str:
 def test_a_choice_for_another_word_does_not_count(tmp_path):
     experiment = Experiment(exchange=ExchangeConfig("auto:16"), resume=True, run_dir=str(tmp_path))
     (tmp_path / "record.jsonl").touch()
-    assert rundir.stored(experiment, "digits") is None
+    assert run_directory.stored(experiment, "digits") is None
     folder = tmp_path / "checkpoints" / "step_00000004"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(manifest_of({"asked": "auto", "strategy": "asa:32", "bucket_bytes": None}))
-    assert rundir.settled_exchange(rundir.stored(experiment, "digits"), experiment.exchange) is None
+    assert run_directory.settled_exchange(run_directory.stored(experiment, "digits"), experiment.exchange) is None
 
 
 @pytest.mark.parametrize(
@@ -626,18 +650,18 @@ def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goe
     folder.mkdir(parents=True)
     exchange = {"asked": "auto", "strategy": "asa:32", "bucket_bytes": None} | ({"overlap": before} if before else {})
     (folder / "manifest.json").write_text(manifest_of(exchange))
-    settled = rundir.settled_exchange(rundir.stored(experiment, "digits"), experiment.exchange)
+    settled = run_directory.settled_exchange(run_directory.stored(experiment, "digits"), experiment.exchange)
     assert settled == {"strategy": "asa:32", "bucket_bytes": None, "overlap": goes_on}
 
 
 @pytest.mark.parametrize(("pays", "overlap", "strategy"), [(True, "auto", "ring:32"), (False, "off", "shm:32")])
 def test_auto_overlaps_where_the_probe_says_that_it_pays(pays, overlap, strategy, monkeypatch):
     def choose(comm, sizes, asked, bucket_bytes, among=()):
-        return plan.Verdict("ring:32" if among else "shm:32", 4, pays, "why")
+        return autotune.Verdict("ring:32" if among else "shm:32", 4, pays, "why")
 
-    monkeypatch.setattr(parts, "choose", choose)
+    monkeypatch.setattr(build, "choose", choose)
     asked, comm = ExchangeConfig("auto"), AxisComm("w", 2, (0, 1))
-    settled, why = parts.probed(asked, comm, [8], is_beside=True)
+    settled, why = build.probed(asked, comm, [8], is_beside=True)
     assert (settled.overlap, settled.strategy) == (overlap, strategy)
     assert ("overlap off" in why) != pays
-    assert parts.probed(dataclasses.replace(asked, overlap="on"), comm, [8], is_beside=True)[0].overlap == "on"
+    assert build.probed(dataclasses.replace(asked, overlap="on"), comm, [8], is_beside=True)[0].overlap == "on"

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from jaxmpi import plots
-from jaxmpi.config import UsageError
-from jaxmpi.plots import Bars, Lines, Quantity
+from jaxmpi.core.errors import UsageError
+from jaxmpi.observe import plots
+from jaxmpi.observe.plots import Bars, Lines, Quantity
 
 SIZE, TIME, SHARE = Quantity("vector", "B"), Quantity("time", "s"), Quantity("efficiency", "%", base=None)
 SIZES = [4.0 * 8**k for k in range(9)]
@@ -120,7 +120,7 @@ def test_what_is_there_stays_until_it_is_replaced(tmp_path):
 
 def test_no_global_state_of_pyplot(tmp_path):
     code = (
-        "import sys\nfrom pathlib import Path\nfrom jaxmpi import plots\nloaded = 'matplotlib' in sys.modules\n"
+        "import sys\nfrom pathlib import Path\nfrom jaxmpi.observe import plots\nloaded = 'matplotlib' in sys.modules\n"
         "size = plots.Quantity('size')\n"
         f"plots.save([plots.Lines('t', size, size, {{'a': [(1.0, 2.0)]}})], Path({str(tmp_path / 'a.png')!r}))\n"
         "print(loaded, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"

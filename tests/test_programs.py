@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi import handlers
-from jaxmpi.processes import SoloProcesses
-from jaxmpi.programs import shared_jit
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.shared_compile import shared_jit
+from jaxmpi.runtime import host_callbacks
 
 NAME = "the test of programs"
 
@@ -19,14 +19,14 @@ def double(operands, results):
 
 
 def step(state, x):
-    [doubled] = handlers.call(NAME, [state["p"]], [jax.ShapeDtypeStruct((3,), jnp.float32)])
+    [doubled] = host_callbacks.call(NAME, [state["p"]], [jax.ShapeDtypeStruct((3,), jnp.float32)])
     return {"p": doubled + x}, x.sum()
 
 
-@pytest.mark.skipif(bool(handlers.why_not()), reason=f"no handlers here: {handlers.why_not()}")
+@pytest.mark.skipif(bool(host_callbacks.why_not()), reason=f"no handlers here: {host_callbacks.why_not()}")
 def test_a_program_with_effects_is_compiled_once_and_called_often(caplog):
     """Its first state comes from elsewhere, the others from itself."""
-    handlers.register(NAME, double)
+    host_callbacks.register(NAME, double)
     try:
         run = shared_jit(step, (0,), SoloProcesses())
         state, x = {"p": jnp.ones(3)}, np.ones(3, np.float32)
@@ -38,4 +38,4 @@ def test_a_program_with_effects_is_compiled_once_and_called_often(caplog):
         assert np.asarray(state["p"]).tolist() == [31.0] * 3
         assert float(total) == 3
     finally:
-        handlers.forget(NAME)
+        host_callbacks.forget(NAME)

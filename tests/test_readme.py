@@ -13,13 +13,19 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi import cli, config, experiment, faults, forecast, launch, optim, orbax, report
-from jaxmpi.bench.peers import PEERS
-from jaxmpi.compressors import COMPRESSORS
-from jaxmpi.data import SOURCES, pack
-from jaxmpi.rules import RULES
-from jaxmpi.strategies import ALIASES, STRATEGIES
-from jaxmpi.wires import WIRES
+from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES
+from jaxmpi.allreduce.compression import COMPRESSORS
+from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.bench.baselines import PEERS
+from jaxmpi.checkpoint import orbax_export
+from jaxmpi.config import experiment_file, schema
+from jaxmpi.data import SOURCES, packing
+from jaxmpi.launch import command
+from jaxmpi.observe import report
+from jaxmpi.optim import optimizers, schedules
+from jaxmpi.rules.registry import RULES
+from jaxmpi.runtime import fault_injection
+from jaxmpi.tools import cli, scaling_forecast
 from launching import ROOT, run
 
 RUNNABLE = (ROOT / "README.md").read_text() + (ROOT / "docs" / "models.md").read_text()
@@ -183,12 +189,12 @@ TABLES = {
     "compressor": [*COMPRESSORS],
     "rule": [*RULES],
     "source": [*SOURCES],
-    "optimizer": [*optim.OPTIMIZERS],
-    "decay": [*optim.DECAYS],
-    "warm-up": [*optim.WARMUPS],
-    "fault": [*faults.KINDS],
-    "recovery": [*config.RECOVERIES],
-    "way with losses": [*config.LOSSES],
+    "optimizer": [*optimizers.OPTIMIZERS],
+    "decay": [*schedules.DECAYS],
+    "warm-up": [*schedules.WARMUPS],
+    "fault": [*fault_injection.KINDS],
+    "recovery": [*schema.RECOVERIES],
+    "way with losses": [*schema.LOSSES],
 }
 
 
@@ -225,10 +231,10 @@ OTHERS_FLAGS = {
 
 def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
-        experiment.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
-    known = flags(capsys.readouterr().out) | flags(launch.USAGE) | set().union(*OTHERS_FLAGS.values())
-    known |= flags(pack.pack_parser().format_help()) | flags(pack.check_parser().format_help())
-    known |= flags(forecast.parser().format_help()) | flags(orbax.parser().format_help())
+        experiment_file.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
+    known = flags(capsys.readouterr().out) | flags(command.USAGE) | set().union(*OTHERS_FLAGS.values())
+    known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
+    known |= flags(scaling_forecast.parser().format_help()) | flags(orbax_export.parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmpi import experiment as experiments
-from jaxmpi import optim, rules
-from jaxmpi.config import Data, Experiment
+from jaxmpi.config import experiment_file
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
 from jaxmpi.data import open_source
+from jaxmpi.optim import schedules
+from jaxmpi.rules import registry
 from launching import ROOT, train
 from models import MODELS
 
@@ -23,14 +25,14 @@ SLOW = ("googlenet", "googlenetbn", "resnet50", "alexnet", "vgg16", "gpt", "lstm
 
 
 def recipe(name: str) -> Experiment:
-    return experiments.load(ROOT / "experiments" / f"{name}.py")
+    return experiment_file.load(ROOT / "experiments" / f"{name}.py")
 
 
 def rates(experiment: Experiment, workers: int, epochs: list[float]) -> list[float]:
     """What each worker runs at these epochs."""
-    factor, _ = rules.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers)
-    clock = optim.Clock(STEPS, experiment.local_batch * workers, 90 * STEPS)
-    lr = optim.schedule(experiment.schedule, clock, experiment.optim.lr * factor, workers)
+    factor, _ = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers)
+    clock = schedules.Clock(STEPS, experiment.local_batch * workers, 90 * STEPS)
+    lr = schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, workers)
     return [np.asarray(lr(round(epoch * STEPS))).item() for epoch in epochs]
 
 
@@ -85,7 +87,7 @@ def test_ibm(name, workers):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_experiment_runs_on_embedded_data(file: Path):
-    experiment = experiments.load(file)
+    experiment = experiment_file.load(file)
     embedded = experiment.embedded or experiment
     source = open_source(embedded.data, "train")
     image, _ = source[0]
@@ -113,14 +115,14 @@ def test_two_steps_on_embedded_data(file: Path, tmp_path):
     assert all(math.isfinite(row["loss"]) for row in steps)
     examples = len(open_source(Data("stdlib"), "validation")) if file.stem in ("gpt", "lstm") else 360
     assert [row["eval_count"] for row in rows if row["kind"] == "eval"] == [examples]
-    if (embedded := experiments.load(file).embedded) is not None:
+    if (embedded := experiment_file.load(file).embedded) is not None:
         assert ended.out.count(f"training {embedded.model.name} on the embedded digits, with a recipe of its own") == 1
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "experiments" / "papers").glob("*.py")), ids=lambda file: file.stem)
 def test_the_papers_recipes_on_digits_keep_rule_optimizer_and_initialisation(file: Path):
     """All but what docs/results.md lists as changed, so that the table speaks of the papers' recipes."""
-    paper, small = recipe(file.stem), experiments.load(file)
+    paper, small = recipe(file.stem), experiment_file.load(file)
     assert (small.rule, small.exchange, small.loss) == (paper.rule, paper.exchange, paper.loss)
     assert dataclasses.replace(small.optim, lr=paper.optim.lr) == paper.optim
     assert (small.schedule.decay, small.schedule.factor) == (paper.schedule.decay, paper.schedule.factor)

@@ -9,13 +9,14 @@ import time
 import numpy as np
 import pytest
 
-from jaxmpi import report
-from jaxmpi.anatomy import LOCAL, PARTS, SOURCES, Summary, summary, summary_apart
-from jaxmpi.config import TrainingError
-from jaxmpi.plots import Areas
-from jaxmpi.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable, write_whole
-from jaxmpi.spans import Span
-from jaxmpi.terminal import Plain
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.files import write_whole
+from jaxmpi.observe import report
+from jaxmpi.observe.plots import Areas
+from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable
+from jaxmpi.observe.step_timing import LOCAL, PARTS, SOURCES, Summary, summary, summary_apart
+from jaxmpi.observe.terminal import Plain
+from jaxmpi.runtime.spans import Span
 from launching import small_disk, train, wait_until
 
 TRAIN = {
@@ -175,7 +176,8 @@ def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
 
 FILLING = """
 import os
-from jaxmpi.config import Data, Experiment
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
 from models.cnn import digits_cnn_tiny
 
 def fill(row):
@@ -421,7 +423,7 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto import event_pb2
 
-    from jaxmpi.sinks import TensorBoard
+    from jaxmpi.observe.sinks import TensorBoard
 
     record, _ = recorder(tmp_path, sinks=[TensorBoard(tmp_path / "tb")])
     record.train(**TRAIN, anatomy=seen())

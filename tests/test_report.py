@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi import plots, report
-from jaxmpi.anatomy import LOCAL, summary
-from jaxmpi.config import UsageError
-from jaxmpi.recorder import FORMAT, Recorder
-from jaxmpi.report import MOST_LINES, POINTS, names, read, sampled, thinned
-from jaxmpi.spans import Span
-from jaxmpi.terminal import Silent
+from jaxmpi.core.errors import UsageError
+from jaxmpi.observe import plots, report
+from jaxmpi.observe.recorder import FORMAT, Recorder
+from jaxmpi.observe.report import MOST_LINES, POINTS, names, read, sampled, thinned
+from jaxmpi.observe.step_timing import LOCAL, summary
+from jaxmpi.observe.terminal import Silent
+from jaxmpi.runtime.spans import Span
 
 FACTS = {"workers": 4, "strategy": "ring:16", "experiment": {"rule": {"name": "gradients"}, "optim": {"lr": 0.1}}}
 
@@ -218,8 +218,8 @@ def test_no_record_and_no_permission(tmp_path):
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from jaxmpi import report
-from jaxmpi.config import UsageError
+from jaxmpi.observe import report
+from jaxmpi.core.errors import UsageError
 closed, fixed, out = map(Path, sys.argv[1:])
 print(report.write([fixed], out))
 os.setgid(65534); os.setuid(65534)  # after all imports: nobody may not read this Python either
@@ -295,7 +295,7 @@ def test_a_record_of_100_000_steps_takes_less_than_5_s_and_5_mb(tmp_path):
     trains = [line for line in rest if '"train"' in line]
     (run / "record.jsonl").write_text("\n".join([first, *trains * 5000, *rest[-2:]]) + "\n")
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "jaxmpi.cli", "report", str(run)], timeout=100)
+    done = subprocess.run([sys.executable, "-m", "jaxmpi.tools.cli", "report", str(run)], timeout=100)
     assert done.returncode == 0
     assert time.monotonic() - begin < 5
     assert (run / "report" / "index.html").stat().st_size < 5e6

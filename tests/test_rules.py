@@ -10,11 +10,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmpi import rules
-from jaxmpi.comm import AxisComm, SoloComm
-from jaxmpi.config import Optim, RuleConfig, UsageError
-from jaxmpi.exchange import exchange, exchange_gradients
-from jaxmpi.optim import OPTIMIZERS, is_linear, optimizer
+from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core.errors import UsageError
+from jaxmpi.optim.optimizers import OPTIMIZERS, is_linear, optimizer
+from jaxmpi.rules import base, registry
 from tolerances import U, linear_iteration
 
 K, LOCAL, N, STEPS = 4, 2, 5, 20
@@ -62,8 +65,8 @@ def distributed(name: str, config: Optim, lr: float, *, average_momentum: bool =
             seen.append((op, tree))
             return exchange(tree, op=op, comm=comm)
 
-        talk = rules.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
-        rule = rules.build(rule_config, tx, talk, optimizer=config.name, linear=is_linear(config))
+        talk = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
+        rule = registry.build(rule_config, tx, talk, optimizer=config.name, linear=is_linear(config))
         params, state = rule.update({"w": gradient(params["w"], curvature, center)}, state, params)
         ops.extend(op for op, _ in seen)
         return params, state, [tree for _, tree in seen]
@@ -226,8 +229,8 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
     config = Optim(name=optimizer_name, weight_decay=0.01)
     tx = optimizer(config, lambda step: jnp.float32(ETA))
     share = functools.partial(exchange, comm=SoloComm())
-    talk = rules.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
-    rule = rules.build(RuleConfig(name, force=True), tx, talk, optimizer=config.name, linear=is_linear(config))
+    talk = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
+    rule = registry.build(RuleConfig(name, force=True), tx, talk, optimizer=config.name, linear=is_linear(config))
     apply = jax.jit(optax.apply_updates)
 
     @jax.jit
@@ -258,17 +261,17 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
 # ---------------------------------------------------------------- what is refused, what is scaled
 
 
-def build(name: str, config: Optim, force: bool = False) -> rules.Rule:
-    talk = rules.Exchange(lambda tree: tree, lambda tree: tree)
+def build(name: str, config: Optim, force: bool = False) -> base.Rule:
+    talk = base.Exchange(lambda tree: tree, lambda tree: tree)
     tx = optimizer(config, lambda step: jnp.float32(ETA))
-    return rules.build(RuleConfig(name, force=force), tx, talk, optimizer=config.name, linear=is_linear(config))
+    return registry.build(RuleConfig(name, force=force), tx, talk, optimizer=config.name, linear=is_linear(config))
 
 
 def test_compressors_are_for_gradients():
-    talk = rules.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
+    talk = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
     for name in ("subgd", "awagd"):
         with pytest.raises(UsageError, match=f"rule '{name}' exchanges no gradients, which compressors and "):
-            rules.build(RuleConfig(name), optax.sgd(ETA), talk, optimizer="sgd", linear=True)
+            registry.build(RuleConfig(name), optax.sgd(ETA), talk, optimizer="sgd", linear=True)
 
 
 @pytest.mark.parametrize(
@@ -283,17 +286,17 @@ def test_compressors_are_for_gradients():
     ids=lambda x: x.name if isinstance(x, RuleConfig) else "",
 )
 def test_settings_that_a_rule_does_not_go_by_are_known(config, idle):
-    assert rules.without_effect(config) == idle
+    assert registry.without_effect(config) == idle
 
 
 def test_of_a_user_s_rule_nothing_is_known(monkeypatch):
-    row = rules.Row(lambda tx, x, config: rules.RULES["subgd"].build(tx, x, config), "none", True, False)
-    monkeypatch.setitem(rules.RULES, "mine", row)
-    assert rules.without_effect(RuleConfig("mine", tau=3)) == []
+    row = registry.Row(lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config), "none", True, False)
+    monkeypatch.setitem(registry.RULES, "mine", row)
+    assert registry.without_effect(RuleConfig("mine", tau=3)) == []
 
 
 def test_every_setting_is_some_rules():
-    of_rules = {name for row in rules.RULES.values() for name in row.settings}
+    of_rules = {name for row in registry.RULES.values() for name in row.settings}
     assert of_rules == {field.name for field in dataclasses.fields(RuleConfig)} - {"name", "force"}
 
 
@@ -334,7 +337,7 @@ SCALINGS = [
 
 @pytest.mark.parametrize(("rule", "scaling", "workers", "expected"), SCALINGS)
 def test_scaling_of_the_learning_rate(rule, scaling, workers, expected):
-    assert rules.scale_lr(rule, scaling, workers) == expected
+    assert registry.scale_lr(rule, scaling, workers) == expected
 
 
 def test_scalings_that_are_refused():
@@ -343,6 +346,6 @@ def test_scalings_that_are_refused():
             rf"rule 'subgd' sums the workers' updates, which is 4 times .* {scaling} would count them twice: use none"
         )
         with pytest.raises(UsageError, match=match):
-            rules.scale_lr("subgd", scaling, 4)
+            registry.scale_lr("subgd", scaling, 4)
     with pytest.raises(UsageError, match="unknown lr_scaling 'linar'; did you mean 'linear'"):
-        rules.scale_lr("awagd", "linar", 4)
+        registry.scale_lr("awagd", "linar", 4)

@@ -13,21 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmpi import rules, rundir
-from jaxmpi import train as trainer
-from jaxmpi.config import Data, Experiment, RuleConfig, TrainingError, UsageError
+from jaxmpi.checkpoint import run_directory
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.config.data import Data
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.files import HeldFolder
 from jaxmpi.data import ArraySource
-from jaxmpi.plain import HeldFolder
-from jaxmpi.processes import SoloProcesses
-from jaxmpi.recorder import Recorder
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.rules import registry
+from jaxmpi.trainer import loop, main
 from launching import ROOT, mpirun_line, run
 from models.cnn import digits_cnn_tiny
 
 HOLD = """
 import sys
 from pathlib import Path
-from jaxmpi import rundir
-with rundir.locked(Path(sys.argv[1])):
+from jaxmpi.checkpoint import run_directory
+with run_directory.locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
 """
@@ -35,7 +39,7 @@ with rundir.locked(Path(sys.argv[1])):
 
 def claim(resume: bool = False, run_dir: str = "") -> Path:
     with contextlib.ExitStack() as held:
-        return rundir.claim(Experiment(resume=resume, run_dir=run_dir), "digits", held).path
+        return run_directory.claim(Experiment(resume=resume, run_dir=run_dir), "digits", held).path
 
 
 def test_two_jobs_never_share_a_run_directory(tmp_path):
@@ -101,7 +105,7 @@ def test_a_file_is_no_run_directory(tmp_path):
         claim(run_dir=str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("name", [*rundir.FILES, "checkpoints"])
+@pytest.mark.parametrize("name", [*run_directory.FILES, "checkpoints"])
 def test_a_run_directory_that_holds_another_kind_of_thing_is_refused(tmp_path, name):
     """A folder named config.tmp ended a run with a traceback, after its record had been cut."""
     (tmp_path / name).mkdir() if name != "checkpoints" else (tmp_path / name).touch()
@@ -115,7 +119,7 @@ def test_a_place_where_no_run_directory_can_be_is_said_in_a_sentence(tmp_path, f
     (tmp_path / "file").touch()
     options, fields = flags[:2] if "--restarts" in flags else (), ["--resume"] if "--resume" in flags else []
     for place in ("/dev/null/x", str(tmp_path / "file"), str(tmp_path / ("x" * 300))):
-        line = ["-m", "jaxmpi.cli", "train", *options, "experiments/digits.py", "--run-dir", place, *fields]
+        line = ["-m", "jaxmpi.tools.cli", "train", *options, "experiments/digits.py", "--run-dir", place, *fields]
         ended = run([sys.executable, *line], timeout_s=60)
         assert ended.code == 2, ended.out
         assert "Traceback" not in ended.out
@@ -158,10 +162,10 @@ def test_a_run_directory_may_be_a_link_itself(tmp_path):
 
 def test_a_record_and_a_lock_that_are_no_text(tmp_path):
     (tmp_path / "record.jsonl").write_bytes(b"\xff\xfe")
-    rundir.begin_record(tmp_path)
-    with rundir.locked(tmp_path):
+    run_directory.begin_record(tmp_path)
+    with run_directory.locked(tmp_path):
         (tmp_path / "lock").write_bytes(b"\xff\x1b]0;")
-        with pytest.raises(UsageError, match=r"is in use by .*xff.x1b\]0;"), rundir.locked(tmp_path):
+        with pytest.raises(UsageError, match=r"is in use by .*xff.x1b\]0;"), run_directory.locked(tmp_path):
             pass
 
 
@@ -256,7 +260,7 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     for number in (1, 2):
         checkpoints.mkdir()
         with contextlib.ExitStack() as held:
-            rundir.claim(Experiment(from_start=True, run_dir=str(tmp_path)), "digits", held)
+            run_directory.claim(Experiment(from_start=True, run_dir=str(tmp_path)), "digits", held)
         assert record.read_text() == ""
         assert (tmp_path / f"checkpoints.{number}").is_dir()
         record.write_text(SAVED)
@@ -268,7 +272,7 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
 def test_a_run_of_an_asynchronous_rule_is_not_continued(tmp_path):
     for experiment in (Experiment(continue_from=str(tmp_path), rule=RuleConfig(name)) for name in ("easgd", "gosgd")):
         with pytest.raises(UsageError, match="its workers have made different numbers of steps"):
-            rundir.check_source(experiment, rules.is_asynchronous(experiment.rule))
+            run_directory.check_source(experiment, registry.is_asynchronous(experiment.rule))
     with pytest.raises(UsageError, match="got continue_from and params; give one of them"):
         Experiment(continue_from="a", params="b")
 
@@ -278,9 +282,9 @@ def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
     steps = [2, 4, 6, 8]
     (tmp_path / "record.jsonl").write_text("".join(f'{{"kind": "checkpoint", "step": {k}}}\n' for k in steps))
     (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
-    assert [path.name for path in rundir.lost(tmp_path)] == ["step_00000006", "step_00000008"]
+    assert [path.name for path in run_directory.lost(tmp_path)] == ["step_00000006", "step_00000008"]
     (tmp_path / "checkpoints" / "step_00000008").mkdir()
-    assert rundir.lost(tmp_path) == []
+    assert run_directory.lost(tmp_path) == []
 
 
 def left_alone(folder: Path) -> Any:
@@ -301,7 +305,7 @@ def test_a_rank_that_gets_the_run_directory_keeps_its_lock_where_folders_have_no
     monkeypatch.setattr(HeldFolder, "try_lock", lambda home: False)  # as on NFS
     run = left_alone(tmp_path)
     with contextlib.ExitStack() as ends:
-        assert trainer.handed_over(run, SoloProcesses(), 0, ends) is run.pact.recorder
+        assert loop.handed_over(run, SoloProcesses(), 0, ends) is run.pact.recorder
         assert run.saver.home.fate() == ""
         (tmp_path / "lock").unlink()
         assert run.saver.home.fate() == "has lost its file `lock`, so another job may be in it"
@@ -317,13 +321,13 @@ def test_a_run_directory_that_is_not_handed_over_ends_a_run_that_nobody_misused(
     folder.mkdir()
     run, held = left_alone(folder), contextlib.ExitStack()
     if way == "held by another job":
-        held.enter_context(rundir.locked(folder))
+        held.enter_context(run_directory.locked(folder))
     elif way == "gone":
         folder.rmdir()
     else:
         monkeypatch.setattr(fcntl, "flock", no_lock)
     with held, pytest.raises(TrainingError, match="the run directory cannot be used any more: "):
-        trainer.handed_over(run, SoloProcesses(), 0, held)
+        loop.handed_over(run, SoloProcesses(), 0, held)
 
 
 def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path, no_launcher):
@@ -335,7 +339,7 @@ def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path,
     rest = {"effective_batch": 60, "train_for": "9st", "checkpoint_every": "2st", "log_every": 1, "sinks": (remove,)}
     back = {"recover": "rollback", "inject": ("nan:rank=0,step=6",), "run_dir": str(tmp_path)}
     with pytest.raises(TrainingError, match=r"cannot be used any more: .*record\.jsonl"):
-        trainer.train(Experiment(digits_cnn_tiny(), data=data, **rest, **back), "digits")
+        main.train(Experiment(digits_cnn_tiny(), data=data, **rest, **back), "digits")
     assert not (tmp_path / "record.jsonl").exists()  # none is begun anew, as if nothing had been before
 
 

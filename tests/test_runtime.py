@@ -14,9 +14,9 @@ from typing import IO
 import jax
 import pytest
 
-from jaxmpi import runtime
-from jaxmpi.config import UsageError
-from jaxmpi.runtime import Launch
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime import affinity, device_setup, failures, job_folder, launchers
+from jaxmpi.runtime.launchers import Launch
 from launching import ROOT, mpirun_line, run
 
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -49,20 +49,22 @@ LAUNCHED = [
 def test_what_each_launcher_says(environ, expected, no_launcher, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert runtime.launched() == expected
-    assert runtime.my_rank() == (expected.rank if expected else 0)
+    assert launchers.launched() == expected
+    assert launchers.my_rank() == (expected.rank if expected else 0)
 
 
 def test_messages_name_rank_and_host(no_launcher, monkeypatch):
-    assert runtime.who().startswith("rank 0/1 on ")
+    assert failures.who().startswith("rank 0/1 on ")
     monkeypatch.setenv("PMI_RANK", "2")
     monkeypatch.setenv("PMI_SIZE", "4")
-    assert runtime.who().startswith("rank 2/4 on ")
+    assert failures.who().startswith("rank 2/4 on ")
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess:
     clean = {
-        k: v for k, v in os.environ.items() if k not in {name for names in runtime.LAUNCHERS.values() for name in names}
+        k: v
+        for k, v in os.environ.items()
+        if k not in {name for names in launchers.LAUNCHERS.values() for name in names}
     }
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**clean, **environ}
@@ -87,7 +89,7 @@ def test_share_of_cores(rank, size, cores, cpus, expected, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
-    runtime.pin_cores(rank, size)
+    affinity.pin_cores(rank, size)
     assert kept == ([] if expected is None else [expected])
 
 
@@ -106,7 +108,7 @@ MASKS = [
 def test_share_of_a_mask_that_several_ranks_have(masks, rank, expected, monkeypatch):
     kept = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
-    runtime.share_mask(masks, rank)
+    affinity.share_mask(masks, rank)
     assert kept == ([] if expected is None else [expected])
 
 
@@ -122,8 +124,8 @@ def test_pinning_for_real():
 FREED = """
 import resource, sys
 import numpy as np
-from jaxmpi import runtime
-if {keep}: runtime.keep_freed_memory()
+from jaxmpi.runtime import allocator
+if {keep}: allocator.keep_freed_memory()
 for _ in range(2): np.ones(8 << 20)  # 64 MiB, freed at once
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4): np.ones(8 << 20)
@@ -154,7 +156,7 @@ def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tmp_path):
     """A program that is cut off in the cache is compiled; one process alone says so."""
-    script = "from jaxmpi import runtime\nruntime.prepare()\nimport jax\njax.jit(lambda x: x + 1)(1.0)\n"
+    script = "from jaxmpi.runtime import prepare\nprepare.prepare()\nimport jax\njax.jit(lambda x: x + 1)(1.0)\n"
     env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     names = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks}
     env |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
@@ -179,7 +181,9 @@ def test_prepare_makes_devices_and_a_private_cache(tmp_path):
     assert folder.stat().st_mode & 0o077 == 0
 
 
-CACHE_IN_USE = "from jaxmpi import runtime\nruntime.prepare()\nimport jax\nprint(jax.config.jax_compilation_cache_dir)"
+CACHE_IN_USE = (
+    "from jaxmpi.runtime import prepare\nprepare.prepare()\nimport jax\nprint(jax.config.jax_compilation_cache_dir)"
+)
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
@@ -208,14 +212,15 @@ def test_too_few_devices_after_the_start_are_refused():
     if jax.default_backend() != "cpu" or jax.local_device_count() != 8:
         pytest.skip("needs the fake CPU devices alone")
     with pytest.raises(UsageError, match="asked for 9 devices after the device started with 8; set it first"):
-        runtime.make_cpu_devices(9)
-    runtime.make_cpu_devices(8)
+        device_setup.make_cpu_devices(9)
+    device_setup.make_cpu_devices(8)
 
 
 FAIL = """
-from jaxmpi import runtime
-from jaxmpi.config import TrainingError, UsageError
-runtime.install_excepthooks()
+from jaxmpi.runtime import failures
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.errors import UsageError
+failures.install_excepthooks()
 raise {error}
 """
 ERRORS = [
@@ -236,7 +241,7 @@ def test_an_uncaught_error_names_the_rank_and_ends_with_its_code(error, code, me
 
 
 def test_an_error_in_a_thread_ends_a_process_without_other_ranks_too():
-    code = "import threading, time\nfrom jaxmpi import runtime\nruntime.install_excepthooks()\n"
+    code = "import threading, time\nfrom jaxmpi.runtime import failures\nfailures.install_excepthooks()\n"
     job = python(code + "threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(60)")
     assert job.returncode == 1
     assert "jaxmpi: rank 0/1 on " in job.stderr
@@ -244,7 +249,7 @@ def test_an_error_in_a_thread_ends_a_process_without_other_ranks_too():
 
 
 def test_a_thread_may_end_itself():
-    code = "import sys, threading\nfrom jaxmpi import runtime\nruntime.install_excepthooks()\n"
+    code = "import sys, threading\nfrom jaxmpi.runtime import failures\nfailures.install_excepthooks()\n"
     job = python(
         code + "thread = threading.Thread(target=lambda: sys.exit(0))\nthread.start()\nthread.join()\nprint('on')"
     )
@@ -253,11 +258,11 @@ def test_a_thread_may_end_itself():
 
 LAST_WORDS = """
 import os, signal
-from jaxmpi import runtime
+from jaxmpi.runtime import failures
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background has not
-runtime.READ_S = {patience_s}
+failures.READ_S = {patience_s}
 os.write(2, b"why\\n")
-runtime.let_be_heard()
+failures.let_be_heard()
 os._exit(3)
 """
 
@@ -289,14 +294,14 @@ def test_last_words_that_nobody_reads_hold_nobody_up():
 
 SLOW_END = """
 import os, threading, time
-from jaxmpi import runtime
-from jaxmpi.runtime import Job
+from jaxmpi.runtime import failures
+from jaxmpi.runtime.failures import Job
 ending = threading.Event()
 def abort(code):
     ending.set()
     time.sleep(0.5)
     os._exit(code)
-runtime.install_hooks(Job(0, 2, abort, lambda patience_s: True))
+failures.install_hooks(Job(0, 2, abort, lambda patience_s: True))
 threading.Thread(target=lambda: 1 / 0, daemon=True).start()
 ending.wait()
 """
@@ -312,8 +317,8 @@ def test_a_process_whose_thread_ends_the_job_does_not_end_well_meanwhile():
 )
 def test_cores_of_a_quota(text, cores, tmp_path):
     (tmp_path / "cpu.max").write_text(text)
-    assert runtime.quota_cores(tmp_path / "cpu.max", 7) == cores
-    assert runtime.quota_cores(tmp_path / "absent", 7) == 7
+    assert affinity.quota_cores(tmp_path / "cpu.max", 7) == cores
+    assert affinity.quota_cores(tmp_path / "absent", 7) == 7
 
 
 def test_without_a_home_nothing_is_kept_and_training_goes_on():
@@ -345,7 +350,7 @@ GPUS = [
 @pytest.mark.parametrize(("visible", "local_rank", "local_size", "device", "share"), GPUS)
 def test_each_local_rank_takes_its_gpu_and_share(visible, local_rank, local_size, device, share):
     code = (
-        f"import os, jax\nfrom jaxmpi import runtime\nruntime.pin_gpu({local_rank}, {local_size})\n"
+        f"import os, jax\nfrom jaxmpi.runtime import device_setup\ndevice_setup.pin_gpu({local_rank}, {local_size})\n"
         "print(jax.config.read('jax_cuda_visible_devices'), os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION'))"
     )
     assert python(code, CUDA_VISIBLE_DEVICES=visible).stdout.split() == [device, str(share)]
@@ -397,7 +402,7 @@ def test_srun_may_call_every_ranks_own_gpu_0(visible, gpus, is_same, no_launcher
     for rank in "01":
         for name, value in zip(SLURM, (rank, "2", rank, "2"), strict=True):
             monkeypatch.setenv(name, value)
-        found.add(runtime.my_gpu())
+        found.add(device_setup.my_gpu())
     assert len(found) == (1 if is_same else 2)
 
 
@@ -411,15 +416,15 @@ def test_a_gpu_that_has_started_cannot_be_chosen_any_more(backend, is_late, monk
     monkeypatch.setattr(jax.config, "update", lambda *option: chosen.append(option))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     with pytest.raises(UsageError, match=r"call jaxmpi\.world\(\) before") if is_late else contextlib.nullcontext():
-        runtime.pin_gpu(1, 2)
+        device_setup.pin_gpu(1, 2)
     assert chosen == ([] if is_late else [("jax_cuda_visible_devices", "1")])
 
 
 HOLDS = """
 import pathlib, sys
-from jaxmpi import runtime
-with runtime.own_segments(pathlib.Path(sys.argv[1])) as setting:
-    (pathlib.Path(setting[runtime.SEGMENTS]) / "of a rank").write_text("memory")
+from jaxmpi.runtime import job_folder
+with job_folder.own_segments(pathlib.Path(sys.argv[1])) as setting:
+    (pathlib.Path(setting[job_folder.SEGMENTS]) / "of a rank").write_text("memory")
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -427,12 +432,12 @@ with runtime.own_segments(pathlib.Path(sys.argv[1])) as setting:
 
 @pytest.mark.parametrize("ends", ["by itself", "killed"])
 def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeypatch):
-    monkeypatch.delenv(runtime.SEGMENTS, raising=False)
+    monkeypatch.delenv(job_folder.SEGMENTS, raising=False)
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        assert {path.name for path in tmp_path.glob("*/*")} == {"of a rank", runtime.WORDS}
+        assert {path.name for path in tmp_path.glob("*/*")} == {"of a rank", job_folder.WORDS}
         process.kill() if ends == "killed" else process.communicate()
     deadline = time.monotonic() + (10 if ends == "killed" else 0)
     while (left := list(tmp_path.iterdir())) and time.monotonic() < deadline:
@@ -450,9 +455,7 @@ def test_a_platform_that_is_not_there_is_one_sentence():
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
-    line = (
-        f"{sys.executable} -m jaxmpi.cli train -n {workers} experiments/digits.py --train-for 2st --run-dir {tmp_path}"
-    )
+    line = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py --train-for 2st --run-dir {tmp_path}"
     for name, redirected, said in (("/a >&-", "", ""), ("/b", " | head -1", "output cannot be written")):
         text = f"({line}{name}; echo code $? >&2){redirected}"
         job = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=100, cwd=ROOT)

@@ -19,14 +19,15 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxmpi import experiment as experiments
-from jaxmpi import step as steps
-from jaxmpi.adapters import nnx_model
-from jaxmpi.comm import AxisComm
-from jaxmpi.config import Data, Experiment
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.config import experiment_file
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data import Sampler
-from jaxmpi.exchange import exchange
-from jaxmpi.processes import named_leaves
+from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.trainer import step
 from launching import train
 from models.norm import BatchNorm
 from tolerances import U
@@ -36,8 +37,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxmpi.adapters import nnx_model
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from jaxmpi.data import ArraySource
 from models.layers import Conv, Dense
 from models.norm import BatchNorm
@@ -161,7 +164,7 @@ def test_of_a_mixed_model_only_layers_that_ask_are_synchronised():
     model = nnx_model(Mixed, name="mixed", input_shape=(6, 6, 2), classes=2)
     params, state = model.init(jax.random.key(0), jnp.zeros((1, 6, 6, 2)))
     mean = functools.partial(exchange, strategy="asa32", comm=AxisComm("workers", 2))
-    forward = steps.Forward(model, steps.cross_entropy, Data("array", channels=2), batch_mean=mean)
+    forward = step.Forward(model, step.cross_entropy, Data("array", channels=2), batch_mean=mean)
 
     def state_after(image: jax.Array) -> Any:
         return forward.outputs(params, state, image, jax.random.key(0), True)[1]
@@ -179,7 +182,7 @@ def test_of_a_mixed_model_only_layers_that_ask_are_synchronised():
 @functools.cache
 def by_hand(net: Path, word: str, workers: int, micro: int, precision: str) -> dict[str, np.ndarray]:
     """What `run_of` must find; a domain is what has statistics in common: all workers, or each."""
-    experiment = experiments.load(net)
+    experiment = experiment_file.load(net)
     domains = [range(workers)] if word == "synchronised" else [[worker] for worker in range(workers)]
     with jax.enable_x64(precision == "float64"), jax.default_matmul_precision("highest"):
         losses, params, states = trained(experiment, domains, workers, micro, precision)

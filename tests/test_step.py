@@ -10,14 +10,20 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jaxmpi import parts, rules, step
-from jaxmpi.comm import AxisComm
-from jaxmpi.config import Data, ExchangeConfig, Experiment, RuleConfig, UsageError
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm import topology
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.topology import gather_workers, put
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.data import ArraySource, Loader, Sampler
-from jaxmpi.exchange import exchange
-from jaxmpi.model import Model
-from jaxmpi.state import TrainState, create
-from jaxmpi.workers import gather_workers, put
+from jaxmpi.model.contract import Model
+from jaxmpi.rules import base, registry
+from jaxmpi.trainer import build, step
 from models.cnn import digits_cnn_tiny
 from tolerances import U
 
@@ -159,8 +165,8 @@ def run(workers: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     images = rng.uniform(-1, 1, (50, D)).astype(np.float32)
     source = ArraySource(images, rng.integers(0, CLASSES, 50), classes=CLASSES)
     comm = AxisComm("w", workers)
-    talk = rules.Exchange(functools.partial(exchange, comm=comm), functools.partial(exchange, op="sum", comm=comm))
-    rule = rules.build(RuleConfig(), optax.sgd(LR), talk, optimizer="sgd", linear=True)
+    talk = base.Exchange(functools.partial(exchange, comm=comm), functools.partial(exchange, op="sum", comm=comm))
+    rule = registry.build(RuleConfig(), optax.sgd(LR), talk, optimizer="sgd", linear=True)
     gradients = step.local_gradients(forward(softmax_regression, shape=(D,)))
 
     @jax.jit
@@ -170,12 +176,12 @@ def run(workers: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
         return step.train_step(state, batch, gradients=gradients, rule=rule), own
 
     params = {"w": np.zeros((D, CLASSES), np.float32), "b": np.zeros(CLASSES, np.float32)}
-    state = step.stack([create(params, {}, rule.init(params), seed=0, worker=r) for r in range(workers)])
+    state = topology.stack([create(params, {}, rule.init(params), seed=0, worker=r) for r in range(workers)])
     loaders = [Loader(source, Sampler(50, batch, r, workers), Data(), True, 0, STEPS) for r in range(workers)]
     first = None
     for batches in zip(*loaders, strict=True):
         arrays = [{"image": b.image, "label": b.label, "weight": b.weight} for b in batches]
-        (state, metrics), own = one(state, step.stack(arrays))
+        (state, metrics), own = one(state, topology.stack(arrays))
         assert np.asarray(metrics.count).sum() == batches[0].count
         first = own if first is None else first
     assert state.step.tolist() == [STEPS] * workers
@@ -316,10 +322,10 @@ def test_tokens_are_whole_numbers_of_the_models_length():
 
 
 def test_over_devices_gives_each_device_its_row():
-    mesh = Mesh(np.array(jax.devices("cpu")[:4]), (step.AXIS,))
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), (topology.AXIS,))
 
     def shift(x, by):
-        return {"sum": jax.lax.psum(x, step.AXIS), "own": x + by}
+        return {"sum": jax.lax.psum(x, topology.AXIS), "own": x + by}
 
     got = step.over_devices(shift, mesh)(np.arange(4.0, dtype=np.float32), np.full(4, 10, np.float32))
     assert jax.tree.map(lambda x: x.tolist(), got) == {"sum": [6] * 4, "own": [10, 11, 12, 13]}
@@ -327,7 +333,7 @@ def test_over_devices_gives_each_device_its_row():
 
 def test_stack_and_state():
     states = [create({"w": np.ones(2)}, {}, {}, seed=3, worker=worker) for worker in range(3)]
-    stacked = step.stack(states)
+    stacked = topology.stack(states)
     assert isinstance(stacked, TrainState)
     assert stacked.params["w"].shape == (3, 2)
     assert len({row.tobytes() for row in stacked.key}) == 3  # dropout differs between workers
@@ -400,11 +406,11 @@ def test_one_workers_step_is_made_so(monkeypatch):
     workers = gather_workers(1)
     data = Data("digits", channels=1)
     experiment = Experiment(model=digits_cnn_tiny(), data=data, effective_batch=20, exchange=ExchangeConfig("asa32"))
-    plan = parts.make_plan(experiment, workers)
+    plan = build.make_plan(experiment, workers)
 
     def copies() -> int:
-        functions = parts.build_functions(experiment, workers, plan)
-        state = put(parts.initial_states(experiment, workers, functions.rule), workers)
+        functions = build.build_functions(experiment, workers, plan)
+        state = put(build.initial_states(experiment, workers, functions.rule), workers)
         program = functions.train_step.lower(state, next(plan.feed.batches()))  # pyright: ignore[reportFunctionMemberAccess]
         return program.compile().as_text().count(" copy(%state_params")
 
@@ -438,8 +444,8 @@ def test_a_step_that_is_skipped_changes_nothing(bad):
     finite = jnp.array([True, bad != "a gradient"])
     metrics = step.Metrics(jnp.asarray(jnp.inf if bad == "loss" else 1.0), jnp.ones(()), finite, squares=jnp.ones(()))
     grads = jax.tree.map(lambda p: p * np.float32(1e19), params)
-    rule = rules.build(
-        RuleConfig(), optax.sgd(0.1, 0.9), rules.Exchange(lambda g: g, lambda g: g), optimizer="sgd", linear=True
+    rule = registry.build(
+        RuleConfig(), optax.sgd(0.1, 0.9), base.Exchange(lambda g: g, lambda g: g), optimizer="sgd", linear=True
     )
     before = create(params, {"mean": np.zeros(2, np.float32)}, rule.init(params), seed=0, worker=0)
     made = step.marked(lambda *_: (grads, {"mean": jnp.ones(2)}, metrics))

@@ -12,11 +12,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import references
-from jaxmpi import strategies
-from jaxmpi.comm import AxisComm
-from jaxmpi.config import UsageError
-from jaxmpi.exchange import exchange
-from jaxmpi.strategies import ALIASES, STRATEGIES, SubComm, alltoall_by_rotation, parse, plant
+from jaxmpi.allreduce import algorithms, color_trees
+from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES, parse
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.allreduce.building_blocks import alltoall_by_rotation
+from jaxmpi.allreduce.color_trees import plant
+from jaxmpi.allreduce.subgroups import SubComm
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.core.errors import UsageError
 from references import sum_over_workers
 from tolerances import bound, height
 
@@ -159,7 +162,7 @@ def test_odd_numbers_of_workers(strategy, workers):
 
 @pytest.mark.parametrize("strategy", ["color3:16", "pipering:8"])
 def test_several_packets_follow_each_other(strategy, monkeypatch):
-    monkeypatch.setattr(strategies, "PRICE", 4)
+    monkeypatch.setattr(color_trees, "PRICE", 4)
     rows = gauss(5, 125)
     got = np.asarray(direct(strategy, AxisComm("w", 5))(rows))
     colours = 3 if strategy.startswith("color") else 1
@@ -226,9 +229,9 @@ def test_what_is_in_angle_brackets_is_filled_in():
     assert parse("ring").sum is STRATEGIES["ring"].sum
     color, hier = parse("color4").sum, parse("hier-color4").sum
     assert isinstance(color, functools.partial)
-    assert (color.func, color.keywords) == (strategies.coloured_trees, {"colours": 4})
+    assert (color.func, color.keywords) == (color_trees.coloured_trees, {"colours": 4})
     assert isinstance(hier, functools.partial)
-    assert hier.func is strategies.hierarchical
+    assert hier.func is algorithms.hierarchical
     assert hier.keywords["cross"].keywords == {"colours": 4}
 
 
@@ -361,7 +364,7 @@ def trees_sent(w: int, colours: int) -> list[float]:
     """In vectors: a packet a turn on every edge, to the parents and to the children."""
     forest = plant(w, colours)
     k, deep = len(forest.parent), 2 * forest.height
-    packets = max(1, round(math.sqrt(deep * N / (k * strategies.PRICE))))
+    packets = max(1, round(math.sqrt(deep * N / (k * color_trees.PRICE))))
     edges = [[row[place] >= 0 for row in forest.parent].count(True) for place in range(w)]
     edges = [up + sum(row.count(place) for row in forest.parent) for place, up in enumerate(edges)]
     size = -(-N // (k * packets))  # floats of a packet

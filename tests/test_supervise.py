@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import experiment, launch, rundir, runtime, supervise
-from jaxmpi.config import UsageError
-from jaxmpi.supervise import Asked, Culprit, culprit
+from jaxmpi.checkpoint import run_directory
+from jaxmpi.config import experiment_file
+from jaxmpi.core.errors import UsageError
+from jaxmpi.launch import command, supervisor
+from jaxmpi.launch.postmortem import Culprit, culprit
+from jaxmpi.launch.supervisor import Asked
+from jaxmpi.runtime import failures, job_folder
 from launching import ROOT, wait_until
 
 RULE = "-" * 74 + "\n"
@@ -81,7 +85,7 @@ def test_who_ended_a_job(case):
     ],
 )
 def test_options(text, expected):
-    options = launch.parse(text.split(), {})
+    options = command.parse(text.split(), {})
     assert (options.workers, options.least, options.restarts) == expected
 
 
@@ -97,35 +101,35 @@ def test_options(text, expected):
 )
 def test_wrong_options(text, message):
     with pytest.raises(UsageError, match=message):
-        launch.parse(text.split(), {})
+        command.parse(text.split(), {})
 
 
 def test_what_the_next_start_is_given(tmp_path):
     args = ("a.py", "--run_dir=old", "--resume", "--optim.lr", "1")
-    assert supervise.value_of(args, "--run-dir") == "old"
-    assert supervise.value_of(("--run-dir", "a", "--run-dir", "b"), "--run-dir") == "b"
-    assert supervise.without(args, "--run-dir") == ["a.py", "--resume", "--optim.lr", "1"]
-    assert supervise.resuming(args, tmp_path, 0) == ("a.py", "--run_dir=old", "--optim.lr", "1")
+    assert supervisor.value_of(args, "--run-dir") == "old"
+    assert supervisor.value_of(("--run-dir", "a", "--run-dir", "b"), "--run-dir") == "b"
+    assert supervisor.without(args, "--run-dir") == ["a.py", "--resume", "--optim.lr", "1"]
+    assert supervisor.resuming(args, tmp_path, 0) == ("a.py", "--run_dir=old", "--optim.lr", "1")
     (tmp_path / "record.jsonl").touch()
-    assert supervise.resuming(args, tmp_path, 0)[-2:] == ("--resume", "--no-from-start")
+    assert supervisor.resuming(args, tmp_path, 0)[-2:] == ("--resume", "--no-from-start")
     args = (*args, "--from-start")
     record = tmp_path / "record.jsonl"
-    first = supervise.record_in(tmp_path)
-    assert supervise.resuming(args, tmp_path, first) == args  # of an earlier run: this one never came to set it aside
+    first = supervisor.record_in(tmp_path)
+    assert supervisor.resuming(args, tmp_path, first) == args  # of an earlier run: this one never came to set it aside
     record.rename(tmp_path / "record.1.jsonl")
     record.touch()
-    assert supervise.resuming(args, tmp_path, first)[-3:] == ("1", "--resume", "--no-from-start")
+    assert supervisor.resuming(args, tmp_path, first)[-3:] == ("1", "--resume", "--no-from-start")
 
 
 @pytest.mark.parametrize(("given", "begins"), [((), True), (("--no-from-start",), False)])
 def test_an_experiment_file_begins_anew_with_its_first_start_alone(tmp_path, given, begins):
     """A restart got `--resume` beside the file's `from_start`, and was refused."""
     file = tmp_path / "anew.py"
-    file.write_text("from jaxmpi.config import Experiment\nexperiment = Experiment(from_start=True)\n")
-    assert launch.begins_anew((str(file), *given)) is begins
+    file.write_text("from jaxmpi.config.schema import Experiment\nexperiment = Experiment(from_start=True)\n")
+    assert command.begins_anew((str(file), *given)) is begins
     (tmp_path / "record.jsonl").touch()
-    args = supervise.resuming((str(file), "--from-start"), tmp_path, 0)
-    again, _ = experiment.parse(list(args))
+    args = supervisor.resuming((str(file), "--from-start"), tmp_path, 0)
+    again, _ = experiment_file.parse(list(args))
     assert (again.resume, again.from_start) == (True, False)
 
 
@@ -140,19 +144,19 @@ def test_an_experiment_file_begins_anew_with_its_first_start_alone(tmp_path, giv
     ],
 )
 def test_workers_that_are_left(launcher_args, dead, workers, hosts):
-    left = supervise.with_those_left(Asked(8, 2, 1, launcher_args, ()), lambda host: host not in dead)
+    left = supervisor.with_those_left(Asked(8, 2, 1, launcher_args, ()), lambda host: host not in dead)
     assert left.workers == workers
     if hosts is not None:
-        assert supervise.hosts_of(left.launcher_args) == supervise.hosts_of(("--host", hosts))
-    assert supervise.with_those_left(Asked(8, 8, 1, launcher_args, ()), lambda host: False).workers == 8
+        assert supervisor.hosts_of(left.launcher_args) == supervisor.hosts_of(("--host", hosts))
+    assert supervisor.with_those_left(Asked(8, 8, 1, launcher_args, ()), lambda host: False).workers == 8
 
 
 SUPERVISED = """
 import sys
-from jaxmpi import supervise
+from jaxmpi.launch import supervisor
 print("began", flush=True)
-asked = supervise.Asked(4, 4, int(sys.argv[2]), (), ("a.py", "--run-dir", sys.argv[1]))
-sys.exit(supervise.keep_going(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
+asked = supervisor.Asked(4, 4, int(sys.argv[2]), (), ("a.py", "--run-dir", sys.argv[1]))
+sys.exit(supervisor.keep_going(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
 """
 
 
@@ -253,20 +257,20 @@ def test_a_request_that_comes_while_ranks_start_is_no_failure(tmp_path):
     wait_for(tmp_path / "ready")
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=30)
-    assert job.returncode == runtime.PREEMPTED, out
+    assert job.returncode == failures.PREEMPTED, out
     assert "ended the job" not in out
     assert "asked to leave before the ranks could save" in out
 
 
 def test_a_request_that_comes_between_two_starts_is_heard(tmp_path):
     script = f"echo x >> {tmp_path}/starts; echo 'jaxmpi: rank 1/4 on vm left early' >&2; kill -9 $$"
-    with rundir.locked(tmp_path):  # so that the next start waits
+    with run_directory.locked(tmp_path):  # so that the next start waits
         job = supervised(tmp_path, script)
         read_until(job, "rank 1 on vm ended the job")  # said after the first
         job.send_signal(signal.SIGTERM)
         time.sleep(0.5)
     out, _ = job.communicate(timeout=30)
-    assert job.returncode == runtime.PREEMPTED, out
+    assert job.returncode == failures.PREEMPTED, out
     assert (tmp_path / "starts").read_text().count("x") == 1
 
 
@@ -309,7 +313,7 @@ def test_what_a_job_says_comes_through_without_nul(tmp_path):
 
 
 def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
-    folder = f"echo ${runtime.SEGMENTS} > {tmp_path}/folder; touch ${runtime.SEGMENTS}/segment"
+    folder = f"echo ${job_folder.SEGMENTS} > {tmp_path}/folder; touch ${job_folder.SEGMENTS}/segment"
     out, _ = supervised(tmp_path, f"{folder}; kill -9 $$", restarts=0).communicate(timeout=60)
     left = Path((tmp_path / "folder").read_text().strip())
     assert left.parent == Path("/dev/shm"), out
@@ -318,11 +322,11 @@ def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
     job = supervised(tmp_path, f"{folder}; touch {tmp_path}/ready; exec sleep 100", restarts=0)
     wait_for(tmp_path / "ready")
     left = Path((tmp_path / "folder").read_text().strip())
-    runtime.sweep(left.parent)  # as another job does when it begins
+    job_folder.sweep(left.parent)  # as another job does when it begins
     assert (left / "segment").exists()
     job.kill()
     job.wait(10)
-    runtime.sweep(left.parent)
+    job_folder.sweep(left.parent)
     assert not left.exists()
     job.communicate(timeout=30)
 

@@ -12,8 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxmpi import checkpoint, launch, survive
-from jaxmpi.config import Data, ExchangeConfig, Experiment, RuleConfig, UsageError
+from jaxmpi.checkpoint import format
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.launch import command
+from jaxmpi.recover import shrink
 from launching import ROOT, leaked, mpirun_line, run, shared_memory, train
 from test_faults import MODEL, inject, left_behind, losses, start, trainer
 
@@ -41,8 +47,8 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_a_death_would_take_away_is_refused(message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        survive.check_fits(Experiment(ft="shrink", **BAD[message]))
-    survive.check_fits(Experiment(ft="shrink"))
+        shrink.check_fits(Experiment(ft="shrink", **BAD[message]))
+    shrink.check_fits(Experiment(ft="shrink"))
 
 
 def test_an_unknown_way_is_named_with_those_there_are():
@@ -52,10 +58,10 @@ def test_an_unknown_way_is_named_with_those_there_are():
 
 def test_the_launcher_keeps_the_job_alive():
     version = "mpirun (Open MPI) 5.0.11"
-    assert launch.outlives_ranks((DIGITS, "--ft", "shrink"), version)
-    assert launch.outlives_ranks((DIGITS, "--ft=shrink"), version)
-    assert not launch.outlives_ranks((DIGITS, "--ft", "end"), version)
-    assert not launch.outlives_ranks((DIGITS, "--ft", "shrink"), "mpirun (Open MPI) 4.1.6")
+    assert command.outlives_ranks((DIGITS, "--ft", "shrink"), version)
+    assert command.outlives_ranks((DIGITS, "--ft=shrink"), version)
+    assert not command.outlives_ranks((DIGITS, "--ft", "end"), version)
+    assert not command.outlives_ranks((DIGITS, "--ft", "shrink"), "mpirun (Open MPI) 4.1.6")
 
 
 @pytest.mark.slow
@@ -114,7 +120,7 @@ def reference(model, tmp_path_factory):
 
 def common(run_dir: Path) -> bytes:
     """Step, params and optimizer of the last checkpoint."""
-    [last] = [path for path in checkpoint.found(run_dir / "checkpoints") if checkpoint.step_of(path) == STEPS]
+    [last] = [path for path in format.found(run_dir / "checkpoints") if format.step_of(path) == STEPS]
     return (last / "common.bin").read_bytes()
 
 
@@ -159,7 +165,7 @@ def test_a_worker_goes_on_alone(model, tmp_path):
     assert lines(folder, "lost") == [{"kind": "lost", "after": 3, "ranks": [0], "workers": 1}]
     assert [(step, count) for step, count, _ in losses(folder)] == [(step, 64 * step) for step in range(1, 7)]
     assert "finished with 1 of 2 workers" in job.out
-    assert [checkpoint.step_of(path) for path in checkpoint.found(folder / "checkpoints")] == [6]
+    assert [format.step_of(path) for path in format.found(folder / "checkpoints")] == [6]
 
 
 @pytest.mark.faults

@@ -13,8 +13,9 @@ import threading
 
 import pytest
 
-from jaxmpi import runtime
-from jaxmpi.terminal import Panel, Plain, Progress, Silent, columns_of, left, open_terminal, sparkline
+from jaxmpi.observe.terminal import Panel, Plain, Progress, Silent, left, open_terminal, sparkline
+from jaxmpi.runtime import job_folder
+from jaxmpi.runtime.screen import columns_of
 from launching import ROOT, mpirun_line
 
 SHARES = {"data": 0.1, "transfer": 0.0, "compute": 0.6, "exchange": 0.2, "sync": 0.07, "other": 0.03}
@@ -145,7 +146,9 @@ def seen_columns(line: list[str], columns: int) -> int:
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {**os.environ, "TERM": "xterm"}
-    job = subprocess.Popen(runtime.over_leftovers(line), stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env)
+    job = subprocess.Popen(
+        job_folder.over_leftovers(line), stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env
+    )
     os.close(theirs)
     said = b""
     try:
@@ -162,7 +165,8 @@ def seen_columns(line: list[str], columns: int) -> int:
 
 KEPT_GOING = """
 import sys
-from jaxmpi.supervise import Asked, keep_going
+from jaxmpi.launch.supervisor import Asked
+from jaxmpi.launch.supervisor import keep_going
 sys.exit(keep_going(Asked(1, 1, 0, (), ()), lambda *_: sys.argv[1:], lambda host: True))
 """
 ABOVE = {

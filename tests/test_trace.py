@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmpi.config import UsageError, step_range
-from jaxmpi.processes import SoloProcesses
-from jaxmpi.spans import Span
-from jaxmpi.trace import FIRST_BUCKET, Apart, Tracer, merged, of_steps
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.config.durations import step_range
+from jaxmpi.core.errors import UsageError
+from jaxmpi.observe.trace import FIRST_BUCKET, Apart, Tracer, merged, of_steps
+from jaxmpi.runtime.spans import Span
 from launching import train
 
 DIGITS = "experiments/digits.py"

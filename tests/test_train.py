@@ -18,10 +18,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi import checkpoint, runtime, workers
-from jaxmpi.config import Data, Experiment, Optim, Schedule, UsageError
+from jaxmpi.checkpoint import format
+from jaxmpi.comm import topology
+from jaxmpi.config.data import Data
+from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Sampler
-from jaxmpi.train import train as train_here
+from jaxmpi.runtime import job_folder
+from jaxmpi.trainer.main import train as train_here
 from launching import ROOT, Ended, kill_session, mpirun_line, run, train
 from models.cnn import digits_cnn_tiny
 
@@ -82,11 +87,11 @@ def test_four_ranks_learn_and_record(tmp_path):
     ],
 )
 def test_transport_is_what_rule_and_strategy_use(strategy, is_asynchronous, backend, size, told, monkeypatch):
-    monkeypatch.setattr(workers, "is_cuda_aware", lambda: True)
-    monkeypatch.setattr(workers.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(topology, "is_cuda_aware", lambda: True)
+    monkeypatch.setattr(topology.jax, "default_backend", lambda: backend)
     alone: Any = types.SimpleNamespace(size=size)
-    ranks = workers.Workers(alone, alone, (0,), None, apart=size if is_asynchronous else 0)
-    assert workers.transport(ranks, strategy) == told
+    ranks = topology.Workers(alone, alone, (0,), None, apart=size if is_asynchronous else 0)
+    assert topology.transport(ranks, strategy) == told
 
 
 def losses(run_dir: Path) -> np.ndarray:
@@ -115,7 +120,9 @@ def test_one_worker_and_four_see_the_same_examples(count, tmp_path):
 
 
 TINY_EXPERIMENT = """
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
@@ -151,7 +158,7 @@ def kill_one_rank_after(step: int, args: list[str], run_dir: Path) -> int:
     """Start two ranks, SIGKILL rank 1 once the checkpoint of `step` is whole; the job's exit code."""
     line = [*mpirun_line(2), sys.executable, "-m", "jaxmpi.train", *args]
     job = subprocess.Popen(
-        runtime.over_leftovers(line),
+        job_folder.over_leftovers(line),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -294,7 +301,7 @@ def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
     ended = train(2, str(tmp_path / "broken.py"), *args)
     assert not ended.timed_out
     assert ended.code != 0
-    kept = [folder.name for folder in checkpoint.found(tmp_path / "run" / "checkpoints")]
+    kept = [folder.name for folder in format.found(tmp_path / "run" / "checkpoints")]
     assert kept == [f"step_{step:08d}" for step in range(1, at_step)]
     assert f"the loss of worker 0 is not finite at step {at_step}; last good checkpoint: " in ended.out
     assert f"{kept[-1]}. Lower" in ended.out
@@ -302,7 +309,9 @@ def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
 
 ONE_NAN = """
 import numpy as np
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from jaxmpi.data import ArraySource
 from models.cnn import digits_cnn_tiny
 
@@ -513,9 +522,10 @@ def test_images_and_labels_that_do_not_fit_are_named(tmp_path):
 SOFTMAX = """
 import dataclasses
 import jax.numpy as jnp, numpy as np
-from jaxmpi.config import Data, Experiment
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
 from jaxmpi.data import ArraySource
-from jaxmpi.model import Model
+from jaxmpi.model.contract import Model
 
 def init(key, image):
     return {"w": jnp.zeros((16, 10)), "b": jnp.zeros(10)}, {}
@@ -548,9 +558,11 @@ def test_params_and_classes_may_be_numpys_own_types(tmp_path):
 
 NUMPY_TYPES = """
 import numpy as np
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
 from jaxmpi.data import ArraySource
-from jaxmpi.model import Model
+from jaxmpi.model.contract import Model
 
 labels = np.arange(40) % 10
 source = ArraySource(np.random.default_rng(0).random((40, 4), np.float32), labels, classes=labels.max() + 1)
@@ -714,8 +726,10 @@ STATEFUL = """
 from dataclasses import dataclass
 from flax import nnx
 import jax, jax.numpy as jnp
-from jaxmpi.config import Data, Experiment, Optim
-from jaxmpi.adapters import nnx_model
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
+from jaxmpi.model.adapters.nnx import nnx_model
 
 class Counter(nnx.Variable): pass
 

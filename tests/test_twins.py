@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from jaxmpi.adapters import nnx_model
+from jaxmpi.model.adapters.nnx import nnx_model
 from models import MODELS
 from models.alexnet import STARTS, AlexNet, alexnet
 from models.googlenet import BLOCKS, TINY_BLOCKS, GoogLeNet, googlenet, googlenet_loss

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxmpi.adapters import nnx_model
+from jaxmpi.model.adapters.nnx import nnx_model
 from models import MODELS
 from models.googlenet import googlenet_loss
 from models.googlenetbn import GoogLeNetBN, googlenetbn

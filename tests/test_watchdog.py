@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import runtime, spans, watchdog
-from jaxmpi.config import UsageError
-from jaxmpi.processes import Post, SoloProcesses
-from jaxmpi.watchdog import Watchdog, mine, watching
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.mailbox import Post
+from jaxmpi.core.errors import UsageError
+from jaxmpi.recover import watchdog
+from jaxmpi.recover.watchdog import Watchdog, mine, watching
+from jaxmpi.runtime import failures, job_folder, spans
 from launching import ROOT, kill_session, mpirun_line, run
 
 
@@ -54,7 +56,7 @@ def live(watch: Watchdog, letters: Letters, seconds: range, beats) -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.0)
-    runtime.doing("step 7")
+    failures.doing("step 7")
 
 
 def test_a_rank_that_is_silent_is_named_with_its_last_phase():
@@ -76,7 +78,7 @@ def test_within_the_time_and_while_ranks_move_nothing_is_said():
     watch, letters, out = dog()
     live(watch, letters, range(1, 10), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     for now in range(10, 60):
-        runtime.doing(f"step {now}")
+        failures.doing(f"step {now}")
         live(watch, letters, range(now, now + 1), lambda now: [beat(r, now) for r in (1, 2, 3)])
     assert out.getvalue() == ""
 
@@ -84,7 +86,7 @@ def test_within_the_time_and_while_ranks_move_nothing_is_said():
 def test_a_job_that_goes_on_after_all_says_so_and_may_stall_again():
     watch, letters, out = dog()
     live(watch, letters, range(1, 15), lambda now: [beat(r, 5) for r in (1, 2, 3)])
-    runtime.doing("step 8")
+    failures.doing("step 8")
     live(watch, letters, range(15, 18), lambda now: [beat(r, 6) for r in (1, 2, 3)])
     assert "goes on, " in out.getvalue()
     live(watch, letters, range(18, 40), lambda now: [beat(r, 6) for r in (1, 2, 3)])
@@ -93,8 +95,8 @@ def test_a_job_that_goes_on_after_all_says_so_and_may_stall_again():
 
 def test_who_has_come_least_far_is_late_else_who_waits_for_no_rank():
     watch, letters, out = dog(stall_s=4.0)
-    runtime.doing("step 8")
-    count = runtime.at().count
+    failures.doing("step 8")
+    count = failures.at().count
     live(watch, letters, range(1, 8), lambda now: [beat(r, count - (r == 3)) for r in (1, 2, 3)])
     assert "late: rank 3 on node3\n" in out.getvalue()
     watch, letters, out = dog(stall_s=4.0)
@@ -158,7 +160,7 @@ def test_a_rank_that_has_ended_is_not_missed():
     live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     letters.coming += [{"kind": "bye", "rank": r} for r in (1, 2, 3)]
     for now in range(3, 40):
-        runtime.doing(f"step {now}")
+        failures.doing(f"step {now}")
         live(watch, letters, range(now, now + 1), lambda now: [])
     assert out.getvalue() == ""
 
@@ -192,8 +194,8 @@ def test_it_can_be_off():
         pass
 
 
-STUCK = "import time\nfrom jaxmpi import runtime\nfrom jaxmpi.processes import SoloProcesses\n"
-STUCK += "from jaxmpi.watchdog import watching\nruntime.doing('step 3')\n"
+STUCK = "import time\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.comm.control import SoloProcesses\n"
+STUCK += "from jaxmpi.recover.watchdog import watching\nruntime.doing('step 3')\n"
 STUCK += "def spin():\n    time.sleep(60)\n\nwith watching(SoloProcesses(), 1.0, 'abort'):\n    spin()\n"
 
 
@@ -233,7 +235,7 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     with said.open("w") as out:
         job = subprocess.Popen(
-            runtime.over_leftovers(line),
+            job_folder.over_leftovers(line),
             stdout=out,
             stderr=out,
             cwd=ROOT,

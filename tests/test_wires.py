@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxmpi.wires import BLOCK, WIRES
+from jaxmpi.allreduce.wires import BLOCK, WIRES
 from references import round_to_wire
 from tolerances import TINY, WIRE
 

@@ -15,7 +15,8 @@ from flax import nnx
 from jax import lax
 
 import models.__main__ as report
-from jaxmpi.config import Data, UsageError
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import open_source
 from models import MODELS
 from models.alexnet import PUBLISHED, AlexNet, alexnet, alexnet_tiny

@@ -13,11 +13,11 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import models.__main__ as report
-from jaxmpi.adapters import nnx_model
-from jaxmpi.comm import AxisComm
-from jaxmpi.config import UsageError
-from jaxmpi.exchange import exchange
-from jaxmpi.model import batch_mean, statistics_over
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.core.errors import UsageError
+from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.model.batch_statistics import batch_mean, statistics_over
 from models.googlenetbn import BLOCKS, MAX_POOLED, googlenetbn, googlenetbn_tiny, mean_pool
 from models.layers import Dense
 from models.norm import BatchNorm, ConvNorm

@@ -29,7 +29,7 @@ more where w is no power of two; height + 1 for `color<k>`; that of <cross> over
 
 import numpy as np
 
-from jaxmpi.strategies import parse
+from jaxmpi.allreduce.algorithms import parse
 
 U = 2.0**-24
 TINY = 2.0**-126  # smallest normal f32

@@ -31,7 +31,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxmpi.model import Model
+from jaxmpi.model.contract import Model
 
 pytest.importorskip("torch", reason="PyTorch twins need torch", exc_type=ImportError)
 import torch  # pyright: ignore[reportMissingImports] # CI may do without it

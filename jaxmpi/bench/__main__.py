@@ -19,15 +19,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxmpi import experiment, runtime
-from jaxmpi.bench import figures
-from jaxmpi.bench.figures import AS_IT_COMES, TUNED, Json
+from jaxmpi.bench import results
 from jaxmpi.bench.jobs import Turns, job_line, run_jobs, wait_for
-from jaxmpi.bench.memory import fitting, left_out
+from jaxmpi.bench.memory_limit import fitting, left_out
 from jaxmpi.bench.options import Case, Plan, make_plan, parse
+from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
-from jaxmpi.config import TrainingError, UsageError, check
-from jaxmpi.processes import Processes, processes
+from jaxmpi.comm.control import Processes, processes
+from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.runtime import affinity, failures, launchers, prepare, provenance
 
 TWO_JOBS = "two jobs take turns through files, on one machine; leave the launcher to jaxmpi bench -n N"
 
@@ -35,15 +35,15 @@ TWO_JOBS = "two jobs take turns through files, on one machine; leave the launche
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.bench [-n N] [options]`, alone or under a launcher."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if "--job" in argv or runtime.launched_workers() > 1:
+    if "--job" in argv or launchers.launched_workers() > 1:
         return be_a_rank(argv)
     try:
         start(argv)
     except (UsageError, TrainingError) as error:
         print(f"jaxmpi: error: {error}", file=sys.stderr)
-        sys.exit(runtime.exit_code(error))
+        sys.exit(failures.exit_code(error))
     except KeyboardInterrupt:
-        sys.exit(runtime.INTERRUPTED)
+        sys.exit(failures.INTERRUPTED)
 
 
 # ---------------------------------------------------------------- outside
@@ -95,12 +95,12 @@ def run_here(plan: Plan, wanted: int, options: argparse.Namespace, command: Sequ
 
 def be_a_rank(argv: Sequence[str]) -> None:
     """Take part in a job; rank 0 hands over what was measured, or shows it."""
-    runtime.install_excepthooks()
-    runtime.prepare()
+    failures.install_excepthooks()
+    prepare.prepare()
     options = parse(argv)
     control = processes()
     check(options.n in (None, control.size), f"-n: got {options.n} in a job of {control.size} ranks; leave it out")
-    with runtime.at_work():
+    with failures.at_work():
         plan = agreed_plan(options, control)
         allocator = AS_IT_COMES if os.environ.get("JAXMPI_ALLOCATOR") == "system" else TUNED
         turns = Turns(Path(options.job[0]).parent, allocator, control) if options.job else contextlib.nullcontext()
@@ -111,7 +111,7 @@ def be_a_rank(argv: Sequence[str]) -> None:
             if options.job:
                 replace_text(Path(options.job[1]), json.dumps(runs))
             elif options.out:
-                write(options.out, figures.of_cases(runs, options.rate_mbit), sys.argv, is_whole=False)
+                write(options.out, results.of_cases(runs, options.rate_mbit), sys.argv, is_whole=False)
 
         measure(plan, control, turns, keep)
         if control.rank == 0 and isinstance(turns, Turns):
@@ -141,7 +141,7 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> Plan:
 
 def my_plan(options: argparse.Namespace) -> Plan:
     """The options' plan, without cases that this host's ranks have no memory for."""
-    here = runtime.launched()
+    here = launchers.launched()
     local = here.local_size if here else 1
     check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
     plan = make_plan(options)
@@ -159,19 +159,19 @@ def my_plan(options: argparse.Namespace) -> Plan:
 
 def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[str], is_whole: bool) -> None:
     """Table, JSON file and plot."""
-    cases = figures.of_cases(runs, options.rate_mbit)
+    cases = results.of_cases(runs, options.rate_mbit)
     if not is_whole:
         print("ended early; what was measured so far:", flush=True)
-    table = figures.table(cases)
+    table = results.table(cases)
     console = Console()
     console.width = max(console.width, Console(width=1000).measure(table).maximum)  # no number is cut short
     console.print(table)
-    for line in figures.bound_lines(cases):
+    for line in results.bound_lines(cases):
         console.print(line, highlight=False)
     if options.out:
         write(options.out, cases, command, is_whole)
     if options.plot:
-        figures.draw(cases, options.plot)
+        results.draw(cases, options.plot)
 
 
 def write(out: Path, cases: Sequence[Json], command: Sequence[str], is_whole: bool) -> None:
@@ -191,14 +191,14 @@ def replace_text(file: Path, text: str) -> None:
 
 def facts(command: Sequence[str]) -> Json:
     """What a figure depends on."""
-    found = experiment.versions()
+    found = provenance.versions()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["torch"] = importlib.metadata.version("torch")
     return {
         "command": shlex.join(command),
         "versions": found,
-        "commit": experiment.commit(None),
-        "cores": runtime.cores(),
+        "commit": provenance.commit(None),
+        "cores": affinity.cores(),
         "processor": platform.machine(),
         "system": platform.platform(),
     }

@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import compressors
-from jaxmpi.comm import world
-from jaxmpi.config import TrainingError
-from jaxmpi.exchange import Op, check_strategy, exchange, exchange_gradients
-from jaxmpi.plan import choose, is_auto
-from jaxmpi.processes import MpiProcesses, Processes
+from jaxmpi.allreduce import compression
+from jaxmpi.allreduce.api import Op, check_strategy, exchange, exchange_gradients
+from jaxmpi.allreduce.autotune import choose, is_auto
+from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.mpi import world
+from jaxmpi.core.errors import TrainingError
 
 Arrays = Sequence[Any]  # f32 each, of NumPy, JAX or torch
 Run = Callable[[], Arrays]  # one exchange, finished when it returns
 Shape = tuple[int, ...]
-
 PATTERN = np.arange(-6, 7, dtype=np.float32)  # whole numbers: sums are exact in any order
 ROUGH = 0.1  # of the largest entry: more than a wire rounds away, less than a wrong sum is off
 COPY_BYTES = 64 << 20  # of one copy, beyond the caches where several ranks copy
@@ -117,8 +116,8 @@ def ours(name: str) -> Contender:
     Raises:
         UsageError: there is none.
     """
-    if compressors.is_compressor(name):
-        compressors.parse(name)
+    if compression.is_compressor(name):
+        compression.parse(name)
         return compressor(name)
     check_strategy(name)
     return automatic(name) if is_auto(name) else strategy(name)

@@ -13,12 +13,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmpi import launch, runtime
-from jaxmpi.bench.figures import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.options import Plan
-from jaxmpi.config import TrainingError, UsageError
-from jaxmpi.data.segments import read
-from jaxmpi.processes import Processes
+from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
+from jaxmpi.comm.control import Processes
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.shared_memory import read
+from jaxmpi.launch import command
+from jaxmpi.runtime import affinity, job_folder
 
 TURN_S = 1800.0  # for the other job's turn to end
 
@@ -54,8 +55,8 @@ def job_line(ranks: int, options: argparse.Namespace, arguments: Sequence[str]) 
         more = tuple(shlex.split(options.launcher_args))
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {options.launcher_args!r}: {error}") from error
-    asked = launch.Options(ranks, options.launcher, more, tuple(arguments))
-    return launch.command(asked, cores=runtime.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
+    asked = command.Options(ranks, options.launcher, more, tuple(arguments))
+    return command.command(asked, cores=affinity.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
 
 
 def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
@@ -69,7 +70,7 @@ def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
     try:
         for line, environ in jobs:
             print("+ " + shlex.join(line), flush=True)
-            running.append(subprocess.Popen(runtime.over_leftovers(line), env=os.environ | environ))
+            running.append(subprocess.Popen(job_folder.over_leftovers(line), env=os.environ | environ))
         codes: list[int | None] = [None]
         while None in codes:
             time.sleep(0.05)

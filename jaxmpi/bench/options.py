@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jaxmpi import plots
 from jaxmpi.bench import contenders
+from jaxmpi.bench.baselines import PEERS, importable
 from jaxmpi.bench.contenders import Shape
-from jaxmpi.bench.peers import PEERS, importable
-from jaxmpi.config import UsageError, check, check_writable
-from jaxmpi.launch import default_launcher
-from jaxmpi.model import check_models_here
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import check_writable
+from jaxmpi.launch.command import default_launcher
+from jaxmpi.observe import plots
+from jaxmpi.runtime.provenance import check_models_here
 
 STRATEGIES = ("asa32", "asa16", "ring32", "ring16")
 # The lengths of Baidu's test of its ring allreduce, up to 64 Mi floats (Gibiansky 2017).

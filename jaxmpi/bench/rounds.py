@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmpi import runtime
 from jaxmpi.bench import contenders
+from jaxmpi.bench.baselines import PEERS, peer
 from jaxmpi.bench.contenders import COPY, LINK, Contender, Inputs, Run
-from jaxmpi.bench.figures import Json
 from jaxmpi.bench.options import Case, Plan
-from jaxmpi.bench.peers import PEERS, peer
-from jaxmpi.config import check
-from jaxmpi.data.segments import read
-from jaxmpi.processes import MpiProcesses, Processes
+from jaxmpi.bench.results import Json
+from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.core.errors import check
+from jaxmpi.core.shared_memory import read
+from jaxmpi.runtime import failures
 
 SAMPLE_S = 0.02  # a shorter exchange is repeated up to this
 MOST_REPEATS = 1000
@@ -82,7 +82,7 @@ def measure_case(
     inputs, runs = Inputs(case.shapes, control), {}
     with turns:
         for contender in field:
-            runtime.doing(f"{case.name}, {contender.name}, first call")
+            failures.doing(f"{case.name}, {contender.name}, first call")
             progress.show(f"{case.name}: first call of {contender.name}")
             runs[contender.name] = run = contender.start(inputs)
             contenders.check_result(contender, run(), control)
@@ -132,7 +132,7 @@ def one_round(
     """A sample of each contender in this order."""
     samples = {}
     for name in order:
-        runtime.doing(f"{case.name}, {name}")
+        failures.doing(f"{case.name}, {name}")
         samples[name] = sample(runs[name], repeats[name], control)
     return samples
 

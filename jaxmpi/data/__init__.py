@@ -1,19 +1,19 @@
 """Data: where examples come from, in which order, what becomes of them, batches made ahead."""
 
+from jaxmpi.config.data import data_dir as data_dir
 from jaxmpi.data.augment import Augment as Augment
 from jaxmpi.data.augment import load_mean_image as load_mean_image
-from jaxmpi.data.batchfiles import BatchFileSource as BatchFileSource
-from jaxmpi.data.batchfiles import write_batch_files as write_batch_files
-from jaxmpi.data.crew import Crew as Crew
-from jaxmpi.data.crew import kind_for as kind_for
-from jaxmpi.data.images import CorruptExample as CorruptExample
-from jaxmpi.data.loader import Batch as Batch
-from jaxmpi.data.loader import Loader as Loader
+from jaxmpi.data.batch_loader import Batch as Batch
+from jaxmpi.data.batch_loader import Loader as Loader
+from jaxmpi.data.decode import CorruptExample as CorruptExample
+from jaxmpi.data.loader_pool import Crew as Crew
+from jaxmpi.data.loader_pool import kind_for as kind_for
 from jaxmpi.data.sampler import FileSampler as FileSampler
 from jaxmpi.data.sampler import Sampler as Sampler
 from jaxmpi.data.sampler import Share as Share
-from jaxmpi.data.sources import SOURCES as SOURCES
-from jaxmpi.data.sources import ArraySource as ArraySource
-from jaxmpi.data.sources import Source as Source
-from jaxmpi.data.sources import data_dir as data_dir
-from jaxmpi.data.sources import open_source as open_source
+from jaxmpi.data.sources.arrays import ArraySource as ArraySource
+from jaxmpi.data.sources.base import Source as Source
+from jaxmpi.data.sources.batch_files import BatchFileSource as BatchFileSource
+from jaxmpi.data.sources.batch_files import write_batch_files as write_batch_files
+from jaxmpi.data.sources.registry import SOURCES as SOURCES
+from jaxmpi.data.sources.registry import open_source as open_source

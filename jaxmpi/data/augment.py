@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi.config import Data, check
-from jaxmpi.data import images
-from jaxmpi.data.batchfiles import Expected, load_array
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import check
+from jaxmpi.data import decode
 from jaxmpi.data.sampler import random_bits
+from jaxmpi.data.sources.batch_files import Expected, load_array
 
 TRIES = 10  # windows of random area and aspect before the largest one is taken
 MEAN = Expected(
@@ -52,7 +53,7 @@ class Augment:
         """
         mean = None
         if image.dtype == np.uint8:
-            image = images.with_channels(image, self.config.channels, where)
+            image = decode.with_channels(image, self.config.channels, where)
         if self._scales_crops:
             return self._scaled_crop(image, epoch, index, where)
         if image.dtype == np.uint8:
@@ -63,7 +64,7 @@ class Augment:
             mean = _window(mean, row, column, self.config.crop)
             std = np.asarray(self.config.std or 1, np.float32)
             image = (image.astype(np.float32) - mean) / np.float32(255) / std
-        return images.mirrored(image) if mirrored else image
+        return decode.mirrored(image) if mirrored else image
 
     def encoded(self, blob: Any, epoch: int, index: int, where: str) -> np.ndarray:
         """The same of a compressed image, decoded no larger than its crop needs.
@@ -73,13 +74,13 @@ class Augment:
             UsageError: as of the decoded image.
         """
         config = self.config
-        with images.corrupt_if_it_fails(blob, where, index):
+        with decode.corrupt_if_it_fails(blob, where, index):
             if self._scales_crops:
-                picture = images.opened(blob, config.channels)
+                picture = decode.opened(blob, config.channels)
                 window, is_mirrored = self._scaled_choices((picture.height, picture.width), epoch, index)
-                crop = images.window(picture, *window, config.crop)
-                return images.mirrored(crop) if is_mirrored else crop
-            image = images.decoded(blob, config.channels, config.resize)
+                crop = decode.window(picture, *window, config.crop)
+                return decode.mirrored(crop) if is_mirrored else crop
+            image = decode.decoded(blob, config.channels, config.resize)
         return self(image, epoch, index, where)
 
     @property
@@ -87,7 +88,7 @@ class Augment:
         return self.train and bool(self.config.crop_area)
 
     def _sized(self, image: np.ndarray, where: str) -> np.ndarray:
-        return images.resized(image, self.config.resize, where) if self.config.resize else image
+        return decode.resized(image, self.config.resize, where) if self.config.resize else image
 
     def _mean(self, image: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray | None]:
         """Image and mean over the same pixels: the centre of the image, as large as the mean."""
@@ -124,8 +125,8 @@ class Augment:
         """A window of random area and aspect, scaled to crop x crop, mirrored half of the time."""
         check(image.ndim == 3, f"{where}: got shape {image.shape}; a crop needs 3 axes")
         (top, left, height, width), is_mirrored = self._scaled_choices(image.shape[:2], epoch, index)
-        scaled = images.stretched(image[top : top + height, left : left + width], self.config.crop)
-        return images.mirrored(scaled) if is_mirrored else scaled
+        scaled = decode.stretched(image[top : top + height, left : left + width], self.config.crop)
+        return decode.mirrored(scaled) if is_mirrored else scaled
 
     def _scaled_choices(self, size: tuple[int, int], epoch: int, index: int) -> tuple[tuple[int, int, int, int], bool]:
         """The window of an image of `size` = (height, width), and whether to mirror it."""
@@ -181,7 +182,7 @@ def load_mean_image(config: Data) -> np.ndarray | None:
     path = config.mean_image
     if not path:
         return None
-    mean = images.with_channels(load_array(path, MEAN), config.channels, f"data.mean_image {path}")
+    mean = decode.with_channels(load_array(path, MEAN), config.channels, f"data.mean_image {path}")
     check(
         min(mean.shape[:2]) >= config.crop,
         f"data.mean_image {path}: got {_size(mean)} px; expected at least data.crop = {config.crop}",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmpi.config import check
+from jaxmpi.core.errors import check
 
 _LOCK = threading.Lock()  # loader threads that enter an epoch together permute it once
 

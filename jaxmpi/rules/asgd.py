@@ -3,8 +3,8 @@
 import numpy as np
 import optax
 
-from jaxmpi.config import RuleConfig
-from jaxmpi.rules.rule import Asynchronous, Exchange, Rule, descend
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend
 
 
 def asgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:

@@ -1,14 +1,11 @@
 """AWAGD: the mean of all workers' weights after each has stepped (`avg` in Theano-MPI)."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi.rules.rule import Exchange, Rule, descend
-
-PyTree = Any
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.rules.base import Exchange, Rule, descend
 
 
 def awagd(tx: optax.GradientTransformation, exchange: Exchange, average_momentum: bool = False) -> Rule:

@@ -2,9 +2,9 @@
 
 import optax
 
-from jaxmpi.config import RuleConfig
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.rules.base import Exchange, Rule
 from jaxmpi.rules.local_sgd import every
-from jaxmpi.rules.rule import Exchange, Rule
 
 
 def diloco(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:

@@ -1,15 +1,13 @@
 """Mean of gradients: one optimizer on what a single worker would see on the whole batch."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi.rules.rule import Exchange, Rule, descend
-
-PyTree = Any
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.rules.base import Exchange, Rule, descend
 
 
 def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool = False) -> Rule:

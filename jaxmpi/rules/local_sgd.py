@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi.config import RuleConfig
-from jaxmpi.rules.rule import Exchange, Rule, descend, either, l2
-
-PyTree = Any
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.rules.base import Exchange, Rule, descend, either, l2
 
 
 def local_sgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:

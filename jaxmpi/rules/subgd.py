@@ -1,12 +1,9 @@
 """SUBGD: the sum of all workers' updates (`cdd` in Theano-MPI)."""
 
-from typing import Any
-
 import optax
 
-from jaxmpi.rules.rule import Exchange, Rule
-
-PyTree = Any
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.rules.base import Exchange, Rule
 
 
 def subgd(tx: optax.GradientTransformation, exchange: Exchange) -> Rule:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.center import END, PUSH, READ, Layout, Ledger, Report, Server, Spent, Talk, Tally
-from jaxmpi.hostcomm import HOST_WIRES
-from jaxmpi.post import MOST, Counter, Gossiper, Line, converse
-from jaxmpi.processes import MpiProcesses, processes
+from jaxmpi.allreduce.host_wires import HOST_WIRES
+from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.rules.gossip_transport import MOST, Gossiper
+from jaxmpi.rules.parameter_server import END, PUSH, READ, Layout, Ledger, Report, Server, Spent, Talk, Tally
+from jaxmpi.rules.parameter_server_transport import Counter, Line, converse
 from tolerances import U
 
 COMM = jaxmpi.world()

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.comm import MpiComm, ring_order
-from jaxmpi.processes import processes
+from jaxmpi.comm.base import ring_order
+from jaxmpi.comm.control import processes
+from jaxmpi.comm.mpi import MpiComm
 from references import sum_over_workers
 from tolerances import bound
 

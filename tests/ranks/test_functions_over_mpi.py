@@ -8,7 +8,7 @@ import pytest
 import function_checks
 import jaxmpi as jm
 from function_checks import f32
-from jaxmpi.processes import SoloProcesses, processes
+from jaxmpi.comm.control import SoloProcesses, processes
 
 if isinstance(processes(), SoloProcesses):
     pytest.skip("one rank leads nobody", allow_module_level=True)

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi import hostsum
-from jaxmpi.processes import MpiProcesses, SoloProcesses, processes
+from jaxmpi.comm import shared_sum
+from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
+from jaxmpi.core import shared_memory
 
 if isinstance(processes(), SoloProcesses):
     pytest.skip("one rank has nobody to sum with", allow_module_level=True)
 CONTROL = cast(MpiProcesses, processes())
 SIZE, RANK = CONTROL.size, CONTROL.rank
-ENGINE = hostsum.SharedSum(CONTROL, "tests of SharedSum")
-SHAPES = [(), (0, 4), (13,), (3, 5, 7), (hostsum.SMALL + 1,), (hostsum.CHUNK + 5,), (3 * hostsum.CHUNK,)]
+ENGINE = shared_sum.SharedSum(CONTROL, "tests of SharedSum")
+SHAPES = [(), (0, 4), (13,), (3, 5, 7), (shared_sum.SMALL + 1,), (shared_sum.CHUNK + 5,), (3 * shared_sum.CHUNK,)]
 
 
 def vectors(shapes: list, seed: int = 0) -> list[np.ndarray]:
@@ -73,7 +74,7 @@ def test_sums_without_a_program_come_behind_programs_that_are_under_way(divisor)
 
 
 def test_independent_sums_of_one_program_do_not_mix():
-    shapes = [(7,), (hostsum.CHUNK,), (7,), (5000,), (7,)]
+    shapes = [(7,), (shared_sum.CHUNK,), (7,), (5000,), (7,)]
     rows = vectors(shapes)
 
     @jax.jit
@@ -101,7 +102,7 @@ def test_sums_and_mpi_calls_of_one_program_keep_one_order():
 
     comm = MPI.COMM_WORLD.Clone()
     [effect] = jax.make_jaxpr(lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm))(1.0).effects
-    engine = hostsum.SharedSum(CONTROL, "in mpi4jax's order", effect=effect)
+    engine = shared_sum.SharedSum(CONTROL, "in mpi4jax's order", effect=effect)
 
     @jax.jit
     def program(x, wait_mpi, wait_sum):  # ranks differ in what is ready first
@@ -126,13 +127,15 @@ def test_the_program_is_the_same_on_all_ranks():
 
 
 def test_the_memory_has_no_name():
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{hostsum.folder()}/jaxmpi-" in line]
+    maps = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if f"{shared_memory.folder()}/jaxmpi-" in line
+    ]
     assert maps
     assert all(line.endswith(" (deleted)") for line in maps)
 
 
 def test_another_shape_on_one_rank_is_found():
-    engine = hostsum.SharedSum(CONTROL, "to fail", timeout_s=30)
+    engine = shared_sum.SharedSum(CONTROL, "to fail", timeout_s=30)
     step = jax.jit(lambda x: engine.sum([x]))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"must sum the same list|failed in a sum") as caught:
         jax.block_until_ready(step(jnp.ones(10 + (RANK == 1))))

@@ -16,22 +16,23 @@ import pytest
 
 import jaxmpi
 import references
-from jaxmpi import handlers, hostcomm, overlap, spans
-from jaxmpi.buckets import Order
-from jaxmpi.comm import MpiComm
-from jaxmpi.courier import THREAD, WINDOW, courier
-from jaxmpi.processes import MpiProcesses
-from jaxmpi.strategies import parse
-from jaxmpi.wires import BLOCK
+from jaxmpi.allreduce import host_algorithms, host_wires, overlap
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.allreduce.comm_thread import THREAD, WINDOW, courier
+from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.runtime import host_callbacks, spans
 
 COMM = jaxmpi.world()
 if COMM.size == 1:
     pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
 CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
 SIZE, RANK = COMM.size, int(COMM.rank)
-EVERY = [f"{name}:{wire}" for name in hostcomm.HOST_SUMS for wire in hostcomm.HOST_WIRES]
-STRATEGIES = [name for name in EVERY if hostcomm.has(parse(name), COMM.hosts)]
-ROW = hostcomm.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
+EVERY = [f"{name}:{wire}" for name in host_algorithms.HOST_SUMS for wire in host_wires.HOST_WIRES]
+STRATEGIES = [name for name in EVERY if host_algorithms.has(parse(name), COMM.hosts)]
+ROW = host_algorithms.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
 # The last has more segments than may be under way at once, its last rows are short or empty.
 LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (WINDOW + 2) + BLOCK + 1]
 
@@ -146,7 +147,7 @@ def test_an_exported_program_runs_on_all_ranks():
 
     def trace() -> bytes:
         step = jax.jit(lambda v: overlap.exchange(v * 1, "asa32", "sum", portable=True))
-        exported = jax.export.export(step, disabled_checks=handlers.EXPORTABLE)
+        exported = jax.export.export(step, disabled_checks=host_callbacks.EXPORTABLE)
         return bytes(exported(jax.ShapeDtypeStruct(x.shape, x.dtype)).serialize())
 
     call = jax.jit(jax.export.deserialize(bytearray(CONTROL.from_first(trace))).call)

@@ -13,15 +13,15 @@ from typing import cast
 import numpy as np
 import pytest
 
-from jaxmpi import neighbours
-from jaxmpi.config import AgreedError, Data, UsageError
-from jaxmpi.data import ArraySource, Crew, Loader, Sampler, kind_for
-from jaxmpi.data import memory as mem
-from jaxmpi.data.memory import SEGMENT_BYTES
-from jaxmpi.feed import Feed
-from jaxmpi.partition import THREAD, keep
-from jaxmpi.processes import MpiProcesses, SoloProcesses, processes
-from jaxmpi.workers import gather_workers
+from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import AgreedError, UsageError
+from jaxmpi.data import ArraySource, Crew, Loader, Sampler, group_cache, kind_for
+from jaxmpi.data.group_cache import SEGMENT_BYTES
+from jaxmpi.input_pipeline import peer_memory
+from jaxmpi.input_pipeline.device_feed import Feed
+from jaxmpi.input_pipeline.memory_shuffle import THREAD, keep
 
 if isinstance(processes(), SoloProcesses):
     pytest.skip("one rank has nobody to shuffle with", allow_module_level=True)
@@ -96,13 +96,13 @@ def test_the_same_batches_as_from_files(group, start):
 
 def test_two_parts_are_held_however_many_epochs(monkeypatch):
     arenas, per_epoch = [], -(-N // (LOCAL * SIZE))
-    whole = mem.Arena.__init__
+    whole = group_cache.Arena.__init__
 
     def noted(self, *args) -> None:
         whole(self, *args)
         arenas.append((weakref.ref(self.bytes), self.pages))
 
-    monkeypatch.setattr(mem.Arena, "__init__", noted)
+    monkeypatch.setattr(group_cache.Arena, "__init__", noted)
     feed = kept(numbered())
     gc.disable()
     try:
@@ -139,7 +139,7 @@ def near(request, monkeypatch) -> int:
         monkeypatch.setattr(CONTROL, "hosts", tuple(rank % 2 for rank in range(SIZE)))
         return len(range(RANK % 2, SIZE, 2))
     if request.param == "forbidden on one rank" and RANK == SIZE - 1:
-        monkeypatch.setattr(neighbours, "_readv", None)
+        monkeypatch.setattr(peer_memory, "_readv", None)
     return SIZE if request.param == "one host" else 1
 
 
@@ -158,7 +158,7 @@ def test_who_is_near(near, request, capsys):
 @pytest.mark.parametrize("period", [0, 1, 3])
 @pytest.mark.parametrize("segment_bytes", [7, SEGMENT_BYTES])
 def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
-    monkeypatch.setattr(mem.moves, "__defaults__", (segment_bytes,))
+    monkeypatch.setattr(group_cache.moves, "__defaults__", (segment_bytes,))
     source = Shapes()
     feed = kept(source, group_size=group, shuffle_period=period)
     memory, sampler = feed.memory, feed.samplers[0]
@@ -204,26 +204,26 @@ def test_the_shuffle_goes_on_while_batches_are_used():
 @pytest.mark.parametrize(("train", "copies"), [(True, 2), (False, 1)])
 def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
     """Each alone would find room; all say the same, before they have read more than a sample."""
-    monkeypatch.setattr(mem, "SAMPLE", 8)
+    monkeypatch.setattr(group_cache, "SAMPLE", 8)
     memory = kept(numbered(), train).memory
     assert memory is not None
-    part_bytes = N / SIZE * len(mem.bytes_of(numbered()[0][0], ""))
-    monkeypatch.setattr(mem, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
+    part_bytes = N / SIZE * len(group_cache.bytes_of(numbered()[0][0], ""))
+    monkeypatch.setattr(group_cache, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
     said = rf"by {SIZE} ranks on rank 0's machine, which has 0\.0 GB left; take more workers"
     with pytest.raises(UsageError, match=said) as caught:
         memory.begin(0, None)
     assert set(CONTROL.gather(str(caught.value))) == {str(caught.value)}
-    monkeypatch.setattr(mem, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
+    monkeypatch.setattr(group_cache, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
     memory.begin(0, None)
     memory.close()
 
 
 def test_parts_that_a_sample_did_not_tell_are_counted_before_the_shuffle(monkeypatch):
     """The sample is of records without bytes, in memory for one copy of the others."""
-    monkeypatch.setattr(mem, "SAMPLE", 0)
+    monkeypatch.setattr(group_cache, "SAMPLE", 0)
     memory = kept(Shapes()).memory
     assert memory is not None
-    monkeypatch.setattr(mem, "available_bytes", lambda: 3 * N)
+    monkeypatch.setattr(group_cache, "available_bytes", lambda: 3 * N)
     with pytest.raises(UsageError, match=rf"by {SIZE} ranks on rank 0's machine"):
         memory.begin(0, None)
     memory.close()

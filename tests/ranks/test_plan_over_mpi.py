@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi import costs, overlap, plan
-from jaxmpi.comm import MpiComm, ring_order
-from jaxmpi.processes import processes
+from jaxmpi.allreduce import autotune, cost_model, overlap
+from jaxmpi.comm.base import ring_order
+from jaxmpi.comm.control import processes
+from jaxmpi.comm.mpi import MpiComm
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -33,7 +34,7 @@ def workers(hosts: int = 1) -> MpiComm:
 @pytest.fixture
 def cache(monkeypatch):
     """A cache of this test's own, and time for two strategies only. Ranks would clean up each other's tmp_path."""
-    monkeypatch.setattr(plan, "BUDGET_S", 0.0)
+    monkeypatch.setattr(autotune, "BUDGET_S", 0.0)
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         yield Path(folder)
@@ -67,17 +68,17 @@ def test_auto_sums_inside_and_outside_jit_and_says_once_what_it_chose(cache, cap
 def test_every_size_class_has_a_choice_of_its_own_and_keeps_it(cache, monkeypatch, capsys):
     """Messages are said to be dear and additions too, so a scalar and 8 MB want different strategies."""
     comm, timed = workers(), []
-    net = plan.Net(1, SIZE, plan.Link(1e-3, 1e-8), plan.Link(0.0, 0.0), 1e-9)
-    monkeypatch.setattr(plan, "BUDGET_S", 60.0)
-    monkeypatch.setattr(plan, "measure_net", lambda comm: net)
+    net = cost_model.Net(1, SIZE, cost_model.Link(1e-3, 1e-8), cost_model.Link(0.0, 0.0), 1e-9)
+    monkeypatch.setattr(autotune, "BUDGET_S", 60.0)
+    monkeypatch.setattr(autotune, "measure_net", lambda comm: net)
 
     def time(comm, name, n):
         """A root is quick with short vectors, shared memory with long ones."""
         timed.append(name)
         return {"root": 1e-6 + 1e-7 * n, "shm": 1e-4 + 1e-10 * n}.get(name.partition(":")[0], 1e-2 + 1e-8 * n)
 
-    monkeypatch.setattr(plan, "time_strategy", time)
-    monkeypatch.setattr(costs, "candidates", lambda net, wires: ["asa:32", "root:32", "shm:32"])
+    monkeypatch.setattr(autotune, "time_strategy", time)
+    monkeypatch.setattr(cost_model, "candidates", lambda net, wires: ["asa:32", "root:32", "shm:32"])
     monkeypatch.setenv("JAXMPI_PROBE", "fresh")
     total = jax.jit(lambda x: jaxmpi.exchange(x, "auto", op="sum", comm=comm))
     for call, length in ((total, 1), (total, 1 << 21), (lambda x: jaxmpi.exchange(x, "auto", "sum", comm), 5 << 18)):
@@ -101,9 +102,9 @@ def test_auto_beside_a_program_is_what_can_run_there(cache, capsys):
 
 
 def test_all_ranks_choose_alike_and_a_saved_probe_is_used_again(cache):
-    first = plan.choose(workers(), SIZES)
+    first = autotune.choose(workers(), SIZES)
     kept = [path.stat().st_mtime_ns for path in probes(cache)]
-    again = plan.choose(workers(), SIZES)
+    again = autotune.choose(workers(), SIZES)
     assert set(processes().gather(json.dumps(first))) == {json.dumps(first)}
     assert (first.strategy, first.bucket_bytes) == (again.strategy, again.bucket_bytes)
     assert [path.stat().st_mtime_ns for path in probes(cache)] == kept
@@ -112,53 +113,53 @@ def test_all_ranks_choose_alike_and_a_saved_probe_is_used_again(cache):
 def test_with_time_several_strategies_are_measured_and_the_fastest_is_taken(cache, monkeypatch):
     if SIZE > 4:
         pytest.skip("8 ranks compile for long")
-    monkeypatch.setattr(plan, "BUDGET_S", 60.0)
+    monkeypatch.setattr(autotune, "BUDGET_S", 60.0)
     hosts = 2 if SIZE % 2 == 0 else 1
     comm = workers(hosts)
-    got = plan.probe(comm, plan.Task((1 << 20,)))
+    got = autotune.probe(comm, autotune.Task((1 << 20,)))
     assert (got.net.hosts, got.net.slots, got.net.even) == (hosts, SIZE // hosts, True)
     assert len(got.seconds) >= 2
     assert all(len(times) == 2 and min(times.values()) > 0 for times in got.seconds.values())
     assert got.net.inside.beta_s_per_byte > 0 or got.net.slots == 1
     assert got.net.between.beta_s_per_byte > 0 or hosts == 1
-    verdict = plan.choose(comm, [1 << 20])
-    seconds = {n: plan.step_seconds(got.net, [1 << 20], n, 4 << 20, got.fits()) for n in got.seconds}
-    assert seconds[verdict.strategy] <= min(seconds.values()) / (1 - plan.MARGIN)
+    verdict = autotune.choose(comm, [1 << 20])
+    seconds = {n: autotune.step_seconds(got.net, [1 << 20], n, 4 << 20, got.fits()) for n in got.seconds}
+    assert seconds[verdict.strategy] <= min(seconds.values()) / (1 - autotune.MARGIN)
     assert verdict.why.startswith(f"auto: {verdict.strategy}, ")
 
 
 def test_a_wire_is_taken_only_where_it_is_asked_for(cache):
-    plan.choose(workers(), SIZES, "auto:16")
-    assert plan.choose(workers(), SIZES, "auto").strategy.endswith(":32")
+    autotune.choose(workers(), SIZES, "auto:16")
+    assert autotune.choose(workers(), SIZES, "auto").strategy.endswith(":32")
     with pytest.raises(jaxmpi.UsageError, match="unknown wire '17'"):
         jaxmpi.exchange(np.ones(3, np.float32), "auto:17")
 
 
 def test_a_damaged_file_is_measured_again(cache, capsys):
-    plan.choose(workers(), SIZES)
+    autotune.choose(workers(), SIZES)
     for path in probes(cache):
         path.write_text(path.read_text()[:-30])
-    assert plan.choose(workers(), SIZES).why
+    assert autotune.choose(workers(), SIZES).why
     assert ("the saved probe cannot be used" in capsys.readouterr().err) == (RANK == 0)
-    assert all(json.loads(path.read_text())["format"] == plan.FORMAT for path in probes(cache))
+    assert all(json.loads(path.read_text())["format"] == autotune.FORMAT for path in probes(cache))
 
 
 def test_a_cache_that_cannot_be_written_is_named_and_does_without(cache, capsys):
     (cache / "jaxmpi").write_text("a file where a folder should be")
-    assert plan.choose(workers(), SIZES).why
+    assert autotune.choose(workers(), SIZES).why
     assert ("the probe is not kept" in capsys.readouterr().err) == (RANK == 0)
 
 
 def test_a_fresh_probe_can_be_asked_for(cache, monkeypatch):
-    plan.choose(workers(), SIZES)
+    autotune.choose(workers(), SIZES)
     before = [path.stat().st_mtime_ns for path in probes(cache)]
     monkeypatch.setenv("JAXMPI_PROBE", "fresh")
-    plan.choose(workers(), SIZES)
+    autotune.choose(workers(), SIZES)
     assert all(path.stat().st_mtime_ns > old for path, old in zip(probes(cache), before, strict=True))
 
 
 def test_ranks_that_disagree_are_named(cache):
     with pytest.raises(jaxmpi.UsageError, match=r"rank 1: floats: got \[3000, 6, 700\], expected \[3000, 5, 700\]"):
-        plan.choose(workers(), [3000, 5 + (RANK == 1), 700])
+        autotune.choose(workers(), [3000, 5 + (RANK == 1), 700])
     with pytest.raises(jaxmpi.UsageError, match="different calls: rank 0 to 'auto', rank 1 to 'exchange'"):
         jaxmpi.exchange(np.ones(3, np.float32), "asa32" if RANK == 1 else "auto", comm=workers())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmpi
-from jaxmpi.model import batch_mean, statistics_over
+from jaxmpi.model.batch_statistics import batch_mean, statistics_over
 from tolerances import U
 
 COMM = jaxmpi.world()

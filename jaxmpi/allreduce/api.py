@@ -1,0 +1,327 @@
+"""Tree -> buckets -> strategy(wire) -> tree: the one place that divides by the world size."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from jaxmpi.allreduce import compression
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.autotune import Probe, Verdict, allowed_wires, choose, is_auto, size_class
+from jaxmpi.allreduce.buckets import Order, fuse, plan, split, split_all
+from jaxmpi.allreduce.building_blocks import allgather
+from jaxmpi.allreduce.call_order import check_in_program, one_thread
+from jaxmpi.allreduce.compression import Peers
+from jaxmpi.allreduce.dispatch import sums
+from jaxmpi.comm.agreement import Statement, statement
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.mpi import MpiComm, workers_of
+from jaxmpi.config.exchange_config import check_bucket_bytes
+from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.core.pytrees import PyTree, signature
+
+Op = Literal["mean", "sum"]
+BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is
+TRACED = "exchange in a program that ranks trace together, for the same shapes"
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def exchange(
+    tree: PyTree,
+    strategy: str = "asa32",
+    op: Op = "mean",
+    comm: Comm | None = None,
+    bucket_bytes: int | None = BUCKET_BYTES,
+    order: Order | None = None,
+) -> PyTree:
+    """The mean or sum of a tree over all workers, bitwise equal on all of them.
+
+    mean: (1/w) sum_i tree_i ;  sum: sum_i tree_i ;  both added in f32.
+
+    Works inside and outside jit, on any pytree of float32, bfloat16 and float16 leaves of any size, and keeps their
+    dtypes and shapes.
+
+    Args:
+        tree: this worker's leaves; the same structure, shapes and dtypes on every worker.
+        strategy: `algorithm[:wire]` or an alias, as asa32 (default), ring16, tree:bf16, color4:8, hier-ring:16; all are
+            in `algorithms.STRATEGIES`. `auto` (32 bits) and `auto:<wire>` (that wire, too): what a probe finds fastest
+            for trees of about this size, with its bucket size unless one is given. The size class is the number of
+            binary digits of the number of floats; a choice is kept for its class and these workers.
+        op: mean or sum.
+        comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
+        bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
+        order: in which leaves come to exist; buckets are then those of `overlap.exchange`. Default: as in the tree.
+
+    Communicates: a comparison of structure and options between ranks, then the strategy once a bucket. Inside jit these
+    are compared while tracing; whenever the program runs on CPUs, ranks compare which exchange they have come to. Ranks
+    at different ones end the job, and say which.
+
+    Raises:
+        UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
+            16- or 32-bit float (by path); ranks whose trees or options differ (rank, path, got, expected); a call by
+            one thread while another is in one; under `jax.grad`, or over MPI ranks under `jax.vmap`; a bucket of 2^31
+            floats over MPI.
+    """
+    check_op(op)
+    check_bucket_bytes(bucket_bytes)
+    check_strategy(strategy)
+    check_leaves(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
+    comm = workers_of(comm)
+    with one_thread(comm):
+        if is_auto(strategy):
+            strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
+        choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
+        if is_traced(leaves):
+            comm.sign(choice.statement(tree, TRACED))
+            check_in_program(comm, f"{choice.strategy}, {op} of {count_of(leaves)}")
+            return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, comm) for leaf in leaves]))
+        return _outside_jit(choice)(tree)
+
+
+def count_of(leaves: Sequence[Any]) -> str:
+    """How much is exchanged, in words."""
+    return f"{sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
+
+
+def check_strategy(strategy: str) -> None:
+    """Refuse what is neither a strategy nor `auto`, with a wire or without."""
+    check(
+        not compression.is_compressor(strategy),
+        f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
+        f"use exchange_gradients({strategy!r}), which holds it in its state",
+    )
+    if is_auto(strategy):
+        allowed_wires(strategy)
+    else:
+        parse(strategy)
+
+
+_settled: dict[tuple[Comm, str, int | None, tuple[str, ...], int], Verdict] = {}
+_probes: dict[MpiComm, Probe] = {}
+
+
+def settle(
+    comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int], among: tuple[str, ...] = ()
+) -> Verdict:
+    """What `auto` stands for, for these workers, algorithms and size class; said by rank 0.
+
+    Communicates at the first call of a size class only. All ranks have trees of the same sizes, so all know the class.
+    """
+    key = comm, strategy, bucket_bytes, among, size_class(sizes)
+    if not isinstance(comm, MpiComm):
+        return choose(comm, sizes, strategy, bucket_bytes)
+    if key not in _settled:
+        with jax.ensure_compile_time_eval():  # a probe runs now, though the caller's program may only be traced
+            _settled[key] = choose(comm, sizes, strategy, bucket_bytes, among, _probes)
+        if comm.rank == 0:
+            print(f"jaxmpi: {_settled[key].why}", flush=True)
+    return _settled[key]
+
+
+_constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, where an addition outside jit takes 120
+
+
+def is_traced(leaves: Sequence[Any]) -> bool:
+    """Whether this is part of somebody's program: leaves may be constants of it, and then tell nothing."""
+    return isinstance(_constant(), Tracer) or any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+class Choice(NamedTuple):
+    """How to exchange, and with whom."""
+
+    strategy: str  # in full: asa:32
+    op: Op
+    comm: Comm
+    bucket_bytes: int | None
+    order: Order | None = None
+
+    def statement(self, tree: PyTree, what: str = "exchange") -> Statement:
+        """What must be the same on all ranks, for messages by the name `what`."""
+        ready = self.ready(len(jax.tree.leaves(tree)))
+        options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
+        return statement(what, {**options, "leaf": signature(tree)})
+
+    def ready(self, count: int) -> list[int] | None:
+        """Leaves in the order in which they come to exist, where that counts."""
+        return self.order.leaves(count) if self.order else None
+
+    def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
+        """Which leaves travel together; a strategy that takes all leaves at once gains nothing from fusing them."""
+        bucket_bytes = 0 if parse(self.strategy).means else self.bucket_bytes
+        return plan([leaf.size for leaf in leaves], bucket_bytes, self.ready(len(leaves)))
+
+    def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Leaves -> buckets -> sums -> leaves, as part of the caller's program."""
+        if self.comm.size == 1:
+            return leaves
+        buckets = self.buckets(leaves)
+        return split_all(self.exchanged([fuse([leaves[i] for i in bucket]) for bucket in buckets]), leaves, buckets)
+
+    def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
+        """The mean or sum of every vector over workers, in its shape and dtype."""
+        divisor = self.comm.size if self.op == "mean" else 1
+        totals = sums([x.astype(jnp.float32) for x in vectors], self.strategy, self.comm, divisor)
+        return [total.astype(x.dtype) for x, total in zip(vectors, totals, strict=True)]
+
+
+@functools.cache
+def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
+    """The exchange as a function of concrete arrays, compiled once for every structure and agreed on at every call."""
+    programs: dict[Any, tuple[Statement, Callable[[list[jax.Array]], list[jax.Array]]]] = {}
+
+    def call(tree: PyTree) -> PyTree:
+        if choice.comm.size == 1:
+            return jax.tree.map(jnp.asarray, tree)
+        leaves, structure = jax.tree.flatten(tree)
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in programs:
+            like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+            programs[key] = choice.statement(tree), _three_programs(choice, like)
+        agreed, run = programs[key]
+        choice.comm.sign(agreed)  # two ranks may call with two trees that both have used before
+        return jax.tree.unflatten(structure, run(leaves))
+
+    return call
+
+
+def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Fuse, exchange, split: three jits, of which only the middle one communicates.
+
+    A program that communicates is compiled by every rank for itself. Here it sees nothing but vectors, which keeps it
+    small; the other two are compiled once a host. A leaf that is alone in its bucket passes by without a copy.
+    """
+    buckets = choice.buckets(like)
+    alone = [bucket[0] for bucket in buckets if len(bucket) == 1]
+    fused = [bucket for bucket in buckets if len(bucket) > 1]
+    groups = [[like[i] for i in bucket] for bucket in fused]
+    fuse_each = choice.comm.jit(lambda groups: [fuse(group) for group in groups])
+    exchange_each = jax.jit(choice.exchanged)
+    split_each = choice.comm.jit(lambda flats: [split(flat, group) for flat, group in zip(flats, groups, strict=True)])
+
+    def run(leaves: list[jax.Array]) -> list[jax.Array]:
+        flats = fuse_each([[leaves[i] for i in bucket] for bucket in fused]) if fused else []
+        vectors = exchange_each([*flats, *(leaves[i] for i in alone)])
+        parts = split_each(vectors[: len(fused)]) if fused else []
+        out = list(leaves)
+        for bucket, part in [
+            *zip(fused, parts, strict=True),
+            *(([i], [x]) for i, x in zip(alone, vectors[len(fused) :], strict=True)),
+        ]:
+            for i, leaf in zip(bucket, part, strict=True):
+                out[i] = leaf
+        return out
+
+    return run
+
+
+def check_op(op: str) -> None:
+    """Refuse what is neither mean nor sum."""
+    lookup({"mean": 0, "sum": 0}, op, "op")
+
+
+def check_leaves(tree: PyTree) -> None:
+    """Refuse leaves that a 32-bit sum would falsify."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype not in FLOATS:
+            raise UsageError(
+                f"exchange: leaf {jax.tree_util.keystr(path, simple=True, separator='/') or '(the tree itself)'!r} is "
+                f"{dtype or type(leaf).__name__}; expected float32, bfloat16 or float16: cast it, or leave it out"
+            )
+
+
+@jax.custom_jvp
+def not_differentiable(x: jax.Array) -> jax.Array:
+    """The identity, for which no derivative is offered."""
+    return x
+
+
+@not_differentiable.defjvp
+def _refuse(primals: tuple, tangents: tuple) -> NamedTuple:
+    raise UsageError("exchange cannot be differentiated; take jax.grad first, then exchange the gradients")
+
+
+@jax.custom_batching.custom_vmap
+def not_mapped(x: jax.Array) -> jax.Array:
+    """The identity, which `jax.vmap` cannot map."""
+    return x
+
+
+@not_mapped.def_vmap
+def _refuse_to_map(*_: Any) -> NamedTuple:
+    raise UsageError(
+        "jax.vmap cannot map an exchange over MPI ranks, which is one message for all; exchange what is mapped, as in "
+        "exchange(jax.vmap(f)(xs)): a mean over workers is taken entry by entry, so it is the same"
+    )
+
+
+def guarded(leaf: jax.Array, comm: Comm) -> jax.Array:
+    """The leaf, for which neither a derivative is offered nor, where it travels over MPI, a mapping."""
+    leaf = not_differentiable(leaf)
+    return not_mapped(leaf) if isinstance(comm, MpiComm) and comm.size > 1 else leaf
+
+
+def exchange_gradients(
+    strategy: str = "asa32",
+    op: Op = "mean",
+    comm: Comm | None = None,
+    bucket_bytes: int | None = BUCKET_BYTES,
+) -> optax.GradientTransformation:
+    """`exchange` as an Optax transformation: updates <- mean or sum of updates over all workers.
+
+    First in a chain it makes any optimizer data-parallel:
+    `optax.chain(exchange_gradients("ring16"), optax.adamw(1e-3))`.
+
+    Arguments are those of `exchange`. The strategy may also be a compressor, lowrank<r> or topk<p>, alone or with the
+    strategy for what still travels: `lowrank4`, `topk1/ring32`. Its state is empty; that of a compressor is what each
+    worker still owes, its own, and for lowrank<r> the last factors, equal on all. Communicates, raises: as `exchange`.
+    """
+    check_op(op)
+    if compression.is_compressor(strategy):
+        return compressed(strategy, op, comm, bucket_bytes)
+    check_strategy(strategy)
+    return optax.stateless(lambda updates, params: exchange(updates, strategy, op, comm, bucket_bytes))
+
+
+def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | None) -> optax.GradientTransformation:
+    """A compressor as an Optax transformation; one worker applies what is owed, and compresses nothing."""
+    compressor, strategy = compression.parse(spelling)
+    mean = functools.partial(exchange, strategy=strategy.name, bucket_bytes=bucket_bytes)
+
+    @jax.jit
+    def run(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        workers: Comm = workers_of(comm)
+        rows = functools.partial(allgather, comm=workers)
+        peers = Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=lambda function: function)
+        return compressor.compress(jax.tree.map(lambda x: guarded(x, workers), updates), state, peers)
+
+    @functools.cache
+    def outside_jit(workers: Comm) -> Peers:
+        rows = jax.jit(functools.partial(allgather, comm=workers))
+        return Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=functools.cache(workers.jit))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        del params
+        workers: Comm = workers_of(comm)
+        check_leaves(updates)
+        if workers.size == 1:
+            return compression.paid(updates, state)
+        choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
+        with one_thread(workers):
+            workers.sign(choice.statement(updates, TRACED if traced else "exchange"))
+            if traced:
+                check_in_program(workers, f"{spelling}, {op} of {count_of(jax.tree.leaves(updates))}")
+                total, state = run(updates, state)
+            else:
+                total, state = compressor.compress(updates, state, outside_jit(workers))
+        return total if op == "mean" else jax.tree.map(lambda x: x * workers.size, total), state
+
+    return optax.GradientTransformation(lambda params: compressor.init(params), update)

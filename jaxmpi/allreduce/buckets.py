@@ -1,0 +1,147 @@
+"""Leaves as buckets and back: which of them travel together, in which order, as flat vectors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.core.pytrees import PyTree
+
+# ---------------------------------------------------------------- in which order gradients come to exist
+
+
+class Host(Protocol):
+    """What is needed of the control plane between the ranks of a host."""
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What the first rank of this host makes, on all its ranks."""
+        ...
+
+
+class Order:
+    """In which order a program computes gradients, found while it is traced."""
+
+    def __init__(self) -> None:
+        """Nothing has been traced."""
+        self._places: tuple[int, ...] = ()  # of each leaf: which equation of the program gives it
+        self._is_shared = False
+
+    def of(self, function: Callable[..., tuple]) -> Callable[..., tuple]:
+        """The same function; when it is traced, the order of its first result's leaves is noted."""
+
+        def noted(*args: PyTree) -> tuple:
+            traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+            self._places = places(traced.jaxpr)[: len(jax.tree.leaves(shapes[0]))]
+            results = jax.extend.core.jaxpr_as_fun(traced)(*jax.tree.leaves(args))
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        return noted
+
+    def shared(self, function: Callable, host: Host) -> Callable:
+        """The same compiled function; after its first call all ranks of the host know the order its first rank found.
+
+        Communicates: the order, once, inside the host.
+        """
+
+        def call(*args: PyTree) -> PyTree:
+            results = function(*args)
+            if not self._is_shared:
+                self._places, self._is_shared = host.from_first(lambda: self._places), True
+            return results
+
+        return call
+
+    def leaves(self, count: int) -> list[int]:
+        """Leaves of a tree like that one, from the first computed to the last; any other tree from its end."""
+        known = self._places if len(self._places) == count else (0,) * count
+        return sorted(range(count), key=lambda i: (known[i], -i))
+
+
+def places(jaxpr: jax.extend.core.Jaxpr) -> tuple[int, ...]:
+    """Of each result the number of the equation that computes it; -1 where it is given."""
+    made = {var: i for i, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
+    return tuple(-1 if isinstance(var, jax.extend.core.Literal) else made.get(var, -1) for var in jaxpr.outvars)
+
+
+# ---------------------------------------------------------------- which travel together
+
+
+def plan(sizes: Sequence[int], bucket_bytes: int | None, ready: Sequence[int] | None = None) -> list[list[int]]:
+    """Which leaves travel together, as indices; empty leaves do not travel.
+
+    A leaf of `bucket_bytes` or more is alone, so that it need not be copied; smaller neighbours are fused up to that.
+
+    Args:
+        sizes: of all leaves, in floats.
+        bucket_bytes: None is one bucket for all.
+        ready: the leaves as they come to exist. The first bucket is then closed once it holds a quarter of
+            `bucket_bytes`, for nothing travels until it has left; the last holds a quarter at most and the one before
+            it half, for little or nothing is left to compute behind which they could travel. Default: in order, all
+            buckets alike.
+    """
+    leaves = [i for i in (range(len(sizes)) if ready is None else ready) if sizes[i]]
+    if ready is None or bucket_bytes is None:
+        return fill(leaves, sizes, bucket_bytes)
+    first, held = 0, 0
+    while first < len(leaves) and 4 * held < bucket_bytes and 4 * sizes[leaves[first]] < bucket_bytes:
+        held += 4 * sizes[leaves[first]]
+        first += 1
+    rest, late = leaves[first:], []
+    for part in (4, 2):
+        held = np.cumsum([4 * part * sizes[i] for i in reversed(rest)])
+        cut = len(rest) - int(np.searchsorted(held, bucket_bytes, "right"))
+        rest, late = rest[:cut], [rest[cut:], *late]
+    return [bucket for bucket in (leaves[:first], *fill(rest, sizes, bucket_bytes), *late) if bucket]
+
+
+def fill(leaves: Sequence[int], sizes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:
+    """Buckets of leaves that hold something, one after another."""
+    if bucket_bytes is None:
+        return [list(leaves)] if leaves else []
+    buckets: list[list[int]] = []
+    fused: list[int] = []  # the bucket that small leaves still go into
+    room = 0
+    for i in leaves:
+        size_bytes = 4 * sizes[i]  # all leaves travel from f32
+        if size_bytes >= bucket_bytes:
+            buckets.append([i])
+        elif size_bytes <= room:
+            fused.append(i)
+            room -= size_bytes
+        else:
+            fused = [i]
+            buckets.append(fused)
+            room = bucket_bytes - size_bytes
+    return buckets
+
+
+# ---------------------------------------------------------------- as flat vectors
+
+
+def fuse(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Leaves as one f32[n]; a single f32 leaf is only reshaped."""
+    flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def split(flat: jax.Array, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """The inverse of `fuse`, in the shapes and dtypes of `leaves`."""
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    return [
+        flat[end - leaf.size : end].reshape(leaf.shape).astype(leaf.dtype)
+        for end, leaf in zip(ends, leaves, strict=True)
+    ]
+
+
+def split_all(
+    flats: Sequence[jax.Array], leaves: Sequence[jax.Array], buckets: Sequence[Sequence[int]]
+) -> list[jax.Array]:
+    """A flat vector a bucket as leaves; those that did not travel as they are."""
+    out = list(leaves)
+    for flat, bucket in zip(flats, buckets, strict=True):
+        for i, leaf in zip(bucket, split(flat, [leaves[i] for i in bucket]), strict=True):
+            out[i] = leaf
+    return out

@@ -1,0 +1,79 @@
+"""Parts of the algorithms: padding, chunks, rotations, gathers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.comm.base import Comm, Pairs
+from jaxmpi.core.pytrees import PyTree
+
+
+def pad(x: jax.Array, multiple: int) -> jax.Array:
+    """f32[n] with zeros up to a multiple."""
+    missing = -x.size % multiple
+    return jnp.pad(x, (0, missing)) if missing else x
+
+
+def take(tree: PyTree, row: Any) -> PyTree:
+    """One row of every leaf."""
+    return jax.tree.map(lambda leaf: leaf[row], tree)
+
+
+def put(tree: PyTree, row: Any, value: PyTree) -> PyTree:
+    """Every leaf with one row replaced; a row that does not exist is dropped."""
+    return jax.tree.map(lambda leaf, new: leaf.at[row].set(new, mode="drop"), tree, value)
+
+
+def spread(leaf: jax.Array, rows: int, row: jax.Array | int) -> jax.Array:
+    """[...] as one row of zeros [rows, ...]."""
+    return jnp.zeros((rows, *leaf.shape), leaf.dtype).at[row].set(leaf)
+
+
+def place_of(comm: Comm) -> jax.Array:
+    """i32: where this worker's rank is in `comm.order`."""
+    return jnp.asarray(np.argsort(comm.order).astype(np.int32))[comm.rank]
+
+
+def shift(comm: Comm, places: int) -> Pairs:
+    """All send to the worker so many places on."""
+    return [(comm.order[i], comm.order[(i + places) % comm.size]) for i in range(comm.size)]
+
+
+def gather_round(mine: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
+    """All workers' `mine` as rows, passed on round the ring; what comes from i places back is put in row `row(i)`."""
+
+    def step(i: jax.Array, carry: tuple) -> tuple:
+        rows, travelling = carry
+        travelling = comm.permute(travelling, shift(comm, 1))
+        return put(rows, row(i + 1), travelling), travelling
+
+    rows = jax.tree.map(lambda leaf: spread(leaf, comm.size, row(0)), mine)
+    return comm.loop(comm.size - 1, step, (rows, mine))[0]
+
+
+def alltoall(x: PyTree, comm: Comm) -> PyTree:
+    """`comm.alltoall`; between hosts w - 1 rotations, so that nobody is sent to by two at once."""
+    return alltoall_by_rotation(x, comm) if len(set(comm.hosts)) > 1 else comm.alltoall(x)
+
+
+def allgather(x: PyTree, comm: Comm) -> PyTree:
+    """`comm.allgather`; between hosts w - 1 rotations by one place."""
+    return allgather_by_rotation(x, comm) if len(set(comm.hosts)) > 1 else comm.allgather(x)
+
+
+def alltoall_by_rotation(x: PyTree, comm: Comm) -> PyTree:
+    """Leaves [w, ...]: row i goes to worker i, row j of the result came from worker j; one partner at a time."""
+    size, place, places = comm.size, place_of(comm), np.argsort(comm.order).astype(np.int32)
+    leaving = take(x, jnp.asarray(comm.order)[(place + jnp.arange(size)) % size])  # row i: for the worker i places on
+    arrived = [take(leaving, 0)]
+    arrived += [comm.permute(take(leaving, i), shift(comm, i)) for i in range(1, size)]
+    return take(jax.tree.map(lambda *rows: jnp.stack(rows), *arrived), (place - jnp.asarray(places)) % size)
+
+
+def allgather_by_rotation(x: PyTree, comm: Comm) -> PyTree:
+    """Leaves [...] to [w, ...], row j from worker j; each link between hosts carries each row once."""
+    order, place = jnp.asarray(comm.order), place_of(comm)
+    return gather_round(x, comm, lambda back: order[(place - back) % comm.size])

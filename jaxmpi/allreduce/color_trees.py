@@ -1,0 +1,135 @@
+"""Multi-colour trees: several spanning trees that each sum a part. Kumar et al. 2018, section 4.2."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
+from jaxmpi.allreduce.wires import Wire
+from jaxmpi.comm.base import Comm
+from jaxmpi.core.pytrees import PyTree
+
+Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
+PRICE = 1 << 13  # floats that would travel in the time that a message costs by itself, roughly, on most networks
+MAX_COLOURS = 16
+
+
+def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Array:
+    """Each of k parts goes up its own tree in packets, summed on the way, and down again from the root.
+
+    Trees as of `Forest`: a worker adds and forwards in one of them at most and is a leaf of all others. So each sends
+    about 2 n floats, and a packet takes 2 height messages one after another. Rounds once per edge on the way up and
+    once at the root. All edges are busy at once: while a packet climbs, the next follows and earlier ones come down.
+    Kumar et al. 2018 (IBM), section 4.2; their pipelined ring is the case of one colour, whose tree is a chain.
+    """
+    forest, place = plant(comm.size, colours), place_of(comm)
+    k, height = len(forest.depth), forest.height
+    # m + 2 height turns of PRICE + part / m each are fewest for this m.
+    packets = max(1, round(math.sqrt(2 * height * x.size / (k * PRICE))))
+    own = pad(x, k * packets).reshape(k, packets, -1)
+    depth = jnp.asarray(forest.depth)[:, place]  # of this place in each tree
+    home = jnp.asarray(forest.home)[place]  # the one tree in which it has children
+    colour = [jnp.asarray(row)[place] for row in forest.colour]  # in each round, the tree in which it has a parent
+    climbs = [[(comm.order[child], comm.order[parent]) for _, child, parent in edges] for edges in forest.rounds]
+    descents = [[(parent, child) for child, parent in edges] for edges in climbs]
+
+    def landed(t: int | jax.Array, down: PyTree, rows: jax.Array) -> jax.Array:
+        packet = t - 1 - height - depth  # what came in the turn before goes where its own was, which has left by now
+        place_out = (jnp.arange(k), jnp.where(packet < 0, packets, packet))  # what is no packet falls off the end
+        return put(rows, place_out, wire.decode(down))
+
+    def step(t: jax.Array, carry: tuple) -> tuple:
+        up, down, rows = carry
+        rows = landed(t, down, rows)  # before the rows are read: else XLA would copy them in every turn
+        received = jnp.zeros_like(rows[0, 0])
+        for i, pairs in enumerate(climbs):
+            received = received + wire.decode(comm.permute(take(up, colour[i]), pairs))
+        partial = rows[jnp.arange(k), jnp.clip(t - height + depth, 0, packets - 1)]
+        up = wire.encode(partial.at[home].add(received))
+        arrived = up  # right at a root; all other rows come from parents
+        for i, pairs in enumerate(descents):
+            arrived = put(arrived, colour[i], comm.permute(take(down, home), pairs))
+        return up, arrived, rows
+
+    still, turns = jax.tree.map(jnp.zeros_like, wire.encode(own[:, 0])), packets + 2 * height
+    _, down, rows = comm.loop(turns, step, (still, still, own))
+    return landed(turns, down, rows).reshape(-1)[: x.size]
+
+
+# ---------------------------------------------------------------- what they are made of
+
+
+class Forest(NamedTuple):
+    """k spanning trees over w places, and when which edge is used."""
+
+    parent: list[list[int]]  # [k][w]; -1 at a root
+    depth: np.ndarray  # i32[k, w]
+    height: int
+    home: np.ndarray  # i32[w]: the tree in which a place has children; 0 where it has none
+    rounds: list[list[tuple[int, int, int]]]  # (tree, child, parent); in a round all send once and receive once at most
+    colour: np.ndarray  # i32[rounds, w]: the tree in which a place sends to its parent; k where it does not
+
+
+@functools.cache
+def plant(workers: int, colours: int) -> Forest:
+    """IBM's trees, for any number of workers: those with children are others in each tree.
+
+    k = min(colours, w) trees, I = floor(w / k) places each that may have children, arity a = ceil((w - 1) / I). Tree c
+    holds places cI, cI + 1, ... modulo w at positions 0, 1, ...; the children of position q are a q + 1 ... a q + a.
+    So positions with children are below I, and their places in [cI, (c + 1) I). For 8 places and 4 colours that is
+    figure 2 of Kumar et al. 2018.
+    """
+    k = min(colours, workers)
+    interior = workers // k
+    arity = max(1, -(-(workers - 1) // interior))
+    parent = [[-1] * workers for _ in range(k)]
+    depth, home = np.zeros((k, workers), np.int32), np.zeros(workers, np.int32)
+    for c in range(k):
+        for position in range(1, workers):
+            child, above = ((c * interior + q) % workers for q in (position, (position - 1) // arity))
+            parent[c][child], home[above] = above, c
+            depth[c, child] = depth[c, above] + 1
+    edges = [(c, child, above) for c in range(k) for child, above in enumerate(parent[c]) if above >= 0]
+    rounds = schedule(edges)
+    colour = np.full((len(rounds), workers), k, np.int32)
+    for i, used in enumerate(rounds):
+        for c, child, _ in used:
+            colour[i, child] = c
+    return Forest(parent, depth, int(depth.max()), home, rounds, colour)
+
+
+def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Edges (tree, child, parent) in rounds, of which in each a place sends once and receives once at most.
+
+    As many rounds as the busiest place has edges (Koenig 1916): an edge whose ends have no free round in common swaps
+    two rounds along the path that is in its way.
+    """
+    taken: dict[tuple[str, int, int], tuple[int, int, int]] = {}  # (end, place, round): the edge
+
+    def ends(edge: tuple[int, int, int]) -> list[tuple[str, int]]:
+        return [("child", edge[1]), ("parent", edge[2])]
+
+    def free(end: tuple[str, int]) -> int:
+        return next(i for i in range(len(edges)) if (*end, i) not in taken)
+
+    for edge in edges:
+        child, end = ends(edge)
+        mine, other = free(child), free(end)
+        path, at = [], mine
+        while (step := taken.get((*end, at))) is not None:
+            path.append((step, at))
+            [end] = [e for e in ends(step) if e != end]
+            at = other if at == mine else mine
+        for step, at in path:
+            for e in ends(step):
+                taken.pop((*e, at), None)
+        moved = [(step, other if at == mine else mine) for step, at in path]
+        for step, at in [*moved, (edge, mine)]:
+            taken |= {(*e, at): step for e in ends(step)}
+    count = max((i for _, _, i in taken), default=-1) + 1
+    return [[edge for (end, _, at), edge in taken.items() if end == "child" and at == i] for i in range(count)]

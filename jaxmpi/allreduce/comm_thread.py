@@ -1,0 +1,253 @@
+"""The communication thread of a rank, and the Python functions by which programs hand it buckets.
+
+In a program an exchange is three kinds of calls. `open` numbers it, in the order of programs, so that all ranks give a
+bucket the same number. `start` hands a bucket to the thread and returns at once; it waits for nothing but its own
+gradients, so XLA runs it when they are there, on each rank in an order of its own. `done`, after the last start, waits
+until a bucket holds the sum. The bucket passes through both in one buffer, which the thread changes in between: nothing
+is copied, and XLA, for which only these calls use the buffer, leaves it alone.
+
+An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
+"""
+
+import atexit
+import functools
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.allreduce import host_algorithms
+from jaxmpi.allreduce.host_algorithms import HostComm, HostSum, Requests
+from jaxmpi.comm.agreement import statement
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.mpi import MpiComm, world
+from jaxmpi.core import scheduling
+from jaxmpi.core.env import seconds_from
+from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.runtime import host_callbacks, spans
+
+THREAD = "jaxmpi exchange"
+OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "start", "done", "send", "collect"))
+# Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
+# waits. Enough is under way to keep a link busy meanwhile.
+CALM_S, HURRY_S = 0.002, 0.0003
+WINDOW = 16  # segments of a bucket under way at once
+TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
+PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
+
+
+@dataclass(eq=False)
+class Job:
+    """A bucket on its way."""
+
+    label: str
+    bucket: np.ndarray  # f32[n], the thread's to change until it is summed
+    waiting: Iterator[Iterator[Requests]]  # segments not yet begun
+    under_way: int = 0  # segments
+    start_s: float = field(default_factory=time.perf_counter)
+    summed: threading.Event = field(default_factory=threading.Event)
+
+
+class Segment(NamedTuple):
+    """Part of a bucket, and what it waits for."""
+
+    job: Job
+    sum: Iterator[Requests]
+    requests: Requests
+
+
+class Event(NamedTuple):
+    """What happened to which bucket, and when."""
+
+    what: str  # open | start | summed | wait | done
+    label: str
+    time_s: float  # of time.perf_counter
+
+
+class Courier:
+    """The communication thread, and what programs call to reach it."""
+
+    def __init__(self, control: MpiProcesses, order: tuple[int, ...], hosts: tuple[int, ...]) -> None:
+        """Start the thread; all ranks come here together, and each has one courier.
+
+        Args:
+            control: agreement between ranks, used by no other thread.
+            order: ranks by host.
+            hosts: of every rank.
+        """
+        self.control, self.comm = control, HostComm(control.world.Clone(), order, hosts)
+        self.count = 0  # segments so far, in all programs; equal on all ranks
+        self.jobs: dict[tuple[int, ...], Job] = {}  # that nobody has waited for yet
+        self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
+        self._agreed: set[str] = set()  # plans
+        self._arrived: deque[Job] = deque()
+        self._segments: list[Segment] = []
+        self._wake = threading.Condition()
+        self._is_ending = self._is_waited_for = False
+        self._moved_s = time.monotonic()  # when the last message came or went
+        calls = {OPEN: self._open, START: self._start, DONE: self._done, SEND: self._send, COLLECT: self._collect}
+        for name, function in calls.items():
+            host_callbacks.register(name, function, ends_job=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread once programs that still run have had their sums, and what is under way has arrived."""
+        try:
+            jax.effects_barrier()
+        finally:  # a program that failed fails here once more
+            with self._wake:
+                self._is_ending = True
+                self._wake.notify()
+            self._thread.join()
+
+    # ------------------------------------------------------------ called by programs
+
+    def _open(self, operands: list, results: list, segments: int, plan: str) -> None:
+        """Ticket u32[]: the number of the exchange's first segment.
+
+        Ranks compare a plan, which is JSON, when it is first used.
+        """
+        self._note("open")
+        if plan not in self._agreed:
+            self.control.compare(statement("the exchange beside a program", json.loads(plan)))
+            self._agreed.add(plan)
+        results[0][...] = self.count
+        self.count = (self.count + segments) % 2**32
+
+    def _start(self, operands: list, results: list, **bucket: Any) -> None:
+        """(bucket, ticket) -> (the bucket, which is not ready, ticket)."""
+        copy_unless_shared(operands[0], results[0])
+        results[1][...] = operands[1]
+        self._carry((int(operands[1]), bucket["first"]), results[0], int(operands[1]), **bucket)
+
+    def _done(self, operands: list, results: list, first: int) -> None:
+        """(bucket, ticket, what must be there before) -> (sum); waits."""
+        job = self._wait((int(operands[1]), first))
+        moved = job.bucket.ctypes.data != operands[0].ctypes.data
+        check(not moved, f"XLA has moved {job.label} while it travelled; use --exchange.overlap off, and report this")
+        copy_unless_shared(operands[0], results[0])
+
+    def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
+        """(bucket, ticket, number u32[] of this step) -> (ticket); a copy travels."""
+        x, ticket, number = operands
+        self._carry((late, int(number), bucket["first"]), x.copy(), int(ticket), **bucket)
+        results[0][...] = ticket
+
+    def _collect(self, operands: list, results: list, late: int, again: int, **bucket: Any) -> None:
+        """(bucket, number of its step, ticket of this step, what must be there before) -> (its sum); waits.
+
+        Where it is not under way, as after a resume, it is sent now: on all ranks alike.
+        """
+        x, number, ticket = operands[:3]
+        key = late, int(number), bucket["first"]
+        if key not in self.jobs:
+            self._carry(key, x.copy(), int(ticket) + again, **bucket)
+        np.copyto(results[0], self._wait(key).bucket)
+
+    def _carry(
+        self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, first: int, label: str
+    ) -> None:
+        total = HostSum(strategy, self.comm)
+        tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
+        job = self.jobs[key] = Job(label, x, total.of(x, tags))
+        self._note("start", label)
+        with self._wake:
+            self._arrived.append(job)
+            self._wake.notify()
+
+    def _wait(self, key: tuple[int, ...]) -> Job:
+        job = self.jobs.pop(key)
+        self._note("wait", job.label)
+        self._is_waited_for = True
+        with spans.span("wait", job.label):
+            job.summed.wait()
+        self._is_waited_for = False
+        self._note("done", job.label)
+        return job
+
+    def _note(self, what: str, label: str = "") -> None:
+        self.events.append(Event(what, label, time.perf_counter()))
+
+    # ------------------------------------------------------------ the thread's own
+
+    def _run(self) -> None:
+        scheduling.flush_subnormals()
+        scheduling.take_short_turns()
+        with np.errstate(all="ignore"):  # NaN and infinity pass through to all ranks
+            while self._take():
+                if not self._poll():
+                    time.sleep(HURRY_S if self._is_waited_for else CALM_S)
+
+    def _take(self) -> bool:
+        """Begin what has arrived, waiting where there is nothing else to do; False at the end."""
+        with self._wake:
+            while not (self._arrived or self._segments or self._is_ending):
+                self._wake.wait()
+                self._moved_s = time.monotonic()
+            arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        for job in arrived:
+            self._begin(job)
+        return bool(self._segments or not self._is_ending)
+
+    def _begin(self, job: Job) -> None:
+        """Have up to WINDOW segments of a job under way; it is summed where none is left."""
+        while job.under_way < WINDOW and (segment := next(job.waiting, None)) is not None:
+            job.under_way += 1
+            self._resume(job, segment)
+        if job.under_way == 0 and not job.summed.is_set():
+            self._note("summed", job.label)
+            spans.note("travel", job.label, job.start_s, time.perf_counter())
+            job.summed.set()
+
+    def _resume(self, job: Job, segment: Iterator[Requests]) -> None:
+        """Go on with a segment, whose messages have come, to its next messages or its end."""
+        requests = next(segment, None)
+        if requests is not None:
+            self._segments.append(Segment(job, segment, requests))
+        else:
+            job.under_way -= 1
+
+    def _poll(self) -> bool:
+        """Look once at all messages; go on with the segments that have theirs. False where nothing has come."""
+        if not host_algorithms.some_are_complete([request for s in self._segments for request in s.requests]):
+            self._check_time()
+            return not self._segments
+        self._moved_s = time.monotonic()
+        ready = [s for s in self._segments if not any(s.requests)]
+        self._segments = [s for s in self._segments if any(s.requests)]
+        for segment in ready:
+            self._resume(segment.job, segment.sum)
+        for job in dict.fromkeys(s.job for s in ready):
+            self._begin(job)
+        return True
+
+    def _check_time(self) -> None:
+        """Give up on ranks that do not come; those that do ask each other who is not there."""
+        waited_s = time.monotonic() - self._moved_s
+        if self._segments and (waited_s > TIMEOUT_S or (waited_s > PATIENT_S and self.control.is_asked())):
+            raise TrainingError(
+                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {self.control.late()}; all ranks "
+                "must exchange as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+            )
+
+
+def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
+    """Nothing, where XLA has given operand and result one buffer, as it is asked to."""
+    if source.ctypes.data != to.ctypes.data:
+        np.copyto(to, source)
+
+
+@functools.cache
+def courier() -> Courier:
+    """This process's courier; all ranks come here together for the first time."""
+    comm = world()
+    assert isinstance(comm, MpiComm)
+    return Courier(comm.processes.apart(), comm.order, comm.hosts)

@@ -1,0 +1,99 @@
+"""Sums of buckets in a program, made by the communication thread: started when they are ready, then waited for."""
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.allreduce import host_algorithms
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.comm_thread import DONE, OPEN, START, courier
+from jaxmpi.allreduce.host_algorithms import HostSum
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.core.errors import check
+from jaxmpi.runtime import host_callbacks
+
+TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
+
+
+def why_not(strategy: str, comm: Comm) -> str:
+    """Why an exchange cannot run beside a program; empty where it can. The same on all ranks."""
+    if comm.size == 1:
+        return "no other worker takes part in a step"
+    if not isinstance(comm, MpiComm):
+        return "workers are not MPI ranks"
+    if not host_algorithms.has(parse(strategy), comm.hosts):
+        return (
+            f"strategy {strategy} is not among {', '.join(host_algorithms.HOST_SUMS)}, or not for these ranks: hier-ring "
+            "needs equally many on every host, tree 2, 4, 8 or another power of two"
+        )
+    if not comm.processes.may_overlap:
+        return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
+    return host_callbacks.why_not()
+
+
+class Calls(NamedTuple):
+    """What the calls of one exchange must know."""
+
+    plan: str  # JSON: what must be the same on all ranks
+    buckets: list[dict[str, Any]]  # of each: strategy, number of its first segment, label
+    segments: int  # of all buckets
+    effect: Any  # what orders exchanges among other calls
+
+    @classmethod
+    def of(
+        cls, strategy: str, comm: Comm, plan: Any, vectors: Sequence[jax.Array], labels: Sequence[str], portable: bool
+    ) -> "Calls":
+        """Of vectors; the effect is that of mpi4jax, so that none of its calls waits for one behind it.
+
+        Args:
+            strategy: its full name.
+            plan: what must be the same on all ranks, JSON.
+            labels: of the vectors, for messages.
+            portable: the program can be exported.
+        """
+        total = HostSum(strategy, courier().comm)
+        ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
+        most = courier().control.tags // 2  # a resumed exchange has the upper half
+        check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
+        each = zip(ends[:-1], labels, strict=True)
+        buckets = [{"strategy": strategy, "first": first, "label": label} for first, label in each]
+        effect = host_callbacks.ORDERED if portable else mpi_effect(comm)
+        return cls(json.dumps(plan), buckets, ends[-1], effect)
+
+
+def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:
+    """Of each bucket, for messages: `bucket 2 of 7 (conv1/kernel and 3 more)`."""
+    more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
+    return [f"bucket {b + 1} of {len(buckets)} ({names[bucket[0]]}{more[b]})" for b, bucket in enumerate(buckets)]
+
+
+@functools.cache
+def mpi_effect(comm: Comm) -> Any:
+    """The ordered effect of this comm's own calls."""
+    [effect] = jax.make_jaxpr(comm.allreduce)(jnp.zeros(1)).effects
+    return effect
+
+
+def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
+    """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn."""
+    [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, segments=calls.segments, plan=calls.plan)
+    started = [
+        host_callbacks.call(START, [vector, ticket], [like(vector), TICKET], [(0, 0)], None, **bucket)
+        for vector, bucket in zip(vectors, calls.buckets, strict=True)
+    ]
+    before, sums = [own for _, own in started], []  # what waits must not hold up what computes
+    for (x, own), bucket in zip(started, calls.buckets, strict=True):
+        sums += host_callbacks.call(DONE, [x, own, *before], [like(x)], [(0, 0)], calls.effect, first=bucket["first"])
+        before = []
+    return sums
+
+
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,313 @@
+"""What travels of a whole tree where even 8 bits are too much: less than the gradients, the rest kept for later.
+
+A compressor has state: the error that each worker still owes the others, which it adds to its next gradients. So what
+has been sent over many steps comes to what was meant. `exchange` has no state and refuses compressors;
+`exchange_gradients` keeps theirs. One function and one row of the table each.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmpi.allreduce import algorithms
+from jaxmpi.allreduce.algorithms import Strategy
+from jaxmpi.allreduce.wires import Wire
+from jaxmpi.core.errors import UsageError, check, nearest
+from jaxmpi.core.pytrees import PyTree
+
+EXACT = lax.Precision.HIGHEST  # else a GPU multiplies matrices of f32 with fewer bits
+ROWS = 512
+PIECES = 8
+
+
+class Peers(NamedTuple):
+    """What a compressor may ask of the other workers."""
+
+    mean: Callable[[PyTree], PyTree]  # of a tree, by the chosen strategy and wire, the same bits on all
+    rows: Callable[[PyTree], PyTree]  # leaves [...] of all workers as [w, ...], in rank order
+    wire: Wire
+    local: Callable[[Callable], Callable]  # what a worker computes by itself, as a program that need not communicate
+
+
+class Compressor(NamedTuple):
+    """Two pure functions.
+
+    `init(params) -> state`; `compress(grads, state, peers) -> (grads, state)`: this worker's gradients in, what stands
+    for their mean over workers out, with the shapes and dtypes of grads, bitwise equal on all workers. Inside a program
+    all of it is part of that; else each of its parts is a program, and those that do not communicate are compiled once
+    a host.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    compress: Callable[[PyTree, PyTree, Peers], tuple[PyTree, PyTree]]
+
+
+class LowRankState(NamedTuple):
+    """Trees like params, with None where a leaf travels whole."""
+
+    error: PyTree  # f32[n, m], each worker's own
+    q: PyTree  # f32[m, r], equal on all workers
+
+
+def lowrank(rank: int) -> Compressor:
+    """PowerSGD: of each matrix two thin factors travel, found by one step of power iteration from the last ones.
+
+    M_i = G_i + E_i ;  P = orth((1/w) sum_i M_i Q) ;  Q = (1/w) sum_i M_i^T P ;  sent: P Q^T ;  E_i <- M_i - P P^T M_i
+
+    A leaf [..., m] is taken as the matrix [n, m]. Leaves of fewer than two axes, and those for which r (n + m) floats
+    would be no saving, travel whole. Orthonormal columns come from a QR factorization, which gives a direction even
+    where P has lost one.
+    Communicates: two means. Vogels et al. 2019, algorithms 1 and 2.
+    """
+
+    def is_thin(leaf: jax.Array) -> bool:
+        n, m = matrix_shape(leaf)
+        return leaf.ndim >= 2 and rank * (n + m) < n * m
+
+    def init(params: PyTree) -> LowRankState:
+        leaves, structure = jax.tree.flatten(params)
+        error = [jnp.zeros(matrix_shape(leaf), jnp.float32) if is_thin(leaf) else None for leaf in leaves]
+        q = [drawn(i, (leaf.shape[-1], rank)) if is_thin(leaf) else None for i, leaf in enumerate(leaves)]
+        return LowRankState(jax.tree.unflatten(structure, error), jax.tree.unflatten(structure, q))
+
+    def compress(grads: PyTree, state: LowRankState, peers: Peers) -> tuple[PyTree, LowRankState]:
+        leaves, structure = jax.tree.flatten(grads)
+        error, q = structure.flatten_up_to(state.error), structure.flatten_up_to(state.q)
+        thin = {i: leaf for i, leaf in enumerate(leaves) if error[i] is not None}
+        whole = {i: leaf for i, leaf in enumerate(leaves) if error[i] is None}
+        of_thin = [{i: every[i] for i in thin} for every in (error, q)]
+        meant, columns = peers.local(projected)(thin, *of_thin)
+        p, out = peers.mean((columns, whole))
+        basis, mine = peers.local(reprojected)(meant, p)
+        mean = peers.mean(mine)
+        sent, owed = peers.local(rebuilt)(thin, meant, basis, mine, mean)
+        changes = ((leaves, out | sent), (error, owed), (q, mean))
+        out, error, q = (jax.tree.unflatten(structure, changed(old, new)) for old, new in changes)
+        return out, LowRankState(error, q)
+
+    return Compressor(init, compress)
+
+
+def drawn(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Standard normal f32[shape], the same on all workers.
+
+    By NumPy: every rank would compile `jax.random.normal` for every shape.
+    """
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+Thin = dict[int, jax.Array]  # an array for every leaf that is compressed, by its place among all
+
+
+def changed(every: list, some: Thin) -> list:
+    """A list with some of its entries replaced."""
+    return [some.get(i, old) for i, old in enumerate(every)]
+
+
+def projected(grads: Thin, error: Thin, q: Thin) -> tuple[Thin, Thin]:
+    """M = G + E and M Q."""
+    meant = {i: leaf.astype(jnp.float32).reshape(error[i].shape) + error[i] for i, leaf in grads.items()}
+    return meant, {i: dot(m, q[i]) for i, m in meant.items()}
+
+
+def reprojected(meant: Thin, p: Thin) -> tuple[Thin, Thin]:
+    """P, made orthonormal, and M^T P."""
+    basis = {i: jnp.linalg.qr(columns)[0] for i, columns in p.items()}
+    return basis, {i: transposed_dot(m, basis[i]) for i, m in meant.items()}
+
+
+def rebuilt(grads: Thin, meant: Thin, basis: Thin, mine: Thin, mean: Thin) -> tuple[Thin, Thin]:
+    """P Q^T of all workers' mean Q, in the shapes and dtypes of the gradients, and M - P Q^T of this worker's own."""
+    sent = {i: dot(basis[i], q.T).reshape(grads[i].shape).astype(grads[i].dtype) for i, q in mean.items()}
+    return sent, {i: m - dot(basis[i], mine[i].T) for i, m in meant.items()}
+
+
+def matrix_shape(leaf: jax.Array) -> tuple[int, int]:
+    """[..., m] as rows of m."""
+    return math.prod(leaf.shape[:-1]), (leaf.shape or (1,))[-1]
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """f32[n, k] times f32[k, m]."""
+    return jnp.matmul(a, b, precision=EXACT)
+
+
+def transposed_dot(m: jax.Array, basis: jax.Array) -> jax.Array:
+    """f32[n, m]^T times f32[n, r], a block of rows at a time: whole, XLA:CPU would first copy M into another order."""
+    size = min(ROWS, len(m))
+    blocks = len(m) // size
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        rows, columns = (lax.dynamic_slice_in_dim(x, i * size, size) for x in (m, basis))
+        return total + dot(columns.T, rows)
+
+    rest = dot(basis[blocks * size :].T, m[blocks * size :])
+    return lax.fori_loop(0, blocks, add, rest).T
+
+
+class TopKState(NamedTuple):
+    """A tree like params, with None where a leaf travels whole."""
+
+    error: PyTree  # f32[n], each worker's own
+
+
+def topk(percent: float) -> Compressor:
+    """Of each leaf only the largest entries travel, k = ceil(p n / 100) of n by magnitude, with their indices.
+
+    m_i = g_i + e_i ;  s_i = the k largest of m_i ;  sent: (1/w) sum_i s_i ;  e_i <- m_i - s_i
+
+    The values go over the wire, and what it rounds off stays in e_i as well. Leaves for which k values and k indices
+    would be no saving travel whole. Sums are in rank order.
+    Communicates: an allgather of 8 bytes an entry (wire 32), one mean of what travels whole.
+    Stich et al. 2018, algorithm 1.
+    """
+    share = Fraction(str(percent)) / 100  # exact: in floats 7 % of 100 are more than 7
+
+    def count(leaf: jax.Array) -> int:
+        return math.ceil(share * leaf.size)
+
+    def is_sparse(leaf: jax.Array) -> bool:
+        return 2 * count(leaf) < leaf.size < 2**31
+
+    def init(params: PyTree) -> TopKState:
+        return TopKState(
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.size, jnp.float32) if is_sparse(leaf) else None, params)
+        )
+
+    def chosen(grads: Thin, error: Thin) -> tuple[Thin, jax.Array, jax.Array]:
+        """What is meant, g + e, f32[n] each; of all of them the places of the largest, and what stands there."""
+        meant = {i: leaf.astype(jnp.float32).reshape(-1) + error[i] for i, leaf in grads.items()}
+        places = {i: largest(m, count(m)) for i, m in meant.items()}
+        return (
+            meant,
+            jnp.concatenate(list(places.values())),
+            jnp.concatenate([meant[i][at] for i, at in places.items()]),
+        )
+
+    def added(grads: Thin, meant: Thin, own: tuple, every: tuple) -> tuple[Thin, Thin]:
+        """Of what all workers sent the mean, as gradients, and what this one kept; own: places, values; every: rows."""
+        totals, owed, end = {}, {}, 0
+        for i, m in meant.items():
+            part = slice(end, end := end + count(m))
+            mean = mean_sparse(every[0][:, part], every[1][:, part], m.size)
+            totals[i] = mean.reshape(grads[i].shape).astype(grads[i].dtype)
+            owed[i] = m.at[own[0][part]].add(-own[1][part], unique_indices=True)
+        return totals, owed
+
+    def compress(grads: PyTree, state: TopKState, peers: Peers) -> tuple[PyTree, TopKState]:
+        leaves, structure = jax.tree.flatten(grads)
+        error = structure.flatten_up_to(state.error)
+        thin = {i: leaf for i, leaf in enumerate(leaves) if error[i] is not None}
+        out = peers.mean({i: leaf for i, leaf in enumerate(leaves) if error[i] is None})
+        if not thin:
+            return jax.tree.unflatten(structure, changed(leaves, out)), state
+        meant, places, values = peers.local(chosen)(thin, {i: error[i] for i in thin})
+        encode, decode = peers.local(peers.wire.encode), peers.local(peers.wire.decode)
+        sent = encode(values)
+        all_places, all_sent = peers.rows((places, sent))
+        totals, owed = peers.local(added)(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
+        state = TopKState(jax.tree.unflatten(structure, changed(error, owed)))
+        return jax.tree.unflatten(structure, changed(leaves, out | totals)), state
+
+    return Compressor(init, compress)
+
+
+def largest(m: jax.Array, k: int) -> jax.Array:
+    """i32[k]: places in f32[n] of the largest magnitudes, from the largest down and of equals the first, as by top_k.
+
+    A piece after another beside the best so far: of the whole, magnitudes and XLA:CPU's indices would take another 2 n.
+    """
+    pieces = min(PIECES, m.size // k)
+    size = m.size // pieces
+    first = m.size - (pieces - 1) * size
+
+    def merge(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start = first + i * size
+        piece = jnp.abs(lax.dynamic_slice_in_dim(m, start, size))
+        values, at = lax.top_k(jnp.concatenate([best[0], piece]), k)
+        return values, jnp.where(at < k, best[1][jnp.minimum(at, k - 1)], at - k + start)
+
+    best = lax.top_k(jnp.abs(m[:first]), k)
+    return lax.fori_loop(0, pieces - 1, merge, (best[0], best[1]))[1]
+
+
+def mean_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
+    """f32[n]: the mean over workers of i32[w, k] places and f32[w, k] values, added worker after worker.
+
+    Divided where something was added, in place: a division of all of it would take another f32[n].
+    """
+
+    def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total.at[row[0]].add(row[1], unique_indices=True), None
+
+    total = lax.scan(add, jnp.zeros(n, jnp.float32), (places, values))[0]
+    return total.at[places].set(total[places] / len(places))
+
+
+def paid(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """What one worker alone applies: its gradients and all it still owes, as after a resume; nothing is compressed.
+
+    m = g + e, in the dtype of g ;  e <- what that rounds off: zero for f32
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    error = structure.flatten_up_to(state.error)
+    meant = [g if e is None else g.astype(jnp.float32) + e.reshape(g.shape) for g, e in zip(leaves, error, strict=True)]
+    out = [m.astype(g.dtype) for m, g in zip(meant, leaves, strict=True)]
+    owed = [
+        None if e is None else (m - x.astype(jnp.float32)).reshape(e.shape)
+        for m, x, e in zip(meant, out, error, strict=True)
+    ]
+    return jax.tree.unflatten(structure, out), state._replace(error=jax.tree.unflatten(structure, owed))
+
+
+# ---------------------------------------------------------------- the table
+
+
+class Row(NamedTuple):
+    """A compressor, by the number after its name."""
+
+    make: Callable[[str], Compressor]
+    number: str  # a pattern
+    expected: str  # the same in words, for the error
+
+
+COMPRESSORS: dict[str, Row] = {
+    "lowrank<r>": Row(lambda r: lowrank(int(r)), r"[1-9]\d*", "a rank from 1 on, as in lowrank4"),
+    "topk<p>": Row(
+        lambda p: topk(float(p)),
+        r"(?=.*[1-9])[0-4]?\d(\.\d+)?",
+        "a percentage above 0 and below 50, as in topk1 or topk0.1",
+    ),
+}
+STEMS = {name.partition("<")[0]: row for name, row in COMPRESSORS.items()}
+
+
+def is_compressor(spelling: str) -> bool:
+    """Whether it is spelled as one, rightly or not."""
+    return isinstance(spelling, str) and ("/" in spelling or spelling.startswith(tuple(STEMS)))
+
+
+def parse(spelling: str) -> tuple[Compressor, Strategy]:
+    """`compressor/strategy` as both, such as `lowrank4/ring16`; asa32 where only the compressor is given.
+
+    Raises:
+        UsageError: an unknown compressor or strategy, a number that the compressor cannot take, or strategy none or
+            auto.
+    """
+    name, _, rest = spelling.partition("/")
+    check(not rest.startswith("auto"), f"got {spelling!r}; after the / name a strategy, as in {name}/ring16")
+    strategy = algorithms.parse(rest or "asa32")
+    check(strategy.name != "none:32", f"got {spelling!r}; strategy none exchanges nothing, compressed or not")
+    stem = next((stem for stem in STEMS if name.startswith(stem)), "")
+    if not stem:
+        raise UsageError(f"unknown compressor {name!r}; {nearest(name, COMPRESSORS)}")
+    row, number = STEMS[stem], name.removeprefix(stem)
+    check(re.fullmatch(row.number, number) is not None, f"got compressor {name!r}; expected {row.expected}")
+    return row.make(number), strategy

@@ -1,0 +1,60 @@
+"""A strategy over the vectors of an exchange: all at once, by the communication thread, or one after another."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi.allreduce import comm_thread_calls
+from jaxmpi.allreduce.algorithms import Strategy, parse
+from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.mpi import MpiComm, world
+from jaxmpi.core.errors import check
+
+MPI_COUNTS = 2**31  # what MPI's counts stay below
+
+
+def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1) -> list[jax.Array]:
+    """Sums over workers, by a strategy in full such as asa:32, of f32 arrays of any shape; over `divisor`.
+
+    Raises:
+        UsageError: an array has more floats than one MPI message may.
+    """
+    strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
+    if strategy.means:
+        return strategy.means(list(vectors), comm, divisor)
+    if is_carried(name, comm):
+        labels = [f"bucket {i + 1} of {len(flat)}" for i in range(len(flat))]
+        plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}
+        totals = travelled(flat, Calls.of(name, comm, plan, flat, labels, portable=False))
+    else:
+        check_counts(flat, name, comm)
+        totals = [sum_bucket(x, strategy, comm) for x in flat]
+    return [(total / divisor).reshape(x.shape) for x, total in zip(vectors, totals, strict=True)]
+
+
+def is_carried(name: str, comm: Comm) -> bool:
+    """Whether the communication thread makes the sums: between hosts it has many messages under way at once."""
+    is_far = isinstance(comm, MpiComm) and comm is world() and len(set(comm.hosts)) > 1
+    return is_far and not comm_thread_calls.why_not(name, comm)
+
+
+def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
+    """The strategy over f32[n], padded to a multiple of the number of workers; nothing travels from one to itself."""
+    if comm.size == 1:
+        return flat
+    missing = -flat.size % comm.size
+    padded = jnp.pad(flat, (0, missing)) if missing else flat
+    return strategy.sum(padded, comm, strategy.wire)[: flat.size]
+
+
+def check_counts(vectors: Sequence[jax.Array], name: str, comm: Comm) -> None:
+    """Refuse what MPI, whose counts are C's int, cannot send at once."""
+    longest = max((x.size for x in vectors), default=0)
+    check(
+        not isinstance(comm, MpiComm) or longest < MPI_COUNTS,
+        f"strategy {name}: got a bucket of {longest:,} floats; expected fewer than 2^31 ({MPI_COUNTS:,}), to which MPI "
+        "counts: lower bucket_bytes where leaves are fused, cut a longer leaf up, or use shm on one host, asa or ring "
+        "between hosts",
+    )

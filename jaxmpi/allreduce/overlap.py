@@ -1,0 +1,207 @@
+"""The exchange behind the backward pass: in a jitted program, each bucket under way as soon as its gradients exist.
+
+What programs call, and the thread behind it: `courier`. Bits are those of `exchange` with the same order.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi.allreduce import host_algorithms
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.api import (
+    BUCKET_BYTES,
+    Choice,
+    Op,
+    check_leaves,
+    check_op,
+    check_strategy,
+    guarded,
+    is_traced,
+    settle,
+)
+from jaxmpi.allreduce.autotune import is_auto
+from jaxmpi.allreduce.buckets import Order, fuse, split_all
+from jaxmpi.allreduce.comm_thread import COLLECT, OPEN, SEND
+from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls, labelled, like, travelled, why_not
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.mpi import workers_of
+from jaxmpi.config.exchange_config import OVERLAPS, check_bucket_bytes
+from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.runtime import host_callbacks
+
+_late = itertools.count()  # programs with exchanges one step late; all ranks make the same
+
+
+# ---------------------------------------------------------------- whether
+
+
+def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
+    """Whether the exchange runs beside the backward pass, and a line that says so and why.
+
+    Args:
+        asked: a word of `OVERLAPS`. auto is on where ranks are on several hosts: inside one, an exchange is work for
+            memory and cores, of which the backward pass leaves none.
+        unfit: why the step cannot hide an exchange; empty where it can.
+
+    Raises:
+        UsageError: on or delayed, where it cannot be; or an unknown word.
+    """
+    lookup(OVERLAPS, asked, "exchange.overlap")
+    reason = unfit or why_not(strategy, comm)
+    must = (asked in ("on", "delayed") and comm.size > 1) or (asked == "delayed" and unfit)
+    check(not (must and reason), f"exchange.overlap: got {asked}, but {reason}; use off or auto")
+    if asked == "delayed":
+        return not reason, "overlap delayed: gradients are applied one step late, which is not synchronous SGD"
+    if asked == "auto" and not reason and len(set(comm.hosts)) == 1:
+        reason = "all ranks are on one host"
+    reason = "as set" if asked == "off" else reason
+    on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
+    return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
+
+
+# ---------------------------------------------------------------- in a program
+
+
+def exchange(
+    tree: PyTree,
+    strategy: str = "asa32",
+    op: Op = "mean",
+    comm: Comm | None = None,
+    bucket_bytes: int | None = BUCKET_BYTES,
+    order: Order | None = None,
+    portable: bool = False,
+) -> PyTree:
+    """`jaxmpi.exchange` inside jit, under way while the rest of the tree is computed; the same bits.
+
+    mean: (1/w) sum_i tree_i ;  sum: sum_i tree_i ;  both added in f32.
+
+    Args:
+        tree: this worker's leaves, traced; float32, bfloat16 or float16.
+        strategy: asa, ring, hier-ring or tree, with any wire; or auto, which then takes one of
+            these.
+        op: mean or sum.
+        comm: all MPI ranks, on CPUs; default: the world.
+        bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less where this is less.
+        order: of the function that computed the tree; default: from the last leaf to the first.
+        portable: the program can be exported. Other MPI calls in it are not ordered with this one: they must be such
+            that all leaves depend on them.
+
+    Communicates: at its first run a comparison of plans between ranks, then the strategy once a bucket, on a thread and
+    a communicator of its own.
+
+    Raises:
+        UsageError: as `jaxmpi.exchange`; or an exchange cannot run beside a program here.
+    """
+    choice = chosen_for(tree, strategy, op, comm, bucket_bytes, order)
+    if choice.comm.size == 1 or not jax.tree.leaves(tree):
+        return tree
+    vectors = fused(tree, choice)
+    return means(travelled(vectors, calls_of(choice, tree, vectors, portable)), tree, choice)
+
+
+def chosen_for(
+    tree: PyTree, strategy: str, op: Op, comm: Comm | None, bucket_bytes: int | None, order: Order | None
+) -> Choice:
+    """How to exchange this tree, once all is found to be possible."""
+    check_op(op)
+    check_bucket_bytes(bucket_bytes)
+    check_strategy(strategy)
+    check_leaves(tree)
+    workers = workers_of(comm)
+    reason = why_not("asa:32" if is_auto(strategy) else strategy, workers) if workers.size > 1 else ""
+    check(not reason, f"this exchange cannot run beside a program: {reason}; use jaxmpi.exchange")
+    check(is_traced(jax.tree.leaves(tree)), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
+    if is_auto(strategy):
+        sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
+        strategy, bucket_bytes, *_ = settle(
+            workers, strategy, bucket_bytes, sizes, host_algorithms.fitting(workers.hosts)
+        )
+    return Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
+
+
+def fused(tree: PyTree, choice: Choice) -> list[jax.Array]:
+    """Leaves -> buckets f32[n]."""
+    leaves = [guarded(jnp.asarray(leaf), choice.comm) for leaf in jax.tree.leaves(tree)]
+    return [fuse([leaves[i] for i in bucket]) for bucket in choice.buckets(leaves)]
+
+
+def means(sums: Sequence[jax.Array], tree: PyTree, choice: Choice) -> PyTree:
+    """Sums of buckets -> the tree of sums or means."""
+    leaves, structure = jax.tree.flatten(tree)
+    divisor = choice.comm.size if choice.op == "mean" else 1
+    return jax.tree.unflatten(structure, split_all([x / divisor for x in sums], leaves, choice.buckets(leaves)))
+
+
+def calls_of(choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portable: bool) -> Calls:
+    """The calls that carry a tree's buckets."""
+    labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(jax.tree.leaves(tree)))
+    return Calls.of(choice.strategy, choice.comm, choice.statement(tree).value, vectors, labels, portable)
+
+
+# ---------------------------------------------------------------- one step late
+
+
+class Late(NamedTuple):
+    """State of `delayed_gradients`, each worker's own."""
+
+    gradients: PyTree  # of the last step, as they were sent
+    number: jax.Array  # u32[]: of that step, under which they travel; where nothing does, they are sent again
+
+
+def delayed_gradients(
+    strategy: str = "asa32",
+    op: Op = "mean",
+    comm: Comm | None = None,
+    bucket_bytes: int | None = BUCKET_BYTES,
+    order: Order | None = None,
+    portable: bool = False,
+) -> optax.GradientTransformation:
+    """The exchange of one step behind the whole of the next. This is another algorithm than synchronous SGD.
+
+    u_t = (1/w) sum_i g_i(x_(t-1)), u_1 = 0: gradients are applied one step late, at other params than those they were
+    taken at. Inside jit. What the last step of a run has sent is never applied.
+
+    Args: as of `exchange`.
+    State: `Late`, each worker's own; a state is for one step. A checkpoint of it is exact: what travelled when it was
+        taken is sent again.
+    Communicates: as `exchange`, of the last step's gradients. Raises: as `exchange`.
+    """
+    late = next(_late)
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Late]:
+        del params
+        choice = chosen_for(updates, strategy, op, comm, bucket_bytes, order)
+        if choice.comm.size == 1:
+            return state.gradients, Late(updates, state.number + 1)
+        vectors, last = fused(updates, choice), fused(state.gradients, choice)
+        sums = relayed(vectors, last, state.number, late, calls_of(choice, updates, vectors, portable))
+        return means(sums, updates, choice), Late(updates, state.number + 1)
+
+    def init(params: PyTree) -> Late:
+        return Late(jax.tree.map(jnp.zeros_like, params), jnp.zeros(TICKET.shape, TICKET.dtype))
+
+    return optax.GradientTransformation(init, update)
+
+
+def relayed(
+    vectors: Sequence[jax.Array], last: Sequence[jax.Array], number: jax.Array, late: int, calls: Calls
+) -> list[jax.Array]:
+    """f32[n] each, and those of the last step, u32[] -> the last step's sums over workers."""
+    numbers = {"segments": 2 * calls.segments, "plan": calls.plan}
+    [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **numbers)
+    sent = [
+        host_callbacks.call(SEND, [vector, ticket, number + 1], [TICKET], effect=None, late=late, **bucket)[0]
+        for vector, bucket in zip(vectors, calls.buckets, strict=True)
+    ]
+    sums = []
+    for x, bucket in zip(last, calls.buckets, strict=True):
+        operands, sent = [x, number, ticket, *sent], []
+        attributes = {"late": late, "again": calls.segments, **bucket}
+        sums += host_callbacks.call(COLLECT, operands, [like(x)], effect=calls.effect, **attributes)
+    return sums

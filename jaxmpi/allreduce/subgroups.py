@@ -1,0 +1,84 @@
+"""Communicators of a part of the workers: those of one host, or one of each host."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.allreduce.building_blocks import allgather_by_rotation, alltoall_by_rotation, take
+from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.axis import add_rows
+from jaxmpi.comm.base import Comm, Pairs, Turn
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+
+
+class SubComm:
+    """Every group of ranks at once as a Comm of its own: static pairs inside a group become pairs of the whole."""
+
+    def __init__(self, comm: Comm, groups: Sequence[Sequence[int]], hosts: tuple[int, ...]) -> None:
+        """Take groups of equal size, each rank in one of them, and the host of each rank of a group."""
+        self.comm, self.groups, self.hosts = comm, groups, hosts
+        self.size = len(groups[0])
+        self.order = tuple(range(self.size))
+        self.ranks = np.argsort(np.concatenate(groups)).astype(np.int32) % self.size
+
+    @property
+    def rank(self) -> jax.Array:
+        """This worker's number in its group."""
+        return jnp.asarray(self.ranks)[self.comm.rank]
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """`permute` of the whole, in all groups at once."""
+        return self.comm.permute(x, [(group[source], group[to]) for group in self.groups for source, to in pairs])
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """Rotations."""
+        return alltoall_by_rotation(x, self)
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """Rotations by one place."""
+        return allgather_by_rotation(x, self)
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        """The rows of all, added in rank order."""
+        return add_rows(self.allgather(x))
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        """Row `root` of an allgather."""
+        return take(self.allgather(x), root)
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """As the whole."""
+        return self.comm.loop(turns, turn, carry)
+
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """The rows of all, added in rank order; where they are is not asked."""
+        return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
+
+    def sign(self, statement: Statement) -> None:
+        """As the whole."""
+        self.comm.sign(statement)
+
+    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
+        """As the whole."""
+        return self.comm.jit(function, donate_argnums)
+
+
+def split_by_host(comm: Comm) -> tuple[Comm, Comm]:
+    """The ranks of each host (of one host: `comm` itself), and those of equal place on all hosts, as Comms.
+
+    Raises:
+        UsageError: hosts have unequal numbers of ranks.
+    """
+    hosts = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
+    counts = [len(ranks) for ranks in hosts]
+    check(
+        len(set(counts)) == 1,
+        f"strategy hier-<cross>: got hosts with {', '.join(map(str, counts))} ranks; expected equally many on each. "
+        "Start the same number of ranks on every host, or use ring or tree",
+    )
+    across = list(zip(*hosts, strict=True))
+    inside = SubComm(comm, hosts, (0,) * counts[0]) if len(hosts) > 1 else comm
+    return inside, SubComm(comm, across, tuple(range(len(hosts))))

@@ -1,0 +1,153 @@
+"""Other libraries' allreduce on the same bytes, in one table.
+
+Importing torch takes seconds and jax.distributed must start before the device, so both happen inside functions.
+"""
+
+import importlib.util
+import socket
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmpi.allreduce.api import Op
+from jaxmpi.bench.contenders import Arrays, Contender, Inputs, Run, of_several
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.mpi import world
+from jaxmpi.core.errors import UsageError, lookup
+
+
+class Peer(NamedTuple):
+    """Another library's way: the package it needs, what it gives, and how to start it."""
+
+    package: str
+    op: Op  # mean of the tree, or the easier work: sum of one flat array
+    connect: Callable[[MpiProcesses], None]  # once a job, before the device starts
+    start: Callable[[Inputs], Run]
+    receives: bool = False  # into an array of its own, or in place
+
+
+def nothing_to_connect(control: MpiProcesses) -> None:
+    """It uses MPI, which has started."""
+
+
+def mpi4py_allreduce(inputs: Inputs) -> Run:
+    """One flat NumPy array into another, without jit or division."""
+    sent, received = np.asarray(inputs.flat), inputs.work
+    control = of_several(inputs)
+
+    def run() -> Arrays:
+        control.world.Allreduce(sent, received)
+        return [received]
+
+    return run
+
+
+def mpi4jax_tree(inputs: Inputs) -> Run:
+    """One mpi4jax.allreduce a leaf, mean, in jit."""
+    comm = world()
+    run = jax.jit(lambda leaves: [comm.allreduce(leaf) / comm.size for leaf in leaves])
+    return lambda: jax.block_until_ready(run(inputs.leaves))
+
+
+def mpi4jax_flat(inputs: Inputs) -> Run:
+    """One mpi4jax.allreduce of one flat array, in jit, without division."""
+    run = jax.jit(world().allreduce)
+    return lambda: [jax.block_until_ready(run(inputs.flat))]
+
+
+def connect_jax(control: MpiProcesses) -> None:
+    """`jax.distributed`, whose CPU collectives are gloo's."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(meeting_point(control), control.size, control.rank)
+
+
+def psum(inputs: Inputs) -> Run:
+    """`lax.psum` of the tree over all processes' devices, mean: JAX's own road."""
+    control, axis = of_several(inputs), PartitionSpec("workers")
+    mesh = Mesh(np.array(jax.devices()), ("workers",))
+    spread = NamedSharding(mesh, axis)
+
+    def whole(leaf: jax.Array) -> jax.Array:
+        shape = (control.size * leaf.shape[0], *leaf.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, spread, [leaf])  # no copy
+
+    def mean(leaves: list[jax.Array]) -> list[jax.Array]:
+        return jax.tree.map(lambda leaf: lax.psum(leaf, "workers") / control.size, leaves)
+
+    run = jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=axis, out_specs=PartitionSpec()))
+    leaves = [whole(leaf) for leaf in inputs.leaves]
+
+    def one() -> Arrays:
+        return [leaf.addressable_data(0) for leaf in jax.block_until_ready(run(leaves))]
+
+    return one
+
+
+def connect_torch(control: MpiProcesses) -> None:
+    """A gloo process group."""
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
+
+    address = f"tcp://{meeting_point(control)}"
+    dist.init_process_group("gloo", init_method=address, rank=control.rank, world_size=control.size)
+
+
+def torch_allreduce(inputs: Inputs) -> Run:
+    """`torch.distributed.all_reduce` of one flat tensor in place, without division."""
+    import torch  # pyright: ignore[reportMissingImports] # not installed by default
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
+
+    inputs.work[:] = np.asarray(inputs.flat)
+    tensor = torch.from_numpy(inputs.work)
+
+    def run() -> Arrays:
+        dist.all_reduce(tensor)  # again and again: sums grow to infinity, which takes no longer to add
+        return [inputs.work]
+
+    return run
+
+
+PEERS = {
+    "mpi4py": Peer("mpi4py", "sum", nothing_to_connect, mpi4py_allreduce, receives=True),
+    "mpi4jax": Peer("mpi4jax", "mean", nothing_to_connect, mpi4jax_tree),
+    "mpi4jax-flat": Peer("mpi4jax", "sum", nothing_to_connect, mpi4jax_flat),
+    "psum": Peer("jax", "mean", connect_jax, psum),
+    "torch": Peer("torch", "sum", connect_torch, torch_allreduce, receives=True),
+}
+
+
+def importable(names: Sequence[str]) -> tuple[str, ...]:
+    """The peers of these names, or those of `all` that are installed; `none` is none.
+
+    Raises:
+        UsageError: an unknown name, or one whose package is not installed.
+    """
+    if tuple(names) in (("all",), ("none",)):
+        return tuple(name for name in PEERS if names[0] == "all" and installed(name))
+    for name in names:
+        package = lookup(PEERS, name, "peer (all and none stand alone)").package
+        if not installed(name):
+            raise UsageError(f"peer {name!r} needs {package}, which is not installed: install it, or leave {name} out")
+    return tuple(dict.fromkeys(names))
+
+
+def installed(peer: str) -> bool:
+    """Whether a peer's package can be found; importing it may start MPI."""
+    return importlib.util.find_spec(PEERS[peer].package) is not None
+
+
+def peer(name: str) -> Contender:
+    """A peer of the table."""
+    row = PEERS[name]
+    return Contender(name, True, row.op, row.start)
+
+
+def meeting_point(control: MpiProcesses) -> str:
+    """`host:port`, free on rank 0's host, for libraries that make connections of their own."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        host = socket.gethostname() if len(set(control.hosts)) > 1 else "127.0.0.1"
+        return control.gather(f"{host}:{probe.getsockname()[1]}")[0]

@@ -1,0 +1,52 @@
+"""How many ranks this machine has memory for."""
+
+from collections.abc import Sequence
+
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.autotune import is_auto
+from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.bench.baselines import PEERS
+from jaxmpi.bench.options import Case
+from jaxmpi.core.shared_memory import available_bytes as free_bytes
+
+BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # of a process, without any case
+# Arrays as big as a case that a contender has beside its operands while it works, results included; as measured, see
+# docs/exchange.md.
+AT_WORK = {"shm": 1, "asa": 3, "none": 1}
+AT_WORK_OTHERS, AT_WORK_COMPRESSORS, AT_WORK_PEERS = 4, 6, 1
+Job = tuple[Sequence[str], Sequence[str]]  # strategies and peers of one job
+
+
+def rank_bytes(floats: int, job: Job) -> int:
+    """Memory of a rank that measures a case: leaves and flat arrays where they are used, and what is at work."""
+    strategies, peers = job
+    kinds = [PEERS[name].op for name in peers]
+    kept = (bool(strategies) or "mean" in kinds) + ("sum" in kinds) + any(PEERS[name].receives for name in peers)
+    busiest = max([*map(at_work, strategies), *(AT_WORK_PEERS for _ in peers)], default=0)
+    return BASE_BYTES + TORCH_BYTES * ("torch" in peers) + (kept + busiest) * 4 * floats
+
+
+def at_work(strategy: str) -> int:
+    """Of a strategy's spelling."""
+    if is_compressor(strategy):
+        return AT_WORK_COMPRESSORS
+    return AT_WORK_OTHERS if is_auto(strategy) else AT_WORK.get(parse(strategy).name.partition(":")[0], AT_WORK_OTHERS)
+
+
+def need_bytes(case: Case, jobs: Sequence[Job], ranks: int) -> int:
+    """Of so many ranks of each job; MPI's allreduce takes two more arrays for all of them together."""
+    each = sum(rank_bytes(case.floats, job) for job in jobs)
+    return ranks * each + sum(2 * 4 * case.floats for _, peers in jobs if peers)
+
+
+def fitting(case: Case, jobs: Sequence[Job], wanted: int) -> int:
+    """The ranks of each job, up to those wanted, for which this machine has memory."""
+    free = free_bytes()
+    return next((ranks for ranks in range(wanted, 0, -1) if need_bytes(case, jobs, ranks) <= free), 0)
+
+
+def left_out(case: Case, jobs: Sequence[Job], ranks: int) -> str:
+    """A line on a case that memory does not hold for so many ranks of each job."""
+    many = f"{len(jobs)} x {ranks}" if len(jobs) > 1 else f"{ranks}"
+    need_gb = need_bytes(case, jobs, ranks) / 1e9
+    return f"{case.name}: left out: {many} ranks need {need_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"

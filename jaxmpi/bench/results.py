@@ -1,0 +1,231 @@
+"""From seconds to figures: bandwidths, the bound, ratios to peers; as JSON values, a table and a plot.
+
+A case is a vector or a tree of K bytes on each of N ranks. algorithm bandwidth = K / t; bus bandwidth =
+2 (N-1)/N K / t: what a link carries each way when every rank sends no more than it must.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from jaxmpi.bench.baselines import PEERS
+from jaxmpi.bench.contenders import COPY, COPY_BYTES, LINK, LINK_BYTES
+from jaxmpi.observe import plots
+
+AS_IT_COMES, TUNED = "as it comes", "tuned"
+FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
+TIME = plots.Quantity("median time of one exchange", "s")
+Json = dict[str, Any]
+
+
+def of_cases(runs: Sequence[Json], rate_mbit: float | None = None) -> list[Json]:
+    """One entry a case of what jobs have measured; those of one case under two allocators become one."""
+    cases: dict[tuple[str, int], list[Json]] = {}
+    for run in runs:
+        cases.setdefault((run["case"], run["ranks"]), []).append(run)
+    return [of_case(jobs, rate_mbit) for jobs in cases.values()]
+
+
+def of_case(jobs: Sequence[Json], rate_mbit: float | None) -> Json:
+    """The figures of one case; the first job has the strategies."""
+    first = jobs[0]
+    ranks, size_bytes = first["ranks"], 4 * first["floats"]
+    facts = {k: first[k] for k in ("case", "is_tree", "floats", "leaves", "ranks", "hosts")}
+    facts |= {"bytes": size_bytes, "least_sent_bytes": least_sent(size_bytes, ranks)}
+    speed = bytes_per_s(first, rate_mbit)
+    facts |= {"bound_s": bound_s(first, speed), "bound_bytes_per_s": speed}
+    rows = [
+        {"by": name, "is_peer": name in PEERS, "allocator": job["allocator"], "seconds": seconds, **job["sent"][name]}
+        | {"picked": job["picked"].get(name)}
+        for job in jobs
+        for name, seconds in job["seconds"].items()
+        if name not in (COPY.name, LINK.name)
+    ]
+    fastest = {job["allocator"]: fastest_peer(rows, job["allocator"]) for job in jobs}
+    return {**facts, "rows": [row | of_row(row, facts, fastest) for row in rows]}
+
+
+def least_sent(size_bytes: int, ranks: int) -> float:
+    """Bytes that each rank must send: 2 (N-1)/N K."""
+    return 2 * (ranks - 1) / ranks * size_bytes
+
+
+def bound_s(case: Json, bytes_per_s: float | None) -> float | None:
+    """The time that no exchange can beat, but one that stays in caches; None where nothing must travel.
+
+    Between H hosts each link carries 2 (H-1)/H K bytes each way. Inside one host a rank reads its slice of all, and
+    all sums, and writes the sums: 3 K bytes for each of N ranks.
+    """
+    if bytes_per_s is None or case["floats"] == 0:
+        return None
+    size_bytes, hosts = 4 * case["floats"], case["hosts"]
+    work = least_sent(size_bytes, hosts) if hosts > 1 else 3 * size_bytes * case["ranks"]
+    return work / bytes_per_s
+
+
+def bytes_per_s(job: Json, rate_mbit: float | None) -> float | None:
+    """Of a host's link each way, payload, as given or measured; inside one host all ranks' copies, read and written.
+
+    Measured is the median round: what disturbs the machine disturbs all that is timed.
+    """
+    if job["ranks"] == 1:
+        return None
+    if job["hosts"] == 1:
+        return 2 * COPY_BYTES * job["ranks"] / float(np.median(job["seconds"][COPY.name]))
+    if rate_mbit is not None:
+        return rate_mbit * 1e6 / 8 * FRAME_PAYLOAD
+    return LINK_BYTES / float(np.median(job["seconds"][LINK.name]))
+
+
+def fastest_peer(rows: Sequence[Json], allocator: str) -> Json | None:
+    """The peer of the least median under an allocator."""
+    peers = [row for row in rows if row["is_peer"] and row["allocator"] == allocator]
+    return min(peers, key=lambda row: np.median(row["seconds"]), default=None)
+
+
+def of_row(row: Json, facts: Json, fastest: dict[str, Json | None]) -> Json:
+    """Median and quartiles, bandwidths, share of the bound, and ratios within a round to the fastest peers."""
+    middle, low, high = np.percentile(row["seconds"], (50, 25, 75)).tolist()
+    ratios = {
+        allocator: {"peer": peer["by"], "ratio": ratio_to(row["seconds"], peer["seconds"])}
+        for allocator, peer in fastest.items()
+        if peer is not None
+    }
+    return {
+        "median_s": middle,
+        "quartiles_s": [low, high],
+        "algorithm_bytes_per_s": facts["bytes"] / middle,
+        "bus_bytes_per_s": facts["least_sent_bytes"] / middle,
+        "of_bound": facts["bound_s"] / middle if facts["bound_s"] else None,
+        "to_fastest_peer": ratios,
+    }
+
+
+def ratio_to(seconds: Sequence[float], peer: Sequence[float]) -> list[float]:
+    """Median and quartiles of the ratio within a round; of two jobs ended early one may have a round less."""
+    rounds = min(len(seconds), len(peer))
+    return np.percentile(np.divide(seconds[:rounds], peer[:rounds]), (50, 25, 75)).tolist()
+
+
+# ---------------------------------------------------------------- for people
+
+
+def table(cases: Sequence[Json]) -> Table:
+    """A section a case, a row a contender."""
+    allocators = list(dict.fromkeys(row["allocator"] for case in cases for row in case["rows"]))
+    several_hosts = any(case["hosts"] > 1 for case in cases)
+    out = Table("case, a rank", "by")
+    numbers = ["ms (quartiles)", "alg GB/s", "bus GB/s", "of bound", *(["sent MB"] * several_hosts)]
+    for heading in [*numbers, *(f"/ fastest peer, {allocator}" for allocator in allocators)]:
+        out.add_column(heading, justify="right")
+    for case in cases:
+        for left, row in zip(with_blanks(describe(case), len(case["rows"])), case["rows"], strict=True):
+            out.add_row(left, label(row), *cells(row, several_hosts, allocators))
+        out.add_section()
+    return out
+
+
+def describe(case: Json) -> list[str]:
+    """Lines that say what was exchanged by how many."""
+    ranks, hosts = case["ranks"], case["hosts"]
+    size = f"{case['floats']:,} floats, {megabytes(case['bytes'])} MB"
+    where = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    return [*([f"{case['case']}, {case['leaves']} leaves"] if case["is_tree"] else []), size, where]
+
+
+def with_blanks(lines: list[str], rows: int) -> list[str]:
+    """Lines spread over rows, all that are left over in the last."""
+    head = lines[: rows - 1] if rows < len(lines) else lines
+    rest = "\n".join(lines[len(head) :])
+    return [*head, *([rest] if rest else []), *[""] * (rows - len(lines))]
+
+
+def label(row: Json) -> str:
+    """A row's name, with what it picked, and with the allocator where it is not the usual one."""
+    name = f"{row['by']}, {row['picked']['strategy']}" if row["picked"] else row["by"]
+    return name if row["allocator"] == TUNED else f"{name}, {row['allocator']}"
+
+
+def cells(row: Json, several_hosts: bool, allocators: Sequence[str]) -> list[str]:
+    """A row's numbers."""
+    low, high = row["quartiles_s"]
+    sent = row["sent_bytes"]
+    ratios = [row["to_fastest_peer"].get(allocator) for allocator in allocators]
+    return [
+        f"{1e3 * row['median_s']:.4g} ({1e3 * low:.4g}-{1e3 * high:.4g})",
+        f"{row['algorithm_bytes_per_s'] / 1e9:.3g}",
+        f"{row['bus_bytes_per_s'] / 1e9:.3g}",
+        "" if row["of_bound"] is None else f"{100 * row['of_bound']:.3g} %",
+        *(["" if sent is None else megabytes(sent)] if several_hosts else []),
+        *("" if ratio is None else "{:.2f} ({:.2f}-{:.2f})".format(*ratio["ratio"]) for ratio in ratios),
+    ]
+
+
+def megabytes(number: float) -> str:
+    """Bytes in MB, 10^6, four digits."""
+    return f"{number / 1e6:.4g}"
+
+
+def bound_lines(cases: Sequence[Json]) -> list[str]:
+    """What the bound rests on, a line for every number of ranks."""
+    groups: dict[str, list[Json]] = {}
+    for case in cases:
+        if case["bound_bytes_per_s"]:
+            groups.setdefault(describe(case)[-1], []).append(case)
+    lines = []
+    for where, group in groups.items():
+        speeds = [case["bound_bytes_per_s"] for case in group]
+        if group[0]["hosts"] > 1:
+            rest = f"2 (H-1)/H K a host over a link of {8e-6 * max(speeds):.1f} Mbit/s payload"
+        else:
+            rest = (
+                f"3 K a rank through memory, read and written at {min(speeds) / 1e9:.1f}-{max(speeds) / 1e9:.1f} GB/s"
+            )
+        lines.append(f"bound, {where}: {rest}")
+    return lines
+
+
+def draw(cases: Sequence[Json], path: Path) -> None:
+    """Time against bytes for vectors, a panel for every number of ranks; bars for every tree; the bound in each.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    vectors = [case for case in cases if not case["is_tree"] and case["bytes"]]
+    groups = sorted({(case["ranks"], case["hosts"]) for case in vectors})
+    panels: list[plots.Panel] = [
+        lines_panel([case for case in vectors if (case["ranks"], case["hosts"]) == group]) for group in groups
+    ]
+    plots.save([*panels, *(bars_panel(case) for case in cases if case["is_tree"])], path)
+
+
+def lines_panel(cases: Sequence[Json]) -> plots.Lines:
+    """A line a contender over vectors of growing size."""
+    cases = sorted(cases, key=lambda case: case["bytes"])
+    series: dict[str, list[tuple[float, float]]] = {}
+    for case in cases:
+        for row in case["rows"]:
+            series.setdefault(label(row), []).append((case["bytes"], row["median_s"]))
+    bound = [(case["bytes"], case["bound_s"]) for case in cases if case["bound_s"]]
+    where = describe(cases[0])[-1]
+    return plots.Lines(
+        f"One exchange of a vector, {where}", plots.Quantity("vector of a rank", "B"), TIME, series, bound
+    )
+
+
+def bars_panel(case: Json) -> plots.Bars:
+    """A bar a contender for one tree."""
+    bars = [(label(row), row["median_s"], *row["quartiles_s"]) for row in case["rows"]]
+    return plots.Bars("One exchange of " + "; ".join(describe(case)), TIME, bars, case["bound_s"])
+
+
+def middle(values: np.ndarray) -> tuple[float, float, float]:
+    """The median, and between what it lies with 95 %: order statistics of a binomial count."""
+    ordered, n = np.sort(values), len(values)
+    away = 0.98 * math.sqrt(n)
+    low, high = max(0, math.floor(n / 2 - away)), min(n - 1, math.ceil(n / 2 + away))
+    return float(np.median(values)), float(ordered[low]), float(ordered[high])

@@ -1,0 +1,511 @@
+"""Checkpoints: everything a worker needs to go on bit-exactly, written aside and renamed when whole.
+
+    RUN/checkpoints/step_00000125/
+        manifest.json       step, workers, and for each file its leaves: path, shape, dtype, offset, crc32; a crc32
+        common.bin          what is equal on all workers
+        worker_00003.bin    what is worker 3's own
+
+No pickle: leaves are raw bytes, read only where the manifest and the running model agree on paths, shapes and dtypes.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import zlib
+from collections.abc import Callable, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.comm.control import Processes
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.runtime import fault_injection
+
+T = TypeVar("T")
+FORMAT = 2
+MANIFEST_BYTES = 1 << 28  # more is no manifest of ours: a leaf takes some hundred bytes
+_NAME = re.compile(r"step_(\d{8,18})")
+Files = dict[str, PyTree]  # name of a file: what is in it
+
+
+class Damaged(UsageError):
+    """A checkpoint that is not what was written: the one before may do."""
+
+
+class Saved(NamedTuple):
+    """A restored checkpoint."""
+
+    states: dict[int, TrainState]  # by worker
+    step: int
+    extra: dict[str, Any]
+    workers: int  # that wrote it
+    step_there: int | None = None  # its own number in the run that wrote it, if another run continues that
+
+
+class Kept(NamedTuple):
+    """How many checkpoints stay."""
+
+    newest: int
+    best: int = 0  # of lowest score, beside the newest
+
+
+# ---------------------------------------------------------------- out
+
+
+def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bool = True) -> Files:
+    """The files that this process writes, and what belongs into each.
+
+    Args:
+        states: this process's workers.
+        replicated: whether the rule's state is equal on all workers; then it is written once.
+        same_params: whether params are.
+    """
+    files = {}
+    for worker, state in states.items():
+        common, own = halves(state, replicated, same_params)
+        files |= {"common.bin": common} if worker == 0 else {}
+        files[own_file(worker)] = own
+    return files
+
+
+def own_file(worker: int) -> str:
+    """The name of a worker's own file."""
+    return f"worker_{worker:05d}.bin"
+
+
+def save(
+    folder: Path,
+    files: Files,
+    processes: Processes,
+    *,
+    step: int,
+    workers: int,
+    extra: Mapping[str, Any],
+    keep: Kept,
+    score: float | None = None,
+) -> Path:
+    """Write a checkpoint of all workers and drop those beyond `keep`. All ranks call it.
+
+    Args:
+        folder: RUN/checkpoints, the same for all ranks.
+        files: this process's, of `files_of`.
+        extra: JSON values kept beside.
+        score: by which the best are kept: the lowest; None where this step was not evaluated.
+
+    Communicates: a gather of the files' indices, then a barrier.
+    """
+    final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
+    if processes.rank == 0:
+        make_aside(aside)
+    processes.barrier()
+    index = {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}
+    every = {name: rows for text in processes.gather(json.dumps(index)) for name, rows in json.loads(text).items()}
+    if processes.rank == 0:
+        commit(folder, step, {"workers": workers, "score": score, "files": every, "extra": dict(extra)}, keep)
+    processes.barrier()
+    fault_injection.reach("saved", step, final)
+    return final
+
+
+def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Kept) -> None:
+    """Make what lies in step_N.tmp a checkpoint, and drop those beyond `keep`."""
+    final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
+    write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
+    sync_folder(aside)
+    put_in_place(aside, final)
+    prune(folder, step, keep)
+
+
+def make_aside(aside: Path) -> None:
+    """Make the folder in which a checkpoint is written, but not the run directory: if that is gone it stays gone."""
+    aside.parent.mkdir(exist_ok=True)
+    drop_cut_off(aside.parent)
+    aside.mkdir()
+
+
+def drop_cut_off(folder: Path) -> None:
+    """Remove what was being written when a run ended; of a link, the link."""
+    for cut_off in folder.glob("step_*.tmp"):
+        if cut_off.is_dir() and not cut_off.is_symlink():
+            shutil.rmtree(cut_off)
+        else:
+            cut_off.unlink()
+
+
+def put_in_place(aside: Path, final: Path) -> None:
+    """Rename what is whole; an older one of the same step goes only then."""
+    before = final.with_name(f"{final.name}.old.tmp")
+    if final.exists():
+        final.rename(before)
+    aside.rename(final)
+    sync_folder(final.parent)
+    if before.exists():
+        shutil.rmtree(before)
+
+
+def prune(folder: Path, step: int, keep: Kept) -> None:
+    """Drop checkpoints up to `step` that are neither among the newest nor among the best."""
+    upto = [path for path in found(folder) if step_of(path) <= step]
+    scores = {path: score for path in upto if (score := score_of(path)) is not None}
+    best = sorted(scores, key=lambda path: (scores[path], step_of(path)))[: keep.best]
+    for path in upto[: -keep.newest]:
+        if path not in best:
+            shutil.rmtree(path)
+
+
+def score_of(path: Path) -> float | None:
+    """The score of a checkpoint; None where it has none that can be read, or that is no number to compare."""
+    try:
+        score = read_manifest(path).get("score")
+    except (UsageError, OSError):  # damaged: it is kept as one of the newest or goes, and resuming names it
+        return None
+    return score if isinstance(score, float) and math.isfinite(score) else None
+
+
+def sealed(manifest: dict[str, Any]) -> str:
+    """The manifest as JSON, with its own checksum as the last field."""
+    return json.dumps({**manifest, "crc32": checksum(manifest)})
+
+
+def checksum(manifest: dict[str, Any]) -> int:
+    """CRC-32 of a manifest's fields but this one."""
+    return zlib.crc32(json.dumps({k: v for k, v in manifest.items() if k != "crc32"}).encode())
+
+
+def halves(state: TrainState, replicated: bool, same_params: bool = True) -> tuple[PyTree, PyTree]:
+    """(what is equal on all workers, what is this worker's own), as dicts of the state's fields."""
+    fields = state._asdict()
+    equal = ("step", *(("params",) if same_params else ()), *(("rule_state",) if replicated else ()))
+    return {k: fields[k] for k in equal}, {k: v for k, v in fields.items() if k not in equal}
+
+
+def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
+    """Leaves one after another, and their index."""
+    index, offset = [], 0
+    with path.open("wb") as file:
+        for name, leaf in named_leaves(tree):
+            array = np.asarray(leaf, order="C")  # ascontiguousarray would make f32[] an f32[1]
+            fault_injection.reach("save", step)
+            raw = array.reshape(-1).view(np.uint8).data
+            file.write(raw)
+            index.append(
+                {
+                    "path": name,
+                    "shape": list(array.shape),
+                    "dtype": str(array.dtype),
+                    "offset": offset,
+                    "crc32": zlib.crc32(raw),
+                }
+            )
+            offset += raw.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return index
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write and make sure that it is on disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make sure that names in the folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def found(folder: Path) -> list[Path]:
+    """Checkpoints with a manifest, oldest first; what a link leads to is none of this folder's."""
+    return [path for path in candidates(folder) if (path / "manifest.json").is_file()]
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Folders with a checkpoint's name, oldest first.
+
+    A checkpoint gets its name when it is whole, so one without a manifest is damaged.
+    """
+    if not folder.is_dir():
+        return []
+    return sorted(
+        (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=step_of
+    )
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    return int(path.name.removeprefix("step_"))
+
+
+# ---------------------------------------------------------------- in
+
+
+def newest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of the newest checkpoint that has a whole one; None where there is none."""
+    for path in reversed(found(folder)):
+        try:
+            return read_manifest(path)
+        except Damaged:  # told of where it is restored
+            continue
+    return None
+
+
+def restore(
+    folder: Path,
+    like: Mapping[int, TrainState],
+    processes: Processes,
+    *,
+    workers: int,
+    replicated: bool,
+    same_params: bool = True,
+    say: Callable[[str], None] = print,
+) -> Saved | None:
+    """The newest checkpoint that is whole on all ranks, for this process's workers; None where there is none.
+
+    Args:
+        like: states of the same structure, shapes and dtypes, as the run starts with.
+        say: is told of damaged ones that are passed over.
+
+    Communicates, raises: see `first_whole`.
+    """
+
+    def read(path: Path) -> Saved:
+        manifest = read_manifest(path)
+        one = worker_of if manifest["workers"] == workers else mean_worker_of
+        halved = {worker: halves(state, replicated, same_params) for worker, state in like.items()}
+        states = {worker: one(path, manifest, worker, like[worker], *parts) for worker, parts in halved.items()}
+        return Saved(states, manifest["step"], manifest["extra"], manifest["workers"])
+
+    return first_whole(folder, processes, read, say)
+
+
+def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], say: Callable[[str], None]) -> T | None:
+    """What `read` gives of the newest checkpoint that is whole on all ranks; None where there is none.
+
+    Args:
+        say: is told of damaged ones that are passed over.
+
+    Communicates: two gathers of short texts for each checkpoint that is tried.
+
+    Raises:
+        UsageError: it is of another model or optimizer (path, got, expected), or all are damaged (leaf); on all ranks.
+    """
+    names = json.loads(processes.gather(json.dumps([path.name for path in candidates(folder)]))[0])
+    damage: list[str] = []
+    for name in reversed(names):
+        saved, problem = attempt(folder / name, read)
+        texts = enumerate(processes.gather(json.dumps(problem)))
+        problems = [(rank, *row) for rank, text in texts if (row := json.loads(text))]
+        if not problems:
+            return saved
+        others = [text for _, is_damage, text in problems if not is_damage]
+        check(not others, others[0] if others else "")
+        rank, _, text = problems[0]
+        damage.append(f"{text} (read by rank {rank})")
+        say(f"passed over: {damage[-1]}")
+    check(not damage, f"no checkpoint in {folder} is whole:\n  " + "\n  ".join([*damage, AGAIN]))
+    return None
+
+
+AGAIN = "bring them back, or begin again at step 0 with --from-start in place of --resume, which keeps what is there"
+
+
+def attempt(path: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[bool, str] | None]:
+    """A checkpoint, or (whether it is damaged, what is wrong with it)."""
+    try:
+        return read(path), None
+    except OSError as error:
+        return None, (True, f"{path}: cannot be read: {error}")
+    except UsageError as error:
+        return None, (isinstance(error, Damaged), str(error))
+
+
+def undamaged(holds: bool, message: str) -> None:
+    """Raise `Damaged(message)` unless `holds`."""
+    if not holds:
+        raise Damaged(message)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A file to read that is neither a link nor a device.
+
+    Raises:
+        Damaged: it is, or there is none.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise Damaged(f"{path}: no such file, though a checkpoint has one, or no regular one: {error}") from error
+    file = os.fdopen(handle, "rb")
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise Damaged(f"{path}: got something other than a regular file")
+    return file
+
+
+_FIELDS = {"step": int, "workers": int, "files": dict, "extra": dict}
+COUNT = 1 << 53  # more of anything is no count of ours
+_EXTRA: dict[str, Callable[[Any], bool]] = {  # what a run goes on with, where it is there
+    "elapsed_s": lambda got: is_count(got) or (type(got) is float and 0 <= got < COUNT),
+    "skipped": lambda got: is_count(got),
+    "experiment": lambda got: isinstance(got, dict),
+    "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
+}
+_ROW = {"path": str, "shape": list, "dtype": str, "offset": int, "crc32": int}
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest, with everything in it of the kind that `save` writes.
+
+    Raises:
+        Damaged: it is not what was written.
+        UsageError: another format.
+    """
+    file = path / "manifest.json"
+    with open_regular(file) as opened:
+        text = opened.read(MANIFEST_BYTES + 1)
+    undamaged(len(text) <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
+    try:
+        manifest = json.loads(text)
+        undamaged(isinstance(manifest, dict), f"{file}: damaged, got {type(manifest).__name__}; expected an object")
+        is_sealed = manifest.get("crc32") == checksum(manifest)
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, Damaged) else Damaged(f"{file}: damaged, it is no JSON ({error})") from error
+    got = manifest.get("format")
+    undamaged(is_sealed or "crc32" not in manifest, f"{file}: damaged, its checksum does not match")
+    check(type(got) is int and got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT}")
+    undamaged(is_sealed, f"{file}: damaged, it has no checksum")
+    check_fields(file, manifest)
+    return manifest
+
+
+def check_fields(file: Path, manifest: dict[str, Any]) -> None:
+    """Raise `Damaged` where a field of a manifest is not of its kind."""
+    for name, kind in _FIELDS.items():
+        got = manifest.get(name)
+        undamaged(type(got) is kind, f"{file}: {name}: got {got!r:.80}; expected {kind}")
+    step, workers = step_of(file.parent), manifest["workers"]
+    undamaged(manifest["step"] == step, f"{file}: step: got {manifest['step']!r:.80}; expected {step}")
+    for name, index in manifest["files"].items():
+        rows = index if isinstance(index, list) else [index]
+        undamaged(all(map(is_row, rows)), f"{file}: {name:.80}: damaged, not an index of leaves")
+    undamaged(
+        0 < workers <= len(manifest["files"]), f"{file}: workers: got {workers!r:.80}; expected one file for each"
+    )
+    names = {"common.bin", *map(own_file, range(workers))}  # they become paths
+    undamaged(
+        manifest["files"].keys() == names,
+        f"{file}: files: got {[*manifest['files']]!r:.80}; expected common.bin and one for each worker",
+    )
+    for name, holds in _EXTRA.items():
+        got = manifest["extra"].get(name)
+        undamaged(name not in manifest["extra"] or holds(got), f"{file}: extra: {name}: got {got!r:.80}: damaged")
+
+
+def is_count(got: Any) -> bool:
+    """Whether this can be a count."""
+    return type(got) is int and 0 <= got < COUNT
+
+
+def is_row(row: Any) -> bool:
+    """Whether this can be a leaf's line in the index."""
+    typed = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in _ROW.items())
+    return typed and row["offset"] >= 0 and all(type(n) is int for n in row["shape"])
+
+
+def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree) -> TrainState:
+    """One worker's state out of common.bin and its own file, which hold what `halves` says."""
+    fields = read_file(path, manifest, "common.bin", common) | read_file(path, manifest, own_file(worker), own)
+    return TrainState(**fields)
+
+
+def mean_worker_of(
+    path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree
+) -> TrainState:
+    """The state of a worker among another number of them: the mean of what all had of their own.
+
+    So batch statistics, moments and what error feedback owes keep their means over workers. Leaves that are no floats
+    are those of worker 0; the random stream is this worker's.
+    """
+    fields = read_file(path, manifest, "common.bin", common)
+    count = manifest["workers"]
+    first = read_file(path, manifest, own_file(0), own)
+    total = jax.tree.map(lambda x: x.astype(np.float64) if is_float(x) else x, first)
+    for other in range(1, count):
+        more = read_file(path, manifest, own_file(other), own)
+        total = jax.tree.map(lambda x, y: x + y if is_float(y) else x, total, more)
+    mean = jax.tree.map(lambda x, y: (x / count).astype(y.dtype) if is_float(y) else x, total, first)
+    return TrainState(**fields | mean | {"key": like.key})
+
+
+def is_float(leaf: np.ndarray) -> bool:
+    """Whether a leaf holds floating-point numbers, of ml_dtypes too."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def read_file(path: Path, manifest: dict, name: str, like: PyTree) -> PyTree:
+    """What a checkpoint has in one of its files, in the structure of `like`."""
+    index = manifest["files"].get(name)
+    undamaged(index is not None, f"{path}: no {name} in the manifest")
+    return read_leaves(path / name, index, like)
+
+
+def read_leaves(path: Path, index: list[dict[str, Any]], like: PyTree) -> PyTree:
+    """Leaves in the structure of `like`; sizes are checked before anything is read."""
+    rows = {row["path"]: row for row in index}
+    expected = named_leaves(like)
+    unknown = sorted(set(rows) - {name for name, _ in expected})
+    check(not unknown, f"{path}: got leaves that this model does not have: {', '.join(unknown[:5])}")
+    with open_regular(path) as file:
+        leaves = [read_leaf(path, file, name, rows.get(name), leaf) for name, leaf in expected]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def described(path: Path, file: BufferedReader, row: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """Shape and type of a leaf by its line in the index, for those who have no model to compare with.
+
+    Raises:
+        Damaged: a type that is no number's, or more than the file holds.
+    """
+    try:
+        dtype = np.dtype(jnp.dtype(row["dtype"]))
+    except (TypeError, ValueError):  # no type has this name
+        dtype = np.dtype(object)
+    shape = row["shape"]
+    size = math.prod(shape) * dtype.itemsize
+    known = (dtype.kind in "biufc" or jnp.issubdtype(dtype, jnp.number)) and str(dtype) == row["dtype"]
+    # What is empty may be large in other directions, beyond what NumPy takes.
+    known = known and len(shape) <= 32 and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < COUNT
+    undamaged(known and size <= os.fstat(file.fileno()).st_size, f"{path}: {row['path']:.80}: damaged, no such leaf")
+    return jax.ShapeDtypeStruct(tuple(row["shape"]), dtype)
+
+
+def read_leaf(path: Path, file: BufferedReader, name: str, row: dict[str, Any] | None, like: Any) -> np.ndarray:
+    """One leaf, if it is what is expected and undamaged."""
+    expected = f"{np.dtype(like.dtype)}{list(like.shape)}"
+    got = f"{row['dtype']}{row['shape']}" if row else "nothing"
+    if row is None or got != expected:
+        raise UsageError(
+            f"{path}: {name}: got {got:.80}, expected {expected}: it was saved from another model or optimizer"
+        )
+    size = math.prod(like.shape) * np.dtype(like.dtype).itemsize
+    whole = row["offset"] + size <= os.fstat(file.fileno()).st_size
+    undamaged(whole, f"{path}: {name}: the file ends before the leaf does")
+    array = np.empty(like.shape, like.dtype)
+    raw = array.reshape(-1).view(np.uint8).data
+    file.seek(row["offset"])
+    undamaged(file.readinto(raw) == raw.nbytes, f"{path}: {name}: cannot be read in full")
+    undamaged(zlib.crc32(raw) == row["crc32"], f"{path}: {name}: damaged, its checksum does not match")
+    return array

@@ -1,0 +1,221 @@
+"""Checkpoints in the background: a step waits for the copy in memory, a thread writes it."""
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint.format import Files, Kept, is_float
+from jaxmpi.comm.control import Processes
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.files import HeldFolder
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.core.train_state import TrainState
+
+
+class Saver:
+    """Writes one checkpoint at a time. All ranks ask for the same ones in the same order."""
+
+    def __init__(
+        self,
+        home: HeldFolder,
+        processes: Processes,
+        *,
+        workers: int,
+        replicated: bool,
+        keep: Kept,
+        same_params: bool = True,
+    ) -> None:
+        """Ranks that may send from two threads get a communicator for it; others write in the foreground.
+
+        Args:
+            home: the run directory.
+            replicated: whether the rule's state is equal on all workers.
+            same_params: whether params are.
+        """
+        self.home, self._folder = home, home.path / "checkpoints"
+        self._workers, self._equal, self._keep = workers, (replicated, same_params), keep
+        self._processes = processes.apart() if processes.may_overlap else processes
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._saved: int | None = None  # step of a whole checkpoint that nobody has taken note of
+        self._is_whole = True  # what was saved last, on this rank
+
+    def save(self, states: Mapping[int, TrainState], extra: dict[str, Any], score: float | None) -> None:
+        """Copy what this process writes, and have it written; what went wrong is raised by a later call.
+
+        Args:
+            states: of this process's workers, in host memory that may change once this returns.
+            extra: JSON values kept beside.
+            score: by which the best are kept: the lowest.
+        """
+        self.wait()
+        step = int(next(iter(states.values())).step)
+        files = jax.tree.map(lambda x: np.array(x, order="C"), format.files_of(states, *self._equal))
+        write = threading.Thread(target=self._write, args=(files, step, extra, score), name=f"jaxmpi-save-{step}")
+        self._thread, self._is_whole = write, False
+        write.start()
+        if not self._processes.may_overlap:
+            self.wait()
+
+    def _write(self, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
+        try:
+            with written(step, self.home):
+                self._save(self._folder, files, step, extra, score)
+            self._is_whole, self._saved = True, step
+        except BaseException as error:
+            self._error = error
+
+    def _save(self, folder: Path, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
+        refuse_not_finite(files, step, self._folder)
+        facts = {"workers": self._workers, "extra": extra, "keep": self._keep, "score": score}
+        format.save(folder, files, self._processes, step=step, **facts)
+
+    def fate(self) -> str:
+        """A sentence without its subject if the run directory is no longer this run's on any rank; empty if it is.
+
+        Communicates: a gather of short texts; all ranks call it, and return the same.
+        """
+        self.wait()
+        return next(filter(None, self._processes.gather(self.home.fate())), "")
+
+    def save_elsewhere(
+        self, states: Mapping[int, TrainState], extra: dict[str, Any], copy: Callable[[Path], None]
+    ) -> Path:
+        """Save at once in the run directory's `refuge`, and return that.
+
+        Args:
+            states: of this process's workers, in host memory.
+            copy: puts the record into a new directory.
+        """
+        place = str(refuge(self.home, copy)) if self._processes.rank == 0 else ""
+        place = Path(self._processes.gather(place)[0])
+        step = int(next(iter(states.values())).step)
+        with written(step, self.home):
+            self._save(place / "checkpoints", format.files_of(states, *self._equal), step, extra, None)
+        return place
+
+    def last_good(self) -> str:
+        """The newest checkpoint, for errors."""
+        return last_good(self._folder)
+
+    def poll(self) -> None:
+        """Raise what went wrong since the last call.
+
+        Raises:
+            TrainingError: a checkpoint cannot be written, or its state is not finite; those before it stay.
+        """
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def taken(self) -> int | None:
+        """The step of the checkpoint that has become whole since the last call; None if none has."""
+        step, self._saved = self._saved, None
+        return step
+
+    def abandon(self) -> bool:
+        """Drop what is being written, once its messages have failed; whether there was something that is not whole."""
+        if self._thread:
+            self._thread.join()
+        is_half, self._thread, self._error, self._is_whole = not self._is_whole, None, None, True
+        return is_half
+
+    def wait(self) -> None:
+        """`poll`, once what is being written is on disk."""
+        while self._thread and self._thread.is_alive():
+            self._thread.join(0.5)  # so that signals are heard
+        self._thread = None
+        self.poll()
+
+
+@contextlib.contextmanager
+def written(step: int, home: HeldFolder) -> Iterator[None]:
+    """Have an error of the file system say which checkpoint is not written, and which is there.
+
+    Raises:
+        TrainingError: in the place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        fate = f" (run directory {str(home.path)!r} {home.fate()})" if home.fate() else ""
+        kept = last_good(home.path / "checkpoints")
+        raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}{fate}; {kept}") from error
+
+
+def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
+    """The directory for the last checkpoint of a run that has lost its own: where that is now, or a new one beside it.
+
+    Args:
+        copy: puts the record into a new directory.
+
+    Raises:
+        TrainingError: none can be made.
+    """
+    if place := home.place():
+        return place
+    try:
+        for number in itertools.count(1):
+            place = home.path.with_name(f"{home.path.name}-saved-{number}")
+            with contextlib.suppress(FileExistsError):
+                place.mkdir(parents=True)
+                copy(place)
+                return place
+    except OSError as error:
+        text = f"run directory {str(home.path)!r} {home.fate()}, and there is no place for another: {error}"
+        raise TrainingError(f"{text}; the run is not saved") from error
+    raise AssertionError  # numbers do not end
+
+
+def refuse_not_finite(files: Files, step: int, folder: Path) -> None:
+    """Keep from disk what no run could go on from.
+
+    Raises:
+        TrainingError: the first leaf that is NaN or infinite.
+    """
+    for file, tree in files.items():
+        for path, leaf in named_leaves(tree):
+            if is_float(leaf) and not np.isfinite(leaf).all():
+                raise TrainingError(
+                    f"{path} of {file} is not finite after step {step}: not saved, earlier checkpoints stay; "
+                    f"{last_good(folder)}"
+                )
+
+
+def last_good(folder: Path) -> str:
+    """The newest checkpoint, for errors."""
+    kept = format.found(folder)
+    return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
+
+
+def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int, same_params: bool = True) -> int:
+    """Bytes of a checkpoint of all workers."""
+    common, own = format.halves(next(iter(states.values())), replicated, same_params)
+    size = lambda tree: sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
+    return size(common) + workers * size(own)
+
+
+def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
+    """Refuse to start where two checkpoints have no room: the last good one and the next.
+
+    Raises:
+        UsageError: bytes needed and free.
+    """
+    if free_bytes < 2 * needed_bytes:
+        raise UsageError(
+            f"{folder}: {free_bytes / 1e6:.0f} MB are free, two checkpoints take {2 * needed_bytes / 1e6:.0f} MB: "
+            "the last good one stays until the next is whole; make room, or name another --run-dir"
+        )
+
+
+def warn(text: str) -> None:
+    """A line on standard error."""
+    print(f"jaxmpi: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,242 @@
+"""Params and model state to and from Orbax, which Flax brings along: for other programs, never for resuming a run.
+
+    jaxmpi export RUN_DIR FOLDER [--step K]                      a checkpoint's model as an Orbax folder
+    python -m jaxmpi.train EXPERIMENT.py --params FOLDER         begin a run with the model of one
+
+A folder holds `{"params": ..., "model_state": ...}`, nested dicts of arrays: all that a trained model needs to give the
+logits of the run's evaluation, in the library that it was written in (docs/models.md). `--params` also takes a folder
+of bare params, as other programs write them.
+
+Orbax keeps no checksums and lets shapes of NumPy leaves differ, so a checkpoint of a run is read and checked by
+checkpoint.py, and every leaf that comes in is checked here.
+"""
+
+import argparse
+import math
+import os
+import shutil
+import stat
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint.format import Damaged, read_manifest
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, named_leaves
+
+SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
+CENTERS = ("center", "rule_state/center")  # of asynchronous rules, of easgd_sync
+
+
+def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
+    """Write the model of a checkpoint as an Orbax folder; return its step.
+
+    The folder appears under its name only when it is whole; if it cannot be written nothing is left of it.
+
+    Raises:
+        UsageError: there is no such checkpoint, it is damaged, or the folder exists or cannot be written.
+    """
+    kept = {format.step_of(path): path for path in format.found(run_dir / "checkpoints")}
+    check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
+    step = max(kept) if step is None else step
+    check(step in kept, f"--step: got {step}; there are {', '.join(map(str, kept))}")
+    tree = nested(model_of(kept[step]))
+    try:
+        check(not os.path.lexists(folder), f"{folder} exists; name a new folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write(tree, folder)
+    except UsageError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise of all kinds
+        text = str(error) if isinstance(error, OSError) else f"{error!s:.400}".splitlines()[0]
+        raise UsageError(
+            f"{folder}: cannot be written: {text}; nothing of it is left: name another folder, or make room"
+        ) from error
+    return step
+
+
+def write(tree: PyTree, folder: Path) -> None:
+    """Write a tree beside the folder, then rename it."""
+    import orbax.checkpoint as ocp  # seconds to import
+
+    aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
+    try:
+        # Not StandardCheckpointer: it writes in a thread, and waits for ever for a folder which that cannot make.
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
+            writer.save(aside.absolute() / "model", args=ocp.args.StandardSave(tree))  # pyright: ignore[reportCallIssue]
+        (aside / "model").rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def model_of(path: Path) -> dict[str, np.ndarray]:
+    """Params and model state of a checkpoint by path, as the run evaluates them; their sizes are bounded by the file's.
+
+    Params are the center, if the rule has one, else the workers' mean. Of the model state, floating-point leaves are
+    the workers' mean and others worker 0's. Under asynchronous rules worker 0 evaluates, so all of it is worker 0's.
+
+    Raises:
+        UsageError: it is damaged, or a leaf's type is not known.
+    """
+    files = read_manifest(path)["files"]
+    centers = ((where, name) for where in CENTERS for name in files if rows_below(files[name], where))
+    where, name = next(centers, ("params", ""))
+    params = leaves_of(path, name, files[name], where) if name else mean_of(path, files, "params")
+    first = {name: files[name] for name in sorted(files) if rows_below(files[name], "model_state")}
+    if where == "center":
+        first = dict([*first.items()][:1])
+    state = mean_of(path, first, "model_state")
+    return {f"params{rest}": leaf for rest, leaf in params.items()} | {
+        f"model_state{rest}": leaf for rest, leaf in state.items()
+    }
+
+
+def rows_below(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Those lines of an index whose leaves are in this field of the state."""
+    return [row for row in rows if row["path"] == where or row["path"].startswith(where + SEPARATOR)]
+
+
+def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> dict[str, np.ndarray]:
+    """The mean over the files that have them of floating-point leaves below `where`; other leaves are the first's."""
+    each = [leaves_of(path, name, rows, where) for name, rows in files.items() if rows_below(rows, where)]
+    if len(each) < 2:
+        return each[0] if each else {}
+    mean = dict(each[0])
+    for name, leaf in mean.items():
+        if format.is_float(leaf):
+            total = sum((other[name] for other in each), np.zeros(leaf.shape))  # float64
+            mean[name] = (total / len(each)).astype(leaf.dtype)
+    return mean
+
+
+def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> dict[str, np.ndarray]:
+    """Leaves below `where` in one file of a checkpoint, by the rest of their paths; no larger than the file together.
+
+    Raises:
+        Damaged: leaves lie over each other, or have the same name; or one is damaged.
+    """
+    rows = rows_below(rows, where)
+    with format.open_regular(path / name) as file:
+        likes = {row["path"]: format.described(path / name, file, row) for row in rows}
+        size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
+        is_whole = len(likes) == len(rows) and size <= os.fstat(file.fileno()).st_size
+        format.undamaged(is_whole, f"{path / name}: damaged, leaves lie over each other")
+        read = partial(format.read_leaf, path / name, file)
+        leaves = {row["path"]: read(row["path"], row, likes[row["path"]]) for row in rows}
+    return {path.removeprefix(where): leaf for path, leaf in leaves.items()}
+
+
+def nested(leaves: dict[str, np.ndarray]) -> PyTree:
+    """Paths to nested dicts; a slash within a name stays, without its backslash."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = [part.replace("\0", SEPARATOR) for part in path.replace("\\/", "\0").split(SEPARATOR)]
+        place = tree
+        for name in parents:
+            place = place.setdefault(name, {})
+            check(isinstance(place, dict), f"{path}: both a leaf and a node of the tree")
+        place[last] = leaf
+    return tree
+
+
+class Loaded(NamedTuple):
+    """Params and model state that a run begins with."""
+
+    params: PyTree
+    model_state: PyTree
+    has_state: bool  # whether the folder held the model state, or it is the model's own
+
+
+def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
+    """Params and model state from an Orbax folder, in the structures of those given.
+
+    Args:
+        params: their leaves have the shapes and dtypes that the folder's must have.
+        model_state: likewise; what the run begins with if the folder holds bare params.
+
+    Raises:
+        UsageError: it cannot be read, or a leaf is absent, of another shape or type, or unknown: path, got, expected.
+    """
+    import orbax.checkpoint as ocp
+
+    check(folder.is_dir(), f"--params: no folder {str(folder)!r}; name one that `jaxmpi export` or Orbax has written")
+    refuse_ways_out(folder)
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            told = reader.metadata(folder.absolute())
+            sizes = getattr(told, "item_metadata", told)
+            has_state = not is_bare(sizes, params)
+            like = {"params": params, "model_state": model_state} if has_state else params
+            check_leaves(folder, sizes, like)
+            check_chunks(folder, sizes)
+            tree = reader.restore(folder.absolute())
+    except (UsageError, Damaged):
+        raise
+    except Exception as error:  # Orbax and TensorStore raise of all kinds
+        raise UsageError(f"--params: {folder}: cannot be read: {error!s:.400}") from error
+    check_leaves(folder, tree, like)
+    leaves = dict(named_leaves(tree))
+    got = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(leaves[name]) for name, _ in named_leaves(like)])
+    return Loaded(got["params"], got["model_state"], True) if has_state else Loaded(got, model_state, False)
+
+
+def is_bare(tree: PyTree, params: PyTree) -> bool:
+    """Whether a folder's tree holds params alone, as programs other than `jaxmpi export` write them."""
+    got, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
+    return got == bare or not {name.split(SEPARATOR)[0] for name in got} <= {"params", "model_state"}
+
+
+def refuse_ways_out(folder: Path) -> None:
+    """Raise `UsageError` unless all in a folder are files and folders: a link may lead anywhere, a pipe never ends."""
+    for path, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            mode = os.lstat(os.path.join(path, name)).st_mode
+            holds = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+            check(holds, f"--params: {path}/{name}: got something other than a regular file or a folder")
+
+
+def check_chunks(folder: Path, sizes: PyTree) -> None:
+    """Raise `UsageError` where a chunk, which is read whole, is larger than its leaf."""
+    for name, leaf in named_leaves(sizes):
+        storage = getattr(leaf, "storage", None)
+        for shape in (getattr(storage, "chunk_shape", None), getattr(storage, "write_shape", None)):
+            holds = shape is None or math.prod(shape) <= max(1, math.prod(leaf.shape))
+            text = f"chunks of {[*(shape or ())]}, expected {[*leaf.shape]} at most"
+            check(holds, f"--params: {folder}: {name}: {text}")
+
+
+def check_leaves(folder: Path, tree: PyTree, like: PyTree) -> None:
+    """Raise `UsageError` where leaves are not those of `like`: before they are read, then as read."""
+    got = {name: f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for name, leaf in named_leaves(tree)}
+    expected = {name: f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for name, leaf in named_leaves(like)}
+    lines = [
+        f"{name}: got {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}"
+        for name in dict.fromkeys([*expected, *got])
+        if got.get(name) != expected.get(name)
+    ]
+    check(not lines, f"--params: {folder} is not of this model:\n  " + "\n  ".join(lines[:12]))
+
+
+def main(argv: list[str]) -> None:
+    """`jaxmpi export RUN_DIR FOLDER [--step K]`."""
+    asked = parser().parse_args(argv)
+    step = export(asked.run_dir, asked.folder, asked.step)
+    print(f"{asked.folder}: params and model state at step {step}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of `jaxmpi export`."""
+    options = argparse.ArgumentParser(
+        prog="jaxmpi export",
+        description="Params and model state of a checkpoint as an Orbax folder, for --params of another run or for "
+        "the library that the model was written in (docs/models.md).",
+    )
+    options.add_argument("run_dir", type=Path, help="run directory")
+    options.add_argument("folder", type=Path, help="new folder to write")
+    options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
+    return options

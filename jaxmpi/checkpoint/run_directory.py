@@ -1,0 +1,467 @@
+"""A run and its directory: what makes it this run, what all ranks agree on, and what is kept beside the record."""
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import itertools
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxmpi.checkpoint.format import AGAIN, candidates, found, newest, step_of
+from jaxmpi.comm.control import Processes
+from jaxmpi.comm.topology import Workers, transport
+from jaxmpi.config import flags
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.files import NO_LOCKS, HeldFolder, refuse_ways_out
+from jaxmpi.core.json_tree import flatten_json
+from jaxmpi.runtime import provenance
+
+
+def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
+    """Refuse to start where ranks have different experiments or libraries."""
+    check(experiment.model is not None, "the experiment has no model")
+    facts = {
+        "experiment_file": digest,
+        "experiment": flags.resolved(experiment),
+        "versions": provenance.versions(),
+    }
+    processes.same("what this run is", facts)
+
+
+@contextlib.contextmanager
+def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> Iterator[HeldFolder]:
+    """The run directory that rank 0 chose, held by all ranks; no other job gets it meanwhile.
+
+    Raises:
+        UsageError: it holds a run already and the run is not to be resumed, or the reverse; another job is at it; or a
+            rank does not see it.
+    """
+    with contextlib.ExitStack() as held:
+        home = claim(experiment, name, held) if processes.rank == 0 else None
+        folder = Path(processes.gather(str(home.path) if home else "")[0])
+        if home is None:
+            home = seen(folder)
+            held.callback(home.close)
+        yield home
+
+
+def seen(folder: Path) -> HeldFolder:
+    """The run directory that another rank has chosen.
+
+    Raises:
+        UsageError: this host has none of that name.
+    """
+    try:
+        return HeldFolder(folder)
+    except OSError as error:
+        raise UsageError(
+            f"run directory {str(folder)!r} is not seen by this host ({error.strerror}); put it on a file system that "
+            "all hosts share"
+        ) from error
+
+
+@contextlib.contextmanager
+def usable() -> Iterator[None]:
+    """Have an error of the file system name the run directory and the way out.
+
+    Raises:
+        UsageError: in the place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
+
+
+@contextlib.contextmanager
+def still_usable() -> Iterator[None]:
+    """Have a run directory that fails while the run goes on end the run; nobody has misused anything.
+
+    Raises:
+        TrainingError: in the place of OSError and UsageError.
+    """
+    try:
+        yield
+    except (OSError, UsageError) as error:
+        raise TrainingError(f"the run directory cannot be used any more: {error}") from error
+
+
+def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> HeldFolder:
+    """Choose the run directory, make it and its record, and lock it."""
+    with usable():
+        folder = resumed(experiment, name) if experiment.resume else new(experiment, name)
+        refuse_ways_out(
+            folder,
+            f"run directory {str(folder)!r}",
+            "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
+        )
+        check_kinds(folder)
+        home = held.enter_context(locked(folder))
+        if experiment.resume:
+            refuse_lost(folder)
+        else:
+            if experiment.from_start:
+                set_aside(folder)
+            begin_record(folder)
+    return home
+
+
+# Names that a run writes to as files.
+FILES = ("record.jsonl", "record.tmp", "config.json", "config.tmp", "trace.json", "trace.tmp", "lock")
+
+
+def check_kinds(folder: Path) -> None:
+    """Refuse a run directory in which a folder has the name of a file that the run writes, or the reverse.
+
+    Raises:
+        UsageError: the name.
+    """
+    way_out = "remove it, or name another run directory with --run-dir"
+    for name in FILES:
+        check(
+            not (folder / name).is_dir(), f"{str(folder / name)!r}: got a folder; expected a file or nothing: {way_out}"
+        )
+    path = folder / "checkpoints"
+    check(path.is_dir() or not path.exists(), f"{str(path)!r}: got a file; expected a folder or nothing: {way_out}")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[HeldFolder]:
+    """Hold and lock a run directory; see `lock`."""
+    with contextlib.ExitStack() as held:
+        home = HeldFolder(folder)
+        held.callback(home.close)
+        lock(home, held)
+        yield home
+
+
+def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
+    """Keep other jobs away, also those of other hosts if the file system can; the lock goes with the process.
+
+    Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file says who
+    holds them.
+
+    Args:
+        home: the run directory.
+        held: closes the file `lock`.
+
+    Raises:
+        UsageError: another job has it: its host and process.
+    """
+    folder = home.path
+    try:
+        is_locked = home.try_lock()
+        file = held.enter_context((folder / "lock").open("a+", errors="backslashreplace"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        home.lock = None if is_locked else file.fileno()
+    except BlockingIOError:
+        raise UsageError(
+            f"run directory {str(folder)!r} is in use by {holder(folder)}; wait for its end, or name another with "
+            "--run-dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+
+
+def holder(folder: Path) -> str:
+    """The job that has locked a run directory, by its own word."""
+    try:
+        with (folder / "lock").open(errors="backslashreplace") as file:
+            return file.read(200).strip() or "another job"
+    except OSError:  # the file has been removed
+        return "another job"
+
+
+def refuse_lost(folder: Path) -> None:
+    """Refuse to resume at step 0 a run that has saved checkpoints: its record would be cut there, too.
+
+    Raises:
+        UsageError: the record has a line of a checkpoint, and there is none.
+    """
+    steps = saved_steps(folder / "record.jsonl")
+    check(
+        not steps or bool(candidates(folder / "checkpoints")),
+        f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps, default=0)}, and "
+        f"{str(folder / 'checkpoints')!r} has none: {AGAIN}",
+    )
+
+
+def lost(folder: Path) -> list[Path]:
+    """Checkpoints that the record has as whole, newer than all that are there."""
+    there = [step_of(path) for path in candidates(folder / "checkpoints")]
+    steps = {step for step in saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
+    return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
+
+
+def check_source(experiment: Experiment, is_asynchronous: bool) -> None:
+    """Refuse a `continue_from` that no new run can go on from.
+
+    Raises:
+        UsageError: the rule is asynchronous; it is the run directory itself, or has no checkpoint; or that is of
+            another rule or optimizer, whose state has other leaves.
+    """
+    source = Path(experiment.continue_from)
+    check(
+        not is_asynchronous,
+        f"continue_from: got {experiment.continue_from} with the asynchronous rule {experiment.rule.name}: its workers "
+        "have made different numbers of steps, which no single place in the data stands for; begin a new run from its "
+        "params: jaxmpi export RUN FOLDER, then --params FOLDER",
+    )
+    is_same = (
+        bool(experiment.run_dir)
+        and source.exists()
+        and os.path.realpath(source) == os.path.realpath(experiment.run_dir)
+    )
+    check(not is_same, f"continue_from: got the run directory itself, {str(source)!r}; name a new one with --run-dir")
+    manifest = newest(source / "checkpoints")
+    if manifest is None:
+        raise UsageError(
+            f"continue_from: {str(source)!r} has no checkpoint that is whole; expected the directory of a run that has "
+            "saved"
+        )
+    run, now = manifest["extra"].get("experiment"), flatten_json(flags.resolved(experiment))
+    has_batch = isinstance(run, dict) and type(run.get("effective batch")) is int and run["effective batch"] > 0
+    check(has_batch, f"{source}: the newest checkpoint has no effective batch: damaged, or of an older version")
+    refuse_other_run({name: run[name] for name in SHAPING if name in run}, now)
+
+
+def saved_steps(record: Path) -> list[int]:
+    """Steps of the checkpoints that a record tells of."""
+    steps = []
+    for line in record.read_bytes().splitlines():
+        if b'"checkpoint"' in line:
+            with contextlib.suppress(ValueError, RecursionError):  # a torn line
+                row = json.loads(line)
+                if isinstance(row, dict) and row.get("kind") == "checkpoint" and type(row.get("step")) is int:
+                    steps.append(row["step"])
+    return steps
+
+
+def set_aside(folder: Path) -> None:
+    """Give the record and the checkpoints of before names of their own, record.1.jsonl and checkpoints.1 or more."""
+    held = [path for path in (folder / "record.jsonl", folder / "checkpoints") if path.exists()]
+    for number in itertools.count(1):
+        asides = [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in held]
+        if not any(map(os.path.lexists, asides)):
+            break
+    for path, aside in zip(held, asides, strict=True):
+        path.rename(aside)
+
+
+def begin_record(folder: Path) -> None:
+    """Begin the record; refuse a folder with a checkpoint or steps. A run that came to neither has nothing to lose."""
+    record = folder / "record.jsonl"
+    check(
+        not found(folder / "checkpoints") and not (record.exists() and b'"kind": "train"' in record.read_bytes()),
+        f"run directory {str(folder)!r} holds a run already; go on with --resume, begin again with --from-start, or "
+        "name another with --run-dir",
+    )
+    record.write_text("")
+
+
+def resumed(experiment: Experiment, name: str) -> Path:
+    """The run directory that is asked for, or the newest of that name."""
+    made = {tuple(map(int, m.groups(default="1"))): m[0] for m in map(stamped(name).fullmatch, runs()) if m}
+    folder = Path(experiment.run_dir or Path("runs", made[max(made)] if made else f"{name}-"))
+    check(
+        (folder / "record.jsonl").is_file(),
+        f"--resume: {str(folder)!r} is no run directory, it has no record.jsonl; name one with --run-dir",
+    )
+    return folder
+
+
+def runs() -> list[str]:
+    """Names in the folder of run directories."""
+    return os.listdir("runs") if os.path.isdir("runs") else []
+
+
+def stamped(name: str) -> re.Pattern[str]:
+    """What `fresh` calls run directories: name, day, time, number where there are several."""
+    return re.compile(rf"{re.escape(name)}-(\d{{8}})-(\d{{6}})(?:-(\d+))?")
+
+
+def new(experiment: Experiment, name: str) -> Path:
+    """The run directory that is asked for, or a fresh one."""
+    return named(experiment.run_dir) if experiment.run_dir else fresh(name)
+
+
+class Stored(NamedTuple):
+    """What the newest checkpoint says of how the run goes on."""
+
+    workers: int  # that wrote it
+    scaled_for: int  # workers that the run began with, by which the learning rate is scaled
+    effective_batch: int
+    exchange: dict[str, Any]  # asked, strategy, bucket_bytes and, but in old ones, overlap
+
+
+def stored(experiment: Experiment, name: str) -> Stored | None:
+    """How the run that is resumed was made; None where none is, or has no checkpoint yet.
+
+    Raises:
+        UsageError: the newest checkpoint's word is of another kind than what is written, or it is of another rule or
+            optimizer, whose state has other leaves.
+    """
+    folder = resumed(experiment, name) / "checkpoints" if experiment.resume else None
+    manifest = newest(folder) if folder else None
+    if manifest is None:
+        return None
+    extra = manifest["extra"]
+    exchange, run = extra.get("exchange"), extra.get("experiment")
+    sound = (
+        isinstance(exchange, dict)
+        and {"asked", "strategy", "bucket_bytes"} == set(exchange) - {"overlap"}
+        and isinstance(exchange["strategy"], str)
+        and isinstance(run, dict)
+        and all(type(n) is int and n > 0 for n in (extra.get("scaled_for"), run.get("effective batch")))
+    )
+    check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
+    refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(flags.resolved(experiment)))
+    return Stored(manifest["workers"], extra["scaled_for"], extra["experiment"]["effective batch"], extra["exchange"])
+
+
+def settled_exchange(kept: Stored | None, asked: ExchangeConfig) -> dict[str, Any] | None:
+    """Strategy, bucket size and overlap that `auto` came to in the run that is resumed; None where there are none."""
+    if kept is None or kept.exchange["asked"] != asked.strategy:
+        return None
+    is_off = asked.overlap == "auto" and kept.exchange.get("overlap") == "off"
+    settled = {name: kept.exchange[name] for name in ("strategy", "bucket_bytes")}
+    return settled | {"overlap": "off" if is_off else asked.overlap}
+
+
+def as_begun(experiment: Experiment, kept: Stored | None, workers: int) -> Experiment:
+    """The experiment with the effective batch that the run began with, where workers are more or fewer since."""
+    if kept is None or kept.scaled_for == workers:
+        return experiment
+    batch = kept.effective_batch
+    began = {0, experiment.effective_batch or experiment.local_batch * kept.scaled_for}
+    check(
+        began <= {0, batch},
+        f"--resume with {workers} workers instead of {kept.scaled_for} keeps the effective batch of {batch}; "
+        f"got {max(began)}: {OTHER_BATCH}",
+    )
+    return dataclasses.replace(experiment, effective_batch=batch, local_batch=0)
+
+
+def named(run_dir: str) -> Path:
+    """The run directory that is asked for, made where it is not there."""
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def fresh(name: str) -> Path:
+    """A run directory of its own: runs/<name>-<time>, with a number behind it where that is taken."""
+    stem = f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        folder = Path(stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError  # numbers do not end
+
+
+def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str, root: Path | None) -> dict[str, Any]:
+    """The resolved configuration and where it runs, for config.json and the record."""
+    return {
+        "experiment": flags.resolved(experiment),
+        "workers": workers.size,
+        "strategy": strategy,
+        "form": form,
+        "transport": transport(workers, strategy),
+        "backend": jax.default_backend(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(root),
+        "command": sys.argv,
+    }
+
+
+# Fields that decide, beside the model, which leaves a state has.
+SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity")
+
+
+def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
+    """What makes a run the same run: with another of these, a step number would mean other examples or updates."""
+    fields = flatten_json(flags.resolved(experiment))
+    names = ("model", "seed", "micro_batch", *SHAPING)
+    kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
+    return {**kept, **flatten_json(data), "effective batch": effective_batch}
+
+
+# Fields of `data` under which the same examples stay the same.
+NOT_THE_DATA = (
+    *("data.dir", "data.loader", "data.loaders", "data.prefetch", "data.stall_s", "data.on_error"),
+    # Where they change the order, the data's facts say so.
+    *("data.shuffle_by", "data.memory", "data.group_size", "data.shuffle_period"),
+)
+# Fields of `identity` that a run may change by `continue_from`.
+BATCHES = ("effective batch", "micro_batch")
+OTHER_BATCH = "to go on with another one, in a new run directory, give --continue-from RUN instead of --resume"
+
+
+def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[str] = ()) -> None:
+    """Stop where a checkpoint is to be resumed as another run.
+
+    Args:
+        but: fields that may differ.
+
+    Raises:
+        UsageError: fields that differ: got, expected.
+    """
+    names = [name for name, value in saved.items() if now.get(name) != value and name not in but]
+    lines = [f"{name}: got {now.get(name)}, expected {saved[name]} (the checkpoint's)" for name in names]
+    way_out = "for a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"
+    if set(names) <= set(BATCHES):
+        way_out = OTHER_BATCH
+    check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, way_out]))
+
+
+# Fields that change no update: what is shown, kept and watched; where things lie; batches, which `identity` has.
+NOT_THE_NUMBERS = (
+    *(
+        "run_dir",
+        "resume",
+        "from_start",
+        "continue_from",
+        "params",
+        "inject",
+        "local_batch",
+        "effective_batch",
+        "rule.noise_scale",
+    ),
+    *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "log_every", "lone_every", "compare_every"),
+    *("quiet", "trace", "profile", "tensorboard", "sinks", "stall_s", "on_stall", "recover", "recover_limit", "ft"),
+    *NOT_THE_DATA,
+)
+
+
+def settings(experiment: Experiment) -> dict[str, Any]:
+    """The resolved fields by which updates differ, for a checkpoint."""
+    fields = flatten_json(flags.resolved(experiment))
+    return {name: value for name, value in fields.items() if name not in NOT_THE_NUMBERS}
+
+
+def changes(saved: Any, now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that are others than a checkpoint's: name to what it was and is.
+
+    Args:
+        saved: what the checkpoint has of `settings`; older ones have nothing, and then no change is known.
+    """
+    names = [name for name in now if isinstance(saved, dict) and name in saved]
+    return {name: (saved[name], now[name]) for name in names if saved[name] != now[name]}

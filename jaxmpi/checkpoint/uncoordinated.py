@@ -1,0 +1,45 @@
+"""Checkpoints of asynchronous workers, each written when its worker comes to it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmpi.checkpoint.format import Kept, commit, make_aside, own_file, write_leaves, write_text
+from jaxmpi.core.pytrees import PyTree
+
+
+class Apart(NamedTuple):
+    """Where workers do not meet: each writes its own file when it comes by, and worker 0 makes a checkpoint of them."""
+
+    folder: Path  # RUN/checkpoints
+    workers: int
+    keep: Kept
+
+    def aside(self, step: int) -> Path:
+        """The folder that becomes the checkpoint."""
+        return self.folder / f"step_{step:08d}.tmp"
+
+    def begin(self, step: int) -> None:
+        """Worker 0, before the others hear of it."""
+        make_aside(self.aside(step))
+
+    def write_own(self, step: int, worker: int, tree: PyTree) -> None:
+        """A worker's part, then its index, which says that the part is whole."""
+        name = own_file(worker)
+        index = write_leaves(self.aside(step) / name, tree, step)
+        being_written = self.aside(step) / f"{name}.json.tmp"
+        write_text(being_written, json.dumps(index))
+        being_written.rename(being_written.with_suffix(""))
+
+    def end(self, step: int, common: PyTree, extra: Mapping[str, Any], score: float | None) -> None:
+        """Worker 0, when all that are there have written; those of others are empty."""
+        aside = self.aside(step)
+        files = {"common.bin": write_leaves(aside / "common.bin", common, step)}
+        for name in map(own_file, range(self.workers)):
+            index = aside / f"{name}.json"
+            files[name] = json.loads(index.read_text()) if index.exists() else write_leaves(aside / name, {}, step)
+        for left in aside.glob("worker_*.json*"):
+            left.unlink()
+        facts = {"workers": self.workers, "score": score, "files": files, "extra": dict(extra)}
+        commit(self.folder, step, facts, self.keep)

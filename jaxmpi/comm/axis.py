@@ -1,0 +1,164 @@
+"""Communicators over a mapped axis: devices of one process, or XLA's own collectives."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+
+from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.base import Pairs, Turn, ring_order
+from jaxmpi.comm.mpi import check_one_host
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+
+
+class AxisComm:
+    """Workers along a named axis of `vmap` or `shard_map`, through `lax` collectives."""
+
+    def __init__(self, axis: str, size: int, hosts: tuple[int, ...] | None = None) -> None:
+        """Take the axis's name and size, known before tracing, and which host each worker counts to; default: one."""
+        self.axis, self.size = axis, size
+        self.hosts = hosts or (0,) * size
+        self.order = ring_order(self.hosts)
+
+    @property
+    def rank(self) -> jax.Array:
+        """The traced index along the axis."""
+        return lax.axis_index(self.axis)
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        """`lax.psum`."""
+        return lax.psum(x, self.axis)
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """`lax.all_to_all` over the leading axis."""
+        return jax.tree.map(lambda leaf: lax.all_to_all(leaf, self.axis, 0, 0), x)
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """`lax.all_gather`."""
+        return jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axis), x)
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """`lax.ppermute`, completed to a permutation (`vmap` refuses a partial one) and masked."""
+        full = complete(pairs, self.size)
+        receives = np.zeros(self.size, bool)
+        receives[[destination for _, destination in pairs]] = True
+        mine = jnp.asarray(receives)[self.rank]
+
+        def one(leaf: jax.Array) -> jax.Array:
+            moved = lax.ppermute(leaf, self.axis, full)
+            return moved if receives.all() else jnp.where(mine, moved, jnp.zeros_like(moved))
+
+        return jax.tree.map(one, x)
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        """Row `root` of an all-gather."""
+        return jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axis)[root], x)
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`."""
+        return lax.fori_loop(0, turns, turn, carry)
+
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """Rows of an all-gather, added one after another."""
+        check_one_host(self.hosts)
+        return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
+
+    def sign(self, statement: Statement) -> None:
+        """One program for all workers: nothing can differ, but there may be others than are counted on.
+
+        Raises:
+            UsageError: the axis has another size.
+        """
+        have = lax.axis_size(self.axis)
+        check(have == self.size, f"got {self.size} workers along axis {self.axis!r}, which has {have}; give that size")
+
+    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
+        """`jax.jit`."""
+        return jax.jit(function, donate_argnums=donate_argnums)
+
+
+def add_rows(rows: jax.Array) -> jax.Array:
+    """Sum f32[w, n] over its first axis, row after row.
+
+    XLA:CPU walks `rows.sum(0)` column by column, a hundred times slower.
+    """
+    return lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:], unroll=8)[0]
+
+
+class GlooComm(AxisComm):
+    """Workers along an axis over several processes' CPUs: one collective at a time, in one order on all of them.
+
+    gloo's messages have no names, and XLA lets programs whose results do not need each other overlap where one of them
+    holds a loop: then ranks would take one's message for another's. So each collective's input here is made to need the
+    result of the one before it in the same trace.
+    """
+
+    _last: ClassVar[tuple[Any, PyTree]] = (None, None)  # a trace, and the newest result in it, of all Comms
+
+    def _done(self, result: PyTree) -> PyTree:
+        GlooComm._last = (get_opaque_trace_state(), result)
+        return result
+
+    def _in_turn(self, move: Callable[[PyTree], PyTree], x: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: self._done(move(self._after_last(leaf))), x)
+
+    def _after_last(self, x: PyTree) -> PyTree:
+        trace, result = self._last
+        return after(x, result) if trace == get_opaque_trace_state() else x
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        """`lax.psum`."""
+        return self._in_turn(super().allreduce, x)
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """`lax.all_to_all` over the leading axis."""
+        return self._in_turn(super().alltoall, x)
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """`lax.all_gather`."""
+        return self._in_turn(super().allgather, x)
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """`lax.ppermute`."""
+        move = super().permute
+        return self._in_turn(lambda leaf: move(leaf, pairs), x)
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        """Row `root` of an all-gather."""
+        move = super().bcast
+        return self._in_turn(lambda leaf: move(leaf, root), x)
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`, as a whole one collective among the others."""
+        return self._done(super().loop(turns, turn, self._after_last(carry)))
+
+
+def after(x: PyTree, result: PyTree) -> PyTree:
+    """X, every bit of it, but to be had only once `result` is there; no compiler sees that it does not need it."""
+    first = [as_integers(leaf.reshape(-1)[0]).astype(jnp.uint32) for leaf in jax.tree.leaves(result) if leaf.size]
+    never = [lax.population_count(bits) >> 6 for bits in first]  # zero: 32 bits are no 64
+
+    def waiting(leaf: jax.Array) -> jax.Array:
+        bits = as_integers(leaf)
+        for zero in never:
+            bits = bits | zero.astype(bits.dtype)
+        return lax.bitcast_convert_type(bits, leaf.dtype)
+
+    return jax.tree.map(waiting, x)
+
+
+def as_integers(x: jax.Array) -> jax.Array:
+    """The bits of numbers of 8, 16 or 32 bits."""
+    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+
+
+def complete(pairs: Pairs, size: int) -> list[tuple[int, int]]:
+    """`pairs` plus pairs among the workers left over, so that each sends and receives once."""
+    sources = sorted(set(range(size)) - {source for source, _ in pairs})
+    destinations = sorted(set(range(size)) - {destination for _, destination in pairs})
+    return [*pairs, *zip(sources, destinations, strict=True)]

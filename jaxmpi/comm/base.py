@@ -1,0 +1,131 @@
+"""The protocol of a communicator inside jit, and the one of a single worker."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmpi.comm.agreement import Statement
+from jaxmpi.core.pytrees import PyTree
+
+Pairs = Sequence[tuple[int, int]]  # (source, destination), static
+Turn = Callable[[jax.Array, PyTree], PyTree]  # of a loop: number of the turn, carry -> carry
+
+
+class Comm(Protocol):
+    """Collectives over `size` workers. A strategy sees nothing else of the world.
+
+    `rank` may be a traced value, so no Python branch may depend on it. All workers call the same
+    collectives in the same order.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        ...
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Ranks by host, then local rank: neighbours in a ring."""
+        ...
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of every rank, numbered in order of first appearance."""
+        ...
+
+    @property
+    def rank(self) -> int | jax.Array:
+        """This worker's number, in [0, size)."""
+        ...
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        """Sum over workers; f32 in, f32 out."""
+        ...
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """Leaves [size, ...]: row i goes to worker i, row j of the result came from worker j."""
+        ...
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """Leaves [...] to [size, ...], row j from worker j."""
+        ...
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """Send along static pairs; a worker that receives nothing gets zeros."""
+        ...
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        """The value of worker `root`."""
+        ...
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop` from 0 over turns that communicate."""
+        ...
+
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """Sums of f32 arrays of any shapes over workers that share one host, in rank order, over `divisor`.
+
+        Raises:
+            UsageError: there are several hosts.
+        """
+        ...
+
+    def sign(self, statement: Statement) -> None:
+        """Refuse to go on where the statement differs between ranks; all of them must make one."""
+        ...
+
+    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
+        """`jax.jit` for a program that does not communicate; where ranks share a host, one compiles for all."""
+        ...
+
+
+class SoloComm:
+    """One worker: every collective is the identity. Needs no MPI."""
+
+    size = 1
+    rank = 0
+    order = (0,)
+    hosts = (0,)
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        """X itself."""
+        return x
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """X itself."""
+        return x
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """X as the one row."""
+        return jax.tree.map(lambda leaf: leaf[None], x)
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """X where the pair (0, 0) is given, else zeros."""
+        return x if (0, 0) in tuple(pairs) else jax.tree.map(jnp.zeros_like, x)
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        """X itself."""
+        return x
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`."""
+        return lax.fori_loop(0, turns, turn, carry)
+
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """The vectors over `divisor`."""
+        return [vector / divisor for vector in vectors]
+
+    def sign(self, statement: Statement) -> None:
+        """One rank agrees with itself."""
+
+    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
+        """`jax.jit`."""
+        return jax.jit(function, donate_argnums=donate_argnums)
+
+
+def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:
+    """Ranks by host, then by rank: a ring in this order uses each link between hosts once."""
+    return tuple(sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank)))

@@ -1,0 +1,635 @@
+"""The control plane: small messages between processes, agreement, and time limits that name who is late.
+
+Importing mpi4py starts MPI, so it happens inside functions.
+"""
+
+import atexit
+import collections
+import contextlib
+import copy
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from jaxmpi.comm.agreement import Statement, statement
+from jaxmpi.comm.mailbox import MpiPost, Post
+from jaxmpi.comm.mpi_info import check_launcher, thread_level
+from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
+from jaxmpi.core.env import seconds_from
+from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
+from jaxmpi.core.json_tree import differences
+from jaxmpi.core.pytrees import PyTree, check_arrays, named_leaves
+from jaxmpi.runtime import affinity, device_setup, failures, job_folder, launchers, prepare
+
+LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
+ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
+AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
+PINGS = 20  # round trips between two clocks
+TRIPS = 2  # round trips between two ranks whose link is timed
+TURNS = 15  # in which pairs of ranks meet; of more than 16 ranks not all pairs do
+MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
+
+
+class SoloProcesses:
+    """The control plane of a single process."""
+
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+    hosts, may_overlap = (0,), True
+
+    def apart(self) -> "SoloProcesses":
+        """The same: nothing is sent."""
+        return self
+
+    def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """The values themselves, when asked for."""
+        return lambda: values
+
+    def same(self, what: str, value: Any) -> None:
+        """One rank agrees with itself, on what several could compare."""
+        statement(what, value)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def leave(self, code: int = 0) -> None:
+        """Nobody to wait for."""
+
+    def host_barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
+        """What this process makes."""
+        del timeout_s
+        return make()
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What this process makes."""
+        return make()
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """The values themselves."""
+        return values
+
+    def rows(self, values: np.ndarray) -> np.ndarray:
+        """The values as the one row."""
+        return np.asarray(values, np.float64)[None]
+
+    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
+        """The tree itself, as NumPy arrays."""
+        check(root == 0, f"broadcast: root: got {root}; expected a rank in [0, 1)")
+        check_arrays(tree)
+        return jax.tree.map(np.asarray, tree)
+
+    def gather(self, text: str) -> list[str]:
+        """The one text."""
+        return [text]
+
+    def post(self) -> "Post":
+        """Nobody to write to."""
+        return Post()
+
+    def clock_offsets(self) -> list[float]:
+        """One clock."""
+        return [0.0]
+
+    def pings(self) -> list[tuple[float, float]]:
+        """Nobody to wait for."""
+        return [(0.0, 0.0)]
+
+    def trips(self, floats: int) -> np.ndarray:
+        """Nobody to visit."""
+        return np.full((1, 1), np.nan)
+
+
+class MpiProcesses:
+    """The control plane: small messages between processes, polled, with time limits that name who is late."""
+
+    def __init__(self) -> None:
+        """Start MPI, check it against the launcher, install the hooks."""
+        from mpi4py import MPI
+
+        self.library = MPI.Get_library_version().split(",")[0].strip()
+        check_launcher(launchers.launched(), MPI.COMM_WORLD.size, self.library)
+        self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
+        self._own: list[Any] = []  # communicators
+        self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
+        self._others: dict[int, int] = {}  # where ranks are outlived: handles of the others' processes
+        self._max, self._in_place, self._on_host = MPI.MAX, MPI.IN_PLACE, MPI.COMM_TYPE_SHARED
+        self._votes = self.clone(MPI.COMM_WORLD)
+        self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
+        self._meet()
+        self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
+        failures.install_hooks(failures.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
+        affinity.share_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
+        here = [
+            tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), device_setup.my_gpu()]))
+        ]
+        names = [host for host, _ in here]
+        self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+        device_setup.share_gpu(max(collections.Counter(place for place in here if place[1]).values(), default=1))
+
+    def _meet(self) -> None:
+        """Communicators of the ranks that vote together; all of them come here together."""
+        self.world = self.clone(self._votes)
+        self.rank, self.size = self.world.rank, self.world.size
+        self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
+        self._local = self.world.Split_type(self._on_host, key=self.rank)
+        self._own.append(self._local)
+        self.local_rank, self.local_size = self._local.rank, self._local.size
+
+    def outlive(self) -> None:
+        """From now on a rank that fails by itself goes alone, and those that live can `shrink`. For ranks of one host.
+
+        Raises:
+            UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
+        """
+        pids = [json.loads(text) for text in self.gather(json.dumps([os.getpid(), job_folder.pid_space()]))]
+        is_one = len(set(self.hosts)) == 1 and len({space for _, space in pids}) == 1 and job_folder.pid_space() != 0
+        check(is_one, "ft: got shrink with ranks on several hosts, or in several containers; take --ft end")
+        self._know([pid for pid, _ in pids])
+        failures.outlive(self._kill)
+
+    def _know(self, pids: list[int]) -> None:
+        """The other ranks' processes, by handles that never stand for another process."""
+        for handle in self._others.values():
+            os.close(handle)
+        self._others = {}
+        for rank in set(range(self.size)) - {self.rank}:
+            with contextlib.suppress(ProcessLookupError):  # it has died meanwhile
+                self._others[rank] = os.pidfd_open(pids[rank])
+
+    def _kill(self, ranks: Sequence[int]) -> bool:
+        """End other ranks, where they are outlived; False where one of them has ended already."""
+        handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
+        ended = select.select(handles, [], [], 0)[0]
+        for handle in set(handles) - set(ended):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return not ended
+
+    def vote(self, holds: bool) -> bool:
+        """Whether all ranks are alive and say so: one answer for all that live, whoever dies meanwhile (ULFM's agree).
+
+        After False all of them must `shrink`. Needs a launcher that goes on without ranks that die.
+        """
+        try:
+            return bool(self._votes.Agree(int(holds)))
+        except Exception as error:
+            if not is_mpi_error(error):
+                raise
+            return False
+
+    def revoke(self) -> None:
+        """Have everything fail that ranks wait for among themselves, so that nobody waits for one that is gone."""
+        for comm in list(self._own):
+            if not comm.Is_revoked():
+                comm.Revoke()
+
+    def can_shrink(self) -> bool:
+        """Whether this MPI and mpi4py have what that takes."""
+        return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
+
+    def shrink(self, why: str) -> list[int]:
+        """Become the ranks that are left, numbered anew; who is gone, by the launcher's numbers.
+
+        All that live come here together, once a vote has failed, with no message under way. Copies of before, for other
+        threads, are of no more use.
+
+        Args:
+            why: the error after which this is done.
+
+        Raises:
+            AgreedError: nobody is gone, so something else was wrong.
+        """
+        self.revoke()
+        before = self.numbers
+        while True:
+            self._votes = self._votes.Shrink()
+            self._own = [self._votes]
+            if self._has_met():
+                break
+        gone = sorted(set(before) - set(self.numbers))
+        if not gone:
+            raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
+        self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
+        return gone
+
+    def _has_met(self) -> bool:
+        """Make communicators of those that are left; False, on all alike, where another has died meanwhile."""
+        met = False
+        try:
+            self._meet()
+            rows = np.empty((self.size, 2), np.int64)
+            self.world.Allgather(np.array([self._number, os.getpid()], np.int64), rows)
+            self.numbers, met = tuple(rows[:, 0].tolist()), True
+            self._know(rows[:, 1].tolist())
+        except Exception as error:
+            if not is_mpi_error(error):
+                raise
+            self.revoke()
+        return self.vote(met)
+
+    def apart(self) -> "MpiProcesses":
+        """The same over a communicator of its own, for another thread; all ranks come here together."""
+        other = copy.copy(self)
+        other.world = self.clone()
+        return other
+
+    def leave(self, code: int = 0) -> None:
+        """Meet all ranks at the end. Where some may be lost, and MPI's own end could hang, end the process there."""
+        if not survives_losses():
+            return self.barrier()
+        try:
+            wait(self.world.Ibarrier(), LATE_S)
+        except Exception as error:
+            if not is_loss(error):
+                raise
+        failures.let_end()
+        sys.stdout.flush()
+        os._exit(code)
+
+    def clone(self, of: Any = None) -> Any:
+        """A communicator of mpi4py for one thread alone; all ranks come here together."""
+        made = (of or self.world).Clone()
+        self._own.append(made)
+        return made
+
+    def _abort(self, code: int) -> NoReturn:
+        """End every rank. Where ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too.
+
+        Where they would go on after that, they are killed.
+        """
+        if not survives_losses():
+            abort(code)
+        self._kill(range(self.size))
+        for comm in self._own:
+            comm.Revoke()
+        os._exit(code)
+
+    def _echoes(self, error: BaseException | None) -> str | None:
+        """Where ranks may be lost: what an error says that is there because one is; empty where that one has spoken."""
+        from mpi4py import MPI
+
+        names = ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
+        classes = [getattr(MPI, name, None) for name in names]
+        if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
+            return None
+        deadline = time.monotonic() + ECHO_S
+        while time.monotonic() < deadline:  # who ends the job speaks first, then revokes, then is gone
+            if any(comm.Is_revoked() for comm in self._own):
+                return ""
+            time.sleep(POLL_S)
+        return "ends, since a rank that it needs is gone"
+
+    def post(self) -> Post:
+        """Over a communicator of its own; all ranks come here together."""
+        return MpiPost(self.clone())
+
+    def clock_offsets(self) -> list[float]:
+        """By how many seconds every rank's `time.perf_counter` is ahead of rank 0's; on rank 0, elsewhere zeros."""
+        return [offset for _, offset in self.pings()]
+
+    def pings(self) -> list[tuple[float, float]]:
+        """Of every rank the quickest round trip from rank 0, s, and its clock's offset; on rank 0, elsewhere zeros.
+
+        o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, so off by half of that trip at most. All ranks
+        come here together.
+        """
+        self.barrier()
+        found = [(0.0, 0.0)] * self.size
+        for rank in range(1, self.size):
+            if self.rank == 0:
+                found[rank] = self._ping(rank)
+            elif self.rank == rank:
+                self._pong()
+        return found
+
+    def trips(self, floats: int) -> np.ndarray:
+        """Seconds of the quickest round trip of f64[floats] between any two ranks, f64[size, size]; NaN where none was.
+
+        Pairs meet in turns, as in a round-robin tournament, so no rank has two guests; turns are not kept in step. All
+        ranks come here together, and all get all.
+        """
+        found, even = np.full(self.size, np.nan), self.size + self.size % 2
+        for turn in range(min(even - 1, TURNS)):
+            other = met(self.rank, turn, even)
+            if other < self.size:
+                found[other] = self._trip(other, np.zeros(floats))
+        return self.rows(found)
+
+    def _trip(self, other: int, message: np.ndarray) -> float:
+        ways = (self.world.Isend, self.world.Irecv)
+        took = []
+        for _ in range(1 + TRIPS):
+            begin_s = time.perf_counter()
+            for begin in ways if self.rank < other else reversed(ways):
+                wait(begin(message, other, tag=4), float("inf"))
+            took.append(time.perf_counter() - begin_s)
+        return min(took[1:])  # the other may come late to the first
+
+    def _ping(self, rank: int) -> tuple[float, float]:
+        trips = []
+        for _ in range(PINGS):
+            theirs, begin = np.zeros(1), time.perf_counter()
+            self.world.Send(theirs, rank, tag=3)
+            self.world.Recv(theirs, rank, tag=3)
+            end = time.perf_counter()
+            trips.append((end - begin, float(theirs[0]) - (begin + end) / 2))
+        return min(trips)
+
+    def _pong(self) -> None:
+        for i in range(PINGS):
+            asked = np.zeros(1)
+            if i == 0:  # the turn may be long in coming
+                wait(self.world.Irecv(asked, 0, tag=3), float("inf"))
+            else:
+                self.world.Recv(asked, 0, tag=3)
+            self.world.Send(np.array([time.perf_counter()]), 0, tag=3)
+
+    def _let_exchanges_end(self) -> None:
+        """Where MPI lets only one thread call it at a time, wait for exchanges in XLA's threads."""
+        if not self.may_overlap:
+            jax.effects_barrier()
+
+    def _wait_at_exit(self, timeout_s: float) -> bool:
+        return wait(self._exit.Ibarrier(), timeout_s)
+
+    def barrier(self) -> None:
+        """Wait for all ranks without spinning; an error that names who is absent after AGREE_TIMEOUT_S."""
+        self._let_exchanges_end()
+        self._arrive(self.world.Ibarrier(), "a barrier")
+
+    def host_barrier(self) -> None:
+        """Wait for all ranks of this host."""
+        self._let_exchanges_end()
+        wait(self._local.Ibarrier(), float("inf"))
+
+    def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
+        """What each rank of this host makes, the first one before the others, who find what it has left in a cache.
+
+        The first waits for nobody; the others wait for it alone, and no longer where it dies.
+
+        Raises:
+            TrainingError: the first has not made its own in time.
+        """
+        word = np.zeros(1, np.uint8)
+        if self.local_rank == 0:
+            made = make()
+            for rank in range(1, self.local_size):
+                with lost_ranks_left_out():
+                    self._words.append(self._local.Isend(word, rank, tag=6))  # so short that it is sent at once
+            return made
+        with lost_ranks_left_out():
+            if not wait(self._local.Irecv(word, 0, tag=6), timeout_s):
+                first = self.hosts.index(self.hosts[self.rank])
+                raise TrainingError(
+                    f"late: rank {first}, the first of this host: {timeout_s:g} s, and it has not compiled what others "
+                    "take from the cache then; its process is stuck, or --stall-s too short"
+                )
+        return make()
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What the first rank of this host makes, on all its ranks; they wait without spinning.
+
+        The value travels pickled, between ranks of one job only.
+        """
+        value = make() if self.local_rank == 0 else None
+        self.host_barrier()
+        return self._local.bcast(value)
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over ranks of f64[n]; an error that names who is absent after AGREE_TIMEOUT_S."""
+        self._let_exchanges_end()
+        total = np.empty_like(values, np.float64)
+        self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
+        return total
+
+    def rows(self, values: np.ndarray) -> np.ndarray:
+        """Every rank's f64[n], n the same on all, as f64[size, n] on every rank; raises as `sum`."""
+        self._let_exchanges_end()
+        mine = np.ascontiguousarray(values, np.float64)
+        out = np.empty((self.size, mine.size), np.float64)
+        self._arrive(self.world.Iallgather(mine, out), "what every rank has seen")
+        return out
+
+    def _arrive(self, request: Any, what: str, timeout_s: float | None = None) -> None:
+        """Wait for a message of all ranks; where those that are late are outlived they are killed, and it fails.
+
+        Raises:
+            TrainingError: who did not come within AGREE_TIMEOUT_S.
+        """
+        if wait(request, timeout_s or AGREE_TIMEOUT_S, self.is_asked):
+            return
+        late = self.late()
+        if not (failures.go_on_without(late) and wait(request, 4 * LATE_S)):
+            raise TrainingError(f"{what}: rank {late} did not answer in time; all ranks must call it")
+
+    def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin the largest over ranks of i64[n]; it is there when asked for.
+
+        Asking raises `TrainingError` where a rank does not come within AGREE_TIMEOUT_S.
+        """
+        self._let_exchanges_end()
+        largest = np.array(values, np.int64)
+        request = self.world.Iallreduce(self._in_place, largest, self._max)
+
+        def result() -> np.ndarray:
+            self._let_exchanges_end()
+            self._arrive(request, "the vote of all ranks on a step")
+            return largest
+
+        return result
+
+    def _gather_ints(self, value: int) -> list[int]:
+        out = np.empty(self.size, np.int64)
+        self._gathered(self.world.Iallgather(np.array([value], np.int64), out))
+        return out.tolist()
+
+    def _gathered(self, request: Any) -> None:
+        """Wait, by looking: where a rank fails meanwhile, a blocking MPI_Allgatherv may give garbage."""
+        wait(request, float("inf"))
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, on every rank."""
+        self.barrier()
+        mine = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
+        sizes = self._gather_ints(mine.size)
+        out = np.empty(sum(sizes), np.uint8)
+        self._gathered(self.world.Iallgatherv(mine, (out, sizes)))
+        ends = np.cumsum(sizes)
+        return [
+            out[end - n : end].tobytes().decode(errors="surrogateescape") for end, n in zip(ends, sizes, strict=True)
+        ]
+
+    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
+        """The arrays of rank `root`; every rank gives a tree of the same structure, shapes and dtypes."""
+        check(0 <= root < self.size, f"broadcast: root: got {root}; expected a rank in [0, {self.size})")
+        check_arrays(tree)
+        arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
+        sent = {name: f"{array.dtype}{list(array.shape)}" for name, array in named_leaves(arrays)}
+        self.same("the tree to broadcast", sent)
+        self.barrier()  # polled: MPI_Bcast would spin until the root is there
+
+        def one(array: np.ndarray) -> np.ndarray:
+            raw = array.reshape(-1).view(np.uint8)
+            for start in range(0, raw.size, MAX_BYTES):
+                self.world.Bcast(raw[start : start + MAX_BYTES], root)
+            return array
+
+        return jax.tree.map(one, arrays)
+
+    def same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
+        """Compare a JSON value over all ranks.
+
+        Raises:
+            UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
+            TrainingError: who is absent when time is up.
+        """
+        self.compare(statement(what, value), timeout_s)
+
+    def compare(self, mine: "Statement", timeout_s: float | None = None) -> None:
+        """`same` for a statement made before: 32 bytes a rank, cheap enough for every step.
+
+        The value itself travels only where digests differ.
+        """
+        self._let_exchanges_end()
+        digest = np.frombuffer(mine.digest, np.uint8)
+        rows = np.empty((self.size, digest.size), np.uint8)
+        self._arrive(self.world.Iallgather(digest, rows), mine.what, timeout_s)
+        odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
+        if odd:
+            places = self.gather(mine.what)
+            apart = [f"rank {rank} to {places[rank]!r}" for rank in odd[:8] if places[rank] != places[0]]
+            check(
+                not apart,
+                f"ranks came to different calls: rank 0 to {places[0]!r}, {', '.join(apart)}; all must make the same "
+                "calls in the same order",
+            )
+            texts = self.gather(json.dumps(mine.value))
+            lines = [line for rank in odd[:8] for line in differences(rank, texts[0], texts[rank])]
+            raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
+
+    def late(self) -> list[int]:
+        """Who is not here, by rank 0's word: it asks the others, they report to it, and it tells those that did."""
+        if self.rank == 0:
+            late = self._collect()
+            data = np.frombuffer(json.dumps(late[:200]).encode().ljust(4096), np.uint8)
+            for rank in set(range(1, self.size)) - set(late):
+                self.world.Send(data, rank, tag=2)
+            return late
+        self.world.Send(np.zeros(1, np.uint8), 0, tag=1)  # one byte: sent at once, whoever is late
+        data = np.empty(4096, np.uint8)
+        if not wait(self.world.Irecv(data, 0, tag=2), 4 * LATE_S):
+            return [0]
+        self.world.Recv(np.empty(1, np.uint8), 0, tag=5)  # it came before the answer
+        return json.loads(data.tobytes())
+
+    def is_asked(self) -> bool:
+        """Whether another rank has waited in vain: who waits as well answers at once, or it would be called late."""
+        return self.world.Iprobe(tag=1 if self.rank == 0 else 5)
+
+    def _collect(self) -> list[int]:
+        def ask(rank: int) -> list[Any]:
+            question, answer = np.zeros(1, np.uint8), np.empty(1, np.uint8)
+            return [self.world.Isend(question, rank, tag=5), self.world.Irecv(answer, rank, tag=1)]
+
+        requests = {rank: ask(rank) for rank in range(1, self.size)}
+        deadline = time.monotonic() + LATE_S
+        while requests and time.monotonic() < deadline:
+            requests = {rank: both for rank, both in requests.items() if not all([each.Test() for each in both])}
+            time.sleep(POLL_S)
+        return sorted(requests)
+
+
+def met(rank: int, turn: int, ranks: int) -> int:
+    """Whom a rank meets in a turn of a round-robin tournament: of an even number of ranks, in all but one of as many
+    turns, everybody meets everybody once.
+    """
+    others = ranks - 1
+    if rank == others:
+        return turn * (others + 1) // 2 % others
+    found = (turn - rank) % others
+    return found if found != rank else others
+
+
+def abort(code: int) -> NoReturn:
+    """End every rank of the job, once what this one has said is read."""
+    from mpi4py import MPI
+
+    failures.let_be_heard()
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)  # not reached where MPI keeps its word
+
+
+def finalize() -> None:
+    """End MPI, unless the script has done so."""
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+# ---------------------------------------------------------------- this job
+
+
+Processes = SoloProcesses | MpiProcesses
+
+
+@functools.cache
+def processes() -> Processes:
+    """The control plane of this job; starts MPI where a launcher started several ranks.
+
+    Raises:
+        UsageError: mpi4py is missing, or the launcher and MPI disagree on the number of ranks.
+    """
+    launch = launchers.launched()
+    if launch is None or launch.size == 1:
+        return SoloProcesses()
+    prepare.prepare()
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
+            mpi4py.rc.finalize = False
+            import mpi4py.MPI
+
+            atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
+        import mpi4jax  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"{launch.launcher} started {launch.size} ranks, but {error.name} cannot be imported ({error}); "
+            f"{failures.GET_MPI}"
+        ) from error
+    return MpiProcesses()
+
+
+def same_on_all_ranks(what: str, value: Any) -> None:
+    """Go on only where all ranks give the same JSON value, such as a configuration; outside jit.
+
+    Communicates: 32 bytes a rank; the values where they differ.
+
+    Raises:
+        UsageError: on all ranks alike: rank, path, got, expected; or who did not answer within the time limit.
+    """
+    processes().same(what, value)
+
+
+def broadcast(tree: PyTree, root: int = 0) -> PyTree:
+    """The tree of rank `root` on every rank, as NumPy arrays; dtypes and shapes as given.
+
+    Communicates: one broadcast a leaf over all ranks, after a comparison of structure, shapes and dtypes.
+
+    Raises:
+        UsageError: ranks gave trees of different structure; rank, path, got, expected.
+    """
+    return processes().bcast(tree, root)

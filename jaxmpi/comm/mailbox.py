@@ -1,0 +1,39 @@
+"""Small messages between ranks that need not be waited for."""
+
+import collections
+from typing import Any
+
+
+class Post:
+    """Messages between threads of ranks that wait for nobody; of a single process, to nobody."""
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send, unless earlier messages to this rank have not been taken yet."""
+
+    def received(self) -> list[dict[str, Any]]:
+        """What has come since the last look."""
+        return []
+
+
+class MpiPost(Post):
+    """Over a communicator of its own. Messages travel pickled, between ranks of one job only."""
+
+    MOST = 4  # messages under way to a rank: one that is stopped takes none
+
+    def __init__(self, comm: Any) -> None:
+        """Take the communicator."""
+        self.comm = comm
+        self._sent: dict[int, list[Any]] = collections.defaultdict(list)
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """As of `Post`."""
+        self._sent[to] = [request for request in self._sent[to] if not request.Test()]
+        if len(self._sent[to]) < self.MOST:
+            self._sent[to].append(self.comm.isend(message, to))
+
+    def received(self) -> list[dict[str, Any]]:
+        """As of `Post`."""
+        taken = []
+        while (message := self.comm.improbe()) is not None:
+            taken.append(message.recv())
+        return taken

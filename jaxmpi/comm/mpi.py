@@ -1,0 +1,184 @@
+"""Who exchanges with whom: collectives over all workers, inside jit.
+
+Importing mpi4jax starts MPI, so it happens inside functions.
+"""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.base import Comm, Pairs, SoloComm, Turn, ring_order
+from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.shared_compile import shared_jit
+from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+
+
+def check_one_host(hosts: Sequence[int]) -> None:
+    """Refuse what only the workers of one host can do."""
+    check(
+        len(set(hosts)) == 1,
+        f"strategy shm sums in the memory of one host; got workers on {len(set(hosts))} hosts: use hier-ring or asa",
+    )
+
+
+class RankComm:
+    """Workers are MPI ranks, each a process that drives one device: what their Comms have in common."""
+
+    def __init__(self, processes: MpiProcesses, mpi: Any) -> None:
+        """`mpi` is this Comm's alone: mpi4py and mpi4jax must never share a communicator."""
+        self.processes, self.mpi = processes, mpi
+        self.rank: int = processes.rank
+        self.size: int = processes.size
+        self.hosts = processes.hosts
+        self.order = ring_order(self.hosts)
+
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop`."""
+        return lax.fori_loop(0, turns, turn, carry)
+
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """Through shared memory, all vectors in one call."""
+        check_one_host(self.hosts)
+        return self._shared_sum.sum(vectors, divisor)
+
+    def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """The same outside jit, done when it returns."""
+        check_one_host(self.hosts)
+        return self._shared_sum.sum_now(arrays, divisor)
+
+    @functools.cached_property
+    def _shared_sum(self) -> SharedSum:
+        """Made at the first use, at which all ranks trace the same program."""
+        return self._make_shared_sum()
+
+    def _make_shared_sum(self) -> SharedSum:
+        raise NotImplementedError
+
+    def sign(self, statement: Statement) -> None:
+        """Compare over the control plane: microseconds where ranks are in step."""
+        self.processes.compare(statement)
+
+    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
+        """One rank a host traces and compiles, the others take its program. Ranks must call it together."""
+        return shared_jit(function, donate_argnums, self.processes)
+
+
+_numbers = itertools.count()  # of Comms that sum in shared memory, the same on all ranks
+
+
+class MpiComm(RankComm):
+    """mpi4jax's collectives inside jit."""
+
+    def __init__(self, processes: MpiProcesses) -> None:
+        """Clone the world."""
+        super().__init__(processes, processes.world.Clone())
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        """`MPI_Allreduce`, sum."""
+        import mpi4jax
+        from mpi4py import MPI
+
+        return mpi4jax.allreduce(x, op=MPI.SUM, comm=self.mpi)
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """`MPI_Alltoall`."""
+        import mpi4jax
+
+        return jax.tree.map(through_bits(lambda leaf: mpi4jax.alltoall(leaf, comm=self.mpi)), x)
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """`MPI_Allgather`."""
+        import mpi4jax
+
+        return jax.tree.map(through_bits(lambda leaf: mpi4jax.allgather(leaf, comm=self.mpi)), x)
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """`MPI_Sendrecv`, or the half of it that this rank has a part in."""
+        import mpi4jax
+
+        source = next((s for s, d in pairs if d == self.rank), None)
+        destination = next((d for s, d in pairs if s == self.rank), None)
+
+        def move(leaf: jax.Array) -> jax.Array:
+            if source is not None and destination is not None:
+                return mpi4jax.sendrecv(leaf, leaf, source=source, dest=destination, comm=self.mpi)
+            if destination is not None:
+                mpi4jax.send(leaf, dest=destination, comm=self.mpi)
+            if source is not None:
+                return mpi4jax.recv(leaf, source=source, comm=self.mpi)
+            return jnp.zeros_like(leaf)
+
+        return jax.tree.map(through_bits(move), x)
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        """`MPI_Bcast`."""
+        import mpi4jax
+
+        return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
+
+    def _make_shared_sum(self) -> SharedSum:
+        """In order among mpi4jax's collectives."""
+        [effect] = jax.make_jaxpr(self.allreduce)(0.0).effects
+        return SharedSum(self.processes, f"sum of comm {next(_numbers)}", effect=effect)
+
+
+def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """`move` for 16-bit floats too: MPI has no such type, so their bits travel as uint16."""
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        if leaf.dtype not in (jnp.float16, jnp.bfloat16):
+            return move(leaf)
+        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(leaf, jnp.uint16)), leaf.dtype)
+
+    return moved
+
+
+# ---------------------------------------------------------------- the world
+
+
+def is_cuda_aware() -> bool:
+    """Whether mpi4jax hands device pointers to MPI, as MPI4JAX_USE_CUDA_MPI asks it to.
+
+    Raises:
+        UsageError: it is asked to, but was built without CUDA.
+    """
+    import mpi4jax
+
+    asked = os.environ.get("MPI4JAX_USE_CUDA_MPI", "0").lower() in ("1", "true", "on")
+    check(
+        not asked or mpi4jax.has_cuda_support(), "MPI4JAX_USE_CUDA_MPI is set, but this mpi4jax was built without CUDA"
+    )
+    return asked
+
+
+# With a message, for this thread: why the world may not exchange here. A part of what JAX keeps traces by, so that a
+# function of the user's own jit is traced anew in it.
+refusing_world = jax.make_user_context(default_value="")
+
+
+def workers_of(comm: Comm | None) -> Comm:
+    """Who exchanges: the caller's choice, else the world.
+
+    Raises:
+        UsageError: it is the world, in a function whose workers are others.
+    """
+    chosen = comm or world()
+    why = refusing_world.value
+    check(not why or chosen is not world(), why)
+    return chosen
+
+
+@functools.cache
+def world() -> MpiComm | SoloComm:
+    """All workers of this job, one a process."""
+    control = processes()
+    return MpiComm(control) if isinstance(control, MpiProcesses) else SoloComm()

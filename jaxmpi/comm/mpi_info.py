@@ -1,0 +1,66 @@
+"""Facts about the MPI library at hand: version, threads, CUDA."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from jaxmpi.core.errors import check
+from jaxmpi.runtime import failures, launchers
+
+
+def mpi_facts() -> dict[str, str]:
+    """Vendor, version, thread level and CUDA support of the MPI that mpi4py finds; without starting it in a single
+    process; what cannot be known is left out.
+    """
+    alone = launchers.launched_workers() == 1
+    try:
+        import mpi4py
+
+        if alone:
+            mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return {"missing": str(error).splitlines()[0]}
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    levels = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in names}
+    facts = {
+        "library": MPI.Get_library_version().split(",")[0].strip(),
+        "vendor": f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}",
+        "standard": ".".join(map(str, MPI.Get_version())),
+    }
+    return facts if alone else {**facts, "threads": levels[MPI.Query_thread()], "cuda": cuda_support()}
+
+
+def cuda_support() -> str:
+    """What Open MPI says of itself; unknown of others."""
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
+    for path in paths:
+        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return "built with CUDA" if query() else "built without CUDA"
+    return "unknown"
+
+
+def thread_level(mpi: Any) -> int:
+    """What MPI gives to threads.
+
+    Raises:
+        UsageError: less than THREAD_SERIALIZED.
+    """
+    level = mpi.Query_thread()
+    check(
+        level >= mpi.THREAD_SERIALIZED,
+        "MPI lets the main thread alone call it (MPI_THREAD_FUNNELED or less), but XLA exchanges from threads of its "
+        "own; use an MPI built with thread support, and leave mpi4py.rc.thread_level as it is",
+    )
+    return level
+
+
+def check_launcher(launch: launchers.Launch | None, mpi_size: int, library: str) -> None:
+    """Stop where the launcher started N ranks and MPI sees one: the commonest failure on clusters."""
+    check(
+        launch is None or launch.size == mpi_size,
+        f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "
+        f"({library.split(',')[0].strip()}) sees {mpi_size}: they are of different families. Use this library's own "
+        f"mpirun, or build for the launcher's MPI, with its mpicc on PATH: {failures.BUILD_FOR_MPICC}",
+    )

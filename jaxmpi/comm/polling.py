@@ -1,0 +1,58 @@
+"""Waits for MPI requests that poll, yield and give up."""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
+YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
+
+
+def wait(request: Any, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Poll an MPI request, giving the core away between looks; False where time ran out, or where `is_over` before."""
+    deadline = time.monotonic() + timeout_s
+    for looks in itertools.count():
+        if request.Test():
+            return True
+        if time.monotonic() > deadline:
+            return False
+        if looks < YIELDS:
+            os.sched_yield()
+        elif is_over():
+            return request.Test()
+        else:
+            time.sleep(POLL_S)
+    return False
+
+
+def survives_losses() -> bool:
+    """Whether the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
+
+
+def is_mpi_error(error: BaseException) -> bool:
+    """Whether MPI has raised it."""
+    from mpi4py import MPI
+
+    return isinstance(error, MPI.Exception)
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether an error says that a peer is gone, and the job goes on; not where the whole job ends."""
+    from mpi4py import MPI
+
+    revoked = getattr(MPI, "ERR_REVOKED", None)
+    return survives_losses() and is_mpi_error(error) and error.Get_error_class() != revoked  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def lost_ranks_left_out() -> Iterator[None]:
+    """Pass over the error of a message to or from a rank that is gone, where the job goes on without it."""
+    try:
+        yield
+    except Exception as error:
+        if not is_loss(error):
+            raise

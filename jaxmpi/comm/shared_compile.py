@@ -1,0 +1,171 @@
+"""One compilation for all ranks of a host: programs that travel as StableHLO.
+
+Eight ranks that trace and compile the same step on two cores take eight times as long as one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.runtime.host_callbacks import EXPORTABLE
+
+
+class Host(Protocol):
+    """What sharing needs of the control plane between the ranks of a host."""
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        ...
+
+    def host_barrier(self) -> None:
+        """Wait for all ranks of this host."""
+        ...
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What the first rank of this host makes, on all its ranks."""
+        ...
+
+
+def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: Host) -> Callable:
+    """`jax.jit` whose program the host's first rank traces and compiles; the others read it from the cache.
+
+    Ranks must call the function together for the first time.
+    """
+    programs: dict[Any, Callable] = {}
+
+    def call(*args: PyTree) -> PyTree:
+        key = kind_of(args)
+        if key not in programs:
+            programs[key] = compile_together(function, args, donate_argnums, control)
+        return programs[key](jax.tree.leaves(args))
+
+    return call
+
+
+def kind_of(args: PyTree) -> Any:
+    """Structure, shapes and types: what a program is compiled for."""
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+class Program(NamedTuple):
+    """What of a traced program travels to the other ranks."""
+
+    exported: bytes  # StableHLO over flat leaves; empty where the program cannot travel
+    structure: Any  # of the result
+
+
+def compile_together(
+    function: Callable, args: tuple, donate_argnums: tuple[int, ...], control: Host
+) -> Callable[[list[Any]], PyTree]:
+    """The compiled function of args' leaves."""
+    leaves, structure = jax.tree.flatten(args)
+    shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+    argument = np.repeat(range(len(args)), [len(jax.tree.leaves(arg)) for arg in args])
+    donated = tuple(np.flatnonzero(np.isin(argument, donate_argnums)).tolist())
+    jax.effects_barrier()  # the control plane speaks only when the exchange is silent
+    program = control.from_first(lambda: trace(function, structure, shapes))
+    if not program.exported:
+        jitted = jax.jit(function, donate_argnums=donate_argnums)
+        return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
+    # The first rank too compiles what it has sent, so that all look for one cache key.
+    exported = jax.export.deserialize(bytearray(program.exported))
+    # Results of a program with effects are bound to their device, unlike its first arguments: one program for both.
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if exported.ordered_effects else None
+    jitted = jax.jit(exported.call, donate_argnums=donated, in_shardings=place)
+    lowered = jitted.lower(*shapes)
+    if control.local_rank != 0:
+        control.host_barrier()
+    compiled = lowered.compile()
+    if control.local_rank == 0:
+        control.host_barrier()
+    # JAX leaves out the tokens of ordered effects where the compiled program is called by itself.
+    run = jitted if exported.ordered_effects else compiled
+    return lambda leaves: jax.tree.unflatten(program.structure, run(*leaves))
+
+
+def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> Program:
+    """The program of a function and the structure of its result; no program for one that cannot travel."""
+    made = []
+
+    def flat(*leaves: jax.Array) -> list[jax.Array]:
+        result, out = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
+        made.append(out)
+        return result
+
+    body = stablehlo(jax.jit(flat), shapes, EXPORTABLE)
+    return Program(body, made[0] if body else None)
+
+
+def stablehlo(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], disabled_checks: Sequence[Any] = ()) -> bytes:
+    """A program as StableHLO; empty where it cannot travel."""
+    try:
+        return bytes(jax.export.export(jitted, disabled_checks=disabled_checks)(*shapes).serialize())
+    except NotImplementedError:  # host callbacks stay in the process that made them
+        return b""
+    except ValueError as error:  # of XLA's own calls only those of some age may be exported
+        if "custom calls" not in str(error):
+            raise
+        return b""
+
+
+# ---------------------------------------------------------------- programs over the devices of several processes
+
+
+# XLA's default; said aloud it gives a program another key in the cache than what others have kept there.
+OWN_KEY = {"xla_embed_ir_in_executable": False}
+
+
+def loaded_jit(jitted: Any, devices: Sequence[Any], control: Host) -> Callable:
+    """A `jax.jit` over the devices of several processes, which the host's first rank compiles and the others load.
+
+    The cache does not help there: a process's place among the others is part of its keys. Ranks must call the function
+    together for the first time. For CPUs only: compilers for GPUs may talk to each other.
+    """
+    programs: dict[Any, Callable] = {}
+
+    def call(*args: PyTree) -> PyTree:
+        key = kind_of(args)
+        if key not in programs:
+            programs[key] = compile_or_load(jitted, args, devices, control)
+        return programs[key](*args)
+
+    return call
+
+
+def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: Host) -> Callable:
+    """The compiled function; the machine code travels, between ranks of one host and job only."""
+    if not jax.tree.leaves(args):  # then nothing says which devices
+        return jitted
+    lowered = jitted.lower(*args)  # on all ranks: it also loads what a program calls, such as LAPACK
+    own = []
+
+    def make() -> tuple | None:
+        own.append(compile_afresh(lowered))
+        try:
+            return serialize(own[0])
+        except (ValueError, NotImplementedError):  # such as one that calls back into Python
+            return None
+
+    made = control.from_first(make)
+    if own:
+        return own[0]
+    return lowered.compile() if made is None else deserialize_and_load(*made, execution_devices=devices)
+
+
+def compile_afresh(lowered: Any) -> Any:
+    """Compile past the cache: what has been read from there lacks functions when it is sent on."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    least_s = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        return lowered.compile(OWN_KEY)
+    finally:
+        jax.config.update(name, least_s)

@@ -1,0 +1,310 @@
+"""Sums over the ranks of one host through shared memory, in NumPy, inside jit through a handler.
+
+A chain. The vectors, end to end, are cut into chunks small enough to stay in the processor's caches. Rank 0 copies a
+chunk into a slot of shared memory, rank 1 adds its own, and so on to the last rank; then every rank copies the result
+out, divided where a mean is asked for. All work at once, each on another chunk. So a rank reads its operands from
+memory once and writes its results once, in two passes; slices that are copied in, summed and copied out take three.
+The order of additions is that of the ranks, however the vectors are cut: the same bits on all ranks and in every run.
+"""
+
+import functools
+import math
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.comm.shared_sync import (
+    ARRIVED,
+    COPIED,
+    SEGMENT_BYTES,
+    SUMMED,
+    TIMEOUT_S,
+    Board,
+    Host,
+    Made,
+    digest,
+    map_together,
+    reserved,
+    table_bytes,
+)
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.shared_memory import folder
+from jaxmpi.runtime import host_callbacks, spans
+
+CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
+SHORT = 32 << 10  # floats of a chunk at least, where vectors are too short to give every rank four longer ones
+SMALL = 256 << 10  # floats of all ranks together, up to which every rank sums everything: one wait, not one a rank
+LEAST = 1 << 10  # floats of a chunk where room is short
+
+
+# ---------------------------------------------------------------- the sum
+
+
+class SharedSum:
+    """Sums of lists of float32 vectors over all ranks of a host, bitwise equal on all of them."""
+
+    def __init__(
+        self, host: Host, name: str, timeout_s: float = TIMEOUT_S, effect: Any = host_callbacks.ORDERED
+    ) -> None:
+        """Map the shared memory; all ranks of the host must come here together.
+
+        Args:
+            host: the ranks that sum.
+            name: of the Python function that programs call; the same on all ranks, and new.
+            timeout_s: how long a rank waits in a sum for a rank that does not move.
+            effect: what orders sums among other calls in programs, as of `host_callbacks.call`.
+
+        The memory has a name only until all ranks have mapped it, so none is left behind, however a job ends.
+
+        Raises:
+            UsageError: no room for shared memory, or ranks that cannot share it; on all ranks alike.
+        """
+        self.name, self.effect = name, effect
+        self.rank, self.size = host.local_rank, host.local_size
+        self.slots = max(16, 2 * self.size)  # half of them lie between the first rank and the last
+        memory, self.chunk = map_together(host, lambda: make_file(self.size, self.slots))
+        self.board = Board(memory, self.rank, self.size, timeout_s)
+        host.host_barrier()
+        self.board.check_all_here()
+        floats = np.frombuffer(memory, np.float32, offset=table_bytes(self.size))
+        self.small = SMALL // self.size // 16 * 16
+        self.rows, self.ring = np.split(floats, [2 * self.size * self.small])
+        self.rows = self.rows.reshape(2, self.size, self.small)  # of even and of odd calls
+        self.ring = self.ring[: self.slots * self.chunk].reshape(self.slots, self.chunk)
+        # The last rank can divide for all, in cache, but others with cores of their own wait for it meanwhile.
+        self.each_divides = self.size <= 3 * (os.cpu_count() or 1)
+        self.lock = threading.Lock()  # programs of several threads are in no order
+        self.summed = 0  # chunks, in all calls so far
+        self.free = self.slots  # chunks whose slots are not in use, as far as rank 0 knows
+        host_callbacks.register(name, self.add)
+
+    def close(self) -> None:
+        """Let go of the name; the memory goes with the object."""
+        host_callbacks.forget(self.name)
+
+    def sum(self, vectors: Sequence[jax.Array], divisor: float = 1, in_place: bool = False) -> list[jax.Array]:
+        """Sums over the ranks of this host, divided by `divisor`, of f32 arrays of any shape; inside or outside jit.
+
+        Args:
+            vectors: the same shapes on every rank.
+            divisor: 1 for sums, the number of ranks for means; divides the f32 sum.
+            in_place: whether results may take the place of the vectors, where XLA needs those no longer.
+
+        Communicates: one call in all, through shared memory. Raises, where results are waited for: as `add`.
+        """
+        odd = [f"{vector.dtype}{list(vector.shape)}" for vector in vectors if vector.dtype != np.float32]
+        check(not odd, f"a sum over this host got {', '.join(odd)}; expected float32: cast before")
+        like = [jax.ShapeDtypeStruct(vector.shape, vector.dtype) for vector in vectors]
+        pairs = [(i, i) for i in range(len(like))] if in_place else []
+        return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor))
+
+    def sum_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """`sum` outside jit, without a program: done when it returns, in order behind the programs begun before.
+
+        To call a program with an ordered effect takes 0.5 ms more, as JAX does that in Python.
+        """
+        try:
+            if not all_is_done():
+                return jax.block_until_ready(self.sum(arrays, divisor))
+            operands = [np.asarray(x, order="C") for x in arrays]
+            results = [aligned(x.shape, np.float32) for x in arrays]
+        except BaseException:
+            self.board.fail()
+            raise
+        self.add(operands, results, divisor)
+        return jax.device_put(results, [x.sharding for x in arrays])
+
+    def add(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], divisor: float = 1) -> None:
+        """results[i] <- (sum_r operands[i] of rank r) / divisor; a result may be its operand.
+
+        f32, C-contiguous, any shape, any number of floats. All ranks must call it, in the same order. Waits without
+        spinning.
+
+        Raises:
+            UsageError: no f32, or ranks gave different sizes or divisors.
+            TrainingError: a rank has ended, failed, or not moved within the time limit; it is named.
+        """
+        try:
+            vectors, totals = [flat(x) for x in operands], [flat(x) for x in results]
+            sizes = tuple(vector.size for vector in vectors)
+            check(sizes == tuple(total.size for total in totals), f"operands have sizes {sizes}, results others")
+            # NaN and infinity pass through to all ranks.
+            with spans.span("wait", "sum in shared memory"), self.lock, np.errstate(all="ignore"):
+                self.board.begin((digest(sizes, float(divisor)), len(sizes), sum(sizes)))
+                self._run(vectors, totals, sizes, np.float32(divisor))
+        except BaseException:
+            self.board.fail()
+            raise
+
+    def _run(self, vectors: list, totals: list, sizes: tuple[int, ...], divisor: np.float32) -> None:
+        if sum(sizes) <= self.small and len(chunks := cut(sizes, self.small)) <= 1:
+            return self._together(vectors, totals, chunks[0] if chunks else Chunk((), 0), divisor)
+        four_a_rank = -(-sum(sizes) // (4 * self.size * LEAST)) * LEAST
+        return self._chain(vectors, totals, cut(sizes, min(self.chunk, max(four_a_rank, SHORT))), divisor)
+
+    def _together(self, vectors: list, totals: list, chunk: "Chunk", divisor: np.float32) -> None:
+        """Every rank sums all ranks' rows. They are free: all have come to a call since their last use."""
+        call = self.board.call
+        rows = self.rows[call % 2, :, : chunk.floats]
+        copy_in(vectors, chunk, rows[self.rank])
+        self.board.post(ARRIVED, call)
+        for rank in range(self.size):
+            self.board.wait(rank, ARRIVED, call)
+            self.board.check_same(rank)
+        total = rows[0].copy()
+        for row in rows[1:]:
+            total += row
+        copy_out(total, chunk, totals, divisor)
+
+    def _chain(self, vectors: list, totals: list, chunks: tuple["Chunk", ...], divisor: np.float32) -> None:
+        """Add to chunk j, copy out chunk j - size, which the last rank has by then."""
+        self.board.post(ARRIVED, self.board.call)
+        first, lag = self.summed, self.size
+        for j in range(len(chunks) + lag):
+            if j >= lag:
+                slot = self.ring[(first + j - lag) % self.slots]
+                self.board.wait(self.size - 1, SUMMED, first + j - lag + 1)
+                copy_out(slot, chunks[j - lag], totals, divisor if self.each_divides else None)
+                self.board.post(COPIED, first + j - lag + 1)
+            if j < len(chunks):
+                self._add_mine(first + j, chunks[j], vectors, divisor)
+        self.summed += len(chunks)
+
+    def _add_mine(self, k: int, chunk: "Chunk", vectors: list, divisor: np.float32) -> None:
+        """The link of the chain that is this rank's, for the k-th chunk of all."""
+        slot = self.ring[k % self.slots]
+        if self.rank == 0:
+            if k >= self.free:
+                self.free = self.slots + self.board.wait_for_all(COPIED, k + 1 - self.slots)
+            copy_in(vectors, chunk, slot)
+        else:
+            self.board.wait(self.rank - 1, SUMMED, k + 1)
+            if k == self.summed:
+                self.board.check_same(self.rank - 1)
+            add_to(slot, chunk, vectors)
+        if self.rank == self.size - 1 and not self.each_divides and divisor != 1:
+            divide, number = division(float(divisor))
+            divide(slot[: chunk.floats], number, slot[: chunk.floats])
+        self.board.post(SUMMED, k + 1)
+
+
+def all_is_done() -> bool:
+    """Wait for the programs begun; False where one has failed, whose own caller has been told.
+
+    Then only a program knows what is before it.
+    """
+    try:
+        jax.effects_barrier()
+    except Exception:  # of any program
+        return False
+    return True
+
+
+class Piece(NamedTuple):
+    """Part of a vector, and where it lies in a chunk."""
+
+    vector: int
+    part: slice
+    place: slice
+
+
+class Chunk(NamedTuple):
+    """Pieces side by side."""
+
+    pieces: tuple[Piece, ...]
+    floats: int
+
+
+@functools.lru_cache(maxsize=64)
+def cut(sizes: tuple[int, ...], chunk: int) -> tuple[Chunk, ...]:
+    """Vectors of these sizes, end to end, as chunks of at most `chunk` floats; pieces start at multiples of 16."""
+    chunks: list[Chunk] = []
+    pieces: list[Piece] = []
+    used = 0
+    for vector, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + chunk - used)
+            pieces.append(Piece(vector, slice(start, stop), slice(used, used + stop - start)))
+            used += -(-(stop - start) // 16) * 16  # 64 bytes, as XLA aligns its buffers
+            start = stop
+            if used >= chunk:
+                chunks.append(Chunk(tuple(pieces), chunk))
+                pieces, used = [], 0
+    return (*chunks, Chunk(tuple(pieces), used)) if pieces else tuple(chunks)
+
+
+def copy_in(vectors: Sequence[np.ndarray], chunk: Chunk, slot: np.ndarray) -> None:
+    """A chunk of the vectors to the slot."""
+    for vector, part, place in chunk.pieces:
+        np.copyto(slot[place], vectors[vector][part])
+
+
+def add_to(slot: np.ndarray, chunk: Chunk, vectors: Sequence[np.ndarray]) -> None:
+    """Add a chunk of the vectors to the slot."""
+    for vector, part, place in chunk.pieces:
+        there = slot[place]
+        np.add(there, vectors[vector][part], there)
+
+
+def copy_out(slot: np.ndarray, chunk: Chunk, totals: Sequence[np.ndarray], divisor: np.float32 | None) -> None:
+    """The slot, divided where there is a divisor, to its places in the results."""
+    if divisor is None or divisor == 1:
+        for vector, part, place in chunk.pieces:
+            np.copyto(totals[vector][part], slot[place])
+        return
+    divide, number = division(float(divisor))
+    for vector, part, place in chunk.pieces:
+        divide(slot[place], number, totals[vector][part])
+
+
+@functools.lru_cache(maxsize=64)
+def division(divisor: float) -> tuple[np.ufunc, np.float32]:
+    """How to divide by it: by a power of two the product with its inverse has the same bits, and is quicker."""
+    is_power = math.frexp(divisor)[0] == 0.5 and 2.0**-126 <= abs(divisor) <= 2.0**126
+    return (np.multiply, np.float32(1 / divisor)) if is_power else (np.divide, np.float32(divisor))
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Fresh memory that JAX takes over as it is: it copies what does not begin at a multiple of 64 bytes."""
+    size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size_bytes].view(dtype).reshape(shape)
+
+
+def flat(array: np.ndarray) -> np.ndarray:
+    """An array as f32[n], without a copy."""
+    if array.dtype != np.float32 or not array.flags.c_contiguous:
+        raise UsageError(
+            f"a sum over this host got {array.dtype}{list(array.shape)} with strides {array.strides}; "
+            "expected float32, C-contiguous"
+        )
+    return array.reshape(-1)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def segment_bytes(size: int, slots: int, chunk: int) -> int:
+    """Of the table, the rows of small sums and the slots."""
+    return table_bytes(size) + 4 * (2 * SMALL + slots * chunk)
+
+
+def make_file(size: int, slots: int) -> Made:
+    """A file for sums, with the longest chunks for which there is room."""
+    room = SEGMENT_BYTES - segment_bytes(size, slots, 0)
+    chunk, trouble = min(CHUNK, room // (4 * slots * LEAST) * LEAST), ""
+    while chunk >= LEAST:
+        made = reserved(segment_bytes(size, slots, chunk))
+        if made.path:
+            return made._replace(chunk=chunk)
+        trouble = made.trouble
+        chunk = chunk // 2 // LEAST * LEAST
+    need = segment_bytes(size, slots, LEAST)
+    why = f"no {need} bytes for {size} ranks in {folder()} ({trouble}); enlarge it, or use another strategy: asa"
+    return Made("", trouble=why)

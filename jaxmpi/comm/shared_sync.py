@@ -1,0 +1,271 @@
+"""Rows of shared memory in which the ranks of a host publish how far they are.
+
+A rank writes only its own row and reads the others'; it sleeps on a futex while it waits.
+"""
+
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from jaxmpi.core.env import seconds_from
+from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.futex import fence, sleep_on, wake
+from jaxmpi.core.shared_memory import folder, reserve
+from jaxmpi.runtime import job_folder
+
+SEGMENT_BYTES = 46 << 20  # of shared memory at most, whatever the vectors' sizes
+TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
+
+
+class Host(Protocol):
+    """What is needed of the control plane between the ranks of a host."""
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        ...
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this host has."""
+        ...
+
+    def host_barrier(self) -> None:
+        """Wait for all ranks of this host."""
+        ...
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What the first rank of this host makes, on all its ranks."""
+        ...
+
+
+# ---------------------------------------------------------------- what ranks tell each other
+
+
+ROW = 16  # words of 8 bytes a rank: two cache lines
+# Words of a row. A counter only grows, has one writer, and is followed by a word that says whether somebody sleeps on
+# it. The header of a call is three words, those of even and of odd calls lie apart.
+ARRIVED, SUMMED, COPIED, PID, PID_SPACE, HEADER = 0, 2, 4, 6, 7, 8
+
+
+def table_bytes(size: int) -> int:
+    """Of a row a rank, and one for the word that says who has failed; whole pages."""
+    return -(-(size + 1) * ROW * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Board:
+    """Counters of all ranks of a host, and how to wait for them."""
+
+    what = "a sum"  # that ranks wait for each other in, for messages
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float) -> None:
+        """Take a fresh table, of zeros, and say that this rank is here."""
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.words = memoryview(memory)[: table_bytes(size)].cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.failed = size * ROW
+        self.call = 0
+        # With a core for every rank a peer comes in microseconds. Else who sleeps at once is woken first; who yields
+        # has to wait for all that others run on the core.
+        self.yields = 0 if size > (os.cpu_count() or 1) else 20
+        self.words[rank * ROW + PID_SPACE] = job_folder.pid_space()
+        self.words[rank * ROW + PID] = os.getpid()
+
+    def check_all_here(self) -> None:
+        """Refuse ranks that share no memory."""
+        strangers = [rank for rank in range(self.size) if not self.words[rank * ROW + PID]]
+        check(
+            not strangers,
+            f"local ranks {strangers} share no memory with local rank {self.rank} under {folder()}, though MPI says "
+            "that they are on one host; start all of them in one container, or use another strategy, such as asa",
+        )
+
+    def begin(self, header: tuple[int, int, int]) -> None:
+        """Start a call: say what this rank brings; of a sum the digest, the number of vectors and of floats."""
+        self._check_none_failed()
+        self.call += 1
+        start = self.rank * ROW + HEADER + 3 * (self.call % 2)
+        for i, word in enumerate(header):
+            self.words[start + i] = word
+
+    def header(self, rank: int) -> list[int]:
+        """Header of a rank that has come to this call."""
+        start = rank * ROW + HEADER + 3 * (self.call % 2)
+        return [*self.words[start : start + 3]]
+
+    def check_same(self, rank: int) -> None:
+        """Refuse a rank that has come to this call with something else."""
+        mine, theirs = self.header(self.rank), self.header(rank)
+        check(
+            mine == theirs,
+            f"local rank {rank} sums {theirs[1]} vectors of {theirs[2]} floats in all, local rank {self.rank} "
+            f"{mine[1]} of {mine[2]}{' in other parts or with another divisor' * (mine[1:] == theirs[1:])}; "
+            "all ranks must sum the same list",
+        )
+
+    def post(self, kind: int, value: int) -> None:
+        """Set this rank's counter and wake who waits for it."""
+        word = self.rank * ROW + kind
+        fence()
+        self.words[word] = value
+        if self.words[word + 1]:
+            self.words[word + 1] = 0
+            wake(self.address + 8 * word)
+
+    def wait(self, rank: int, kind: int, value: int) -> None:
+        """Return when a rank's counter has come to `value`."""
+        word, words = rank * ROW + kind, self.words
+        if words[word] < value and not self._yielded(word, value):
+            self._sleep(rank, word, value)
+        fence()
+
+    def wait_for_all(self, kind: int, value: int) -> int:
+        """Return when all ranks' counters have come to `value`: the least of them."""
+        for rank in range(self.size):
+            self.wait(rank, kind, value)
+        return min(self.words[kind : self.size * ROW : ROW])
+
+    def _yielded(self, word: int, value: int) -> bool:
+        for _ in range(self.yields):
+            os.sched_yield()
+            if self.words[word] >= value:
+                return True
+        return False
+
+    def _sleep(self, rank: int, word: int, value: int) -> None:
+        """Sleep until woken, and look around now and then: a wake-up that comes too early is lost, and ranks die."""
+        begin, pause_s = time.monotonic(), 0.002
+        while (seen := self.words[word]) < value:
+            self.words[word + 1] = 1
+            sleep_on(self.address + 8 * word, seen, pause_s)
+            self._check_none_failed()
+            pause_s = min(2 * pause_s, 0.05)
+            if pause_s == 0.05:
+                self._look_around(rank, time.monotonic() - begin)
+
+    def _look_around(self, rank: int, waited_s: float) -> None:
+        """Raise where there is nothing to wait for."""
+        arrived = [self.words[other * ROW + ARRIVED] for other in range(self.size)]
+        for other in range(self.size):
+            if arrived[other] == self.call:
+                self.check_same(other)
+        if self._has_ended(rank):
+            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in {self.what}")
+        if waited_s > self.timeout_s:
+            late = [other for other in range(self.size) if arrived[other] < self.call] or [rank]
+            raise TrainingError(
+                f"local rank {self.rank} waited {waited_s:.0f} s in {self.what} for local rank "
+                f"{', '.join(map(str, late))}; all ranks must come to it as often ("
+                "JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+            )
+
+    def fail(self) -> None:
+        """Let the others know that this rank will not go on."""
+        self.words[self.failed] = self.words[self.failed] or self.rank + 1
+
+    def _check_none_failed(self) -> None:
+        if failed := self.words[self.failed]:
+            raise TrainingError(
+                f"local rank {failed - 1} failed in {self.what} over this host; its own message says why"
+            )
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is gone, as far as this one can see."""
+        if not job_folder.pid_space() or self.words[rank * ROW + PID_SPACE] != job_folder.pid_space():
+            return False
+        try:
+            with open(f"/proc/{self.words[rank * ROW + PID]}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "ZX"  # dead, though nobody has asked how
+        except FileNotFoundError:
+            return True
+
+
+class Roll(Board):
+    """Page in which ranks of a host compare a number before they go on; a wait each, and no message."""
+
+    what = "the comparison of exchanges"
+
+    def __init__(self, host: Host, timeout_s: float = TIMEOUT_S) -> None:
+        """Map a page of shared memory; all ranks of the host must come here together.
+
+        Raises:
+            UsageError: as of `SharedSum`.
+        """
+        size_bytes = table_bytes(host.local_size)
+        memory, _ = map_together(host, lambda: reserved(size_bytes))
+        super().__init__(memory, host.local_rank, host.local_size, timeout_s)
+        host.host_barrier()
+        self.check_all_here()
+
+    def same(self, number: int) -> bool:
+        """Wait for all ranks of the host; whether all have come with this number: one answer for all.
+
+        Raises:
+            TrainingError: a rank has ended, or not come within the time limit; it is named.
+        """
+        self.begin((number, 0, 0))
+        self.post(ARRIVED, self.call)
+        self.wait_for_all(ARRIVED, self.call)
+        return all(self.header(rank)[0] == number for rank in range(self.size))
+
+    def check_same(self, rank: int) -> None:
+        """Nothing while ranks still wait: all are to learn of a difference."""
+
+
+@functools.lru_cache(maxsize=64)
+def digest(sizes: tuple[int, ...], divisor: float) -> int:
+    """What must be the same on all ranks, in 63 bits."""
+    return int.from_bytes(hashlib.sha256(repr((sizes, divisor)).encode()).digest()[:8]) >> 1
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Made(NamedTuple):
+    """A file to map."""
+
+    path: str  # empty where there is none
+    size_bytes: int = 0
+    chunk: int = 0  # floats of a chunk in it
+    trouble: str = ""  # why there is none
+
+
+def map_together(host: Host, make: Callable[[], Made]) -> tuple[mmap.mmap, int]:
+    """Memory that all ranks of a host share, zeroed, and the floats of a chunk in it.
+
+    A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
+    """
+    host.host_barrier()  # all are here, so the file's name lasts for a moment only
+    made = Made(*host.from_first(make))  # forked workers' lines carry JSON, in which a tuple is a list
+    check(bool(made.path), made.trouble)
+    try:
+        with open(made.path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), made.size_bytes)
+    except OSError:  # the first call finds that ranks do not see each other
+        memory = mmap.mmap(-1, made.size_bytes)
+    host.host_barrier()
+    if host.local_rank == 0:
+        os.unlink(made.path)
+    return memory, made.chunk
+
+
+def reserved(size_bytes: int) -> Made:
+    """A file of that size in memory, if there is room."""
+    try:
+        handle, path = tempfile.mkstemp(prefix="jaxmpi-", dir=folder())
+    except OSError as error:
+        return Made("", trouble=str(error.strerror))
+    try:
+        reserve(handle, size_bytes)
+        return Made(path, size_bytes)
+    except OSError as error:
+        os.unlink(path)
+        return Made("", trouble=str(error.strerror))
+    finally:
+        os.close(handle)

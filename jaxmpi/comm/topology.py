@@ -1,0 +1,161 @@
+"""Workers of a job: which ranks and devices they are, and how state is laid out on them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.comm.base import Comm, SoloComm
+from jaxmpi.comm.control import MpiProcesses, Processes, SoloProcesses, processes
+from jaxmpi.comm.mpi import is_cuda_aware, world
+from jaxmpi.comm.mpi_fault_tolerant import MortalComm
+from jaxmpi.comm.xla_mesh import global_mesh
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.runtime import affinity
+
+AXIS = "workers"  # of the mesh when one process drives several devices
+
+
+# ---------------------------------------------------------------- several workers in one process
+
+
+def stack(trees: list[PyTree]) -> PyTree:
+    """Workers' trees as one, with a leading axis of workers."""
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
+
+
+class Workers(NamedTuple):
+    """The workers of this job, and which of them this process runs."""
+
+    comm: Comm
+    processes: Processes
+    mine: tuple[int, ...]
+    mesh: jax.sharding.Mesh | None  # of all workers' devices, where XLA exchanges between them
+    apart: int = 0  # all workers, where each runs programs of its own (asynchronous rules) and `comm` is one's
+
+    @property
+    def size(self) -> int:
+        """All workers."""
+        return self.apart or self.comm.size
+
+
+def gather_workers(devices: int, comm: str = "mpi") -> Workers:
+    """One worker a process, or one a local device; of several processes all those of the job.
+
+    Args:
+        devices: of each process.
+        comm: mpi or xla.
+
+    Raises:
+        UsageError: several devices in several processes over MPI, fewer devices than asked for, or what `global_mesh`
+            raises.
+    """
+    control = processes()
+    control.same("how workers exchange", {"comm": comm, "devices": devices})
+    if devices == 1 and (comm == "mpi" or control.size == 1):
+        return Workers(world(), control, (control.rank,), None)
+    check(
+        comm == "xla" or control.size == 1,
+        f"got --devices {devices} under a launcher with {control.size} ranks; over MPI one process drives one device: "
+        "leave --devices out, or the launcher, or take --comm xla",
+    )
+    mesh, over_axis = global_mesh(AXIS, devices)
+    return Workers(over_axis, control, tuple(range(control.rank * devices, (control.rank + 1) * devices)), mesh)
+
+
+def gather_mortal(control: MpiProcesses) -> Workers:
+    """One worker a process, of which some may die; all that live come here together."""
+    comm = MortalComm(control) if control.size > 1 else SoloComm()
+    return Workers(comm, control, (control.rank,), None)
+
+
+def gather_apart(servers: int, comm: str, devices: int) -> Workers:
+    """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work.
+
+    Raises:
+        UsageError: `comm` is xla, whose exchanges are between all workers at once; or several devices of a process.
+    """
+    control = processes()
+    check(
+        devices == 1,
+        f"devices: got {devices} with an asynchronous rule, whose workers are processes of their own; leave it out, "
+        "and start as many ranks (mpirun -n 4, jaxmpi train -n 4)",
+    )
+    check(comm == "mpi", f"comm: got {comm} with an asynchronous rule, whose workers do not meet; take --comm mpi")
+    workers = control.size - servers
+    jax.devices()  # its threads are as many as cores of its share
+    affinity.roam()
+    return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, apart=workers)
+
+
+def alone(workers: Workers) -> Workers:
+    """This process's worker as the only one."""
+    return Workers(workers.comm, SoloProcesses(), (0,), None)
+
+
+def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
+    """What takes a batch to the memory of this process's device; None on CPUs, which work in the host's, and over a
+    mesh, to which batches have come already.
+    """
+    if jax.default_backend() == "cpu" or workers.mesh is not None:
+        return None
+    return partial(jax.device_put, device=jax.local_devices()[0])
+
+
+def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
+    """This process's workers on its devices, bound to them as results are; copies, since the step donates its state."""
+    if workers.mesh is None:
+        return jax.device_put(jax.tree.map(jnp.array, states[workers.mine[0]]), jax.local_devices()[0])
+    return spread([states[worker] for worker in workers.mine], workers.mesh)
+
+
+def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
+    """The inverse of `put`, in host memory."""
+    host = jax.tree.map(partial(rows, workers=workers), state)
+    return {worker: jax.tree.map(lambda x, i=i: x[i], host) for i, worker in enumerate(workers.mine)}
+
+
+def spread(trees: Sequence[PyTree], mesh: jax.sharding.Mesh) -> PyTree:
+    """One tree for each worker of this process as arrays over the whole mesh, with a leading axis of workers."""
+    along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
+    return jax.tree.map(partial(jax.make_array_from_process_local_data, along), stack(list(trees)))
+
+
+def rows(x: jax.Array, workers: Workers) -> np.ndarray:
+    """[workers of this process, ...] of one worker's array, or of one over the mesh, in host memory."""
+    if workers.mesh is None:
+        return np.asarray(x)[None]
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])
+
+
+def transport(workers: Workers, strategy: str) -> str:
+    """Name the way of what workers exchange.
+
+    Asynchronous workers send params to a center or to each other, from host memory, whatever the strategy.
+
+    Args:
+        strategy: in full, as shm:32 or lowrank4/ring:32.
+    """
+    if workers.size == 1:
+        return "none: one worker"
+    on_gpu = jax.default_backend() == "gpu"
+    if workers.apart:
+        return "MPI, through the host" if on_gpu else "MPI, from host memory"
+    algorithm = strategy.rpartition("/")[2].partition(":")[0]
+    if algorithm == "none":
+        return "none: strategy none"
+    if algorithm == "shm" and workers.mesh is None:
+        return "shared memory, through the host" if on_gpu else "shared memory"
+    if workers.mesh is not None and workers.processes.size > 1:
+        return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
+    if workers.mesh is not None:
+        return "XLA collectives between devices of one process"
+    if not on_gpu:
+        return "MPI, from host memory"
+    return "MPI, CUDA-aware" if is_cuda_aware() else "MPI, through the host"

@@ -1,0 +1,112 @@
+"""Settings of the data: source, decoding, augmentation, loaders."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+
+from jaxmpi.core.errors import check, lookup
+
+InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
+# Where examples are while they are read.
+MEMORY = {
+    "none": "in files, or wherever the source has them",
+    "partition": "in the memory of the workers: each group of them holds one full copy",
+}
+MOST_LOADERS = 1024  # per worker; each is a thread or a process
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where examples come from and what becomes of an image before the model sees it."""
+
+    source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds | packed | text | stdlib
+    dir: str = ""  # root folder of imagefolder, batchfiles, tfds, packed or text; JAXMPI_DATA where empty, but for text
+    name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
+    train_split: str = "train"  # folder under `dir` or tfds split
+    validation_split: str = "validation"  # the same, for evaluation
+    resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
+    crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
+    # smallest and largest share of the image that a training crop takes; empty: crops of `crop` px
+    crop_area: tuple[float, ...] = ()
+    crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)  # with crop_area: narrowest and widest width / height of a crop
+    mirror: bool = False  # flip half of the training images left to right
+    mean: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], subtracted
+    std: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], divided by
+    mean_image: str = ""  # .npy file, u8 or f32[height, width, channels] in [0, 255]; instead of `mean`
+    channels: int = 3  # of the model's input; grey images are repeated
+    synthetic_examples: int = 4096  # size of the synthetic training set
+    window: int = 128  # text, stdlib: bytes that an example predicts
+    on_error: str = "stop"  # stop | skip: what a corrupt image does
+    max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
+    loader: str = "auto"  # auto | processes | threads | spawn: who makes batches; auto: processes to decode images
+    loaders: int = 2  # of them, per worker
+    prefetch: int = 2  # batches made ahead, per worker
+    stall_s: float = 300.0  # seconds that a loader may be at one example before the run ends
+    shuffle_by: str = "auto"  # auto | examples | files: what is put in a new order each epoch; auto: see docs/data.md
+    memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
+    group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
+    shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
+    train: InPython[Any] = None  # source `array`: anything with __len__ and __getitem__ -> (image, label)
+    validation: InPython[Any] = None  # the same, for evaluation
+
+    def __post_init__(self) -> None:
+        check(self.on_error in ("stop", "skip"), f"data.on_error: got {self.on_error!r}; stop or skip")
+        check(0 <= self.max_skipped <= 1, f"data.max_skipped: got {self.max_skipped}; expected a share in [0, 1]")
+        for name in ("resize", "crop"):
+            check(
+                getattr(self, name) >= 0,
+                f"data.{name}: got {getattr(self, name)} px; expected >= 0",
+            )
+        for name in ("channels", "loaders", "prefetch", "synthetic_examples", "window"):
+            check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
+        check(self.loaders <= MOST_LOADERS, f"data.loaders: got {self.loaders}; expected at most {MOST_LOADERS}")
+        check(
+            self.loader in ("auto", "processes", "threads", "spawn"),
+            f"data.loader: got {self.loader!r}; expected auto, processes, threads or spawn",
+        )
+        check(
+            self.shuffle_by in ("auto", "examples", "files"),
+            f"data.shuffle_by: got {self.shuffle_by!r}; expected auto, examples or files",
+        )
+        check(
+            self.shuffle_by != "files" or self.memory == "none",
+            f"data.shuffle_by: got files with data.memory {self.memory}, which reads no file after the start; use auto",
+        )
+        check(self.stall_s > 0, f"data.stall_s: got {self.stall_s}; expected seconds > 0")
+        for name in ("mean", "std"):
+            got = len(getattr(self, name))
+            check(
+                got in (0, 1, self.channels),
+                f"data.{name}: got {got} numbers; expected {self.channels}, one a channel, or 1 for all",
+            )
+        check(all(math.isfinite(m) for m in self.mean), f"data.mean: got {self.mean}; every entry must be finite")
+        check(all(s > 0 for s in self.std), f"data.std: got {self.std}; every entry must be > 0")
+        check(
+            not (self.mean and self.mean_image),
+            "data.mean and data.mean_image: give one of the two",
+        )
+        lookup(MEMORY, self.memory, "data.memory")
+        for name in ("group_size", "shuffle_period"):
+            check(getattr(self, name) >= 0, f"data.{name}: got {getattr(self, name)}; expected >= 0")
+        self._check_crop_area()
+
+    def _check_crop_area(self) -> None:
+        area, (narrow, wide) = self.crop_area, self.crop_aspect
+        check(
+            not area or (len(area) == 2 and 0 < area[0] <= area[1] <= 1),
+            f"data.crop_area: got {area}; expected two shares with 0 < smallest <= largest <= 1",
+        )
+        check(0 < narrow <= wide, f"data.crop_aspect: got {self.crop_aspect}; expected 0 < narrowest <= widest")
+        check(not area or self.crop > 0, "data.crop_area: data.crop is 0; expected the px that crops are scaled to")
+        check(
+            not (area and self.mean_image),
+            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel",
+        )
+
+
+def data_dir(config: Data) -> str:
+    """`data.dir`, or the environment's JAXMPI_DATA; empty where neither is set."""
+    return config.dir or os.environ.get("JAXMPI_DATA", "")

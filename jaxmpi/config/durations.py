@@ -1,0 +1,60 @@
+"""Durations such as `3ep` and `500st`, turned into steps."""
+
+import re
+
+from jaxmpi.core.errors import check
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
+
+
+def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0) -> int:
+    """A duration as whole steps, rounded to the nearest; at least one, unless the number is 0.
+
+    Args:
+        duration: a number and a unit: `90ep` epochs, `125st` steps, `20000ex` examples, `10%` of the run.
+        steps_per_epoch: steps in one epoch, >= 1.
+        effective_batch: examples of one step over all workers.
+        total_steps: steps of the run; needed by `%` only.
+
+    Raises:
+        UsageError: the text is no duration.
+    """
+    match = _DURATION.fullmatch(duration.replace(" ", ""))
+    check(
+        match is not None,
+        f"got duration {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
+        "20000ex (examples) or 10% (of the run)",
+    )
+    assert match is not None
+    number, unit = float(match[1]), match[2]
+    per_unit = {
+        "ep": steps_per_epoch,
+        "st": 1,
+        "ex": 1 / effective_batch,
+        "%": total_steps / 100,
+    }
+    return max(round(number * per_unit[unit]), int(number > 0))
+
+
+def step_range(text: str, name: str) -> tuple[int, int]:
+    """First and last step of `10:20`; (0, 0) where nothing is given.
+
+    Raises:
+        UsageError: no two steps in this order.
+    """
+    if not text:
+        return 0, 0
+    first, _, last = text.partition(":")
+    is_one = first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
+    check(is_one, f"{name}: got {text!r}; expected the first and the last step, as 10:20")
+    return int(first), int(last)
+
+
+def check_divides(what: str, total: int, parts: int, parts_name: str) -> None:
+    """Raise `UsageError` naming the nearest totals that divide unless `total % parts == 0`."""
+    below = total // parts * parts
+    close = f"{below} or {below + parts}" if below else f"{parts}"
+    check(
+        total % parts == 0,
+        f"{what} {total} is not divisible by {parts} {parts_name}; nearest that are: {close}",
+    )

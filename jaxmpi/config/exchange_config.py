@@ -1,0 +1,36 @@
+"""Settings of the exchange: strategy, buckets, overlap."""
+
+from dataclasses import dataclass
+
+from jaxmpi.core.errors import check, lookup
+
+
+def check_bucket_bytes(bucket_bytes: int | None) -> None:
+    """Raise `UsageError` unless it is None or can hold a float."""
+    check(
+        bucket_bytes is None or (hasattr(bucket_bytes, "__index__") and bucket_bytes >= 4),
+        f"bucket_bytes: got {bucket_bytes!r}; expected None (one flat buffer) or a whole number of bytes >= 4",
+    )
+
+
+# When buckets travel.
+OVERLAPS = {
+    "auto": "on where it pays, which is between hosts",
+    "on": "while the backward pass goes on",
+    "off": "after it",
+    "delayed": "while the next step goes on: gradients are applied one step late, another algorithm",
+}
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """How they talk, and what travels."""
+
+    strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
+    bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
+    # auto | on | off | delayed: exchange beside the backward pass; delayed applies gradients one step late
+    overlap: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_bucket_bytes(self.bucket_bytes)
+        lookup(OVERLAPS, self.overlap, "exchange.overlap")

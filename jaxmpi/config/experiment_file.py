@@ -1,0 +1,160 @@
+"""An experiment file and the command line: which run is asked for, and what it was made with."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import tyro
+
+from jaxmpi.config import flags
+from jaxmpi.config.data import data_dir
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core import errors
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime import failures, launchers
+from jaxmpi.runtime.provenance import project_root
+from jaxmpi.runtime.screen import columns_of
+
+
+def parse(argv: list[str]) -> tuple[Experiment, Path]:
+    """The experiment file named first, with the command line's overrides.
+
+    Raises:
+        UsageError: no such file, no `experiment` in it, or a field out of range.
+    """
+    argv = [hyphens(arg) if arg.startswith("--") else arg for arg in argv]
+    argv = file_first(argv)
+    path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    base = choose(load(path), argv) if path else Experiment()
+    if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
+        base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
+    names = {arg.split("=")[0] for arg in argv}
+    if path and "--data.mean-image" in names:  # the flag replaces the experiment's numbers for each channel
+        base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean=(), std=()))
+    elif path and "--data.mean" in names:
+        base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
+    for name in flags.unknown_flags(argv):
+        raise UsageError(f"unknown field --{name}; {errors.nearest(name, flags.flags(Experiment))}")
+    experiment = overridden(flags.with_objects(base, Experiment()), argv, str(path or "an experiment"))
+    if path is None:
+        raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
+    return flags.with_objects(experiment, base), path
+
+
+def file_first(argv: Sequence[str]) -> list[str]:
+    """The arguments with the experiment file before the flags, which may stand on either side of it."""
+    at = next((i for i, arg in enumerate(argv) if arg.endswith(".py") and not arg.startswith("-")), 0)
+    return [*argv[at : at + 1], *argv[:at], *argv[at + 1 :]]
+
+
+def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
+    """`base` with the fields of the command line. What is wrong with them rank 0 shows, and others only if it does not.
+
+    Raises:
+        UsageError: a field out of range, on ranks other than 0.
+    """
+    said, is_first = io.StringIO(), launchers.my_rank() == 0
+    with contextlib.ExitStack() as stack:
+        # The parser colours what it says if stdout is a terminal, which under Open MPI it always is.
+        if not (is_first and columns_of(sys.stdout) and sys.stderr.isatty() and not os.environ.get("NO_COLOR")):
+            stack.enter_context(contextlib.redirect_stdout(said))
+            stack.enter_context(contextlib.redirect_stderr(said))
+        try:
+            return tyro.cli(
+                Experiment,
+                default=base,
+                args=argv,
+                prog="python -m jaxmpi.train EXPERIMENT.py",
+                description=f"Train {name}. Every field can be given here; defaults are the experiment's.",
+            )
+        except SystemExit as end:
+            stack.close()
+            if is_first:
+                show(said.getvalue(), sys.stderr if end.code else sys.stdout)
+            if not isinstance(end.code, int) or end.code == 0 or launchers.launched_workers() == 1:
+                raise
+            if is_first:
+                failures.end_job(end.code)  # now: to take Python down takes a second, and others would say it too
+            raise UsageError(said.getvalue()) from end
+
+
+def show(text: str, stream: TextIO) -> None:
+    """Print a text to somebody who may have read enough, as `| head` has."""
+    try:
+        print(text, end="", file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # what Python still has is flushed there when it ends
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def hyphens(flag: str) -> str:
+    """`--local-batch=8` for `--local_batch=8`."""
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def load(path: Path) -> Experiment:
+    """The module-level `experiment` of a file; its project root is put on sys.path. The file is code and runs."""
+    if path.is_dir():
+        raise UsageError(f"{str(path)!r} is a folder; in it: {', '.join(sorted(p.name for p in path.glob('*.py')))}")
+    if not path.is_file():
+        known = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
+        raise UsageError(f"no experiment file {str(path)!r}; in {path.parent}: {errors.nearest(path.name, known)}")
+    errors.check(path.suffix == ".py", f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
+    root = str(project_root(path))
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look classes up by module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise UsageError(f"{path}: {error}{nearest_import(error)}") from error
+    except SystemExit as end:
+        raise UsageError(f"{path}: ends the program, sys.exit({end.code!r}); expected a module to import") from end
+    except Exception as error:
+        if launchers.my_rank() == 0:
+            raise
+        raise UsageError(f"{path}: {type(error).__name__}: {error}") from error  # rank 0 shows where
+    experiment = getattr(module, "experiment", None)
+    if not isinstance(experiment, Experiment):
+        raise UsageError(f"{path}: expected a module-level `experiment = Experiment(...)`")
+    return experiment
+
+
+def nearest_import(error: ImportError) -> str:
+    """What a package of the project offers instead, such as another model; nothing where the package is missing."""
+    from_module = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+    wanted, parent = from_module.groups() if from_module else (error.name or "").rpartition(".")[::-2]
+    module = sys.modules.get(parent)
+    if module is None:
+        return ""
+    files = [file.stem for folder in getattr(module, "__path__", []) for file in Path(folder).glob("[!_]*.py")]
+    own = [k for k, value in vars(module).items() if getattr(value, "__module__", "") == parent and k[0] != "_"]
+    return f"; {errors.nearest(wanted, dict.fromkeys([*files, *own]))}"
+
+
+def choose(experiment: Experiment, argv: list[str]) -> Experiment:
+    """The recipe, or what it offers for embedded data where no data folder is given."""
+    given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
+    if experiment.embedded is None or given or data_dir(experiment.data):
+        return experiment
+    if launchers.my_rank() == 0:
+        print(
+            f"no data folder (--data.dir or JAXMPI_DATA): training {experiment.embedded.model.name} on the embedded "
+            f"{experiment.embedded.data.source}, with a recipe of its own",
+            flush=True,
+        )
+    return experiment.embedded

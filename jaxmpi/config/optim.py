@@ -1,0 +1,63 @@
+"""Settings of the optimizer and its schedule."""
+
+import math
+from dataclasses import dataclass
+
+from jaxmpi.core.errors import check
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimizer that every worker runs."""
+
+    name: str = "momentum"  # sgd | momentum | nesterov | adam | adamw | rmsprop | adagrad
+    lr: float = 0.01  # what each worker runs, before `lr_scaling`
+    lr_scaling: str = "rule"  # none | linear | sqrt in the number of workers; rule = the rule's own default
+    momentum: float = 0.9  # mu, in [0, 1)
+    rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
+    weight_decay: float = 0.0  # lambda; added to the gradient (adamw: decoupled)
+    bias_lr_factor: float = 1.0  # tensors of one axis run this times lr; the papers use 2
+    decay_bias: bool = True  # whether weight decay covers tensors of one axis; the papers say no
+    clip_norm: float = 0.0  # largest global norm of the gradients a rule steps with; 0 = no clipping
+
+    def __post_init__(self) -> None:
+        check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
+        check(0 <= self.momentum < 1, f"optim.momentum: got {self.momentum}; expected [0, 1)")
+        check(
+            not self.rate_in_velocity or self.name in ("momentum", "nesterov"),
+            f"optim.rate_in_velocity: optimizer {self.name!r} has no velocity; use momentum or nesterov",
+        )
+        check(self.weight_decay >= 0, f"optim.weight_decay: got {self.weight_decay}; expected >= 0")
+        check(self.clip_norm >= 0, f"optim.clip_norm: got {self.clip_norm}; expected >= 0")
+        check(
+            self.bias_lr_factor > 0,
+            f"optim.bias_lr_factor: got {self.bias_lr_factor}; expected > 0",
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate moves: a warm-up to it, then a decay from it."""
+
+    decay: str = "constant"  # constant | step | poly | poly_epoch | cosine
+    boundaries: tuple[str, ...] = ()  # step: durations after which lr is multiplied by `factor`
+    factor: float = 0.1  # step: multiplier at each boundary
+    power: float = 0.5  # poly: lr (1 - t / span)^power; poly_epoch holds it through each epoch
+    span: str = "100%"  # poly, cosine: duration over which lr falls to 0
+    warmup: str = "0st"  # duration of the warm-up
+    warmup_shape: str = "linear"  # linear | geometric; geometric rises once an epoch
+    warmup_lr: float = 0.0  # lr at the start, whatever lr is scaled to; 0 means warmup_from
+    warmup_from: float = 0.0  # share of lr at the start; 0 means 1/steps (linear), 1/workers (geometric)
+
+    def __post_init__(self) -> None:
+        check(self.factor > 0, f"schedule.factor: got {self.factor}; expected > 0")
+        check(self.warmup_lr >= 0, f"schedule.warmup_lr: got {self.warmup_lr}; expected >= 0")
+        check(
+            not (self.warmup_lr and self.warmup_from),
+            f"got schedule.warmup_lr {self.warmup_lr} and schedule.warmup_from {self.warmup_from}; give one of them",
+        )
+        check(self.power > 0, f"schedule.power: got {self.power}; expected > 0")
+        check(
+            0 <= self.warmup_from <= 1,
+            f"schedule.warmup_from: got {self.warmup_from}; expected a share in [0, 1]",
+        )

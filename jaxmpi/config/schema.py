@@ -1,0 +1,173 @@
+"""The experiment: every setting of a run, as a frozen dataclass that checks itself.
+
+Every field is a command-line flag of `python -m jaxmpi.train`; the comment after it is its help text.
+Importing this file starts neither MPI nor a device.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tyro
+
+from jaxmpi.config.data import Data, InPython
+from jaxmpi.config.durations import check_divides, step_range, steps
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core.errors import check, lookup
+
+# What a job does that gets no further.
+ON_STALL = {"abort": "ends, with a code other than 0", "warn": "says so and goes on"}
+# What becomes of a step whose gradients or loss are not finite.
+RECOVERIES = {
+    "stop": "the run stops",
+    "skip": "the step changes nothing; params that differ between workers stop the run",
+    "rollback": "back to the newest checkpoint; a step that fails twice is left out",
+}
+# What becomes of the other workers where one dies.
+LOSSES = {
+    "end": "the job ends; jaxmpi train --restarts starts it again",
+    "shrink": "they do the step again without it and go on, on one host under mpirun --with-ft ulfm; experimental",
+}
+# How batch norm's statistics cross workers: what training normalises with, what evaluation does.
+BATCH_STATISTICS = {
+    "local": "a worker's own batch; a worker's own running ones",
+    "averaged": "a worker's own batch; the mean of all workers' running ones",
+    "synchronised": "all workers' batches, exchanged at every layer; the same",
+}
+# Who carries what workers exchange.
+COMMS = {
+    "mpi": "MPI, one process a worker",
+    "xla": "XLA's collectives over a jax.distributed job that MPI sets up: NCCL between GPUs, gloo between CPUs",
+}
+# The parts of an experiment, and how each is spelled: objects of other libraries, such as Optax's, are none of them.
+PARTS: dict[str, tuple[type, str]] = {
+    "data": (Data, 'Data("array", train=..., validation=...) takes examples of your own'),
+    "optim": (Optim, 'Optim("adamw", lr=1e-3); Optax optimizers go into a loop of your own, docs/exchange.md'),
+    "schedule": (Schedule, 'Schedule("cosine", warmup="5ep"); Optax schedules go into a loop of your own'),
+    "rule": (RuleConfig, 'RuleConfig("awagd")'),
+    "exchange": (ExchangeConfig, 'ExchangeConfig("asa16")'),
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One training run. An experiment file holds one as `experiment`."""
+
+    model: InPython[Any] = None  # a jaxmpi.Model
+    loss: InPython[Callable[..., Any] | None] = (
+        None  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]; default: softmax cross-entropy
+    )
+    embedded: InPython["Experiment | None"] = None  # what runs when no data folder is given
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    schedule: Schedule = field(default_factory=Schedule)
+    rule: RuleConfig = field(default_factory=RuleConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    local_batch: int = 0  # examples per worker and step; give this or effective_batch
+    effective_batch: int = 0  # examples per step over all workers; must divide by their number
+    micro_batch: int = 0  # examples per accumulation slice of the local batch; 0 = no accumulation
+    train_for: str = "10ep"  # duration of the run: 10ep, 500st, 20000ex
+    eval_every: str = "1ep"  # duration between evaluations; 0st: only the last step, which is always evaluated
+    checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
+    keep_checkpoints: int = 2  # newest checkpoints kept
+    keep_best: int = 1  # beside them, those of lowest eval_loss, of steps that were evaluated and saved
+    log_every: int = 10  # steps between lines of the record; the first step always has one
+    quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
+    trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
+    profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
+    tensorboard: bool = False  # lines of the record to TensorBoard, too, in the run directory
+    sinks: InPython[tuple[Callable[[dict[str, Any]], None], ...]] = ()  # get every line of the record
+    lone_every: int = 200  # steps between steps without exchange, on a copy, where only they tell its time; 0 = never
+    stall_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
+    on_stall: str = "abort"  # abort | warn: what then happens
+    run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
+    resume: bool = False  # go on from the newest checkpoint in run_dir
+    from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
+    continue_from: str = (
+        ""  # run directory whose newest checkpoint a new run goes on from, with another effective batch
+    )
+    params: str = ""  # Orbax folder of params and model state that the run begins with, instead of the model's own
+    recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
+    recover_limit: int = 10  # times that a run may skip or roll back before it stops
+    compare_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
+    ft: str = "end"  # end | shrink: where a worker dies the job ends, or the others go on without it (experimental)
+    inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
+    seed: int = 0  # of initialisation, order, augmentation and dropout
+    batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
+    compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
+    devices: int = 1  # local devices of one process, a worker each; more than 1 in several processes needs comm xla
+    comm: str = "mpi"  # mpi | xla: who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
+    form: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
+
+    def __post_init__(self) -> None:
+        for name, (part, way_out) in PARTS.items():
+            got = getattr(self, name)
+            kind = f"{type(got).__module__.partition('.')[0]}.{type(got).__name__}"
+            check(isinstance(got, part), f"{name}: got a {kind}; expected jaxmpi.config.{part.__name__}: {way_out}")
+        check(
+            not (self.local_batch and self.effective_batch),
+            f"got local_batch {self.local_batch} and effective_batch {self.effective_batch}; give one of them",
+        )
+        check(not (self.resume and self.from_start), "got resume and from_start; give one of them")
+        check(not (self.continue_from and self.params), "got continue_from and params; give one of them")
+        check(
+            not self.run_dir.startswith("-"), f"run_dir: got {self.run_dir!r}; expected a path: write ./{self.run_dir}"
+        )
+        for name in ("local_batch", "effective_batch", "micro_batch", "keep_best", "recover_limit"):
+            check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
+        check(0 <= self.seed < 2**32, f"seed: got {self.seed}; expected 0 to 2^32 - 1")
+        for name in ("log_every", "keep_checkpoints", "devices"):
+            check(getattr(self, name) >= 1, f"{name}: got {getattr(self, name)}; expected >= 1")
+        check(
+            self.compute_dtype in ("float32", "bfloat16"),
+            f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
+        )
+        lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
+        lookup(ON_STALL, self.on_stall, "on_stall")
+        for name in ("lone_every", "stall_s"):
+            check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
+        for name in ("trace", "profile"):
+            step_range(getattr(self, name), name)
+        lookup(RECOVERIES, self.recover, "recover")
+        lookup(LOSSES, self.ft, "ft")
+        lookup(COMMS, self.comm, "comm")
+        check(
+            self.form in ("auto", "fused", "split"),
+            f"form: got {self.form!r}; expected auto, fused or split",
+        )
+        check(
+            self.form != "split" or self.devices == 1,
+            f"form: got split with {self.devices} devices; several devices of one process share one jit",
+        )
+        check(
+            self.form != "split" or self.comm == "mpi",
+            "form: got split with comm xla; all workers share one jit there: use auto or fused",
+        )
+        for name in ("train_for", "eval_every", "checkpoint_every", "compare_every"):
+            steps(getattr(self, name), 1, 1, 1)
+        check(
+            "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,
+            f"train_for: got {self.train_for}; expected a duration > 0 in ep, st or ex",
+        )
+
+
+def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:
+    """Examples per worker and step, the most of them where shares are uneven.
+
+    Args:
+        uneven: let the effective batch not divide: a run that goes on with another number of workers.
+
+    Raises:
+        UsageError: the effective batch does not divide by the workers, or the local batch by the micro-batch;
+            the nearest that do are named.
+    """
+    effective = experiment.effective_batch
+    if uneven and effective:
+        return -(-effective // workers)
+    check_divides("effective_batch", effective, workers, "workers")
+    local = experiment.local_batch or effective // workers or 32
+    check_divides("local batch", local, experiment.micro_batch or 1, "(micro_batch)")
+    return local

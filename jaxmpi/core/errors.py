@@ -1,0 +1,71 @@
+"""Errors with a message for the user, and the checks that raise them."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+# What moves a terminal's cursor or changes its colours or title, and what turns the direction of text.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may get it: names of a stranger's files hold any bytes."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class UsageError(ValueError):
+    """What the user asked for cannot be: got, expected, way out. Shown without a traceback."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on, for a reason the message gives in full. Shown without a traceback."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class AgreedError(TrainingError):
+    """One that all ranks raise together: rank 0 speaks for them."""
+
+
+class NotFinite(AgreedError):
+    """A loss or gradients that are not finite: the run has diverged."""
+
+
+def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
+    """`table[name]`, or a `UsageError` that lists what exists and suggests the nearest."""
+    if name in table:
+        return table[name]
+    raise UsageError(f"unknown {kind} {name!r}; {nearest(name, table)}")
+
+
+# Words of other libraries for fields of ours, which no spelling leads to.
+ELSEWHERE = {
+    "learning-rate": "optim.lr",
+    "optim.learning-rate": "optim.lr",
+    "batch-size": "local-batch",
+    "epochs": "train-for",
+    "steps": "train-for",
+    "max-steps": "train-for",
+    "optimizer": "optim.name",
+    "output-dir": "run-dir",
+}
+
+
+def nearest(name: str, known: Mapping[str, Any]) -> str:
+    """The tail of an error about an unknown name: the nearest known one, and all of them."""
+    meant = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
+    close = meant or difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}there are: {', '.join(sorted(known))}"
+
+
+def check(holds: bool, message: str) -> None:
+    """Raise `UsageError(message)` unless `holds`."""
+    if not holds:
+        raise UsageError(message)

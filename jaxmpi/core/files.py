@@ -1,0 +1,194 @@
+"""Files that are opened, written and locked with nothing left to chance.
+
+A path from outside may be a device, a pipe or a folder; a write may end half-way; a lock may be of a file that has
+been replaced.
+"""
+
+import errno
+import fcntl
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from jaxmpi.core.errors import TrainingError, UsageError, check
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written later; several ranks may ask at once."""
+    try:
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {str(path)!r}: {error.strerror}; name a file in a folder that exists"
+        ) from error
+
+
+class HeldFolder:
+    """A folder held by its descriptor: it stays the same folder, whatever others do to its name.
+
+    A path is looked up anew at every use. If someone removes, moves or replaces the folder while a run goes on, the
+    path leads nowhere, or to what another job has made there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Hold the folder that the path leads to now.
+
+        Raises:
+            OSError: it is none, or cannot be read.
+        """
+        self.path = path
+        self.lock: int | None = None  # descriptor of its file `lock`, if that alone keeps other jobs away
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def try_lock(self) -> bool:
+        """Lock the folder itself, until it is closed or the process ends; False if its file system has no such locks.
+
+        Raises:
+            BlockingIOError: another process has it.
+        """
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (*NO_LOCKS, errno.EBADF, errno.EINVAL):  # those two where NFS wants a file
+                raise
+            return False
+        return True
+
+    def fate(self) -> str:
+        """A sentence without its subject if the path no longer leads to the folder; empty if it does."""
+        if is_same(self._handle, self.path):
+            return "" if self._keeps_lock(self.path) else "has lost its file `lock`, so another job may be in it"
+        place = self.place()
+        if place is None:
+            return "has been removed while the run went on"
+        return f"has been moved to {str(place)!r} while the run went on"
+
+    def place(self) -> Path | None:
+        """Its path as the kernel knows it; None if it is removed, or another job may be in it. Linux only."""
+        place = Path(os.readlink(f"/proc/self/fd/{self._handle}"))  # of a removed one with ` (deleted)` behind it
+        return place if is_same(self._handle, place) and self._keeps_lock(place) else None
+
+    def _keeps_lock(self, place: Path) -> bool:
+        return self.lock is None or is_same(self.lock, place / "lock")
+
+    def close(self) -> None:
+        """Let go of it, and of its lock."""
+        os.close(self._handle)
+
+
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems without locks
+
+
+def is_same(handle: int, path: Path) -> bool:
+    """Tell whether a path leads to what a descriptor holds."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except OSError:
+        return False
+
+
+def open_plain(path: str | Path, expected: str, follow: bool = False) -> int:
+    """A file descriptor for reading, without waiting; only of a plain file.
+
+    Args:
+        path: of the file.
+        expected: what it should be, for the error.
+        follow: whether it may be a link to one.
+
+    Raises:
+        UsageError: it is missing, a link, a folder, a pipe or a device.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; expected {expected}") from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise UsageError(f"{path}: got no plain file; expected {expected}")
+    return file
+
+
+def read_plain(path: str | Path, most_bytes: int, expected: str) -> bytes:
+    """All of a plain file.
+
+    Raises:
+        UsageError: it is none, larger than it may be, or cannot be read.
+    """
+    with open(open_plain(path, expected), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        check(size <= most_bytes, f"{path}: got {size} bytes; expected at most {most_bytes}")
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error}; copy it again") from error
+
+
+def refuse_ways_out(folder: Path, name: str, why: str) -> None:
+    """Keep what is written within a folder that someone else may have made: it would go where a link leads.
+
+    Args:
+        folder: to look at, without its folders.
+        name: of the folder in the error.
+        why: what would be written, and the way out.
+
+    Raises:
+        UsageError: something in it is neither a file nor a folder.
+    """
+    with os.scandir(folder) as entries:
+        odd = [entry.name for entry in entries if not (entry.is_file(follow_symlinks=False) or is_folder(entry))]
+    check(not odd, f"{name}: {', '.join(sorted(odd)[:5])}: got a link, or no regular file; {why}")
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is one itself, not a link to one."""
+    return entry.is_dir(follow_symlinks=False)
+
+
+def write_all(file: io.FileIO, content: Any) -> None:
+    """Write every byte to a file without a buffer, which may take a part at a time.
+
+    No buffer, because its `close` would fail once more on a full disk, and hide the error that says how to go on.
+    """
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
+
+
+def write_whole(path: Path, raw: bytes) -> None:
+    """Write a file of the run directory aside, then rename it: who reads it finds the old or the new, never a part.
+
+    Raises:
+        TrainingError: it cannot be written, as on a full disk.
+    """
+    aside = path.with_suffix(".tmp")
+    try:
+        with writing(path):
+            aside.write_bytes(raw)
+            aside.replace(path)
+    except TrainingError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Have an error of the file system name the file and the way out.
+
+    Raises:
+        TrainingError: in the place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{str(path)!r} cannot be written: {error.strerror or error}; checkpoints that are saved stay. Make room, "
+            f"then go on with --resume --run-dir {path.parent}"
+        ) from error

@@ -1,0 +1,59 @@
+"""Pytrees: leaves by name, their shapes and dtypes, digests."""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.core.errors import check
+
+PyTree = Any
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """Leaves by names such as `layers/0/weight`."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def path_name(path: Any) -> str:
+    """`layers/0/weight`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def signature(tree: PyTree) -> dict[str, str]:
+    """Path to `float32[3,3,64]` of every leaf, in order: what must agree before arrays travel."""
+    return {name: f"{jnp.result_type(leaf)}{list(np.shape(leaf))}" for name, leaf in named_leaves(tree)}
+
+
+def check_arrays(tree: PyTree) -> None:
+    """Raise `UsageError` by path where a leaf is no array of numbers or a number."""
+    for name, leaf in named_leaves(tree):
+        is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        kind = "" if is_key else np.asarray(leaf).dtype.kind  # V: bfloat16 and the like
+        got = "a random key" if is_key else type(leaf).__name__
+        check(
+            kind != "" and kind in "biufcV",
+            f"broadcast: leaf {name or '(the tree itself)'!r}: got {got}; expected an array of numbers (of a random "
+            "key: jax.random.key_data)",
+        )
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """Leaves with paths such as `params/conv1/kernel`; no two have the same."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        parts = (jax.tree_util.keystr((key,), simple=True).replace("/", "\\/") for key in path)
+        name = "/".join(parts)
+        check(name not in named, f"two leaves of a tree have the path {name!r}; give its nodes other names")
+        named[name] = leaf
+    return list(named.items())
+
+
+def tree_digest(tree: PyTree) -> str:
+    """SHA-256 over the bytes of all leaves."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

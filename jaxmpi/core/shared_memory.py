@@ -1,0 +1,150 @@
+"""Shared memory between processes of one host: named segments, maps, room that is left."""
+
+import errno
+import mmap
+import os
+import re
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check
+
+PAGE = 4096  # bytes; also more than the 64 at which devices on the host take an array as it lies
+
+
+class GoneError(Exception):
+    """The memory was given up before this process came to it."""
+
+
+class Segment:
+    """`size` bytes. Pickled, it is an address, at which processes of this user map the same bytes.
+
+    The bytes go once nobody maps them: the arrays over them, here and there, and not this object, keep them alive. The
+    address holds while this object lives.
+
+    Raises:
+        UsageError: there is no room; pickled, that the system has no such memory.
+    """
+
+    def __init__(self, size: int) -> None:
+        size = max(size, 1)
+        if not hasattr(os, "memfd_create"):  # not Linux: threads only
+            self.bytes, self.address = mmap.mmap(-1, size), None
+            return
+        try:
+            fd = os.memfd_create("jaxmpi")
+            weakref.finalize(self, os.close, fd)
+            if size > available_bytes():  # the system would try, and kill processes meanwhile
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            os.posix_fallocate(fd, 0, size)  # now, since a page that cannot be had later kills the process
+        except OSError as error:
+            raise UsageError(
+                f"no shared memory for {size >> 20} MiB of batches: {error}; lower data.prefetch or the local batch"
+            ) from error
+        self.bytes = mmap.mmap(fd, size)
+        self.address = os.getpid(), fd, os.fstat(fd).st_ino, size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        check(self.address is not None, "loader processes need Linux; use data.loader = threads")
+        return attached, self.address or ()
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A new view; arrays made of it keep it alive, and those of other calls do not."""
+        count = int(np.prod(shape, dtype=np.int64))
+        return np.frombuffer(self.bytes, dtype, count, offset).reshape(shape)
+
+
+def available_bytes() -> int:
+    """Memory that processes may take yet, page cache included: of this machine, or of the control groups that this one
+    is in where that is less; no limit where the kernel does not say.
+    """
+    machine = re.search(r"MemAvailable:\s+(\d+) kB", read(Path("/proc/meminfo")))
+    free = [left_in(folder, version) for folder, version in memory_groups()]
+    return min(*free, int(machine[1]) << 10 if machine else sys.maxsize)
+
+
+class Version(NamedTuple):
+    """The names of one version of control groups: where the kernel writes what a group may take and has taken."""
+
+    limit: str
+    used: str
+    files: str  # the start of the lines of memory.stat that count page cache
+
+
+VERSIONS = {
+    1: Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: Version("memory.max", "memory.current", ""),
+}
+
+
+def memory_groups() -> list[tuple[Path, Version]]:
+    """The control groups that bound this process's memory, its own first, then those that hold it.
+
+    In a container the path is often that of the machine, and only the root of the mount is there.
+    """
+    root, said = Path("/sys/fs/cgroup"), read(Path("/proc/self/cgroup"))
+    groups = []
+    places = {2: (root, r"^0::/(.*)$"), 1: (root / "memory", r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$")}
+    for number, (mount, line) in places.items():
+        own = re.search(line, said, re.MULTILINE)
+        group = mount / (own[1] if own else "")
+        groups += [(folder, VERSIONS[number]) for folder in (group, *group.parents)]
+    return groups
+
+
+def left_in(group: Path, version: Version) -> int:
+    """Of a control group; it counts files in the page cache, which go when memory is needed."""
+    limit, used = (read(group / name).strip() for name in (version.limit, version.used))
+    if not (limit.isdigit() and used.isdigit()):
+        return sys.maxsize
+    files = re.findall(rf"^{version.files}(?:in)?active_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
+    return int(limit) - int(used) + sum(map(int, files))
+
+
+def read(file: Path) -> str:
+    """A file of the kernel's; nothing where there is none."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def attached(pid: int, fd: int, inode: int, size: int) -> Segment:
+    """The segment of another process.
+
+    Raises:
+        GoneError: that process has closed it.
+    """
+    segment = object.__new__(Segment)
+    try:
+        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError as error:
+        raise GoneError(str(error)) from error
+    try:
+        if os.fstat(mine).st_ino != inode:  # its number was given to another file since
+            raise GoneError(f"/proc/{pid}/fd/{fd} is another file now")
+        segment.bytes = mmap.mmap(mine, size)
+    finally:
+        os.close(mine)
+    return segment
+
+
+# ---------------------------------------------------------------- memory
+
+
+def folder() -> str:
+    """Where files are memory; else where files are."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def reserve(handle: int, size_bytes: int) -> None:
+    """Give a file its size; memory that is not there must be missed now, not when it is written."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size_bytes)
+    else:
+        os.ftruncate(handle, size_bytes)

@@ -1,0 +1,268 @@
+"""Batches made ahead by a crew of loaders, in exact order and of one shape, handed over where they were made.
+
+Parallel loading, Ma et al. 2016, Algorithm 1. The paper's loader fills one buffer while the other is in use; here a
+ring of `prefetch + 2` slots is filled: one for the step that runs, one for the next, `prefetch` for those made ahead.
+"""
+
+import collections
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.data.augment import Augment, load_mean_image
+from jaxmpi.data.decode import CorruptExample
+from jaxmpi.data.example import Recipe, Row
+from jaxmpi.data.loader_pool import Crew, kind_for
+from jaxmpi.data.loader_worker import Answer, Failure
+from jaxmpi.data.ring_buffer import Layout, Ring
+from jaxmpi.data.sampler import Sampler, Share
+from jaxmpi.data.sources.base import Source
+
+_LOG = logging.getLogger(__name__)
+
+
+class Batch(NamedTuple):
+    """One worker's part of one step.
+
+    `image` lies in memory that is used again once nothing refers to it: no array made of it without a copy, and no
+    array of a device that took it as it lies. Whoever keeps more batches than one gets copies.
+
+    In training sum(weight * loss), averaged over the workers, is the mean loss of the step's
+    examples, however short the step: weight = size / count. In evaluation weight is 1, so that
+    sum(weight) counts examples. Weight 0 marks what only fills the shape.
+    """
+
+    image: np.ndarray  # u8 or f32[local batch, height, width, channels]
+    label: np.ndarray  # i32[local batch]
+    weight: np.ndarray  # f32[local batch]
+    epoch: int
+    step: int  # from the start of training; from 0 in an evaluation
+    count: int  # examples of this step over all workers
+
+
+class _Making(NamedTuple):
+    """A batch in its slot, and the tickets of those who make it."""
+
+    step: int
+    share: Share
+    slot: int
+    tickets: list[int]
+
+
+@dataclass
+class _Hold:
+    """What must be given back when a loader ends, kept apart from it."""
+
+    crew: Crew
+    owns_crew: bool
+    job: int = 0
+    ring: Ring | None = None
+    closed: bool = False
+
+    def release(self) -> None:
+        self.closed = True
+        if self.ring is not None:
+            self.ring.closed[0] = 1
+        self.crew.close(self.job)
+        if self.owns_crew:
+            self.crew.stop()
+
+
+class Loader:
+    """An iterator over one worker's batches, made ahead by the crew's loaders.
+
+    At most `data.prefetch + 2` batches are held, those in use included. Close it, or use it in a `with` statement, to
+    give back what it holds; its end, an error or losing the last reference to it do so too. Order and contents do not
+    depend on the number of loaders, nor on their kind.
+
+    A corrupt example stops the run with `data.on_error = "stop"`. With "skip" it gets weight 0, on
+    any number of workers the same: the step's gradient is the sum over the good examples divided
+    by the count of all, and an evaluation counts the good ones only.
+
+    Args:
+        source: of the examples.
+        sampler: what this worker reads at a step; its seed is the augmentation's too.
+        config: of the run's data.
+        train: random crop and mirror and averaging weights; otherwise an evaluation.
+        start_step: first step to make; a resumed run gives the number of steps done.
+        stop_step: end, exclusive. None goes on for ever in training; one epoch in an evaluation.
+        crew: who makes the batches; None starts one of `data.loaders` for this loader alone.
+        classes: that labels may name where the source does not say; 0: any number.
+
+    Attributes:
+        wait_s: seconds the consumer has waited for batches, in all.
+        skipped: corrupt examples among the batches given out.
+
+    Raises:
+        UsageError: source and sampler do not fit, a mean image that is wrong, or a source that loader processes cannot
+            have. From `next`: whatever making the batch raised, with the example named; `TrainingError` where an
+            example cannot be read, or a loader died or stalls.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        sampler: Sampler,
+        config: Data,
+        train: bool,
+        start_step: int = 0,
+        stop_step: int | None = None,
+        crew: Crew | None = None,
+        classes: int = 0,
+    ) -> None:
+        check(
+            len(source) == sampler.examples,
+            f"{source.name}: got {len(source)} examples; expected the sampler's {sampler.examples}",
+        )
+        check(len(source) > 0 or not train, f"{source.name}: got 0 training examples; expected >= 1")
+        plain = replace(config, train=None, validation=None)  # loaders have the source itself
+        augment = Augment(plain, train, sampler.seed, load_mean_image(config))
+        self._recipe, self._sampler = Recipe(source, augment, config.on_error == "skip", classes), sampler
+        self._next = start_step
+        self._stop = sampler.steps_per_epoch if stop_step is None and not train else stop_step
+        self._prefetch = config.prefetch
+        self._ahead: collections.deque[_Making] = collections.deque()
+        self._free: collections.deque[int] = collections.deque()  # slots
+        self._filler: Row | None = None
+        of_mine = crew or Crew(kind_for(config, source), config.loaders, config.stall_s)
+        self._hold = _Hold(of_mine, owns_crew=crew is None)
+        self._end = weakref.finalize(self, self._hold.release)
+        self.wait_s, self.skipped = 0.0, 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._hold.closed:
+            raise StopIteration
+        try:
+            begin = time.perf_counter()
+            self._ask()
+            if not self._ahead:
+                raise StopIteration
+            making = self._ahead[0]
+            answers = [self._answer(ticket) for ticket in making.tickets]
+            self.wait_s += time.perf_counter() - begin
+            corrupt = self._corrupt([failure for answer in answers for failure in answer.failures])
+            batch = self._batch(making, corrupt)
+        except BaseException:
+            self.close()
+            raise
+        self.skipped += len(corrupt)
+        return batch
+
+    def ready(self) -> bool:
+        """Whether `next` would give a batch without waiting."""
+        return bool(self._ahead) and all(self._hold.crew.has(ticket) for ticket in self._ahead[0].tickets)
+
+    def _ask(self) -> None:
+        """Have made what there is room for."""
+        while self._stop is None or self._next < self._stop:
+            ring = self._hold.ring or self._open()
+            if not self._free or len(self._ahead) > self._prefetch:
+                return
+            share, slot = self._sampler.indices(self._next), self._free.popleft()
+            tickets = self._hold.crew.make(self._hold.job, slot, self._next, share.epoch, share.indices)
+            self._ahead.append(_Making(self._next, share, slot, tickets))
+            self._next += 1
+            assert ring.layout.batch >= len(share.indices)
+
+    def _open(self) -> Ring:
+        """The ring, laid out for rows such as the first."""
+        hold = self._hold
+        hold.job = hold.crew.open(self._recipe)
+        share = self._sampler.indices(self._next)
+        row = self._sample(share.epoch, share.indices) or self._good_row()
+        image = "f4" if row.image.dtype.kind == "f" else row.image.dtype.str
+        slots, batch = self._prefetch + 2, self._sampler.local_batch
+        hold.ring = Ring(Layout(slots, batch, (row.image.shape, image), (row.label.shape, "i4")))
+        hold.crew.attach(hold.job, hold.ring)
+        self._free.extend(range(slots))
+        return hold.ring
+
+    def _answer(self, ticket: int) -> Answer:
+        return self._hold.crew.answer(ticket, lambda: self._hold.closed)
+
+    def _sample(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Row | None:
+        answer = self._answer(self._hold.crew.sample(self._hold.job, epoch, indices))
+        self._corrupt(answer.failures)
+        return answer.row
+
+    def _good_row(self) -> Row:
+        """The source's first good example: real pixels, since a model's batch statistics see them."""
+        if self._filler is None:
+            row = self._sample(0, range(len(self._recipe.source)))
+            if row is None:
+                source = self._recipe.source
+                raise UsageError(f"{source.name}: not one of {len(source)} examples is good")
+            self._filler = row._replace(image=row.image.copy())  # a view would keep a part of a data set in memory
+        return self._filler
+
+    def _corrupt(self, failures: list[Failure]) -> list[int]:
+        """Positions of corrupt examples that are skipped; any other failure is raised, the first in the batch."""
+        for failure in sorted(failures, key=lambda failure: failure.position):
+            if self._recipe.skip and isinstance(failure.error, CorruptExample):
+                _LOG.warning("skipped: %s", failure.error.fault)
+            else:
+                raise failure.error
+        return [failure.position for failure in failures]
+
+    def _batch(self, making: _Making, corrupt: list[int]) -> Batch:
+        """The batch of a slot: rows in the order of the share, and fillers of weight 0 up to the local batch."""
+        ring, share = self._hold.ring, making.share
+        if ring is None:
+            raise CancelledError
+        is_real = np.arange(ring.layout.batch) < len(share.indices)
+        is_real[corrupt] = False
+        images, labels = ring.images(making.slot), ring.labels(making.slot)
+        empty, good = np.flatnonzero(~is_real), np.flatnonzero(is_real)
+        if len(empty) and len(good):
+            like = np.resize(good, len(empty))
+            images[empty], labels[empty] = images[like], labels[like]
+        elif len(empty):
+            images[empty], labels[empty] = self._good_row()
+        weight = self._sampler.size / share.count if self._recipe.augment.train else 1.0
+        labels = labels.copy()  # first: lending may have the slot filled again
+        return Batch(
+            image=self._lent(making, ring),
+            label=labels,
+            weight=is_real.astype(np.float32) * np.float32(weight),
+            epoch=share.epoch,
+            step=making.step,
+            count=share.count,
+        )
+
+    def _lent(self, making: _Making, ring: Ring) -> np.ndarray:
+        self._ahead.popleft()
+        if not self._free and not self._ahead:  # whoever keeps all slots gets copies, else nothing would go on
+            self._free.append(making.slot)
+            images = ring.images(making.slot).copy()
+        else:
+            images = ring.lend(making.slot, self._free.append)
+        self._ask()
+        return images
+
+    def close(self) -> None:
+        """Give back what is held; a thread that waits for a batch here gets `CancelledError`."""
+        self._ahead.clear()
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,322 @@
+"""Compressed images to pixels: the one file that calls libjpeg-turbo, Pillow and OpenCV, imported when first used.
+
+JPEG files are decoded by libjpeg-turbo, at 1/2 or less of their size where that is enough. What it refuses (PNG, CMYK,
+damaged files) goes to Pillow, which decides what is an image and what is not.
+"""
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.core.errors import TrainingError, check
+
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's name for so many channels
+SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
+# Of a JPEG that libjpeg-turbo decodes, and of an image that has been scaled; Pillow warns of larger files, and refuses
+# the largest.
+MAX_PIXELS = 1 << 26
+MAX_SCANS = 500  # of a progressive JPEG, which has ten: each goes over all blocks, and may be a few bytes
+
+
+class CorruptExample(TrainingError):
+    """An example that cannot be decoded: where it is, its index in the source, why.
+
+    Attributes:
+        fault: the same in words, without a way out.
+    """
+
+    def __init__(self, where: str, index: int, reason: str) -> None:
+        self.fault = f"{where} (example {index}) is corrupt: {reason}"
+        super().__init__(f"{self.fault}; data.on_error=skip goes on without such examples")
+        self.where, self.index, self.reason = where, index, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CorruptExample, (self.where, self.index, self.reason)
+
+
+@contextlib.contextmanager
+def corrupt_if_it_fails(blob: Any, where: str, index: int) -> Iterator[None]:
+    """What decoding `blob` raises, as `CorruptExample`: there is no one error for damaged files."""
+    try:
+        yield
+    except (MemoryError, ImportError):  # the machine's fault, and the installation's: no example is corrupt for them
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}" if len(blob) else "the file is empty"
+        raise CorruptExample(where, index, reason) from error
+
+
+class Picture(NamedTuple):
+    """A compressed image whose header has been read."""
+
+    height: int  # px
+    width: int
+    pixels: Callable[[int, int], np.ndarray]  # (height, width) -> all of it, at least so large where it is, u8[h, w, c]
+    jpeg: tuple[Any, int] | None = None  # blob and channels, where libjpeg-turbo decodes it
+
+
+def opened(blob: Any, channels: int) -> Picture:
+    """A JPEG, PNG or what else Pillow knows.
+
+    Grey, palette, CMYK and 16-bit images are converted, transparency is dropped, an animation gives its first frame,
+    and an EXIF orientation is ignored, as in the usual ImageNet pipelines. A file's name does not count.
+
+    Args:
+        blob: the file's bytes.
+        channels: 1, 3 or 4.
+
+    Raises:
+        Exception: whatever Pillow raises on a damaged file, here or from `pixels`.
+    """
+    import simplejpeg
+
+    _check_scans(memoryview(blob))
+    with contextlib.suppress(ValueError):  # no JPEG, or one that is not sound: Pillow says which
+        header: tuple[Any, ...] = simplejpeg.decode_jpeg_header(blob)
+        height, width, space = header[:3]
+        if space in ("YCbCr", "Gray", "RGB") and height * width <= MAX_PIXELS:
+            return Picture(height, width, functools.partial(_jpeg, blob, channels), (blob, channels))
+    pixels = _by_pillow(blob, channels)
+    return Picture(pixels.shape[0], pixels.shape[1], lambda height, width: pixels)
+
+
+def _check_scans(blob: memoryview) -> None:
+    """Refuse a small JPEG that would take hours; one that is not progressive has bits for each block in each scan."""
+    if blob[:2] == b"\xff\xd8" and not _is_sequential(blob):
+        scans = bytes(blob).count(b"\xff\xda")
+        check(scans <= MAX_SCANS, f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
+
+
+def _is_sequential(blob: memoryview) -> bool:
+    at = 2
+    while at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in _SKIPPED:
+        at += 2 + int.from_bytes(blob[at + 2 : at + 4], "big")
+    return at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in (0xC0, 0xC1)
+
+
+def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True) -> np.ndarray:
+    import simplejpeg
+
+    try:
+        return simplejpeg.decode_jpeg(
+            blob,
+            SPACES[channels],
+            strict=strict,
+            # Colours lie at half the resolution in most files; repeating them is what the eye cannot tell, and quicker.
+            fastupsample=True,
+            min_height=height,
+            min_width=width,
+            min_factor=2,  # 7/8 to 5/8 are slower than the whole
+        )
+    except ValueError:  # it is strict: Pillow reads files with bytes too many
+        return _by_pillow(blob, channels)
+
+
+def _by_pillow(blob: Any, channels: int) -> np.ndarray:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(blob)) as image:
+        _check_no_program(image)
+        pixels = np.array(_convert(image, MODES[channels]))
+    return pixels if pixels.ndim == 3 else pixels[..., None]
+
+
+def _check_no_program(image: Any) -> None:
+    check(image.format != "EPS", "an EPS file is a program, which Pillow has Ghostscript run; expected an image")
+
+
+def _convert(image: Any, mode: str) -> Any:
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion clips at 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode == "P":  # a palette may hold colours with alpha
+        image = image.convert("RGBA")
+    return image.convert(mode)
+
+
+def decoded(blob: Any, channels: int, resize: int) -> np.ndarray:
+    """u8[height, width, channels] of a compressed image; see `opened`.
+
+    Args:
+        resize: px, shorter side of the result; 0 keeps the size.
+
+    Raises:
+        UsageError: it would have too many pixels.
+        Exception: as of `opened`.
+    """
+    picture = opened(blob, channels)
+    if not resize:
+        return picture.pixels(picture.height, picture.width)
+    size = _shorter_side(picture.height, picture.width, resize)
+    return _scaled(picture.pixels(*size), size)
+
+
+def window(picture: Picture, top: int, left: int, height: int, width: int, px: int) -> np.ndarray:
+    """u8[px, px, channels]: a window of the picture, in its pixels, scaled; decoded no further than that needs."""
+    picture = _without_rows_below(picture, top + height)
+    enough = -(-picture.height * px // height), -(-picture.width * px // width)
+    image = picture.pixels(*enough)
+    down, across = image.shape[0] / picture.height, image.shape[1] / picture.width
+    top, left = round(top * down), round(left * across)
+    height, width = max(round(height * down), 1), max(round(width * across), 1)
+    return stretched(image[top : top + height, left : left + width], px)
+
+
+def _without_rows_below(picture: Picture, bottom: int) -> Picture:
+    """The picture, where that can be done without a row of blocks that ends below `bottom`.
+
+    JPEG files are coded from top to bottom, so decoding may stop early: the header is made to say that there are fewer
+    rows. What is left over after them is no fault then, so the file must be seen to have an end.
+    """
+    if picture.jpeg is None:
+        return picture
+    blob, channels = picture.jpeg
+    blob = bytes(blob)
+    found = _frame(blob) if blob.endswith(b"\xff\xd9") else None
+    rows = -(-bottom // found.block) * found.block if found else picture.height
+    if found is None or rows >= picture.height:
+        return picture
+    before, after = memoryview(blob)[: found.place], memoryview(blob)[found.place + 2 :]
+    cut = b"".join((before, rows.to_bytes(2, "big"), after))
+    return Picture(rows, picture.width, functools.partial(_jpeg, cut, channels, strict=False))
+
+
+class _Frame(NamedTuple):
+    """What a JPEG file says of its rows."""
+
+    place: int  # of the height, two bytes
+    block: int  # px: rows that are coded together
+
+
+_SKIPPED = frozenset([0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)])  # tables, application's own, comments
+
+
+def _frame(blob: bytes) -> _Frame | None:
+    """Of a file whose components are coded together, in one scan (ITU-T T.81, B.2); None for others."""
+    at, frame, components = 2, None, 0
+    while at + 10 < len(blob) and blob[at] == 0xFF:
+        marker, size = blob[at + 1], int.from_bytes(blob[at + 2 : at + 4], "big")
+        if marker in (0xC0, 0xC1):  # baseline and extended sequential
+            components = blob[at + 9]
+            sampling = blob[at + 11 : at + 11 + 3 * components : 3]
+            frame = _Frame(at + 5, 8 * max((factor & 15 for factor in sampling), default=1))
+        elif marker == 0xDA:  # the scan follows
+            return frame if frame and blob[at + 4] == components else None
+        elif marker not in _SKIPPED:
+            return None
+        at += 2 + size
+    return None
+
+
+def resized(image: np.ndarray, px: int, where: str = "image") -> np.ndarray:
+    """u8 or f32[height, width, channels] with its shorter side `px` long, aspect kept.
+
+    Raises:
+        UsageError: it would have too many pixels; `where` names it.
+    """
+    height, width, _ = image.shape
+    return _scaled(image, _shorter_side(height, width, px, where) if min(height, width) != px else (height, width))
+
+
+def stretched(image: np.ndarray, px: int) -> np.ndarray:
+    """u8 or f32[height, width, channels] as [px, px, channels], aspect not kept."""
+    return _scaled(image, (px, px))
+
+
+def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """To `size` = (height, width) px: bilinear, from half the size down the mean over areas."""
+    if image.shape[:2] == size:
+        return image
+    cv2 = _opencv()
+    shrinks = max(have / want for have, want in zip(image.shape, size, strict=False))
+    how = cv2.INTER_AREA if shrinks >= 2 else cv2.INTER_LINEAR
+    scaled = cv2.resize(image, size[::-1], interpolation=how)
+    return scaled if scaled.ndim == 3 else scaled[..., None]
+
+
+def mirrored(image: np.ndarray) -> np.ndarray:
+    """Left to right; a view where it is not u8[height, width, 3]."""
+    if image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3:
+        return _opencv().flip(image, 1)  # copying a mirrored view goes pixel by pixel
+    return image[:, ::-1]
+
+
+@functools.cache
+def _opencv() -> Any:
+    import cv2
+
+    cv2.setNumThreads(1)  # loaders share out the cores
+    return cv2
+
+
+def _shorter_side(height: int, width: int, px: int, where: str = "image") -> tuple[int, int]:
+    scale = px / min(height, width)
+    high, wide = max(px, round(height * scale)), max(px, round(width * scale))
+    check(
+        high * wide <= MAX_PIXELS,  # a line of pixels, which a small file holds, would become gigabytes
+        f"{where}: got {height} x {width} px, {high} x {wide} with a shorter side of {px}; "
+        f"expected at most {MAX_PIXELS} px in all: crop or drop it, or set a smaller resize",
+    )
+    return high, wide
+
+
+def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
+    """u8[height, width] or [height, width, c] as [height, width, channels]; grey is repeated.
+
+    Raises:
+        UsageError: the image is neither grey nor of `channels` channels.
+    """
+    image = image[..., None] if image.ndim == 2 else image
+    check(
+        image.ndim == 3 and image.shape[-1] in (1, channels),
+        f"{where}: got an image of shape {image.shape}; expected [height, width, {channels}] or "
+        "grey [height, width]; see data.channels",
+    )
+    return np.broadcast_to(image, (*image.shape[:2], channels))
+
+
+def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
+    """An image file with its shorter side `px` long, as a new JPEG or PNG; the same bytes if it has that size already.
+
+    Args:
+        blob: the file's bytes.
+        px: 0 keeps the size, and so the bytes.
+        quality: as of `encoded`.
+
+    Raises:
+        UsageError: the file is an EPS file.
+        Exception: whatever Pillow raises on a damaged header, or a decoder on damaged pixels that it had to decode.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(blob)) as image:
+        _check_no_program(image)
+        if px in (0, min(image.size)):
+            return blob
+        channels = 1 if image.mode in ("1", "L", "LA") or image.mode.startswith("I") else 3
+    return encoded(decoded(blob, channels, px), quality)
+
+
+def encoded(image: np.ndarray, quality: int) -> bytes:
+    """u8[height, width, 1, 3 or 4] as a JPEG of quality 1 to 100; as a PNG, which loses nothing, where that is 0.
+
+    Raises:
+        UsageError: the image is of another shape or type.
+    """
+    from PIL import Image
+
+    image = image[..., None] if image.ndim == 2 else image
+    check(
+        image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] in MODES,
+        f"got an image {image.dtype}{list(image.shape)}; expected u8[height, width, 1, 3 or 4]",
+    )
+    check(quality == 0 or image.shape[-1] != 4, "JPEG has no transparency; give quality 0, which makes PNG")
+    file = io.BytesIO()
+    plain = Image.fromarray(image if image.shape[-1] > 1 else image[..., 0])
+    plain.save(file, "JPEG", quality=quality) if quality else plain.save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,475 @@
+"""The loaders of one worker: threads, or processes that see the same memory; who is at what, and who fails.
+
+Loaders are told what to do by messages (`member.py`), each through a queue or a pipe of its own, and write rows where
+they belong. A ticket is what one of them has been told to do; its answer ends it.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import TrainingError, UsageError, check, lookup
+from jaxmpi.core.shared_memory import Segment
+from jaxmpi.data.example import Recipe
+from jaxmpi.data.loader_worker import (
+    BOARD_ROW,
+    HERE,
+    INDEX,
+    JOB,
+    NOTHING,
+    SINCE,
+    STOP,
+    Answer,
+    Attach,
+    Close,
+    Hello,
+    Make,
+    Member,
+    Open,
+    Sample,
+)
+from jaxmpi.data.ring_buffer import Parcel, Ring
+from jaxmpi.data.sources.base import Source, where
+
+JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
+END_S = 1.0  # a process ends as soon as its pipe is closed, unless it has been stopped
+START_S = 120.0  # for a process to start, at the least: a file system may have to be asked for all of Python
+POLL_S = 0.1  # between looks at whether loaders are well, while an answer is waited for
+
+
+class Loaders(Protocol):
+    """The members of a crew, however they run."""
+
+    def open(self, job: int, recipe: Recipe) -> Any:
+        """Tell all of a job; what is returned must be kept until it is closed."""
+        ...
+
+    def send(self, number: int, message: Any) -> None:
+        """Tell one."""
+        ...
+
+    def answers(self, timeout_s: float) -> list[Answer]:
+        """What has been answered; waits for the first."""
+        ...
+
+    def ended(self, number: int) -> str:
+        """How a member ended; empty while it lives."""
+        ...
+
+    def stop(self) -> None:
+        """End all; what they were told is dropped."""
+        ...
+
+
+class Crew:
+    """The loaders of one worker, started by the first job, shared by training and evaluation.
+
+    Args:
+        kind: a row of `KINDS`.
+        size: how many.
+        stall_s: seconds that a loader may be at one example, or say nothing.
+
+    Raises:
+        UsageError: an unknown kind.
+    """
+
+    def __init__(self, kind: str, size: int, stall_s: float) -> None:
+        self.kind, self.size, self.stall_s = kind, size, stall_s
+        self._make = lookup(KINDS, kind, "data.loader")
+        self._loaders: Loaders | None = None
+        self._board = np.zeros((size, BOARD_ROW), np.int64)
+        self._jobs: dict[int, tuple[Recipe, Any]] = {}
+        self._tickets: dict[int, tuple[int, int]] = {}  # ticket -> job, loader
+        self._answers: dict[int, Answer] = {}
+        self._numbers = itertools.count(1)
+        self._end: weakref.finalize | None = None
+        self._lock = threading.RLock()  # a loader that is collected in here closes its job
+
+    def open(self, recipe: Recipe) -> int:
+        """A new job for all loaders.
+
+        Raises:
+            UsageError: loader processes cannot have its source.
+        """
+        if self._loaders is None:
+            board = Segment(self._board.nbytes)
+            self._board = board.array(0, self._board.shape, np.int64)
+            self._loaders = self._make(self.size, board)
+            self._end = weakref.finalize(self, _stop, self._loaders, self._board)
+        job = next(self._numbers)
+        self._jobs[job] = recipe, self._loaders.open(job, recipe)
+        return job
+
+    def attach(self, job: int, ring: Ring) -> None:
+        """Where the job's batches lie."""
+        for number in range(self.size):
+            self._send(number, Attach(job, ring))
+
+    def sample(self, job: int, epoch: int, indices: Any) -> int:
+        """Have a loader find the first good row among `indices`; the ticket."""
+        ticket = self._ticket(job, 0)
+        self._send(0, Sample(job, ticket, epoch, indices))
+        return ticket
+
+    def make(self, job: int, slot: int, step: int, epoch: int, indices: np.ndarray) -> list[int]:
+        """Have all loaders make their parts of a batch; the tickets."""
+        tickets = []
+        for first in range(min(self.size, len(indices))):
+            number = (first + step) % self.size
+            tickets.append(self._ticket(job, number))
+            part = indices[first :: self.size]
+            self._send(number, Make(job, tickets[-1], slot, epoch, first, self.size, part))
+        return tickets
+
+    def _ticket(self, job: int, number: int) -> int:
+        ticket = next(self._numbers)
+        self._tickets[ticket] = job, number
+        return ticket
+
+    def _send(self, number: int, message: Any) -> None:
+        if self._loaders is not None:  # else it has stopped, and whoever waits will see that
+            self._loaders.send(number, message)
+
+    def has(self, ticket: int) -> bool:
+        """Whether a ticket is answered; does not wait."""
+        self._receive(0)
+        return ticket in self._answers
+
+    def answer(self, ticket: int, gone: Callable[[], bool]) -> Answer:
+        """Wait for the answer to a ticket.
+
+        Raises:
+            CancelledError: `gone()`, or the crew has stopped.
+            TrainingError: the loader that has the ticket died or stalls; its file is named.
+        """
+        begin = time.monotonic()
+        while ticket not in self._answers:
+            if gone() or self._loaders is None:
+                raise CancelledError
+            if not self._receive(POLL_S):
+                self._check(ticket, begin)
+        self._tickets.pop(ticket, None)
+        return self._answers.pop(ticket)
+
+    def _receive(self, timeout_s: float) -> bool:
+        with self._lock:
+            loaders = self._loaders  # another thread may stop the crew
+            answers = loaders.answers(timeout_s) if loaders is not None else []
+            for answer in answers:
+                if answer.ticket in self._tickets:
+                    self._answers[answer.ticket] = answer
+            return bool(answers)
+
+    def _check(self, ticket: int, begin: float) -> None:
+        job_number = self._tickets.get(ticket)
+        if job_number is None or self._loaders is None:
+            return
+        number = job_number[1]
+        how, (at, since_s) = self._loaders.ended(number), self.doing(number)
+        check_well(not how, f"loader {number} of {self.size} {how} {at or 'between examples'}")
+        silent_s = time.monotonic() - (since_s if at else max(begin, since_s))  # since its last word
+        limit_s = self.stall_s if self._board[number, HERE] else max(self.stall_s, START_S)
+        check_well(
+            silent_s <= limit_s,
+            f"loader {number} of {self.size} has been {at or 'silent'} for {silent_s:.0f} s; "
+            "data.stall_s sets how long it may",
+        )
+
+    def doing(self, number: int) -> tuple[str, float]:
+        """What a loader is at, empty where it is at nothing, and since when by `time.monotonic`; 0 before its start."""
+        job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
+        if not since_ns or index == NOTHING or job not in self._jobs:
+            return "", since_ns / 1e9
+        source = self._jobs[job][0].source
+        awaited_s = getattr(source, "awaited_s", lambda index: 0.0)(index)
+        return f"at {where(source, index)} (example {index})", max(since_ns / 1e9, awaited_s)
+
+    def close(self, job: int) -> None:
+        """Drop a job; answers to its tickets are thrown away."""
+        if self._jobs.pop(job, None) is None:
+            return
+        with self._lock:
+            for ticket in [t for t, (of, _) in self._tickets.items() if of == job]:
+                del self._tickets[ticket]
+                self._answers.pop(ticket, None)
+        for number in range(self.size):
+            self._send(number, Close(job))
+
+    def stop(self) -> None:
+        """End the loaders. A job that is opened later starts new ones."""
+        self._loaders = None
+        self._jobs.clear()
+        if self._end is not None:
+            self._end()
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _stop(loaders: Loaders, board: np.ndarray) -> None:
+    board[:, STOP] = 1
+    loaders.stop()
+
+
+def check_well(holds: bool, message: str) -> None:
+    """Raise `TrainingError(message)` unless `holds`."""
+    if not holds:
+        raise TrainingError(message)
+
+
+def kind_for(config: Data, source: Source) -> str:
+    """`data.loader`, or what suits the source: processes where images are decoded, threads where not.
+
+    Raises:
+        UsageError: processes for a source that changes while it is read.
+    """
+    in_process = bool(getattr(source, "in_process", False))
+    check(
+        config.loader == "auto" or not in_process or config.loader == "threads",
+        f"data.loader: got {config.loader}; {source.name} can only be read by threads",
+    )
+    if config.loader != "auto":
+        return config.loader
+    decodes = getattr(source, "encoded", None) is not None
+    return "processes" if decodes and not in_process and hasattr(os, "memfd_create") else "threads"
+
+
+# ---------------------------------------------------------------- threads
+
+
+class Threads:
+    """Loaders that are threads of this process: decoding lets go of the interpreter."""
+
+    def __init__(self, size: int, board: Segment) -> None:
+        self.done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.told: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
+        rows = board.array(0, (size, BOARD_ROW), np.int64)
+        self.threads = [
+            threading.Thread(target=_work, args=(row, told, self.done), daemon=True, name=f"jaxmpi-loader-{number}")
+            for number, (row, told) in enumerate(zip(rows, self.told, strict=True))
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def open(self, job: int, recipe: Recipe) -> None:
+        """Tell all of a job."""
+        for told in self.told:
+            told.put(Open(job, recipe))
+
+    def send(self, number: int, message: Any) -> None:
+        """Tell one."""
+        self.told[number].put(message)
+
+    def answers(self, timeout_s: float) -> list[Answer]:
+        """What has been answered."""
+        found: list[Answer] = []
+        try:
+            found.append(self.done.get(block=timeout_s > 0, timeout=timeout_s))
+            while True:
+                found.append(self.done.get_nowait())
+        except queue.Empty:
+            return found
+
+    def ended(self, number: int) -> str:
+        """A thread does not end before it is told to."""
+        return ""
+
+    def stop(self) -> None:
+        """End the threads after the example each is at."""
+        for told in self.told:
+            drain(told)
+            told.put(None)
+        deadline = time.monotonic() + JOIN_S
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _work(board: np.ndarray, told: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[Answer]") -> None:
+    member = Member(board)
+    while (message := told.get()) is not None:
+        answer = member.handle(message)
+        if answer is not None:
+            done.put(answer)
+        del message, answer  # else an idle thread keeps its last batch alive
+
+
+def drain(told: "queue.SimpleQueue[Any]") -> None:
+    """Empty a queue."""
+    try:
+        while True:
+            told.get_nowait()
+    except queue.Empty:
+        pass
+
+
+# ---------------------------------------------------------------- processes
+
+
+# A package with this name and path, but without __init__.py, which imports JAX.
+_START = """
+import importlib, json, sys, types
+module, package, path, arguments = json.loads(sys.argv[1])
+sys.path[:] = path
+bare = types.ModuleType("jaxmpi")
+bare.__path__ = [package]
+sys.modules["jaxmpi"] = bare
+importlib.import_module(module).main(*arguments)
+"""
+
+
+def python_line(module: str, *arguments: Any) -> list[str]:
+    """The command line of a process that calls `main(*arguments)` of a module here, without importing JAX."""
+    package = str(Path(__file__).parent.parent)
+    return [sys.executable, "-c", _START, json.dumps([module, package, sys.path, arguments])]
+
+
+def parcel_of(job: int, recipe: Recipe) -> tuple[Parcel, bytes]:
+    """A recipe for loader processes, and the message that brings it to them.
+
+    Raises:
+        UsageError: its source cannot be pickled.
+    """
+    try:
+        parcel = Parcel(recipe)
+        return parcel, pickle.dumps(Open(job, parcel))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{recipe.source.name}: cannot be sent to a loader process ({error}); use data.loader = threads"
+        ) from error
+
+
+class Loader(NamedTuple):
+    """A loader process, and the pipe to it."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+
+
+class LoaderProcesses:
+    """Loaders that are processes of their own; they end with this one, however it ends.
+
+    Started anew, not forked: MPI and JAX have threads by then.
+    """
+
+    def __init__(self, size: int, board: Segment) -> None:
+        self.kept = board  # its address must hold
+        self.loaders = [started() for _ in range(size)]
+        self.open_pipes = {loader.pipe: number for number, loader in enumerate(self.loaders)}
+        self.outboxes = [outbox(loader.pipe) for loader in self.loaders]
+        for number in range(size):
+            self.send(number, Hello(number, board))
+
+    def open(self, job: int, recipe: Recipe) -> Parcel:
+        """Tell all of a job."""
+        parcel, message = parcel_of(job, recipe)
+        for waiting in self.outboxes:
+            waiting.put(message)
+        return parcel
+
+    def send(self, number: int, message: Any) -> None:
+        """Tell one."""
+        self.outboxes[number].put(pickle.dumps(message))
+
+    def answers(self, timeout_s: float) -> list[Answer]:
+        """What has been answered."""
+        found = []
+        try:
+            ready = wait(list(self.open_pipes), timeout_s)
+        except OSError:  # another thread has stopped the crew
+            return found
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                while pipe.poll():
+                    found.append(pickle.loads(pipe.recv_bytes()))
+            except (EOFError, OSError):  # it has ended; `ended` says how
+                del self.open_pipes[pipe]
+        return found
+
+    def ended(self, number: int) -> str:
+        """How a process ended."""
+        return how_ended(self.loaders[number].process)
+
+    def stop(self) -> None:
+        """End them."""
+        for waiting in self.outboxes:
+            drain(waiting)
+            waiting.put(None)
+        end(self.loaders)
+
+
+def how_ended(process: subprocess.Popen[bytes]) -> str:
+    """Empty while it lives."""
+    code = process.poll()
+    if code is None:
+        return ""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"(process {process.pid}) {how}"
+
+
+def end(loaders: Sequence[Loader]) -> None:
+    """Closing its pipe ends a process, whatever it is at."""
+    for loader in loaders:
+        loader.pipe.close()
+    deadline = time.monotonic() + END_S
+    for loader in loaders:
+        try:
+            loader.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:  # stopped, perhaps
+            loader.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                loader.process.wait(1)
+
+
+def started(in_words: bool = False) -> Loader:
+    """A loader process, which ends with this one; it answers as `loader_worker.main` says."""
+    mine, its = socket.socketpair()
+    in_main = threading.current_thread() is threading.main_thread()
+    with its:
+        process = subprocess.Popen(
+            python_line("jaxmpi.data.loader_worker", its.fileno(), os.getpid(), in_main, in_words),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[its.fileno()],
+            process_group=0,  # Ctrl-C in a terminal is the worker's to see
+            env=os.environ | ONE_THREAD,
+        )
+    return Loader(process, Connection(mine.detach()))
+
+
+def outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
+    """Where messages wait for a process that may be stopped, with its pipe full; None ends it."""
+    waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=hand_over, args=(pipe, waiting), daemon=True, name="jaxmpi-outbox").start()
+    return waiting
+
+
+def hand_over(pipe: Connection, waiting: "queue.SimpleQueue[bytes | None]") -> None:
+    """Send what waits, in its order."""
+    while (message := waiting.get()) is not None:
+        with contextlib.suppress(OSError, TypeError):  # it has died, or was closed: whoever waits for it will see that
+            pipe.send_bytes(message)
+
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+KINDS: dict[str, Callable[[int, Segment], Loaders]] = {"threads": Threads, "processes": LoaderProcesses}

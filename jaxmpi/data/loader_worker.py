@@ -1,0 +1,302 @@
+"""One loader at its work: it is told to make rows, makes them in their places, and answers.
+
+A thread of the worker or a process of its own; the same code either way. A process must not import JAX: it would cost
+seconds and hundreds of megabytes a loader.
+"""
+
+import ctypes
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.shared_memory import GoneError, Segment
+from jaxmpi.data.decode import CorruptExample
+from jaxmpi.data.example import Recipe, Row
+from jaxmpi.data.ring_buffer import Parcel, Ring
+from jaxmpi.data.sources.base import where
+
+# Of a loader's row on the board: the example that it is at, NOTHING between two messages, and since when by
+# time.monotonic_ns, 0 before its first message.
+# HERE is its process once it has started; STOP is the worker's word that all work is to be dropped.
+JOB, INDEX, SINCE, HERE, STOP = range(5)
+NOTHING = -1
+COPY_FINISHED = b"copy_finished"  # Theano-MPI's word
+BOARD_ROW = 8  # i64 a loader: one line of cache
+
+
+class Open(NamedTuple):
+    """From now on `job` means this recipe: in a parcel where the loader is a process."""
+
+    job: int
+    recipe: Recipe | Parcel
+
+
+class Attach(NamedTuple):
+    """The job's batches lie here."""
+
+    job: int
+    ring: Ring
+
+
+class Sample(NamedTuple):
+    """Answer with the first good row among `indices`, None where there is none."""
+
+    job: int
+    ticket: int
+    epoch: int
+    indices: Sequence[int]
+
+
+class Make(NamedTuple):
+    """Make every `stride`-th row of a slot, from `first` on."""
+
+    job: int
+    ticket: int
+    slot: int
+    epoch: int
+    first: int
+    stride: int
+    indices: np.ndarray  # i64[n]
+
+
+class Close(NamedTuple):
+    """The job is done with."""
+
+    job: int
+
+
+class Hello(NamedTuple):
+    """The first word to a loader process: its number, and where the board i64[loaders, 8] is."""
+
+    number: int
+    board: Segment
+
+
+class Failure(NamedTuple):
+    """A row that could not be made."""
+
+    position: int
+    error: BaseException
+
+
+class Answer(NamedTuple):
+    """To a ticket: failures of `Make`; the row of `Sample`, or one failure."""
+
+    ticket: int
+    failures: list[Failure]
+    row: Row | None = None
+
+
+class Member:
+    """What a loader knows: the jobs it works for, and its row of the board."""
+
+    def __init__(self, board: np.ndarray) -> None:
+        self.board = board  # i64[8]
+        board[HERE] = os.getpid()
+        self.recipes: dict[int, Recipe | Exception] = {}
+        self.rings: dict[int, Ring] = {}
+
+    def handle(self, message: Any) -> Answer | None:
+        """Do what one message says."""
+        if isinstance(message, Open):
+            self.recipes[message.job] = opened(message.recipe)
+        elif isinstance(message, Attach):
+            self.rings[message.job] = message.ring
+        elif isinstance(message, Close):
+            self.recipes.pop(message.job, None)
+            self.rings.pop(message.job, None)
+        else:
+            try:
+                return self._make(message) if isinstance(message, Make) else self._sample(message)
+            except BaseException as error:  # whatever it is, the worker raises it
+                return Answer(message.ticket, [Failure(0, error)])
+            finally:
+                self._at(message.job, NOTHING)
+        return None
+
+    def _recipe(self, job: int) -> Recipe:
+        recipe = self.recipes.get(job)
+        if isinstance(recipe, Recipe):
+            return recipe
+        raise recipe or UsageError(f"a loader knows nothing of job {job}")
+
+    def _at(self, job: int, index: int) -> None:
+        self.board[SINCE] = time.monotonic_ns()  # first: who reads between two of these must not see an old one
+        self.board[JOB], self.board[INDEX] = job, index
+
+    def _sample(self, message: Sample) -> Answer:
+        recipe = self._recipe(message.job)
+        for index in message.indices:
+            if self.board[STOP]:
+                break
+            self._at(message.job, int(index))
+            try:
+                return Answer(message.ticket, [], recipe.row(message.epoch, int(index)))
+            except CorruptExample as error:
+                if not recipe.skip:
+                    return Answer(message.ticket, [Failure(0, error)])
+        return Answer(message.ticket, [])
+
+    def _make(self, message: Make) -> Answer:
+        recipe, ring = self._recipe(message.job), self.rings[message.job]
+        images, labels = ring.images(message.slot), ring.labels(message.slot)
+        failures: list[Failure] = []
+        for i, index in enumerate(message.indices.tolist()):
+            if ring.closed[0] or self.board[STOP]:
+                break
+            position = message.first + i * message.stride
+            self._at(message.job, index)
+            try:
+                row = recipe.row(message.epoch, index)
+                place(row, images[position], labels[position : position + 1], recipe, index)
+            except BaseException as error:
+                failures.append(Failure(position, error))
+                if not (recipe.skip and isinstance(error, CorruptExample)):
+                    break
+                # Frames would keep what was read, and so a whole part of a data set in memory.
+                error.__traceback__ = error.__cause__ = error.__context__ = None
+        return Answer(message.ticket, failures)
+
+
+def opened(recipe: Recipe | Parcel) -> Recipe | Exception:
+    """The recipe, or why there is none."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    try:
+        return recipe.open()
+    except Exception as error:  # a class whose module this process cannot import, above all
+        return UsageError(
+            f"a loader process cannot have this source ({type(error).__name__}: {error}); use data.loader = threads"
+        )
+
+
+def place(row: Row, image: np.ndarray, label: np.ndarray, recipe: Recipe, index: int) -> None:
+    """Copy a row to where it belongs: image[...] and label[1, ...].
+
+    Raises:
+        UsageError: it is no such row as the first one was.
+    """
+    got, expected = row.image, image
+    fits = got.shape == expected.shape and (got.dtype == expected.dtype or got.dtype.kind == expected.dtype.kind == "f")
+    if not fits or row.label.shape != label.shape[1:]:
+        of_type = f" of {got.dtype}" * (got.shape == expected.shape)
+        asked = f" of {expected.dtype}" * (got.shape == expected.shape)
+        raise UsageError(
+            f"{where(recipe.source, index)}: got an image of shape {got.shape}{of_type}; expected "
+            f"{expected.shape}{asked} as before it; set data.crop"
+        )
+    copy(image, got)
+    label[0] = row.label
+
+
+def copy(image: np.ndarray, got: np.ndarray) -> None:
+    """`image` <- got; a grey image that is seen as one of several channels by channel, which is five times as fast."""
+    if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
+        for channel in range(got.shape[2]):
+            image[..., channel] = got[..., channel]
+    else:
+        image[...] = got
+
+
+# ---------------------------------------------------------------- in a process of its own
+
+
+def ignore_signals() -> None:
+    """SIGINT and SIGTERM come to all processes of a job: the worker decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep what an image has freed for the next one: fresh pages cost a tenth of its decoding."""
+    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
+    """Serve the worker at the other end of socket `fd` until it closes it or ends, however it ends.
+
+    Args:
+        in_words: whether to answer in the paper's words where they say all.
+    """
+    ignore_signals()
+    keep_freed_memory()
+    if dies_with_thread:
+        die_with(parent)
+    worker = Connection(fd)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=read_all, args=(worker, inbox.put), daemon=True).start()
+    serve(worker, inbox, words if in_words else packed)
+
+
+def die_with(parent: int) -> None:
+    """SIGKILL for this process when the worker ends: it reaches even one that is stopped."""
+    pr_set_pdeathsig = 1  # linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def read_all(worker: Connection, put: Callable[[bytes], None]) -> None:
+    """Messages into the queue; the end of them is the end of this process, whatever it is at."""
+    try:
+        while True:
+            put(worker.recv_bytes())
+    except (EOFError, OSError):  # the worker has closed its end, or is gone
+        os._exit(0)
+
+
+def serve(worker: Connection, inbox: "queue.SimpleQueue[bytes]", pack: Callable[[Answer], bytes]) -> None:
+    """Handle messages one after another."""
+    member = greeted(inbox.get())
+    while True:
+        answer = handled(member, inbox.get())
+        if answer is not None:
+            worker.send_bytes(pack(answer))
+
+
+def greeted(hello: bytes) -> Member:
+    """A loader that has its number and its row of the board."""
+    number, board = pickle.loads(hello)
+    return Member(board.array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
+
+
+def handled(member: Member, message: bytes) -> Answer | None:
+    """What is to be answered, if anything."""
+    try:
+        return member.handle(pickle.loads(message))
+    except GoneError:
+        return None  # of a job that was closed meanwhile
+
+
+def words(answer: Answer) -> bytes:
+    """That the copy is finished, or what went wrong."""
+    is_plain = not answer.failures and answer.row is None
+    return b"%s %d" % (COPY_FINISHED, answer.ticket) if is_plain else packed(answer)
+
+
+def packed(answer: Answer) -> bytes:
+    """The answer, its errors as texts where they cannot travel."""
+    for failure in answer.failures:
+        failure.error.add_note("in a loader process:\n" + "".join(traceback.format_exception(failure.error)))
+    try:
+        data = pickle.dumps(answer)
+        pickle.loads(data)
+    except Exception:  # some errors cannot be taken apart, or not be put together: whatever theirs is
+        texts = [f"{type(f.error).__name__}: {f.error}" for f in answer.failures]
+        told = [Failure(f.position, RuntimeError(t)) for f, t in zip(answer.failures, texts, strict=True)]
+        data = pickle.dumps(answer._replace(failures=told))
+    return data

@@ -1,0 +1,1 @@
+"""Sources of examples: a file each, the protocol in `base`, their names in `registry`."""

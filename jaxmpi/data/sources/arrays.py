@@ -1,0 +1,149 @@
+"""Sources in memory: arrays, scikit-learn's digits, synthetic images."""
+
+import hashlib
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import check
+from jaxmpi.data.decode import resized
+from jaxmpi.data.sampler import random_bits
+from jaxmpi.data.sources.base import Source
+
+SYNTHETIC_CLASSES = 1000  # as ImageNet, whose models this stands in for
+SYNTHETIC_PX = 224
+
+
+class ArraySource:
+    """Images and labels that are in memory.
+
+    Args:
+        images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as
+            f32[n, ...]), which are handed on as they are.
+        labels: int[n], in [0, classes).
+        classes: 0 counts up to the largest label; the model may have more.
+        name: in errors.
+
+    Raises:
+        UsageError: the lengths differ.
+    """
+
+    def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
+        check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
+        self.images, self.labels, self.name = images, labels, name
+        self.classes, self.is_counted = classes or int(np.max(labels, initial=-1)) + 1, not classes
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        return np.asarray(self.images[index]), self.labels[index]
+
+    def digest(self) -> str:
+        """Of all labels, and of 64 images spread over the whole: hashing all of a big array would take minutes."""
+        digest = hashlib.sha256(np.asarray(self.labels, np.int64).tobytes())
+        for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
+            image = np.ascontiguousarray(self.images[i])
+            digest.update(f"{image.dtype}{image.shape}".encode() + image.tobytes())
+        return digest.hexdigest()
+
+
+class PythonSource:
+    """What the user gave as `data.train` or `data.validation`: (image, label) pairs or dicts."""
+
+    def __init__(self, examples: Any, name: str) -> None:
+        self.examples, self.name = examples, name
+        self.classes = int(getattr(examples, "classes", 0))
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        example = self.examples[index]
+        if isinstance(example, dict):
+            example = example["image"], example["label"]
+        image, label = example
+        return np.asarray(image), label
+
+
+def array(config: Data, split: str) -> Source:
+    """`data.train` or `data.validation`, objects that an experiment file sets."""
+    examples = config.train if split == "train" else config.validation
+    check(
+        hasattr(examples, "__len__") and hasattr(examples, "__getitem__"),
+        f"data.{split}: got {type(examples).__name__}; expected an object with __len__ and "
+        "__getitem__(i) -> (image, label), such as jaxmpi.data.ArraySource(images, labels)",
+    )
+    known = isinstance(examples, Source)
+    return examples if known else PythonSource(examples, f"data.{split}")
+
+
+def digits(config: Data, split: str) -> Source:
+    """Handwritten digits that come with scikit-learn: 1,797 grey images of 8 x 8 px, 10 classes.
+
+    Held out for validation, the same for ever: every fifth example, from the first, of all
+    examples sorted by label (file order within a label). That is 360, and 20 % of each digit.
+    Enlarged to `data.resize` once, here. Source: Alpaydin and Kaynak 1998, UCI repository.
+    """
+    rows = _digits_rows()
+    held_out = np.zeros(len(rows), bool)
+    held_out[np.argsort(rows[:, -1], kind="stable")[::5]] = True
+    rows = rows[held_out if split == "validation" else ~held_out]
+    grey = ((rows[:, :-1].astype(np.uint16) * 255 + 8) // 16).astype(np.uint8)  # 0..16 -> 0..255
+    images = grey.reshape(-1, 8, 8, 1)
+    if config.resize:
+        images = np.stack([resized(image, config.resize) for image in images])
+    return ArraySource(images, rows[:, -1].astype(np.int32), classes=10, name="digits")
+
+
+def _digits_rows() -> np.ndarray:
+    """u8[1797, 65]: 64 pixels in 0..16 and the label."""
+    # Importing scikit-learn takes seconds, and every worker of a host would pay them at once.
+    package = importlib.util.find_spec("sklearn")
+    check(package is not None and package.origin is not None, "digits: scikit-learn is missing")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    check(path.is_file(), f"digits: {path} is missing; reinstall scikit-learn")
+    return np.loadtxt(path, delimiter=",", dtype=np.uint8)
+
+
+class SyntheticSource:
+    """Made-up images for benchmarks: a coarse pattern per class under noise, so that it is learnable.
+
+    Example i is a function of (split, i) alone.
+    """
+
+    def __init__(self, examples: int, px: int, channels: int, split: str) -> None:
+        self.name, self.classes = "synthetic", SYNTHETIC_CLASSES
+        self.examples, self.shape = examples, (px, px, channels)
+        self.seed = 1 if split == "train" else 2
+        self.cell = np.arange(px) * 7 // px  # pixel -> cell of a 7 x 7 pattern
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        label = index % self.classes
+        channels = self.shape[-1]
+        pattern = _bytes((7, 7, channels), seed=0, stream=label)[self.cell[:, None], self.cell]
+        noise = _bytes(self.shape, self.seed, stream=index)
+        return (pattern >> 1) + (noise >> 1), label
+
+
+def _bytes(shape: tuple[int, ...], seed: int, stream: int) -> np.ndarray:
+    n = int(np.prod(shape))
+    bits = random_bits(-(-n // 8), seed, 0, stream=2, index=stream)
+    return bits.astype("<u8", copy=False).view(np.uint8)[:n].reshape(shape)
+
+
+def synthetic(config: Data, split: str) -> Source:
+    """`data.synthetic_examples` made-up images in 1000 classes, an eighth of that for validation."""
+    examples = config.synthetic_examples
+    examples = examples if split == "train" else max(1, examples // 8)
+    px = config.resize or config.crop or SYNTHETIC_PX
+    return SyntheticSource(examples, px, config.channels, split)

@@ -1,0 +1,63 @@
+"""The protocol of a source, and what all sources share."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import check
+from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Examples by index. Read from several threads at once.
+
+    `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
+    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such. A source may
+    also have
+
+    - `where(i) -> str`: the name of example i in errors.
+    - `digest() -> str`: the same on all ranks where their data are.
+    - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
+      Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
+      ends the run; `CorruptExample` is skipped where `data.on_error` says so.
+    - `bytes_each: int`: of text, the bytes that an example predicts.
+    - `file_ends: tuple[int, ...]`: of each file of several examples, the index behind its last one: training then takes
+      whole files (`data.shuffle_by`). Of `labels: int[n]`, if it has them, it is seen whether files are mixed.
+    - `in_process: bool`: True where its contents change while it is read, so that loaders must be threads.
+    - `awaited_s(i) -> float`: until when a loader may have waited for example i to come here, by `time.monotonic`: it
+      is not stalled by that.
+
+    Loaders that are processes get a source by pickle, once: it must open its files again there, and its NumPy arrays
+    come out of memory that all loaders of a worker share, read-only.
+    """
+
+    name: str
+    classes: int  # 0 where it is not known
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[np.ndarray, Any]: ...
+
+
+def where(source: Source, index: int) -> str:
+    """What errors call example `index`: its file where it has one."""
+    named = getattr(source, "where", None)
+    return named(index) if named else f"{source.name}[{index}]"
+
+
+def _split_name(config: Data, split: str) -> str:
+    return config.train_split if split == "train" else config.validation_split
+
+
+def _decoded(blob: bytes, where: str, index: int, channels: int, resize: int) -> np.ndarray:
+    with corrupt_if_it_fails(blob, where, index):
+        return decoded(blob, channels, resize)
+
+
+def _check_channels(config: Data) -> None:
+    check(
+        config.channels in MODES,
+        f"data.channels: got {config.channels}; {config.source} makes {', '.join(map(str, MODES))}",
+    )

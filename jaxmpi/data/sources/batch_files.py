@@ -1,0 +1,357 @@
+"""NumPy batch files, as Theano-MPI has them: one u8 file a batch, labels and mean image in files of their own.
+
+    DIR/train/00000.npy            u8[n, height, width, channels]; files may differ in n alone
+    DIR/train_labels.npy           int[examples], in the order of the files' names
+    DIR/train_mean.npy             f32[height, width, channels], for data.mean_image
+
+Nothing is unpickled. Training takes whole files in a new order each epoch (`sampler.FileSampler`), so each is opened
+once an epoch and read from its begin to its end. A file need not fit into memory: rows are read when they are wanted,
+by the descriptor of a file that is open already. Mapping files instead was left out: a file that shrinks under the run
+would kill it by SIGBUS, with no word about the file.
+"""
+
+import collections
+import contextlib
+import hashlib
+import io
+import math
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import open_plain
+from jaxmpi.data.sampler import Sampler
+from jaxmpi.data.sources.base import Source, _split_name
+
+LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
+MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
+MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or between two
+MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
+
+
+class Header(NamedTuple):
+    """What a .npy file says of itself."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    is_fortran: bool
+    offset: int  # bytes before the array
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{' in Fortran order' * self.is_fortran}"
+
+
+class Expected(NamedTuple):
+    """What a .npy file is to hold, in words, and whether it does."""
+
+    words: str
+    fits: Callable[[Header], bool]
+
+
+IMAGES = Expected(
+    "u8[n, height, width, channels] in C order, as numpy.ascontiguousarray gives it",
+    lambda found: (
+        found.dtype == np.uint8 and len(found.shape) == 4 and 0 not in found.shape[1:] and not found.is_fortran
+    ),
+)
+LABELS = Expected("whole numbers, one an image", lambda found: found.dtype.kind in "iu" and len(found.shape) == 1)
+
+
+class BatchFileSource:
+    """One split of batch files.
+
+    Args:
+        root: DIR.
+        split: name of the folder.
+        classes: 0 counts up to the largest label; the model may have more.
+
+    Raises:
+        UsageError: no file, a file or labels that are not as described, as many labels as there are no examples, or
+            names whose order is not that of the numbers in them.
+    """
+
+    def __init__(self, root: str, split: str, classes: int = 0) -> None:
+        self.name, self.folder = "batchfiles", os.path.join(root, split)
+        check(os.path.isdir(self.folder), f"batchfiles: no folder {self.folder}; expected {LAYOUT}")
+        self.files = sorted(name for name in os.listdir(self.folder) if name.endswith(".npy"))
+        check(bool(self.files), f"{self.folder}: found no .npy file; expected {LAYOUT}")
+        _check_order(self.folder, self.files)
+        headers = [header(os.path.join(self.folder, name)) for name in self.files]
+        self.shape = headers[0].shape[1:]
+        each = math.prod(self.shape)  # of a file with holes, which is larger than its disk
+        check(each <= MOST_IMAGE_BYTES, f"{self._path(0)}: got {each} bytes an image; expected <= {MOST_IMAGE_BYTES}")
+        odd = [i for i, found in enumerate(headers) if found.shape[1:] != self.shape]
+        check(not odd, f"{self._path(odd[0] if odd else 0)}: got images of another shape than {self.shape} before it")
+        self.offsets = np.array([found.offset for found in headers], np.int64)
+        self.ends = np.cumsum([found.shape[0] for found in headers])
+        self.labels = load_labels(labels_path(root, split))
+        check(
+            len(self.labels) == self.ends[-1],
+            f"{labels_path(root, split)}: got {len(self.labels)} labels for {self.ends[-1]} images",
+        )
+        self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
+        self._open_files()
+
+    @property
+    def file_ends(self) -> tuple[int, ...]:
+        """Of each file, the index behind its last image."""
+        return tuple(self.ends.tolist())
+
+    def _open_files(self) -> None:
+        self._files: collections.OrderedDict[int, _Descriptor] = collections.OrderedDict()  # last used last
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_files", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open_files()
+
+    def _file(self, file: int) -> "_Descriptor":
+        """A file that stays open until MOST_OPEN others have been read since."""
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = _Descriptor(self._path(file))
+                if len(self._files) > MOST_OPEN:
+                    self._files.popitem(last=False)  # it is closed once no other thread reads it
+            self._files.move_to_end(file)
+            return self._files[file]
+
+    def _path(self, file: int) -> str:
+        return os.path.join(self.folder, self.files[file])
+
+    def _place(self, index: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self.ends, index, side="right"))
+        return file, index - (int(self.ends[file - 1]) if file else 0)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def digest(self) -> str:
+        """SHA-256 of the files' names and lengths, the shape and the labels."""
+        digest = hashlib.sha256("\0".join([*self.files, str(self.shape)]).encode(errors="surrogateescape"))
+        for part in (self.ends, self.labels):
+            digest.update(part.astype(np.int64).tobytes())
+        return digest.hexdigest()
+
+    def where(self, index: int) -> str:
+        """The file of example `index`, and its row there."""
+        file, row = self._place(index)
+        return f"{self._path(file)}[{row}]"
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        file, row = self._place(index)
+        image = np.empty(self.shape, np.uint8)
+        missing = self._file(file).read(image, int(self.offsets[file]) + row * image.size)
+        if missing:
+            raise OSError(f"{self._path(file)} ends {missing} bytes before the end of row {row}")
+        return image, self.labels[index]
+
+
+class _Descriptor:
+    """An open file, closed with the last reference to it; read from several threads at once.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
+
+    def read(self, image: np.ndarray, offset: int) -> int:
+        """Fill a C-ordered array from `offset` bytes on; how many bytes the file lacks for that."""
+        left = memoryview(image.data).cast("B")
+        while left and (got := os.preadv(self.number, [left], offset + image.nbytes - len(left))):
+            left = left[got:]
+        return len(left)
+
+
+def _check_order(folder: str, names: list[str]) -> None:
+    """Raise `UsageError` where names differ in how many digits they have, and else in digits only."""
+    alike: dict[str, str] = {}
+    for name in names:
+        first = alike.setdefault(re.sub(r"\d+", "0", name), name)
+        check(
+            len(name) == len(first),
+            f"{folder}: got {first} and {name}, and files go by name, so that 10.npy comes before 2.npy; give all "
+            "numbers leading zeros up to the same length, such as 00002.npy",
+        )
+
+
+def header(path: str, expected: Expected = IMAGES) -> Header:
+    """What a .npy file says of itself; on the main thread only: it is not safe in threads of Python 3.11.
+
+    Raises:
+        UsageError: it is none, another one than expected, or cut off.
+    """
+    with _reading(path, expected) as (_, found):
+        return found
+
+
+def load_array(path: str, expected: Expected) -> np.ndarray:
+    """The array of a .npy file; for threads see `header`.
+
+    Raises:
+        UsageError: as of `header`.
+    """
+    with _reading(path, expected) as (file, found):
+        file.seek(found.offset)
+        try:
+            flat = np.fromfile(file, found.dtype, math.prod(found.shape))
+        except MemoryError as error:  # a file with holes may be larger than its disk
+            raise UsageError(
+                f"{path}: got {found}, more than there is memory for; expected {expected.words}"
+            ) from error
+        check(flat.size == math.prod(found.shape), f"{path}: it cannot be read, or changed meanwhile")
+        return flat.reshape(found.shape, order="F" if found.is_fortran else "C")
+
+
+@contextlib.contextmanager
+def _reading(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
+    """A .npy file and its header, which is what was expected and says no more than there is."""
+    try:
+        with open(open_plain(path, f"a .npy file, {expected.words}", follow=True), "rb") as file:
+            found, size = _head(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
+            check(expected.fits(found), f"{path}: got {found}; expected {expected.words}")
+            missing = found.offset + math.prod(found.shape) * found.dtype.itemsize - size
+            check(missing <= 0, f"{path}: {missing} bytes are missing at its end; write it again")
+            yield file, found
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}; expected a .npy file, {expected.words}") from error
+
+
+def _head(path: str, blob: bytes) -> Header:
+    file = io.BytesIO(blob)
+    try:
+        is_first = np.lib.format.read_magic(file) == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+        check(min(shape, default=0) >= 0, f"shape {shape}")
+    except Exception as error:  # Python parses the head, so there is no one error for damage in it
+        reason = str(error)[:200] or type(error).__name__
+        raise UsageError(f"{path}: {reason}; expected a .npy file: it is damaged, or another kind of file") from error
+    return Header(dtype, shape, is_fortran, file.tell())
+
+
+def labels_path(root: str, split: str) -> str:
+    """Where the labels of a split are."""
+    return os.path.join(root, f"{split}_labels.npy")
+
+
+def load_labels(path: str) -> np.ndarray:
+    """i32[examples] of a .npy file.
+
+    Raises:
+        UsageError: not a file of whole numbers >= 0.
+    """
+    found = load_array(path, LABELS)
+    for place in np.flatnonzero((found < 0) | (found > np.iinfo(np.int32).max))[:1]:
+        raise UsageError(f"{path}: got label {found[place]} at {place}; expected 0 <= label < 2^31")
+    return found.astype(np.int32)
+
+
+def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128, seed: int | None = 0) -> None:
+    """Any source of u8 images of one size as batch files of `rows` images, with labels and mean image.
+
+    Examples are mixed, by `seed`: training takes whole files, and a folder of images is sorted by class. With seed None
+    they keep the order of the source.
+
+    Files appear whole, under their names, or not at all, in place of those that were there. The labels come last, and
+    those that were there go first, so what is not finished does not open.
+
+    Raises:
+        UsageError: no example; an image that is not u8[height, width, channels], or not of the first one's shape; or a
+            file cannot be written, such as on a full disk: which.
+    """
+    check(len(source) > 0, f"{source.name}: got no examples to write")
+    folder, labels, names = Path(root) / split, Path(labels_path(str(root), split)), _names(-(-len(source) // rows))
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    found = np.zeros(len(source), np.int32)
+    total: Any = 0.0
+    order = np.arange(len(source)) if seed is None else Sampler(len(source), len(source), seed=seed).indices(0).indices
+    for name, batch in zip(names, _batches(source, rows, order.tolist(), found), strict=True):
+        with _writing(folder):
+            labels.unlink(missing_ok=True)  # not before there are images to write
+        total = total + batch.sum(0, dtype=np.float64)
+        _save(folder / name, batch)
+    _remove_others(folder, names)
+    _save(Path(root) / f"{split}_mean.npy", (total / len(source)).astype(np.float32))
+    _save(labels, found)
+
+
+def _names(files: int) -> list[str]:
+    """Of so many batch files: as texts in the order of their numbers."""
+    digits = max(5, len(str(files - 1)))
+    return [f"{number:0{digits}}.npy" for number in range(files)]
+
+
+def _remove_others(folder: Path, names: list[str]) -> None:
+    """What a longer set has left behind; files with other names than numbers are not of this writer."""
+    with _writing(folder):
+        for left in set(folder.glob("*.npy")) - {folder / name for name in names}:
+            if left.stem.isdecimal():
+                left.unlink()
+
+
+def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Iterator[np.ndarray]:
+    """u8[<= rows, ...]: examples in an order; their labels go to `found`, in the same order."""
+    shape = None
+    for begin in range(0, len(order), rows):
+        images = []
+        for place, i in enumerate(order[begin : begin + rows], begin):
+            image, found[place] = source[i]
+            shape = shape or image.shape
+            check(
+                image.dtype == np.uint8 and image.ndim == 3 and image.shape == shape,
+                f"{source.name}[{i}]: got {image.dtype}{list(image.shape)}; expected u8[height, width, channels] as "
+                "before it",
+            )
+            images.append(image)
+        yield np.stack(images)
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    array, aside = np.ascontiguousarray(array), path.with_suffix(".tmp")  # stacked images keep their own order
+    try:
+        with _writing(path), aside.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+            file.write(array.data)  # NumPy's own writing does not say why it failed
+            file.flush()
+            os.fsync(file.fileno())
+            aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {error.strerror or error}; the files before it are whole. Make room, and write all of them again"
+        ) from error
+
+
+def batchfiles(config: Data, split: str) -> Source:
+    """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are counted, training's too."""
+    base = data_dir(config)
+    check(bool(base), f"batchfiles: set data.dir or JAXMPI_DATA to a folder DIR with {LAYOUT}")
+    train = labels_path(base, config.train_split)
+    source = BatchFileSource(base, _split_name(config, split))
+    in_training = int(load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
+    source.classes = max(source.classes, in_training)
+    return source

@@ -1,0 +1,126 @@
+"""Source: a folder of images, one folder a class."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.data.decode import CorruptExample
+from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
+from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+class FolderSource:
+    """Image files in one folder per class.
+
+    Args:
+        root: holds a folder per class; a class none of whose files is here may be absent.
+        classes: names of the classes; the label is the position.
+        channels: of the images, 1, 3 or 4.
+        resize: px, shorter side; 0 keeps the size.
+
+    Raises:
+        UsageError: no images, or a folder that is no class.
+    """
+
+    def __init__(self, root: str, classes: Sequence[str], channels: int, resize: int) -> None:
+        self.name, self.root, self.names = "imagefolder", root, tuple(classes)
+        self.classes, self.channels, self.resize = len(classes), channels, resize
+        extra = sorted(set(_folders(root)) - set(classes))
+        check(not extra, f"{root}: class folders {extra[:5]} are not among the training classes")
+        # A million Python strings take 100 MB a worker; one blob of names and offsets, a fifth.
+        files = [_images(os.path.join(root, name)) for name in classes]
+        self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(f) for f in files])
+        names = [os.fsencode(name) for per_class in files for name in per_class]
+        self.ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
+        self.blob = np.frombuffer(b"".join(names), np.uint8)
+        check(
+            len(names) > 0,
+            f"{root}: found no {', '.join(SUFFIXES)} file; expected {_LAYOUT}",
+        )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def digest(self) -> str:
+        """SHA-256 of the classes' and files' names and the labels, which stands for the order of the examples."""
+        digest = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
+        for part in (self.blob.tobytes(), self.ends.tobytes(), self.labels.tobytes()):
+            digest.update(part)
+        return digest.hexdigest()
+
+    def where(self, index: int) -> str:
+        """The path of file `index`."""
+        name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]].tobytes())
+        return os.path.join(self.root, self.names[self.labels[index]], name)
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """The bytes of file `index`, and its label."""
+        # A file that cannot be read is no corrupt image: never skipped. All of it is read at once, so without a buffer.
+        with open(self.where(index), "rb", buffering=0) as file:
+            blob = file.read() if (size := os.fstat(file.fileno()).st_size) <= MAX_RECORD_BYTES else None
+        if blob is None:  # a file with holes may be larger than its disk
+            raise CorruptExample(self.where(index), index, f"got {size} bytes; expected at most {MAX_RECORD_BYTES}")
+        return blob, int(self.labels[index])
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        blob, label = self.encoded(index)
+        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+
+
+_LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
+
+
+def _folders(root: str) -> list[str]:
+    with _listing(root), os.scandir(root) as entries:
+        return sorted(e.name for e in entries if not e.name.startswith(".") and _is(e.is_dir))
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """What an entry of a folder is; nothing where its link leads in a circle."""
+    try:
+        return kind()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _listing(folder: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {_LAYOUT}") from error
+
+
+def _images(folder: str) -> list[str]:
+    def names() -> Iterator[str]:
+        with _listing(folder), os.scandir(folder) as entries:
+            for entry in entries:
+                is_image = entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")
+                if is_image and _is(entry.is_file):
+                    yield entry.name
+
+    return sorted(names()) if os.path.isdir(folder) else []
+
+
+def imagefolder(config: Data, split: str) -> Source:
+    """JPEG and PNG files in DIR/<split>/<class>/; classes are the training folders, sorted by name."""
+    _check_channels(config)
+    base = data_dir(config)
+    check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")
+    root = os.path.join(base, _split_name(config, split))
+    there = ", ".join(_folders(base)[:8]) or "none" if os.path.isdir(base) else "it does not exist"
+    check(
+        os.path.isdir(root),
+        f"imagefolder: no folder {root}; expected {_LAYOUT}. "
+        f"Folders in {base}: {there}; name the right one with --data.{split}-split",
+    )
+    train = os.path.join(base, config.train_split)
+    classes = _folders(train if os.path.isdir(train) else root)
+    return FolderSource(root, classes, config.channels, config.resize)

@@ -1,0 +1,311 @@
+"""The packed format: one blob of compressed images, cut into shards, and an index (IBM's DIMD file).
+
+A folder holds one split:
+
+    manifest.json        what is here: JSON, written last
+    index.bin            a row of ROW for each record: offset in the blob, length, label, CRC-32
+    shard-00000.bin ...  the blob, cut between records
+
+Records lie side by side in the blob, in the order of the index. What is read may come from a stranger: every number is
+checked against the sizes of the files before memory is taken for it, file names follow from their number, links are
+not followed, and nothing is unpickled. Checksums find damage, not malice.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+import threading
+import weakref
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import open_plain, read_plain
+from jaxmpi.data.decode import CorruptExample
+from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
+
+FORMAT = "jaxmpi packed 1"
+MANIFEST, INDEX = "manifest.json", "index.bin"
+ROW = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4"), ("crc32", "<u4")])  # 20 bytes
+MAX_RECORD_BYTES = 1 << 30  # counts of MPI messages are C ints
+MAX_MANIFEST_BYTES = 4 << 20  # as objects of Python perhaps thirty times as much
+MAX_SHARDS = 100_000
+PLAIN = "a file of a packed data set, no link"
+# Halves of surrogate pairs, but for those in which Python holds the bytes of a folder's name that is not UTF-8.
+NO_TEXT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
+class Manifest(NamedTuple):
+    """What manifest.json holds."""
+
+    records: int
+    classes: int  # 0 where it is not known
+    names: tuple[str, ...]  # of the classes; may be empty
+    shard_bytes: tuple[int, ...]
+    index_sha256: str
+    made: dict[str, Any]  # from what and how; for people
+
+
+def shard_name(number: int) -> str:
+    """Of a shard's file."""
+    return f"shard-{number:05d}.bin"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Put it in place whole, after all that it speaks of has come to the disk."""
+    aside = folder / f"{MANIFEST}.tmp"
+    with aside.open("w") as file:
+        json.dump({"format": FORMAT, **manifest._asdict()}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(folder / MANIFEST)
+
+
+def checked(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
+    """A compressed image and its label, as a record can hold them.
+
+    Raises:
+        UsageError: the label is no whole number in [0, classes), or the image too long.
+    """
+    top = classes or 2**31
+    is_label = np.ndim(label) == 0 and np.asarray(label).dtype.kind in "iu" and 0 <= int(label) < top
+    check(is_label, f"{where}: got label {label!r:.80}; expected a whole number, 0 <= label < {top}")
+    check(len(blob) <= MAX_RECORD_BYTES, f"{where}: got {len(blob)} bytes; expected at most {MAX_RECORD_BYTES}")
+    return blob, int(label)
+
+
+# ---------------------------------------------------------------- reading what a stranger may have written
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, each of its fields checked.
+
+    Raises:
+        UsageError: there is none, or it is damaged; which field.
+    """
+    path = folder / MANIFEST
+    check(
+        path.exists(),
+        f"{folder}: no {MANIFEST}, so no packed data set, or one not finished; make it with: jaxmpi data pack SRC DST",
+    )
+    try:
+        fields = json.loads(read_plain(path, MAX_MANIFEST_BYTES, PLAIN))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: damaged: {error}") from error
+    check(isinstance(fields, dict), f"{path}: damaged: expected an object")
+    got = fields.pop("format", None)
+    check(got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT!r}")
+    wrong = [name for name, fits in FIELDS.items() if name not in fields or not fits(fields[name])]
+    check(
+        not wrong and set(fields) == set(FIELDS),
+        f"{path}: damaged: fields {wrong or [name[:80] for name in sorted(fields)[:10]]}",
+    )
+    return Manifest(**fields)._replace(names=tuple(fields["names"]), shard_bytes=tuple(fields["shard_bytes"]))
+
+
+def _is_whole(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and not NO_TEXT.search(value)
+
+
+FIELDS = {
+    "records": lambda value: _is_whole(value, 1 << 32),
+    "classes": lambda value: _is_whole(value, 2**31 - 1),
+    "names": lambda value: isinstance(value, list) and all(map(_is_name, value)),
+    "shard_bytes": lambda value: (
+        isinstance(value, list) and len(value) <= MAX_SHARDS and all(_is_whole(size, 1 << 48) for size in value)
+    ),
+    "index_sha256": lambda value: isinstance(value, str),
+    "made": lambda value: isinstance(value, dict) and all(isinstance(of, str | int) for of in value.values()),
+}
+
+
+def read_index(folder: Path, manifest: Manifest) -> np.ndarray:
+    """The rows of ROW, which name every byte of the shards once, in order.
+
+    Raises:
+        UsageError: it is missing or damaged, or does not fit the manifest; the first record that is wrong.
+    """
+    path, n = folder / INDEX, manifest.records
+    with open(open_plain(path, PLAIN), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        check(size == n * ROW.itemsize, f"{path}: got {size} bytes; expected {n * ROW.itemsize}, {n} records")
+        # A row is never all zeros, so no index has a hole; one with holes takes memory that it took no disk for.
+        is_whole = n == 0 or os.lseek(file.fileno(), 0, os.SEEK_HOLE) >= size
+        check(is_whole, f"{path}: damaged: got {size} bytes with holes, which no index has; copy it again")
+        file.seek(0)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        try:
+            rows = np.fromfile(file, ROW, n)
+        except MemoryError as error:  # a file with holes may be larger than its disk
+            raise UsageError(
+                f"{path}: got {size} bytes, more than there is memory for; use a larger machine"
+            ) from error
+    check(len(rows) == n, f"{path}: got {len(rows)} of {n} records; it cannot be read, or changed meanwhile")
+    digest = hashlib.sha256(rows.view(np.uint8).data).hexdigest()
+    check(digest == manifest.index_sha256, f"{path}: damaged: its SHA-256 is not that of {MANIFEST}")
+    _check_rows(rows, manifest, path)
+    return rows
+
+
+def _check_rows(rows: np.ndarray, manifest: Manifest, path: Path) -> None:
+    lengths = rows["length"].astype(np.uint64)
+    ends = np.cumsum(lengths)  # cannot overflow: at most 2^32 rows of less than 2^32 bytes
+    fits = (lengths >= 1) & (lengths <= MAX_RECORD_BYTES)
+    _check_all(fits, path, rows["length"], f"length: expected 1 to {MAX_RECORD_BYTES}")
+    _check_all(rows["offset"] == ends - lengths, path, rows["offset"], "offset: expected the end of the record before")
+    top = manifest.classes or 2**31
+    good = (rows["label"] >= 0) & (rows["label"] < top)
+    _check_all(good, path, rows["label"], f"label: expected 0 <= label < {top}")
+    shard_ends = np.cumsum(np.array(manifest.shard_bytes, np.uint64))
+    total, have = (int(x[-1]) if len(x) else 0 for x in (ends, shard_ends))
+    check(total == have, f"{path}: its records have {total} bytes; expected the {have} of the shards")
+    cuts = np.concatenate([np.zeros(1, np.uint64), ends])
+    check(bool(np.isin(shard_ends, cuts).all()), f"{path}: a record goes from one shard into the next")
+
+
+def _check_all(holds: np.ndarray, path: Path, got: np.ndarray, what: str) -> None:
+    if not holds.all():
+        first = int(np.argmin(holds))
+        raise UsageError(f"{path}: damaged: record {first}: got {got[first]} as {what}")
+
+
+def _check_shard(path: Path, size_bytes: int) -> None:
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}: a shard is missing; copy it again, or pack again") from error
+    check(stat.S_ISREG(found.st_mode), f"{path}: expected a plain file, no link")
+    check(found.st_size == size_bytes, f"{path}: got {found.st_size} bytes; expected {size_bytes}: copy it again")
+
+
+def _close_all(files: dict[int, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
+
+
+class Packed:
+    """Records of a packed data set by number; may be read from several threads.
+
+    Args:
+        folder: of one split.
+
+    Attributes:
+        rows: ROW[n], the index.
+
+    Raises:
+        UsageError: a file is missing, damaged or of the wrong size: which.
+    """
+
+    name = "packed"
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.rows = read_index(self.folder, self.manifest)
+        self.names, self.classes = self.manifest.names, self.manifest.classes
+        self._starts = np.concatenate([[0], np.cumsum(self.manifest.shard_bytes, dtype=np.int64)])
+        self._open_files()
+        for number, expected in enumerate(self.manifest.shard_bytes):
+            _check_shard(self.folder / shard_name(number), expected)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _open_files(self) -> None:
+        self._files: dict[int, int] = {}  # shard: descriptor, from its first record on
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._files)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_files", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open_files()
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Shard of a record, and its offset in there."""
+        offset = int(self.rows["offset"][index])
+        shard = int(np.searchsorted(self._starts, offset, side="right")) - 1
+        return shard, offset - int(self._starts[shard])
+
+    def where(self, index: int) -> str:
+        """Shard and place of a record, for errors."""
+        shard, offset = self.place(index)
+        return f"{self.folder / shard_name(shard)} at byte {offset}"
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """A record's compressed image and label.
+
+        Raises:
+            CorruptExample: the image is not what was packed.
+            OSError: its shard cannot be opened or has become shorter.
+        """
+        blob = self.unchecked(index)
+        if zlib.crc32(blob) != int(self.rows["crc32"][index]):
+            raise CorruptExample(self.where(index), index, "its checksum is not that of the index")
+        return blob, int(self.rows["label"][index])
+
+    def unchecked(self, index: int) -> bytes:
+        """A record's bytes as they are on disk.
+
+        Raises:
+            OSError: its shard cannot be opened or has become shorter.
+        """
+        shard, offset = self.place(index)
+        length = int(self.rows["length"][index])
+        blob = os.pread(self._file(shard), length, offset)
+        if len(blob) != length:
+            raise OSError(f"got {len(blob)} bytes; expected {length}: its file became shorter")
+        return blob
+
+    def _file(self, shard: int) -> int:
+        if shard not in self._files:
+            with self._lock:
+                if shard not in self._files:
+                    try:
+                        self._files[shard] = open_plain(self.folder / shard_name(shard), PLAIN)
+                    except UsageError as error:  # it was there when the run began: no mistake of the user's
+                        raise OSError(str(error)) from error
+        return self._files[shard]
+
+    def digest(self) -> str:
+        """Of the index, which has every record's checksum and label, and of the classes' names."""
+        names = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape")).hexdigest()
+        return f"{self.manifest.index_sha256} {names}"
+
+
+class PackedSource(Packed):
+    """One split in the packed format, its images decoded.
+
+    Args:
+        folder: of the split.
+        channels: of the images, 1, 3 or 4.
+        resize: px, shorter side; 0 keeps the size.
+    """
+
+    def __init__(self, folder: str, channels: int, resize: int) -> None:
+        super().__init__(folder)
+        self.channels, self.resize = channels, resize
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        blob, label = self.encoded(index)
+        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+
+
+def packed(config: Data, split: str) -> Source:
+    """What `jaxmpi data pack` has made, in DIR/<split>/."""
+    _check_channels(config)
+    base = data_dir(config)
+    check(bool(base), "packed: set data.dir or JAXMPI_DATA to a folder that jaxmpi data pack has made")
+    return PackedSource(os.path.join(base, _split_name(config, split)), config.channels, config.resize)

@@ -1,0 +1,43 @@
+"""Where examples come from: length and random access by index, one row in a table per kind.
+
+A new source is one class and one row in `SOURCES`.
+"""
+
+from collections.abc import Callable
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import lookup
+from jaxmpi.data.sources.arrays import array, digits, synthetic
+from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.batch_files import batchfiles
+from jaxmpi.data.sources.image_folder import imagefolder
+from jaxmpi.data.sources.packed import packed
+from jaxmpi.data.sources.text import stdlib, text
+from jaxmpi.data.sources.tfds import tfds
+
+
+def open_source(config: Data, split: str) -> Source:
+    """The source that `data.source` names.
+
+    Args:
+        config: of the run.
+        split: "train" or "validation"; `data.train_split` and so on say what it is called there.
+
+    Raises:
+        UsageError: no such source, or its data are missing: the error says what is expected where.
+    """
+    assert split in ("train", "validation"), split
+    return lookup(SOURCES, config.source, "data source")(config, split)
+
+
+SOURCES: dict[str, Callable[[Data, str], Source]] = {
+    "digits": digits,
+    "synthetic": synthetic,
+    "array": array,
+    "imagefolder": imagefolder,
+    "batchfiles": batchfiles,
+    "tfds": tfds,
+    "text": text,
+    "stdlib": stdlib,
+    "packed": packed,
+}

@@ -1,0 +1,167 @@
+"""Text as bytes: files one after another, cut into windows of one length, each with the bytes that come next.
+
+A window is an example, a byte a token: i32[window] in, i32[window] to predict. Which files are held out is a function
+of their names, so that a file more or less moves no other.
+"""
+
+import contextlib
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.shared_memory import available_bytes
+
+BYTES = 256  # classes
+BETWEEN = b"\0"  # files; no text holds it
+HELD_OUT = 50  # one module of the standard library in so many
+NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__", "lib-dynload")
+OF_THE_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")  # how names begin
+
+
+class TextSource:
+    """Files as one row of bytes, cut into windows: u8[n] -> (i32[window], i32[window]) by index.
+
+    Window i holds bytes [i T, i T + T), T the window; its labels are bytes [i T + 1, i T + T + 1). So each byte but the
+    first is predicted once, from those before it in its window. The last n - 1 mod T bytes are left out.
+
+    Args:
+        root: what names are relative to.
+        files: by name, in this order, which must be the same on all machines; a NUL is put between two.
+        window: T, bytes, >= 1.
+        name: of the source, for errors.
+
+    Raises:
+        UsageError: no files, fewer bytes than one window takes, or a file that cannot be read.
+    """
+
+    classes = BYTES
+
+    def __init__(self, root: Path, files: Sequence[str], window: int, name: str) -> None:
+        self.name, self.files, self.window = name, tuple(files), window
+        _check_room(root, files, name)
+        blobs = [_content(root / file, name) + BETWEEN for file in files]
+        self.ends = np.cumsum([len(blob) for blob in blobs], dtype=np.int64)
+        self.text = np.frombuffer(b"".join(blobs), np.uint8)
+        check(
+            len(self) > 0,
+            f"{name}: got {len(files)} files of {len(self.text)} bytes in {root}; expected at least data.window + 1 = "
+            f"{window + 1} bytes",
+        )
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes that are predicted in an example."""
+        return self.window
+
+    def __len__(self) -> int:
+        return max(len(self.text) - 1, 0) // self.window
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: got window {index} of {len(self)}")
+        begin = index * self.window
+        some = self.text[begin : begin + self.window + 1].astype(np.int32)
+        return some[:-1], some[1:]
+
+    def where(self, index: int) -> str:
+        """The file in which window `index` begins, and the byte."""
+        begin = index * self.window
+        file = int(np.searchsorted(self.ends, begin, side="right"))
+        return f"{self.files[file]}, byte {begin - (self.ends[file - 1] if file else 0)}"
+
+    def digest(self) -> str:
+        """SHA-256 of names and bytes, all of them."""
+        digest = hashlib.sha256("\0".join(self.files).encode(errors="surrogateescape"))
+        digest.update(self.text.data)
+        return digest.hexdigest()
+
+
+def _check_room(root: Path, files: Sequence[str], name: str) -> None:
+    """Raise `UsageError` if there is no memory for all files twice: one by one, then joined. One may be sparse."""
+    need_bytes = 2 * sum(_size_bytes(root / file, name) for file in files)
+    left_bytes = available_bytes()
+    check(
+        need_bytes <= left_bytes,
+        f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(files)} files, and "
+        f"{left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files",
+    )
+
+
+def _size_bytes(path: Path, name: str) -> int:
+    with _reading(path, name):
+        return path.stat().st_size
+
+
+def _content(path: Path, name: str) -> bytes:
+    with _reading(path, name):
+        return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{name}: {path} cannot be read: {error}; mend it or take it away, on all machines") from error
+
+
+def names(root: Path, suffix: str = "") -> list[str]:
+    """Files below a folder that end in `suffix`, with slashes, in the order of their bytes; hidden ones left out."""
+    paths = (path.relative_to(root) for path in root.rglob(f"*{suffix}") if path.is_file())
+    kept = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
+    return sorted(kept, key=os.fsencode)
+
+
+def text(config: Data, split: str) -> TextSource:
+    """All files below DIR/<split>/, whatever their names, in alphabetical order; DIR is `data.dir`.
+
+    Raises:
+        UsageError: no such folder, or not enough in it.
+    """
+    check(bool(config.dir), "text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/")
+    folder = Path(config.dir) / (config.train_split if split == "train" else config.validation_split)
+    check(folder.is_dir(), f"text: no folder {folder}; name the right one with --data.{split}-split")
+    return TextSource(folder, names(folder), config.window, "text")
+
+
+def stdlib(config: Data, split: str) -> TextSource:
+    """The source of Python's own standard library, tests included: 31 MB on every machine, the same for one version.
+
+    One module in 50 is held out whole: a top-level file or package, or one below `test`.
+
+    Raises:
+        UsageError: this Python came without its source.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    wanted = library_files(names(root, ".py"), held_out=split != "train")
+    check(len(wanted) > 0, f"stdlib: found no Python source for {split} in {root}; use another Python, or source text")
+    return TextSource(root, wanted, config.window, "stdlib")
+
+
+def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:
+    """Those of the standard library that every machine has alike, of one split."""
+    return [file for file in files if is_common(file) and is_held_out(module_of(file)) == held_out]
+
+
+def is_common(file: str) -> bool:
+    """Whether a file is the library's own: neither installed later nor made for one machine."""
+    parts = file.split("/")
+    return not set(parts) & set(NOT_THE_LIBRARY) and not any(part.startswith(OF_THE_MACHINE) for part in parts)
+
+
+def module_of(file: str) -> str:
+    """`asyncio` for asyncio/base_events.py, `test/test_asyncio` for test/test_asyncio/utils.py."""
+    parts = file.split("/")
+    return "/".join(parts[: 2 if parts[0] == "test" else 1])
+
+
+def is_held_out(module: str) -> bool:
+    """By its name alone: the same in every version and on every machine."""
+    name = module.encode(errors="surrogateescape")
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % HELD_OUT == 0

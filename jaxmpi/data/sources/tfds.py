@@ -1,0 +1,152 @@
+"""Source: TensorFlow Datasets that are on disk already."""
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
+
+
+class TfdsSource:
+    """One split of a prepared TensorFlow Datasets data set; TensorFlow itself is not needed.
+
+    Args:
+        builder: of the data set; its features hold `image` and `label`.
+        split: a TFDS split, such as train or train[:80%].
+        channels: of the images, 1, 3 or 4.
+        resize: px, shorter side; 0 keeps the size.
+    """
+
+    def __init__(self, builder: Any, split: str, channels: int, resize: int) -> None:
+        import tensorflow_datasets as tfds
+
+        features = builder.info.features
+        missing = {"image", "label"} - set(features)
+        check(not missing, f"tfds {builder.name}: no feature {missing}; there are: {list(features)}")
+        # Compressed bytes come out and are decoded here: small JPEG scales, and errors with a name.
+        compressed = isinstance(features["image"], tfds.features.Image)
+        decoders = {"image": tfds.decode.SkipDecoding()} if compressed else None
+        self.records = builder.as_data_source(split=split, decoders=decoders)
+        self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize
+        self.full_name = builder.info.full_name
+        self.encoded = self._encoded if compressed else None
+        self.folder = str(builder.data_path)
+        self.classes = int(getattr(features["label"], "num_classes", None) or 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tfds_in_folder, (self.folder, self.split, self.channels, self.resize, _own_modules())
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def digest(self) -> str:
+        """Name, version and split: TFDS keeps what is prepared under one name the same."""
+        return f"{self.full_name}[{self.split}]"
+
+    def where(self, index: int) -> str:
+        """Data set, split and record."""
+        return f"tfds {self.name}[{self.split}][{index}]"
+
+    def _encoded(self, index: int) -> tuple[Any, Any]:
+        """The image of record `index`, compressed where it is stored so, and its label."""
+        try:
+            record = self.records[index]
+        except RuntimeError as error:  # all that array_record says of a file that is gone, damaged or cannot be read
+            raise OSError(str(error)) from error
+        if record["image"] is None:  # and of one that ends too early it says nothing
+            raise OSError("its file became shorter")
+        return record["image"], record["label"]
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        image, label = self._encoded(index)
+        if isinstance(image, bytes):
+            image = _decoded(image, self.where(index), index, self.channels, self.resize)
+        return image, label
+
+
+def _tfds_in_folder(folder: str, split: str, channels: int, resize: int, modules: Sequence[str]) -> TfdsSource:
+    """In a loader process, which imports what the trainer has."""
+    from tensorflow_datasets.core import read_only_builder
+
+    for module in modules:
+        importlib.import_module(module)
+    with _known_features():
+        builder = read_only_builder.builder_from_directory(folder)
+    return TfdsSource(builder, split, channels, resize)
+
+
+def _own_modules() -> list[str]:
+    """Those with features of the user's own that have been imported."""
+    from tensorflow_datasets.core.features.feature import FeatureConnector
+
+    modules = {feature.__module__ for feature in FeatureConnector._registered_features.values()}
+    return sorted(module for module in modules if not module.startswith(_TFDS))
+
+
+@contextlib.contextmanager
+def _known_features() -> Iterator[None]:
+    """Keep TFDS from importing what features.json names, which may be any module that Python finds."""
+    from tensorflow_datasets.core.features.feature import FeatureConnector
+
+    find, whole = FeatureConnector.cls_from_name, vars(FeatureConnector)["cls_from_name"]
+
+    def known(name: Any) -> Any:
+        is_known = isinstance(name, str) and (name.startswith(_TFDS) or name in FeatureConnector._registered_features)
+        check(
+            is_known,
+            f"tfds: features.json: got {name!r:.80}; expected features of TFDS itself: others are code; if you trust "
+            "them, import their module in the experiment file",
+        )
+        return find(name)
+
+    setattr(FeatureConnector, "cls_from_name", staticmethod(known))  # noqa: B010 - a method there
+    try:
+        yield
+    finally:
+        setattr(FeatureConnector, "cls_from_name", whole)  # noqa: B010 - a method there
+
+
+_TFDS = "tensorflow_datasets."
+_TFDS_PREPARE = (
+    'python -c "import tensorflow_datasets as tfds; '
+    "tfds.builder('{name}'{where}, file_format='array_record').download_and_prepare()\""
+)
+
+
+def tfds(config: Data, split: str) -> Source:
+    """The data set `data.name` as TFDS prepared it in `data.dir`, or in its own default folder."""
+    _check_channels(config)
+    check(bool(config.name), "tfds: set data.name to a data set, such as imagenet2012 or mnist:3.0.1")
+    folder, name = data_dir(config), _split_name(config, split)
+    try:
+        from tensorflow_datasets.core import read_only_builder
+
+        # From files only: the trainer neither downloads nor runs the code of a data set.
+        with _known_features():
+            builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
+        return TfdsSource(builder, name, config.channels, config.resize)
+    except ImportError as error:  # of tensorflow-datasets or array-record
+        raise UsageError(f"tfds: {error}; install it with pip install 'jaxmpi[tfds]'") from error
+    except (LookupError, NotImplementedError, OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(_tfds_error(config.name, folder, name, error)) from error
+
+
+def _tfds_error(name: str, folder: str, split: str, error: Exception) -> str:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    if first_line.startswith("Unknown split"):
+        return f"tfds {name}: {first_line}"
+    place = f", data_dir={folder!r}" if folder else ""
+    return (
+        f"tfds {name}[{split}]: not prepared for random access in {folder or 'the default folder'} "
+        f"({first_line}); preparing needs importlib_resources, and TensorFlow where images are made from arrays: "
+        f"pip install importlib_resources tensorflow; "
+        f"then run: {_TFDS_PREPARE.format(name=name, where=place)}"
+    )

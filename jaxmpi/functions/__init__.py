@@ -1,0 +1,110 @@
+"""Data-parallel functions: any JAX function over all workers. Stooke and Abbeel 2017, "Synkhronos", on JAX."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmpi.comm.control import processes
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.functions import shared_array
+from jaxmpi.functions.function import Function, Marker
+from jaxmpi.functions.lifecycle import close as close
+from jaxmpi.functions.lifecycle import fork as fork
+from jaxmpi.functions.lifecycle import launched, team
+from jaxmpi.functions.optimizer import optimizer as optimizer
+from jaxmpi.functions.reductions import Output, mean, scatter
+from jaxmpi.functions.shared_array import SharedArray
+from jaxmpi.functions.variable import Variable, make
+
+
+def function(
+    f: Callable,
+    inputs: Sequence[Marker] | Marker = scatter,
+    outputs: Sequence[Output | str] | Output | str = mean,
+    updates: Any = (),
+    strategy: str | None = None,
+) -> Function:
+    """`f` over all workers: y = op_r f(x_r, ...), x_r the r-th share of the examples.
+
+    Args:
+        f: a JAX function of arrays and trees of them; it must give for shares what goes together by its outputs' ops.
+        inputs: for every argument of f, or one for all: `scatter` (rows divided, as evenly as can be), `broadcast`
+            (whole), a variable (each worker's own), `scatter(variable)` (its rows, for `slices` and `batch_local`).
+        outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
+            `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
+            on all workers instead of returning it; `local(mean)` says how pieces combine. Words do as well: "sum".
+        updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
+            op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
+            One may stand alone; with outputs=() it is what f returns.
+        strategy: how sums and means travel, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over
+            GPUs of one process, else `asa32`.
+
+    Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
+    """
+    check(callable(f), f"function: got {f!r}; expected a function")
+    check(
+        isinstance(updates, (Variable, tuple, list)),
+        f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several",
+    )
+    check(
+        isinstance(outputs, (Output, str, tuple, list)),
+        f"outputs: got {outputs!r}; expected jaxmpi.mean, sum, ... or several",
+    )
+    return Function(f, inputs, outputs, updates, strategy)
+
+
+def variable(tree: PyTree) -> Variable:
+    """A tree of which every worker holds its own copy, this one to begin with.
+
+    Where every rank runs the script each keeps the tree that it gives. Communicates: the tree, where workers wait.
+    """
+    return make(team(), tree)
+
+
+def shared(
+    value: Any = None, *, name: str = "", oversize: float = 1.0, dtype: Any = None, force: bool = False
+) -> SharedArray:
+    """An array in the host's shared memory, for all its workers: what they take from it need not be sent.
+
+    Args:
+        value: an array to copy in, or a function that gives one; None attaches to `name`.
+        name: for other processes of this user: `jaxmpi.shared(name=...)`. It goes with `free`, or with this process.
+        oversize: room for growth, as a factor >= 1 of the array's bytes.
+        dtype: of the shared array; it must hold the value's without loss, or `force` casts.
+
+    Where every rank runs the script, the first of each host calls a function `value` and writes; the others attach;
+    what fails on one fails on all.
+
+    Raises:
+        UsageError: no numbers, a lossy cast, a name that is taken or unknown, no room.
+    """
+    check(value is not None or bool(name), "shared: give an array, or the name of one")
+    if value is None:
+        return shared_array.attach(name)
+    make_it = functools.partial(shared_array.create, value, name, oversize, dtype, force)
+    return make_it() if launched() == 1 or team().is_serial else shared_by_ranks(make_it, name)
+
+
+def shared_by_ranks(make: Callable[[], SharedArray], name: str) -> SharedArray:
+    """The first rank of each host makes the array, the others attach; all raise where one could not."""
+    made: list[SharedArray] = []
+    errors: list[Exception] = []
+
+    def tried(work: Callable[[], SharedArray]) -> dict[str, Any] | None:
+        try:
+            made.append(work())
+            return made[0].ticket()
+        except Exception as error:
+            errors.append(error)
+            return None
+
+    ticket = processes().from_first(lambda: tried(make))
+    if ticket and not made:
+        tried(lambda: shared_array.from_ticket(ticket, {}))
+    said = [text for text in processes().gather("; ".join(f"{e}" or repr(e) for e in errors)) if text]
+    if errors:
+        raise errors[0]
+    check(not said, f"shared: another rank could not make or see it: {said and said[0]}")
+    made[0].name = name
+    return made[0]

@@ -1,0 +1,276 @@
+"""What a team can be told to do: one table. Every process of the team runs the same verb with the same header."""
+
+import functools
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.functions.import_by_name import find
+from jaxmpi.functions.partitioning import Rows
+from jaxmpi.functions.random_keys import packed, unpacked
+from jaxmpi.functions.reductions import combine, travels_as_sum
+from jaxmpi.functions.shared_array import from_ticket
+from jaxmpi.functions.transport import Report
+from jaxmpi.functions.worker_call import as_jax_has, compute, take
+from jaxmpi.functions.worker_group import Leaf, Leaves, MissingPrograms, Order, Program, Station, Team
+
+
+def perform(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
+    """Carry out an order with all workers: tell those that wait, do this process's part.
+
+    Raises:
+        UsageError, WorkerFailed: as `Team.attempt`; another order is under way. The workers are as before.
+    """
+    with team.alone(what):
+        return performed(team, what, prepare)
+
+
+def performed(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
+    """The order prepared, told and done; what workers lack is sent before it is told again."""
+    team.check_usable()
+    try:
+        order = prepare()
+    except Exception as error:
+        team.refuse(what, error)
+        raise
+    try:
+        while True:
+            team.tell(order)
+            try:
+                result = VERBS[order.verb](team, order)
+                team.is_exchanging = False
+                return result
+            except MissingPrograms as missing:
+                send_programs(team, missing.wanted)
+                order = order._replace(header=order.header | {"again": True})
+    except BaseException as error:
+        team.note(error)
+        team.rest()
+        raise
+
+
+def rests(verb: Callable[[Team, Order], Any]) -> Callable[[Team, Order], Any]:
+    """The verb, after which stations hold nothing of it, unless the order comes again."""
+
+    @functools.wraps(verb)
+    def resting(team: Team, order: Order) -> Any:
+        is_over = True
+        try:
+            return verb(team, order)
+        except MissingPrograms:
+            is_over = False
+            raise
+        finally:
+            if is_over:
+                team.rest()
+
+    return resting
+
+
+# ---------------------------------------------------------------- call
+
+
+@rests
+def call(team: Team, order: Order) -> tuple[tuple[Any, ...], Leaves]:
+    """Compute everywhere, then reduce: structures and leaves of what is returned, where results are wanted."""
+    reports = team.attempt(order.header["name"], lambda station: compute(station, order, team))
+    counts = [report.count for report in reports]
+    leaves = team.mine.program.leaves
+    results = reduce_leaves(team, leaves, {s.rank: s.out for s in team.stations}, counts, order.header["strategy"])
+    for station in team.stations:
+        settle(station, leaves, results, order.header["locals"])
+    returned = [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if team.leads else []
+    return team.mine.program.structures, returned
+
+
+def settle(station: Station, leaves: Sequence[Leaf], results: dict[int, Any], made: dict[str, int]) -> None:
+    """Store what stays with the worker."""
+    new: dict[int, Leaves] = {number: [] for number in made.values()}
+    for i, leaf in enumerate(leaves):
+        value = station.out[i]
+        if leaf.place == "local":
+            new[made[str(leaf.target)]].append(value)
+        elif leaf.place == "into":
+            new.setdefault(leaf.target, []).append(station.put(results[i]))
+        elif leaf.place == "update":
+            new.setdefault(leaf.target, []).append(value)
+    station.values.update(new)
+
+
+def reduce_leaves(
+    team: Team, leaves: Sequence[Leaf], out: dict[int, Leaves], counts: list[int], strategy: str
+) -> dict[int, Any]:
+    """Results over workers, by leaf."""
+    across = [i for i, leaf in enumerate(leaves) if leaf.place in ("result", "into")]
+    first = out[team.mine.rank]
+    sums = [i for i in across if travels_as_sum(leaves[i].op, first[i].dtype)]
+    results: dict[int, Any] = {}
+    for op in ("mean", "sum"):
+        if chosen := [i for i in sums if leaves[i].op == op]:
+            parts = {rank: [leaves_of[i] for i in chosen] for rank, leaves_of in out.items()}
+            results |= zip(chosen, over_workers(team, op, parts, counts, strategy), strict=True)
+    if rest := [i for i in across if i not in results]:
+        everywhere = any(leaves[i].place == "into" for i in rest)
+        rows = team.gathered({rank: [np.asarray(out[rank][i]) for i in rest] for rank in out}, everywhere)
+        shares = [count / sum(counts) for count in counts]
+        for place, i in enumerate(rest if rows is not None else []):
+            results[i] = team.mine.put(combine(leaves[i].op, [row[place] for row in rows or []], shares))
+    return results
+
+
+def over_workers(team: Team, op: str, parts: dict[int, Leaves], counts: list[int], strategy: str) -> Leaves:
+    """Means weighted by examples, or sums, over the exchange."""
+    if team.size == 1:
+        return parts[team.mine.rank]
+    dtypes = [x.dtype for x in parts[team.mine.rank]]
+    uneven = op == "mean" and len(set(counts)) > 1
+    if uneven:  # sum_r (n_r / n) mean_r, in 32 bits
+        parts = {rank: weighed(leaves, np.float32(counts[rank] / sum(counts))) for rank, leaves in parts.items()}
+    totals = team.summed(parts, "sum" if uneven or op == "sum" else "mean", strategy)[team.mine.rank]
+    return [x.astype(dtype) if x.dtype != dtype else x for x, dtype in zip(totals, dtypes, strict=True)]
+
+
+@jax.jit
+def weighed(leaves: Leaves, weight: jax.Array) -> Leaves:
+    """Weight * leaves, f32."""
+    return [x.astype(jnp.float32) * weight for x in leaves]
+
+
+# ---------------------------------------------------------------- programs
+
+
+def send_programs(team: Team, missing: list[str]) -> None:
+    """The programs that workers lack, made here once."""
+    for text in missing:
+        function, form, shapes = json.loads(text)
+        header, body = team.functions[function].travelling(  # pyright: ignore[reportAttributeAccessIssue]
+            form, tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in shapes)
+        )
+        data = np.frombuffer(body, np.uint8)
+        order = Order("program", {"key": text, **header}, parcels=lambda rank, data=data: [data])
+        team.tell(order)
+        program(team, order)
+        team.is_exchanging = False  # the next one may be refused where it is made
+
+
+def program(team: Team, order: Order) -> None:
+    """Take a program from the master."""
+
+    def load(station: Station) -> Report:
+        if station.rank != 0:
+            station.programs[order.header["key"]] = loaded(order.header, next(order.received).tobytes())
+        return Report("ok", "")
+
+    team.attempt(order.header["name"], load)
+
+
+def loaded(header: dict[str, Any], body: bytes) -> Program:
+    """A program that travelled as StableHLO, or by the name of its function."""
+    leaves = tuple(Leaf(*leaf) for leaf in header["leaves"])
+    if header["module"]:
+        function, structure = find(header), pickle.loads(body)
+        run = jax.jit(lambda *flat: jax.tree.leaves(packed(function(*unpacked(jax.tree.unflatten(structure, flat))))))
+    else:
+        run = jax.jit(jax.export.deserialize(bytearray(body)).call)
+    return Program(run, leaves, header["says"])
+
+
+# ---------------------------------------------------------------- variables
+
+
+@rests
+def put(team: Team, order: Order) -> None:
+    """Give workers the leaves of a variable: the whole, or each its rows."""
+
+    def work(station: Station) -> Report:
+        header = order.header
+        if header["ranks"] is not None and station.rank not in header["ranks"]:
+            return Report("ok", json.dumps(header["says"]))
+        station.out = [station.own(value) for value in values_of(station, order)]
+        return Report("ok", json.dumps(header["says"]))
+
+    team.attempt(order.header["name"], work)
+    for station in team.stations:
+        if order.header["ranks"] is None or station.rank in order.header["ranks"]:
+            station.values[order.header["number"]] = station.out
+
+
+def values_of(station: Station, order: Order) -> list[Any]:
+    """What a worker is given: from here, from the master, or out of shared memory."""
+    if order.given is not None:
+        return order.given(station.rank)
+    if "tickets" not in order.header:
+        return list(order.received)
+    rows, (begin, end) = order.header["rows"], order.header["spans"][station.rank]
+    picked = next(order.received) if rows == "indices" else Rows(0, *rows).of(begin, end)
+    arrays = [from_ticket(ticket, station.arrays) for ticket in order.header["tickets"]]
+    return [as_jax_has(name, take(x, picked)) for name, x in zip(order.header["names"], arrays, strict=True)]
+
+
+def signed(station: Station, order: Order, op: str = "") -> Report:
+    """A variable's leaves laid out for reading; what must agree between workers."""
+    station.out = list(station.held(order.header["number"]))
+    shapes = [f"{x.dtype}{list(x.shape[1:] if op == 'gather' else x.shape)}" for x in station.out]
+    return Report("ok", json.dumps({"call": order.header, "leaf": shapes if op else []}))
+
+
+@rests
+def reduce(team: Team, order: Order) -> Leaves:
+    """The variable over workers, each counted once; kept by all where asked."""
+    header = order.header
+    team.attempt(header["name"], functools.partial(signed, order=order, op=header["op"]))
+    mine = {station.rank: station.out for station in team.stations}
+    if header["keep"] and all(travels_as_sum(header["op"], x.dtype) for x in mine[team.mine.rank]):
+        totals = mine if team.size == 1 else team.summed(mine, header["op"], header["strategy"])
+        for station in team.stations:
+            station.values[header["number"]] = totals[station.rank]
+        return totals[team.mine.rank]
+    place = "into" if header["keep"] else "result"
+    leaves = [Leaf(header["op"], place, header["number"], i) for i in range(len(mine[team.mine.rank]))]
+    results = reduce_leaves(team, leaves, mine, [1] * team.size, header["strategy"])
+    if header["keep"]:
+        for station in team.stations:
+            station.values[header["number"]] = [station.put(results[i]) for i in range(len(leaves))]
+    return [results[i] for i in range(len(leaves))] if team.leads else []
+
+
+@rests
+def fetch(team: Team, order: Order) -> list[list[np.ndarray]] | None:
+    """The leaves of some workers, all of them or one; kept by all where asked."""
+    header = order.header
+    team.attempt(header["name"], functools.partial(signed, order=order))
+    wanted = range(team.size) if header["rank"] is None else [header["rank"]]
+    mine = {s.rank: [np.asarray(x) for x in s.out] if s.rank in wanted else [] for s in team.stations}
+    rows = team.gathered(mine, header["keep"])
+    if header["keep"] and rows is not None:
+        every = len(wanted) > 1
+        kept = [combine("gather", leaf, ()) for leaf in zip(*rows, strict=True)] if every else rows[wanted[0]]
+        for station in team.stations:
+            station.values[header["number"]] = [station.own(x) for x in kept]
+    return None if rows is None else [rows[rank] for rank in wanted]
+
+
+def close(team: Team, order: Order) -> None:
+    """Let go of everything."""
+    for station in team.stations:
+        station.values.clear()
+        station.kept.clear()
+        station.programs.clear()
+        station.known.clear()
+        station.arrays.clear()
+
+
+VERBS: dict[str, Callable[[Team, Order], Any]] = {
+    "call": call,
+    "program": program,
+    "put": put,
+    "reduce": reduce,
+    "fetch": fetch,
+    "close": close,
+}

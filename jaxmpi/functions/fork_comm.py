@@ -1,0 +1,117 @@
+"""Collectives between processes made by fork, through the memory that they share, inside jit; no MPI."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.comm.base import Pairs, SoloComm
+from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.comm.shared_sync import ARRIVED, Board, digest
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.functions.transport import SocketLine, as_bytes
+from jaxmpi.runtime import host_callbacks
+
+
+@dataclass(frozen=True)
+class Turn(host_callbacks.Ordered):
+    """What keeps the sums of one fork in order: a failed one leaves nothing to those of the next."""
+
+    number: int
+
+
+host_callbacks.admit(Turn(0))
+
+
+class ForkComm(SoloComm):
+    """Workers are processes of one host. Sums are `SharedSum`'s; all else is made of rows that every worker sees.
+
+    So any strategy and any wire give what they give elsewhere. `shm` is the fastest: the others are made for messages.
+    """
+
+    def __init__(self, line: SocketLine, number: int) -> None:
+        self.rank, self.size = line.rank, line.size  # pyright: ignore[reportAttributeAccessIssue]
+        self.hosts, self.order = (0,) * self.size, tuple(range(self.size))  # pyright: ignore[reportAttributeAccessIssue]
+        if self.size > 1:
+            self.turn, self.rows_name = Turn(number), f"rows of fork {number}"
+            self.shared = SharedSum(line, f"sum of fork {number}", effect=self.turn)
+            rows = self.shared.rows.view(np.uint8)  # of even and of odd calls, a row a worker
+            host_callbacks.register(self.rows_name, Rows(self.shared.board, rows))
+
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """In rank order, over `divisor`."""
+        return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
+
+    def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """The same outside jit, done when it returns."""
+        return self.shared.sum_now(arrays, divisor)
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """Every worker's row, through shared memory."""
+        return jax.tree.map(self._rows, x) if self.size > 1 else super().allgather(x)
+
+    def _rows(self, leaf: jax.Array) -> jax.Array:
+        like = jax.ShapeDtypeStruct((self.size, *leaf.shape), leaf.dtype)
+        return host_callbacks.call(self.rows_name, [leaf], [like], effect=self.turn)[0]
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        """In rank order."""
+        return self.sum_on_host([x])[0]
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """This worker's column of all rows."""
+        return jax.tree.map(lambda rows: rows[:, self.rank], self.allgather(x))
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """The source's row."""
+        source = {destination: source for source, destination in pairs}.get(self.rank)
+        take = lambda rows: jnp.zeros_like(rows[0]) if source is None else rows[source]  # noqa: E731
+        return jax.tree.map(take, self.allgather(x))
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        """The root's row."""
+        return jax.tree.map(lambda rows: rows[root], self.allgather(x))
+
+    def fail(self) -> None:
+        """Let the others know that this worker will not come to a sum."""
+        self.shared.board.fail()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self.size > 1:
+            host_callbacks.forget(self.rows_name)
+            self.shared.close()
+            del self.shared
+
+
+class Rows:
+    """results[0][r] <- operands[0] of worker r, of any dtype and shape: the function that programs call."""
+
+    def __init__(self, board: Board, rows: np.ndarray) -> None:
+        """Take who waits for whom, and u8[2, workers, n] of shared memory."""
+        self.board, self.rows = board, rows
+
+    def __call__(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+        """All workers come here together, with the same sizes, in the same order."""
+        mine, every = as_bytes(operands[0]), as_bytes(results[0]).reshape(self.board.size, -1)
+        room = self.rows.shape[2]
+        try:
+            for start in range(0, mine.size, room):
+                self._piece(mine[start : start + room], every[:, start : start + room])
+        except BaseException:
+            self.board.fail()
+            raise
+
+    def _piece(self, mine: np.ndarray, every: np.ndarray) -> None:
+        """A row is free: all have come to the call before this one, and so have left the one before that."""
+        board = self.board
+        board.begin((digest((mine.size,), 0.0), 1, mine.size))
+        rows = self.rows[board.call % 2, :, : mine.size]
+        rows[board.rank] = mine
+        board.post(ARRIVED, board.call)
+        for rank in range(board.size):
+            board.wait(rank, ARRIVED, board.call)
+            board.check_same(rank)
+        every[:] = rows

@@ -1,0 +1,433 @@
+"""A function of arrays over all workers: scatter, compute, reduce. Stooke and Abbeel 2017 (Synkhronos) on JAX."""
+
+import functools
+import itertools
+import json
+import pickle
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import numpy as np
+
+from jaxmpi.allreduce.api import check_strategy
+from jaxmpi.comm.control import broadcast
+from jaxmpi.comm.mpi import refusing_world
+from jaxmpi.comm.shared_compile import stablehlo
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.functions import lifecycle
+from jaxmpi.functions.commands import perform
+from jaxmpi.functions.import_by_name import name_of
+from jaxmpi.functions.partitioning import Rows, bounds, check_enough, choose, of_each_worker, of_indices, same_length
+from jaxmpi.functions.random_keys import check_op, check_rows, key_leaves, packed, unpacked
+from jaxmpi.functions.reductions import Output, Scatter, check_reducible, from_word
+from jaxmpi.functions.shared_array import is_shared
+from jaxmpi.functions.variable import Variable, check_numbers, check_one_host, where
+from jaxmpi.functions.worker_call import as_jax_has, canonical, take
+from jaxmpi.functions.worker_group import Leaf, Order, Program, Team
+
+Marker = Any  # scatter, scatter(variable), broadcast, or a variable
+OF_OTHERS = "belongs to workers that were closed"
+_numbers = itertools.count()  # functions in the order in which they are made, the same on all ranks
+
+
+class Function:
+    """What `jaxmpi.function` makes. `__wrapped__` is the user's own function."""
+
+    def __init__(
+        self,
+        function: Callable,
+        inputs: Sequence[Marker] | Marker,
+        outputs: Sequence[Output | str] | Output | str,
+        updates: Any,
+        strategy: str | None,
+    ) -> None:
+        self.__wrapped__ = function
+        self.name = getattr(function, "__name__", "function")
+        several = isinstance(inputs, (tuple, list))
+        self.inputs: Sequence[Marker] | None = inputs if several else None if takes_argument(inputs) else (inputs,)
+        self.all_inputs = inputs
+        self.single = isinstance(outputs, (Output, str))
+        given = (outputs,) if isinstance(outputs, (Output, str)) else outputs
+        self.outputs: tuple[Output, ...] = tuple(map(from_word, given))
+        every = [updates] if isinstance(updates, Variable) else list(updates)
+        is_pair = len(every) == 2 and isinstance(every[0], Variable) and isinstance(every[1], (Output, str))
+        self.updates = tuple(update_of(update) for update in ([updates] if is_pair else every))
+        is_one_update = not self.outputs and (is_pair or isinstance(updates, Variable))
+        self.is_bare = is_one_update or (self.single and not self.updates)  # f returns that one, in no tuple
+        check_markers(inputs if several else [inputs], self.outputs)
+        self.targets: list[Variable] = [x.into for x in (*self.outputs, *self.updates) if x.into is not None]
+        check_targets(self.name, self.targets)
+        self.strategy = strategy
+        if strategy is not None:
+            check_strategy(strategy)
+        self.team: Team | None = None
+        self.number = next(_numbers)
+        self.forms: list[Any] = []  # structures of arguments so far
+        self.programs: dict[tuple[int, tuple], Program] = {}
+        self.jitted: dict[int, Any] = {}
+        self.sent: list[Any] = []  # broadcast leaves as the workers have them
+
+    def __del__(self) -> None:
+        if (team := getattr(self, "team", None)) is not None:
+            team.dropped.append(-1 - self.number)
+
+    def __call__(self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1) -> PyTree:
+        """Compute on all workers and reduce.
+
+        Args:
+            args: one for every `scatter` and `broadcast` among the inputs, arrays or trees of them.
+            batch: which examples of the scattered arguments: the first n, a slice, indices, or a mask of booleans;
+                default all.
+            batch_local: which rows of the variables in `scatter(variable)`: for all workers, or a list with one choice
+                a worker.
+            slices: in how many pieces each worker computes its share.
+
+        Returns:
+            the outputs that are neither kept in a variable nor updates; of `local` ones a variable.
+
+        Communicates: arguments that this process has and others need, but no broadcast argument that has not changed;
+        48 bytes a worker; then each output as it is reduced.
+
+        Raises:
+            UsageError: arguments, rows or outputs that cannot be. WorkerFailed (a TrainingError): a worker failed; its
+                traceback is in the message, and the next call works.
+        """
+        team = self._bound()
+        made = {place: Variable(team, None) for place, output in enumerate(self.outputs) if output.stays}
+        order = lambda: self._order(team, args, batch, batch_local, slices, made)  # noqa: E731
+        try:
+            structures, leaves = perform(team, self.name, order)
+        except BaseException:
+            self.sent = []
+            raise
+        return self._results(structures, leaves, made)
+
+    def _bound(self) -> Team:
+        """The team of this function: the one there is at its first call."""
+        if self.team is None:
+            self.team = lifecycle.team()
+            self.team.check_usable()
+            self.team.functions[self.number], self.team.is_used = self, True
+        return self.team
+
+    # ------------------------------------------------------------ arguments
+
+    def _order(
+        self, team: Team, args: Sequence[PyTree], batch: Any, batch_local: Any, slices: int, made: dict[int, Variable]
+    ) -> Order:
+        is_count = isinstance(slices, (int, np.integer)) and slices >= 1
+        check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
+        check(all(v.team is team for v in self.targets), f"{self.name}: a variable that takes a result {OF_OTHERS}")
+        bound = Bound(team)
+        structure = bound.add_all(self._markers(args), args)
+        header = bound.header(batch, batch_local, int(slices))
+        names = {str(place): variable.number for place, variable in made.items()}
+        header |= {"f": self.number, "form": self._form(structure), "name": self.name, "locals": names}
+        header["strategy"] = self.strategy or team.default_strategy
+        agreed = ("name", "f", "form", "n", "rows", "local", "slices", "strategy", "locals")
+        header["says"] = json.dumps({key: header[key] for key in agreed} | bound.chosen())
+        fresh = self._fresh(bound)
+        header["fresh"] = list(fresh)
+        given = Given(bound.given, bound.rows, bound.local, fresh)
+        return Order("call", header, given, lambda rank: bound.parcels(rank, list(fresh.values())))
+
+    def _fresh(self, bound: "Bound") -> dict[int, Any]:
+        """The broadcast leaves that workers do not have yet, by their number."""
+        fresh = {}
+        for i, leaf in enumerate(bound.broadcast):
+            if i >= len(self.sent) or not unchanged(self.sent[i], leaf):
+                self.sent[i : i + 1] = [kept_copy(leaf)]
+                fresh[i] = self.sent[i]
+        return fresh
+
+    def _markers(self, args: Sequence[PyTree]) -> Sequence[Marker]:
+        """One a place of the user's function."""
+        if self.inputs is None:
+            return [self.all_inputs] * len(args)
+        free = [marker for marker in self.inputs if takes_argument(marker)]
+        check(
+            len(args) == len(free),
+            f"{self.name}: got {len(args)} arguments; expected {len(free)}, one for every scatter and broadcast",
+        )
+        return self.inputs
+
+    def _form(self, structure: Any) -> int:
+        if structure not in self.forms:
+            self.forms.append(structure)
+        return self.forms.index(structure)
+
+    # ------------------------------------------------------------ programs
+
+    def program(self, form: int, shapes: tuple) -> Program:
+        """The function over flat leaves of these shapes and dtypes, compiled by JAX at its first run."""
+        if (form, shapes) not in self.programs:
+            self.programs[form, shapes] = self._traced(form, shapes)
+        return self.programs[form, shapes]
+
+    def _traced(self, form: int, shapes: tuple) -> Program:
+        me = weakref.proxy(self)  # whoever drops the function lets go at once of what it holds on the workers
+        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._parts(form, flat)))
+        parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
+        leaves, says = [], []
+        for place, (part, wanted) in enumerate(zip(parts, [*self.outputs, *self.updates], strict=True)):
+            are_keys = key_leaves(jax.tree.structure(part))
+            for index, (aval, is_key) in enumerate(zip(jax.tree.leaves(part), are_keys, strict=True)):
+                leaves.append(leaf_of(place, index, wanted, len(self.outputs)))
+                if is_key and (leaves[-1].place, leaves[-1].op) != ("update", "mean"):  # its default
+                    check_op(leaves[-1].op, aval.shape, f"{self.name}: output {place}")
+                if leaves[-1].place in ("result", "into"):  # of others only pieces combine, where there are several
+                    check_reducible(leaves[-1].op, aval.dtype, aval.shape, f"{self.name}: output {place}")
+                says.append(said(leaves[-1], aval))
+        structures = tuple(jax.tree.structure(part) for part in parts)
+        return Program(lambda *flat: jax.tree.leaves(jitted(*flat)), tuple(leaves), json.dumps(dict(says)), structures)
+
+    def _parts(self, form: int, flat: Sequence[jax.Array]) -> tuple[PyTree, ...]:
+        """The user's function from leaves to one tree an output and an update."""
+        with self._exchange():
+            result = self.__wrapped__(*unpacked(jax.tree.unflatten(self.forms[form], flat)))
+        expected = len(self.outputs) + len(self.updates)
+        parts = (result,) if self.is_bare else result
+        check(
+            isinstance(parts, (tuple, list)) and len(parts) == expected,
+            f"{self.name} returned {'an array' if isinstance(result, jax.Array) else type(result).__name__}"
+            f"{f' of {len(parts)}' if isinstance(parts, (tuple, list)) else ''}; expected a tuple of {expected}: "
+            f"{len(self.outputs)} outputs, then {len(self.updates)} updates",
+        )
+        parts = packed(tuple(parts))
+        for update, part in zip(self.updates, parts[len(self.outputs) :], strict=True):
+            got, wanted = jax.tree.structure(part), update.into.structure
+            check(got == wanted, f"{self.name}: an update is a tree {got}; its variable is {wanted}")
+        return parts
+
+    def _exchange(self) -> AbstractContextManager[None]:
+        """Where an exchange in the function would be another than one over its workers, refuse it."""
+        if self.team is None or self.team.size == 1 or self.team.is_the_world:
+            return nullcontext()
+        return refusing_world(
+            f"{self.name}: exchange inside a function is over its workers only where every rank runs the script; these "
+            f"{self.team.size} are devices of one process, or wait for this script's orders. Return what is to be "
+            "exchanged, with mean or sum as its output, and go on in a second function or in the script"
+        )
+
+    def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
+        """A program for a process that does not have the function: header and body."""
+        program = self.program(form, shapes)
+        header = {"name": self.name, "leaves": program.leaves, "says": program.says, "module": ""}
+        if body := stablehlo(jax.jit(program.run), [jax.ShapeDtypeStruct(*shape) for shape in shapes]):
+            return header, body
+        return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
+
+    # ------------------------------------------------------------ results
+
+    def _results(self, structures: Sequence[Any], leaves: list[Any], made: dict[int, Variable]) -> PyTree:
+        leaves_left, results = iter(leaves), []
+        for place, (output, structure) in enumerate(zip(self.outputs, structures, strict=False)):
+            if output.stays:
+                made[place].structure = structure
+                results.append(made[place])
+            elif output.into is not None:
+                output.into.structure = structure
+            else:
+                mine = [next(leaves_left) for _ in range(structure.num_leaves)]
+                results.append(unpacked(jax.tree.unflatten(structure, mine)))
+        return results[0] if self.single and results else None if self.single else tuple(results)
+
+
+class Given(NamedTuple):
+    """What the caller's own workers take directly: leaves by input, chosen rows."""
+
+    leaves: list[Any]
+    rows: Rows | None
+    local: list[Any]
+    fresh: dict[int, Any]
+
+
+def update_of(update: Any) -> Output:
+    """`(variable, op)` or a variable alone, which takes the mean over pieces, as an Output with a target."""
+    variable, op = update if isinstance(update, (tuple, list)) else (update, Output("mean"))
+    op = from_word(op)
+    check(
+        isinstance(variable, Variable) and isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None,
+        f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, prod, min, max or "
+        "gather",
+    )
+    return Output(op.op, stays=True, into=variable)
+
+
+def takes_argument(marker: Marker) -> bool:
+    """Whether the input comes with the call."""
+    return marker is broadcast or (isinstance(marker, Scatter) and marker.variable is None)
+
+
+def check_markers(inputs: Sequence[Marker], outputs: Sequence[Output]) -> None:
+    """Refuse what is no word for an input or an output."""
+    for marker in inputs:
+        check(
+            marker is broadcast or isinstance(marker, (Scatter, Variable)),
+            f"inputs: got {marker!r}; expected jaxmpi.scatter, jaxmpi.broadcast, a variable or scatter(variable)",
+        )
+    for output in outputs:
+        check(
+            isinstance(output, Output) and output.op != "add",
+            f"outputs: got {output!r}; expected jaxmpi.mean, sum, prod, min, max, gather or local, or its name",
+        )
+
+
+def check_targets(name: str, targets: Sequence[Variable]) -> None:
+    """Refuse two results for one variable."""
+    once = len({id(variable) for variable in targets}) == len(targets)
+    check(once, f"{name}: one variable is to take two results; expected a variable for each")
+
+
+def leaf_of(place: int, index: int, wanted: Output, outputs: int) -> Leaf:
+    """Where one array that the program returns goes."""
+    if place >= outputs:
+        return Leaf(wanted.op, "update", wanted.into.number, index)
+    if wanted.into is not None:
+        return Leaf(wanted.op, "into", wanted.into.number, index)
+    return Leaf(wanted.op, "local" if wanted.stays else "result", place, index)
+
+
+def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
+    """What of an output must be the same on all workers."""
+    crosses = leaf.place in ("result", "into")
+    shape = list(aval.shape[1:] if leaf.op == "gather" else aval.shape)
+    return f"{leaf.place} {leaf.target} leaf {leaf.index}", f"{leaf.op} of {aval.dtype}{shape}" if crosses else ""
+
+
+# ---------------------------------------------------------------- the arguments of one call
+
+
+class Bound:
+    """The inputs of one call, leaf by leaf, and how each reaches the workers."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.inputs: list[list[Any]] = []  # how each leaf comes; see `compute`
+        self.given: list[Any] = []  # the leaf itself, where it comes with the call
+        self.lengths: dict[str, int] = {}  # of scattered leaves, by name
+        self.broadcast: list[Any] = []
+        self.rows: Rows | None = None
+        self.local: list[Any] = [None] * team.size
+
+    def add_all(self, markers: Sequence[Marker], args: Sequence[PyTree]) -> Any:
+        """All inputs; the structure of the user's arguments."""
+        left, structures = iter(args), []
+        for place, marker in enumerate(markers):
+            variable = marker.variable if isinstance(marker, Scatter) else marker
+            if takes_argument(marker):
+                structures.append(self._add_argument(f"argument {place}", marker, next(left)))
+            else:
+                check(variable.team is self.team, f"input {place}: the variable {OF_OTHERS}")
+                held = self.team.mine.held(variable.number)
+                count = len(held)
+                if isinstance(marker, Scatter):
+                    for leaf, is_key in zip(held, key_leaves(variable.structure), strict=True):
+                        if is_key:
+                            check_rows(leaf.shape, f"input {place}")
+                self.inputs += [
+                    ["rows" if isinstance(marker, Scatter) else "whole", variable.number, i] for i in range(count)
+                ]
+                self.given += [None] * count
+                structures.append(variable.structure)
+        return jax.tree_util.treedef_tuple(structures)
+
+    def _add_argument(self, name: str, marker: Marker, tree: PyTree) -> Any:
+        tree = packed(tree)
+        leaves, are_keys = named_leaves(tree), key_leaves(jax.tree.structure(tree))
+        if marker is not broadcast and not leaves:  # else nobody writes down what may be big
+            raise UsageError(f"{name}: got {tree!r:.80}; scatter needs arrays, rows of examples")
+        for (path, leaf), is_key in zip(leaves, are_keys, strict=True):
+            where_ = f"{name}{f' leaf {path!r}' if path else ''}"
+            array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
+            if marker is broadcast and is_shared(leaf) and self.team.is_serial and self.team.is_on_one_host:
+                self.inputs.append(["read", where_, leaf.ticket()])
+            elif marker is broadcast:
+                self.inputs.append(["kept", len(self.broadcast)])
+                self.broadcast.append(as_jax_has(where_, array.array if is_shared(leaf) else array))
+            else:
+                if is_key:
+                    check_rows(array.shape, where_)
+                check(array.ndim > 0, f"{where_}: got a number; scatter needs an array with a first axis of examples")
+                self.lengths[where_] = len(array)
+                self.inputs.append(["shared", where_, leaf.ticket()] if is_shared(leaf) else ["sent", where_])
+                check_one_host(self.team, is_shared(leaf))
+            self.given.append(array)
+        return jax.tree.structure(tree)
+
+    def header(self, batch: Any, batch_local: Any, slices: int) -> dict[str, Any]:
+        """What all workers need to know of the call."""
+        scattered, resident = bool(self.lengths), any(entry[0] == "rows" for entry in self.inputs)
+        check(batch is None or scattered, "batch: got a choice of examples, but no argument is scattered")
+        check(batch_local is None or resident, "batch_local: got a choice of rows, but no input is scatter(variable)")
+        check(slices == 1 or scattered or resident, f"slices: got {slices}, but no input is scattered")
+        if scattered:
+            self.rows = choose(batch, same_length([*self.lengths.values()], [*self.lengths]))
+            check_enough(self.rows.count, self.team.size)
+        if resident:
+            self.local = of_each_worker(batch_local, self.team.size)
+        return {
+            "n": self.rows.count if self.rows else None,
+            "rows": where(self.rows) if self.rows else None,
+            "local": [local_header(choice) for choice in self.local] if resident else [],
+            "slices": slices,
+            "inputs": self.inputs,
+        }
+
+    def chosen(self) -> dict[str, int]:
+        """Of indices, what tells whether all ranks that run the script have chosen the same."""
+        if self.team.is_serial or len(self.team.stations) == self.team.size:
+            return {}
+        choices = [self.rows.indices if self.rows else None, *self.local]
+        indices = [np.asarray(choice, np.int64) for choice in choices if hasattr(choice, "__len__")]
+        return {"indices": functools.reduce(lambda crc, array: zlib.crc32(array.tobytes(), crc), indices, 0)}
+
+    def parcels(self, rank: int, fresh: list[Any]) -> list[Any]:
+        """The arrays that travel to a worker, in the order in which it takes them."""
+        arrays = []
+        if self.rows is not None:
+            edges = bounds(self.rows.count, self.team.size)
+            begin, end = edges[rank], edges[rank + 1]
+            if self.rows.indices is not None:
+                arrays.append(self.rows.indices[begin:end])
+            for entry, leaf in zip(self.inputs, self.given, strict=True):
+                if entry[0] == "sent":
+                    arrays.append(as_jax_has(entry[1], np.asarray(take(leaf, self.rows.of(begin, end)))))
+        if any(entry[0] == "rows" for entry in self.inputs) and local_header(self.local[rank])[0] == "indices":
+            arrays.append(np.asarray(self.local[rank]))
+        return arrays + fresh
+
+
+def local_header(choice: Any) -> list[Any]:
+    """One worker's choice of rows as JSON; indices travel apart."""
+    if isinstance(choice, slice):
+        return ["slice", [None if v is None else int(v) for v in (choice.start, choice.stop, choice.step)]]
+    if choice is None or isinstance(choice, (int, np.integer)):
+        return ["first", None if choice is None else int(choice)]
+    if np.asarray(choice).dtype != bool:  # a mask's length is checked where the rows are
+        of_indices(choice, np.iinfo(np.int64).max, "batch_local")
+    return ["indices", None]
+
+
+def unchanged(before: Any, now: Any) -> bool:
+    """Whether a broadcast leaf is what the workers have: the same JAX array, or the same bytes."""
+    if isinstance(now, jax.Array) or isinstance(before, jax.Array):
+        return before is now
+    same_kind = before.shape == now.shape and before.dtype == canonical(now.dtype)
+    return same_kind and np.array_equal(as_words(before), as_words(now.astype(before.dtype, copy=False)))
+
+
+def as_words(array: np.ndarray) -> np.ndarray:
+    """Values as bytes, so that NaN equals NaN and -0 is not 0."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def kept_copy(leaf: Any) -> Any:
+    """What tells later whether the leaf has changed: a JAX array itself, else a copy."""
+    return leaf if isinstance(leaf, jax.Array) else np.array(leaf, dtype=canonical(leaf.dtype), order="C")

@@ -1,0 +1,74 @@
+"""A user's function found again by its name in another process."""
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmpi.core.errors import UsageError, check
+
+SCRIPT = "__jaxmpi_main__"  # what a worker calls the master's script: not __main__, so that guarded code does not run
+
+
+def name_of(function: Callable) -> dict[str, Any]:
+    """Module, qualified name, the script where the module is one, and whether the name is of what wraps the function.
+
+    Raises:
+        UsageError: another process cannot find it.
+    """
+    if hasattr(function, "lower"):  # jitted, as all of the program will be
+        function = getattr(function, "__wrapped__", function)
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    script = str(getattr(sys.modules.get("__main__"), "__file__", "") or "") if module == "__main__" else ""
+    found = part_of(sys.modules.get(module), name)
+    is_wrapped = found is not function
+    if (is_wrapped and getattr(found, "__wrapped__", None) is not function) or (module == "__main__" and not script):
+        raise UsageError(
+            f"function {name or function!r} calls back into Python, so that its program cannot travel, and other "
+            "processes cannot find it by name: define it at the top of a module or script, or run the script on every "
+            "rank (mpirun without jaxmpi.fork)"
+        )
+    path = script and str(Path(script).resolve())
+    return {"module": module, "qualname": name, "script": path, "is_wrapped": is_wrapped}
+
+
+def find(name: dict[str, Any]) -> Callable:
+    """The function, its module imported; of a script, what is not under `if __name__ == "__main__"` runs.
+
+    Raises:
+        UsageError: the module lacks it, or ends the process.
+    """
+    try:
+        module = load_script(name["script"]) if name["script"] else importlib.import_module(name["module"])
+    except SystemExit as error:  # no Exception: the worker would end
+        raise UsageError(
+            f"{name['script'] or name['module']} ends its process ({error.code}) where it is imported to find "
+            f'{name["qualname"]}: put what ends it under if __name__ == "__main__":'
+        ) from error
+    found = part_of(module, name["qualname"])
+    check(found is not None, f"{name['module']} has no {name['qualname']}")
+    return found.__wrapped__ if name["is_wrapped"] else found
+
+
+def part_of(module: Any, name: str) -> Any:
+    """What a qualified name stands for; None where it stands for nothing."""
+    return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), module)
+
+
+def load_script(path: str) -> Any:
+    """The master's script as a module, once."""
+    if SCRIPT not in sys.modules:
+        spec = importlib.util.spec_from_file_location(SCRIPT, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[SCRIPT] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[SCRIPT]
+            raise
+    return sys.modules[SCRIPT]

@@ -1,0 +1,268 @@
+"""Who the workers are: ranks that all run the script, ranks or processes that wait for orders, or devices.
+
+A forked worker is a fresh Python process (`python -m jaxmpi.functions.worker_main`) with a socket to the master. It never
+runs the user's script: functions come to it as programs.
+"""
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+
+from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.mpi import MpiComm, world
+from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.functions.commands import VERBS
+from jaxmpi.functions.fork_comm import ForkComm
+from jaxmpi.functions.transport import MpiLine, SocketLine, WorkerDied
+from jaxmpi.functions.worker_group import DeviceTeam, Order, ProcessTeam, SocketTeam, SumFailed, Team
+from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
+
+START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
+KINDS = ("auto", "devices", "processes")
+_team: Team | None = None
+_led: ProcessTeam | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
+_lost = ""  # why they no longer listen
+_is_worker = False  # whether this process waits for a master's orders
+_forks = itertools.count()
+
+
+def team() -> Team:
+    """The workers of this process's functions, made at the first use where `fork` has not made them."""
+    global _team
+    check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
+    if _team is None:
+        _team = ranks(is_serial=False) if launched() > 1 else DeviceTeam(jax.local_devices())
+    return _team
+
+
+def fork(n: int | None = None, kind: str = "auto") -> int:
+    """Let this script lead `n` workers from here on, itself the first; the others wait for what it calls.
+
+    Under a launcher with several ranks: rank 0 goes on, the others wait here and end with it. Without one: local
+    devices where there are several, else processes on this host, one a core.
+
+    Args:
+        n: workers; None: all ranks, devices or cores.
+        kind: auto; devices of this process; processes on this host, on CPUs.
+
+    Returns:
+        the number of workers.
+
+    Raises:
+        UsageError: fork in a worker, a second fork before `close`, a first one after functions or variables have been
+            used, or another number of workers than there can be.
+    """
+    global _team
+    check(
+        not _is_worker,
+        "fork: this process is a worker already; call it in the master's script only, under "
+        'if __name__ == "__main__": where workers may import that script',
+    )
+    check(kind in KINDS, f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
+    check(
+        n is None or (isinstance(n, int) and n >= 1), f"fork: got {n!r} workers; expected a whole number >= 1, or None"
+    )
+    if _team is not None:
+        check(
+            not (_team.is_serial or _team.made or _team.is_used),
+            f"fork: there are {_team.size} workers already, and functions or variables on them; fork first, or "
+            "jaxmpi.close() before",
+        )
+    _team = chosen(n, kind)
+    atexit.register(close)
+    return _team.size
+
+
+def chosen(n: int | None, kind: str) -> Team:
+    """The workers that `fork` makes."""
+    if launched() > 1:
+        check(n in (None, launched()), f"fork: got {n} workers; the launcher started {launched()} ranks: fork()")
+        made = led_ranks()
+        if made.line.rank != 0:
+            serve(made)
+            sys.exit(0)
+        return made
+    devices = count_devices() if kind != "processes" else 1
+    has_gpus = kind != "processes" and bool(device_setup.visible_gpus()) and jax.default_backend() != "cpu"
+    wanted = n or how_many(kind, devices, has_gpus, affinity.cores())
+    if kind != "devices" and wanted > devices:
+        return processes_on_this_host(wanted)
+    have = jax.local_devices()
+    check(wanted <= len(have), f"fork: got {wanted} workers; this process has {len(have)} devices")
+    return DeviceTeam(have[:wanted])
+
+
+def how_many(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
+    """Workers where the user names no number: all devices; of a CPU that is one device, its cores."""
+    return cores if kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus) else devices
+
+
+def close() -> None:
+    """Let the workers go; functions and variables that used them can no longer be used. Another `fork` may follow."""
+    global _team, _lost
+    closing, _team = _team, None
+    atexit.unregister(close)
+    if closing is not None:
+        if closing.is_serial and not isinstance(closing, SocketTeam):
+            _lost = closing.gone
+        try:
+            closing.end()
+        finally:
+            closing.gone = "the workers have been closed; jaxmpi.fork() and make functions and variables anew"
+            VERBS["close"](closing, Order("close", {}))
+
+
+def forget_in_child() -> None:
+    """After `os.fork`: the workers listen to the process that made them, and to no other."""
+    global _team
+    if _team is not None:
+        _team.gone = "this process was made by os.fork, and the workers are its parent's; call functions there"
+    _team = None
+
+
+os.register_at_fork(after_in_child=forget_in_child)
+
+
+def launched() -> int:
+    """Ranks that a launcher has started."""
+    return launchers.launched_workers()
+
+
+def count_devices() -> int:
+    """Devices of this process; a CPU's one is not started to be counted."""
+    asked = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.environ.get("XLA_FLAGS", "")
+    if asked or device_setup.visible_gpus():
+        return jax.local_device_count()
+    return 1
+
+
+# ---------------------------------------------------------------- ranks of MPI
+
+
+def ranks(is_serial: bool) -> ProcessTeam:
+    """All ranks of the job; all come here together."""
+    comm, control = world(), processes()
+    assert isinstance(comm, MpiComm)
+    assert isinstance(control, MpiProcesses)
+    here = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
+    return ProcessTeam(MpiLine(control, is_serial), comm, "shm" if here else "asa32", is_serial)
+
+
+def led_ranks() -> ProcessTeam:
+    """The same, led by rank 0; a second fork finds the other ranks where the first has left them."""
+    global _led
+    if _led is None:
+        _led = ranks(is_serial=True)
+        if _led.line.rank == 0:
+            atexit.register(end_ranks, _led)
+        return _led
+    check(not _lost, f"fork: {_lost}; start the job anew")
+    return ProcessTeam(_led.line, _led.comm, _led.default_strategy, is_serial=True)
+
+
+def end_ranks(led: ProcessTeam) -> None:
+    """At the end of the leading script: waiting ranks go; where they no longer listen, the job ends."""
+    close()
+    if _lost:
+        failures.end_job(1)
+    ProcessTeam(led.line, led.comm, led.default_strategy, is_serial=True).tell(Order("end", {}))
+
+
+# ---------------------------------------------------------------- processes on this host
+
+
+def processes_on_this_host(n: int) -> Team:
+    """Start n - 1 processes and take part as the first.
+
+    Raises:
+        UsageError: there are GPUs, which one process drives; TrainingError: a worker did not start.
+    """
+    check(
+        not device_setup.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
+        f"fork: got {n} workers for {len(device_setup.visible_gpus())} GPUs; forked processes are for CPUs. fork() takes "
+        "all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone",
+    )
+    prepare.prepare()
+    number = next(_forks)
+    pipes = {rank: Pipe() for rank in range(1, n)}
+    jobs = {rank: start({"rank": rank, "size": n, "fork": number}, *ends) for rank, ends in pipes.items()}
+    line = SocketLine(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
+    try:
+        for rank, end in line.ends.items():
+            if not end.poll(START_TIMEOUT_S):
+                raise TrainingError(f"fork: worker {rank} did not start within {START_TIMEOUT_S:.0f} s")
+        before = affinity.core_mask()
+        affinity.pin_cores(0, n)  # now that the others have started, which would inherit it
+        made = forked_team(line, number)
+        made.cores = before
+        return made
+    except BaseException:
+        for job in jobs.values():
+            job.kill()
+            job.wait()
+        line.stop_watching()
+        raise
+
+
+def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
+    """A worker's process: fresh, with one end of a socket, over which it learns this one's import path, arguments and
+    JAX settings: a command line may be too short for them.
+    """
+    told |= {"path": sys.path, "argv": [*map(str, sys.argv)], "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
+    env = {name: value for name, value in os.environ.items() if name not in launcher_names()}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "jaxmpi.functions.worker_main", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**env, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "JAX_PLATFORMS": "cpu"},
+    )
+    theirs.close()
+    with contextlib.suppress(OSError):  # it has ended already, which its call back tells
+        ours.send_bytes(json.dumps(told).encode())
+    return job
+
+
+def launcher_names() -> set[str]:
+    """Variables by which launchers tell a process its rank: a forked worker has none."""
+    return {name for names in launchers.LAUNCHERS.values() for name in names}
+
+
+def forked_team(line: SocketLine, number: int) -> SocketTeam:
+    """The team, in the master and in each worker; all come here together."""
+    line.host_barrier()
+    return SocketTeam(line, ForkComm(line, number), "shm", is_serial=True)
+
+
+# ---------------------------------------------------------------- waiting for orders
+
+
+def serve(waiting: ProcessTeam) -> None:
+    """Carry out the master's orders until it ends.
+
+    Raises what failed here alone after the reports: the others wait for this worker, and only its end tells them.
+    """
+    global _is_worker
+    _is_worker = True
+    while True:
+        order = waiting.hear()
+        if order.verb == "end":
+            return
+        try:
+            VERBS[order.verb](waiting, order)
+        except WorkerDied:
+            return
+        except SumFailed:  # the master will close
+            pass
+        except Exception as error:  # of a worker's own part, or that others' parts failed, is in the reports
+            waiting.note(error)
+            if waiting.gone:
+                raise

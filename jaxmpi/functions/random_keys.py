@@ -1,0 +1,90 @@
+"""Typed random keys as arrays of numbers, which can travel, and back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class KeyData:
+    """The numbers of an array of typed keys, u32[..., words]. The generator's name is part of the tree's structure."""
+
+    def __init__(self, data: Any, implementation: Any) -> None:
+        self.data, self.implementation = data, implementation
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Any]:
+        """The numbers as the one leaf, with its name in paths."""
+        return ((jax.tree_util.GetAttrKey("key_data"), self.data),), self.implementation
+
+    def tree_flatten(self) -> tuple[tuple[Any], Any]:
+        """The numbers as the one leaf."""
+        return (self.data,), self.implementation
+
+    @classmethod
+    def tree_unflatten(cls, implementation: Any, data: tuple[Any]) -> "KeyData":
+        """The node around a leaf of any kind."""
+        return cls(*data, implementation)
+
+
+def is_key_data(node: Any) -> bool:
+    """Whether the node stands for typed keys."""
+    return isinstance(node, KeyData)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether the leaf is an array of typed keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def packed(tree: PyTree) -> PyTree:
+    """The tree with its typed keys as KeyData; NumPy's, if they are not traced, so that bytes tell what changed."""
+
+    def one(leaf: Any) -> Any:
+        if not is_key(leaf):
+            return leaf
+        data = jax.random.key_data(leaf)
+        return KeyData(data if isinstance(data, Tracer) else np.asarray(data), jax.random.key_impl(leaf))
+
+    return jax.tree.map(one, tree)
+
+
+def unpacked(tree: PyTree) -> PyTree:
+    """The tree with typed keys in place of KeyData."""
+
+    def one(node: Any) -> Any:
+        if not is_key_data(node):
+            return node
+        return jax.random.wrap_key_data(jnp.asarray(node.data), impl=node.implementation)
+
+    return jax.tree.map(one, tree, is_leaf=is_key_data)
+
+
+def key_leaves(structure: Any) -> list[bool]:
+    """For every leaf of a packed tree, whether it holds keys."""
+    tree = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return [is_key_data(node) for node in jax.tree.leaves(tree, is_leaf=is_key_data)]
+
+
+def check_op(op: str, shape: tuple[int, ...], where: str) -> None:
+    """Refuse an operation that makes no keys of keys; `shape` is that of their numbers.
+
+    Raises:
+        UsageError: arithmetic on keys, or rows of a single key.
+    """
+    check(op in ("", "gather"), f"{where}: got random keys, which {op} cannot take: use gather or local")
+    check(op != "gather" or len(shape) > 1, f"{where}: got one random key; gather needs a first axis: use key[None]")
+
+
+def check_rows(shape: tuple[int, ...], where: str) -> None:
+    """Refuse one key where rows are wanted.
+
+    Raises:
+        UsageError: there is no first axis of keys.
+    """
+    check(len(shape) > 1, f"{where}: got one random key; scatter needs a first axis: use jax.random.split(key, n)")

@@ -1,0 +1,361 @@
+"""Arrays in a host's shared memory, seen by all its processes through NumPy's interface.
+
+The first page of the memory says what lies behind it. The file grows where it is, so that growing copies nothing and
+keeps every row. An array without a name has no file: other processes open it through the process that made it, and
+nothing is left behind, however a job ends.
+"""
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import mmap
+import os
+import re
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.shared_memory import available_bytes, folder, reserve
+from jaxmpi.functions.random_keys import is_key
+
+PAGE = 4096
+FREED: list[str] = []  # keys of arrays that this process has freed, until it has told its workers
+
+
+class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array in shared memory. Reads and writes as a NumPy array; `array` is one, without a copy.
+
+    Operators, NumPy's functions and the methods of its arrays give plain arrays; `x += 1` and `out=x` write here. Only
+    `resize` and `reshape` are its own: they change the array itself.
+    """
+
+    _is_free = True
+
+    def __init__(self, handle: int, path: str, name: str = "") -> None:
+        """Map an open file that has its first page."""
+        self.name, self.path, self._handle, self._unlinks = name, path, handle, 0
+        self.key = uuid.uuid4().hex  # a path may come again, once this array has been freed
+        self._is_free = False
+        self.refresh()
+
+    # ------------------------------------------------------------ as an array
+
+    @property
+    def array(self) -> np.ndarray:
+        """The memory as a NumPy array; a view that is valid until `free`.
+
+        Raises:
+            UsageError: it has been freed.
+        """
+        check(not self._is_free, f"the shared array {self.name!r} has been freed")
+        return self._array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.array, dtype=dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        plain = lambda x: x.array if isinstance(x, SharedArray) else x  # noqa: E731
+        out = options.get("out", ())
+        options |= {"out": tuple(map(plain, out))} if out else {}
+        result = getattr(ufunc, method)(*map(plain, inputs), **options)
+        return out[0] if len(out) == 1 else result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what this object lacks, and what libraries ask of any object
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.array, name)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.array[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.array[index] = fitting(value, self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        what = "freed" if self._is_free else f"{self.dtype}{list(self.shape)}"
+        return f"jaxmpi.shared({what}, name={self.name!r})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the array."""
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.array.ndim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.array.nbytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes up to which it grows without asking the system for more."""
+        return len(self._memory) - PAGE
+
+    # ------------------------------------------------------------ its size
+
+    def resize(self, length: int) -> None:
+        """Change the length of the first axis; rows that stay keep their values, others are what the memory holds.
+
+        Where several ranks run the script all must call it. Raises: UsageError: no room in shared memory.
+        """
+        check(self.ndim > 0, "resize: got an array without axes; expected a first axis")
+        check(length >= 0, f"resize: got {length}; expected a length >= 0")
+        self.reshape((length, *self.shape[1:]))
+
+    def reshape(self, shape: Sequence[int]) -> None:
+        """Change the shape, to more or fewer values too; the memory's bytes stay in their order. As `resize`."""
+        shape = tuple(int(n) for n in shape)
+        check(all(n >= 0 for n in shape), f"reshape: got {shape}; expected lengths >= 0")
+        size_bytes, dtype = PAGE + math.prod(shape) * self.dtype.itemsize, self.dtype
+        if os.fstat(self._handle).st_size < size_bytes:
+            make_room(self._handle, size_bytes)
+        os.pwrite(self._handle, page(dtype, shape), 0)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again at what another process may have resized."""
+        self._memory = mmap.mmap(self._handle, os.fstat(self._handle).st_size)
+        said = json.loads(self._memory[:PAGE].rstrip(b"\0"))
+        self._array = np.ndarray(said["shape"], jnp.dtype(said["dtype"]), self._memory, PAGE)
+
+    def free(self) -> None:
+        """Give the memory back; a name goes away. What still maps it keeps it until it lets go."""
+        if self._is_free:
+            return
+        self._is_free = True
+        del self._array, self._memory
+        os.close(self._handle)
+        FREED.append(self.key)
+        if self._unlinks == os.getpid():  # and not in a child made by os.fork
+            Path(self.path).unlink(missing_ok=True)
+            atexit.unregister(self.free)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then the modules that `free` needs may be gone
+            self.free()
+
+    # ------------------------------------------------------------ for other processes of the job
+
+    def ticket(self) -> dict[str, Any]:
+        """What `from_ticket` needs in another process of this host."""
+        return {"key": self.key, "path": self.path, "shape": list(self.shape)}
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether it is a shared array, which is a leaf."""
+    return isinstance(leaf, SharedArray)
+
+
+def from_ticket(ticket: dict[str, Any], known: dict[str, SharedArray]) -> SharedArray:
+    """The same memory in this process, mapped once."""
+    key, path = ticket["key"], ticket["path"]
+    if key not in known:
+        try:
+            known[key] = SharedArray(os.open(path, os.O_RDWR), path)
+        except OSError as error:
+            raise UsageError(
+                f"shared: {path} cannot be opened here ({error.strerror}): processes of one host, in containers of "
+                "their own? Give the array a name"
+            ) from error
+    array = known[key]
+    if list(array.shape) != ticket["shape"]:
+        array.refresh()
+    return array
+
+
+# ---------------------------------------------------------------- making one
+
+
+def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> SharedArray:
+    """A new array with the value in it.
+
+    Raises:
+        UsageError: see `jaxmpi.shared`.
+    """
+    check(1 <= oversize < math.inf, f"shared: oversize: got {oversize}; expected a factor >= 1")
+    given = value() if callable(value) else value
+    if is_key(given):
+        raise UsageError("shared: got random keys; share jax.random.key_data(keys), and wrap it in the function")
+    check_unmasked("shared", given)
+    source = np.asarray(given)
+    target = jnp.dtype(source.dtype if dtype is None else dtype)
+    check_numeric("shared", source.dtype)
+    check_jax_takes("shared", target)
+    values = source.astype(target) if force else fitting(source, target)
+    with new_file(name) as (handle, path):
+        try:
+            make_room(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
+        except UsageError:
+            os.close(handle)
+            raise
+        os.pwrite(handle, page(target, source.shape), 0)
+        array = SharedArray(handle, path, name)
+        array.array[...] = values
+    if not path.startswith("/proc/"):
+        array._unlinks = os.getpid()
+        atexit.register(array.free)
+    return array
+
+
+def attach(name: str) -> SharedArray:
+    """The array that another process has made under this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = path_of(name)
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except FileNotFoundError as error:
+        raise UsageError(f"shared: there is no array named {name!r} on this host ({path})") from error
+    except PermissionError as error:
+        raise UsageError(f"shared: the array named {name!r} is another user's ({path})") from error
+    return SharedArray(handle, path, name)
+
+
+@contextlib.contextmanager
+def new_file(name: str) -> Iterator[tuple[int, str]]:
+    """An empty file, and the path where others find it once it is filled, when the block ends; never a part of it.
+
+    One without a name is seen through this process only.
+    """
+    if not name and hasattr(os, "memfd_create"):
+        handle = os.memfd_create("jaxmpi")
+        yield handle, f"/proc/{os.getpid()}/fd/{handle}"
+        return
+    path = path_of(name or uuid.uuid4().hex)
+    forget_the_dead(path)
+    check(not os.path.exists(path), taken(name, path))
+    handle, unseen = open_unseen(path)
+    try:
+        yield handle, path
+        os.link(unseen, path, src_dir_fd=handle)  # the path is whole; a folder's handle makes it follow links
+    except FileExistsError as error:
+        raise UsageError(taken(name, path)) from error
+    except OSError as error:
+        raise UsageError(f"shared: {path} cannot be made: {error}; leave the name out, or free that folder") from error
+    finally:
+        if not unseen.startswith("/proc/"):
+            os.unlink(unseen)
+
+
+def open_unseen(path: str) -> tuple[int, str]:
+    """A file that nobody finds, and from where it can be linked. It goes with its maker, where the system has such."""
+    try:
+        handle = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE, 0o600)
+        return handle, f"/proc/self/fd/{handle}"
+    except (AttributeError, OSError):
+        unseen = f"{path}~{uuid.uuid4().hex}"  # no array's name has a ~
+        return os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), unseen
+
+
+def taken(name: str, path: str) -> str:
+    """The message."""
+    return f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
+
+
+def path_of(name: str) -> str:
+    """Where the memory of a name is."""
+    check(
+        re.fullmatch(r"[\w.-]{1,200}", name) is not None, f"shared: name: got {name!r}; expected letters, digits, ._-"
+    )
+    return os.path.join(folder(), f"jaxmpi-array-{name}")
+
+
+def forget_the_dead(path: str) -> None:
+    """Remove memory whose maker is gone."""
+    # nobody has it; another user has; its maker is just writing the page
+    with contextlib.suppress(FileNotFoundError, PermissionError, ValueError), open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # of two that find it the second must not remove what the first makes then
+        said = json.loads(file.read(PAGE).rstrip(b"\0"))
+        try:
+            os.kill(said["pid"], 0)
+        except ProcessLookupError:
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                os.unlink(path)
+
+
+def page(dtype: Any, shape: Sequence[int]) -> bytes:
+    """The first page: dtype and shape of what follows, and who made it."""
+    return json.dumps({"dtype": str(dtype), "shape": list(shape), "pid": os.getpid()}).encode().ljust(PAGE, b"\0")
+
+
+def make_room(handle: int, size_bytes: int) -> None:
+    """Let the file have so many bytes.
+
+    Raises:
+        UsageError: there are not as many.
+    """
+    try:
+        # the system would try what is too much, and kill processes meanwhile
+        if size_bytes - os.fstat(handle).st_size > available_bytes():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        reserve(handle, size_bytes)
+    except OSError as error:
+        raise UsageError(
+            f"shared: no {size_bytes} bytes of shared memory ({error.strerror}); share less, or enlarge it"
+        ) from error
+
+
+def fitting(value: Any, dtype: np.dtype) -> Any:
+    """The value, if nothing of it is lost in this dtype.
+
+    Raises:
+        UsageError: something may be.
+    """
+    if isinstance(value, (bool, int, float, complex)):
+        check(np.can_cast(np.min_scalar_type(value), dtype, "same_kind"), lossy(type(value).__name__, dtype))
+        return value
+    check_unmasked("shared", value)
+    got = np.asarray(value)
+    check_numeric("shared", got.dtype)
+    check(np.can_cast(got.dtype, dtype, "safe"), lossy(got.dtype, dtype))
+    return got
+
+
+def lossy(got: Any, dtype: Any) -> str:
+    """The message."""
+    return f"shared: got {got} for {dtype}, which may lose digits; cast it with .astype, or shared(..., force=True)"
+
+
+# ---------------------------------------------------------------- what JAX would read otherwise, or not at all
+
+
+def check_unmasked(what: str, value: Any) -> None:
+    """Refuse a masked array: its mask would be lost."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise UsageError(f"{what}: got a masked array; fill it: x.filled(0) for one")
+
+
+def check_numeric(what: str, dtype: Any) -> None:
+    """Refuse what is no number; NumPy itself does not know that bfloat16 and the like are."""
+    if dtype.kind not in "biufc" and not jnp.issubdtype(dtype, jnp.number):
+        raise UsageError(f"{what}: got an array of {dtype}; expected numbers")
+
+
+def check_jax_takes(what: str, dtype: Any) -> None:
+    """The same, and numbers in another byte order or of more than 64 bits."""
+    check_numeric(what, dtype)
+    if not dtype.isnative or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        raise UsageError(f"{what}: got an array of {dtype}, which JAX does not take; cast it: x.astype(np.float32)")

@@ -1,0 +1,238 @@
+"""Arrays that live on the workers, and collectives over them."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxmpi.allreduce.api import check_strategy
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.functions.commands import perform
+from jaxmpi.functions.partitioning import Rows, bounds, check_enough, choose, same_length
+from jaxmpi.functions.random_keys import check_op, check_rows, key_leaves, packed, unpacked
+from jaxmpi.functions.reductions import Output, check_reducible, combine, named
+from jaxmpi.functions.shared_array import check_jax_takes, check_unmasked, is_shared
+from jaxmpi.functions.worker_call import as_jax_has, take
+from jaxmpi.functions.worker_group import Order, Team
+
+
+class Variable:
+    """A tree of which every worker holds its own values. Made by `jaxmpi.variable`; a function's input and target.
+
+    Where every rank runs the script, all ranks call the same methods in the same order, and all get the results; a
+    script that leads workers calls them once.
+    """
+
+    def __init__(self, team: Team, structure: Any, number: int | None = None) -> None:
+        self.team, self.structure = team, structure
+        self.number = team.new_number() if number is None else number
+
+    def __del__(self) -> None:
+        self.team.dropped.append(self.number)
+
+    def __repr__(self) -> str:
+        return f"jaxmpi.variable(number={self.number}, workers={self.team.size}, {self.structure})"
+
+    # ------------------------------------------------------------ one worker's values
+
+    @property
+    def value(self) -> PyTree:
+        """The tree on this process's own worker: rank 0 for a script that leads, and with devices. No communication."""
+        self.team.check_usable()
+        return self._tree(self.team.mine.held(self.number))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of this process's own worker's leaves."""
+        return [x.shape for x in jax.tree.leaves(self.value)]
+
+    def get(self, rank: int | np.integer) -> PyTree:
+        """The tree on one worker, as NumPy arrays; random keys as such. Communicates: that tree."""
+        [leaves] = self._fetch("get", self._rank("get: rank", rank), keep=False)
+        return self._tree(leaves)
+
+    def set(self, rank: int | np.integer, value: PyTree) -> None:
+        """Give one worker another tree of the same structure, of any shapes."""
+        self._put("set", lambda: self._leaves(value), [self._rank("set: rank", rank)])
+
+    # ------------------------------------------------------------ from one to all
+
+    def broadcast(self, value: PyTree = None, root: int | np.integer = 0) -> None:
+        """Give all workers a tree, or (no value) that of worker `root`."""
+        if value is not None:
+            self._put("broadcast", lambda: self._leaves(value), None)
+            return
+        self._fetch("broadcast", self._rank("broadcast: root", root), keep=True)
+
+    def scatter(self, value: PyTree, batch: Any = None) -> None:
+        """Divide the rows of a tree over the workers, as evenly as can be; worker r gets the r-th part.
+
+        Args:
+            value: arrays, or `jaxmpi.shared` arrays, out of which every worker copies its own rows.
+            batch: which rows, as of a function's call.
+
+        Raises:
+            UsageError: leaves of different lengths, rows that are not there, or no row for some worker.
+        """
+        perform(self.team, "scatter", lambda: self._scattered(value, batch))
+
+    # ------------------------------------------------------------ from all
+
+    def gather(self) -> PyTree:
+        """The workers' rows, one after another in rank order, as NumPy arrays; lengths may differ."""
+        self._check_keys("gather", "gather")
+        rows = self._fetch("gather", None, keep=False)
+        return self._tree([concatenated(leaves) for leaves in zip(*rows, strict=True)])
+
+    def all_gather(self) -> None:
+        """Every worker gets all workers' rows."""
+        self._check_keys("all_gather", "gather")
+        self._fetch("all_gather", None, keep=True)
+
+    def reduce(self, op: str | Output = "mean", strategy: str | None = None) -> PyTree:
+        """The tree over workers, each counted once; workers keep theirs.
+
+        mean: (1/w) sum_r tree_r; sum, prod, min, max as they say. Args: strategy: as of `jaxmpi.exchange`.
+        """
+        return self._tree(self._reduce("reduce", op, strategy, keep=False))
+
+    def all_reduce(self, op: str | Output = "mean", strategy: str | None = None) -> None:
+        """As `reduce`, and all workers keep the result, the same bits on each."""
+        self._reduce("all_reduce", op, strategy, keep=True)
+
+    # ------------------------------------------------------------ how
+
+    def _rank(self, what: str, rank: int | np.integer) -> int:
+        is_rank = isinstance(rank, (int, np.integer)) and 0 <= rank < self.team.size
+        check(bool(is_rank), f"{what}: got {rank!r}; expected a worker in [0, {self.team.size})")
+        return int(rank)
+
+    def _tree(self, leaves: Sequence[Any]) -> PyTree:
+        return unpacked(jax.tree.unflatten(self.structure, leaves))
+
+    def _check_keys(self, name: str, op: str) -> None:
+        """Refuse what cannot be done with random keys."""
+        for i, is_key in enumerate(key_leaves(self.structure)):
+            if is_key:
+                check_op(op, self.team.mine.held(self.number)[i].shape, f"variable.{name}: leaf {i}")
+
+    def _leaves(self, value: PyTree) -> list[np.ndarray]:
+        structure = jax.tree.structure(packed(value))
+        check(structure == self.structure, f"variable: got a tree {structure}; expected {self.structure}")
+        return numbers(value)
+
+    def _order(self, verb: str, name: str, **fields: Any) -> dict[str, Any]:
+        return {"name": f"variable.{name}", "number": self.number, **fields}
+
+    def _put(self, name: str, leaves: Any, ranks: Sequence[int] | None) -> None:
+        def prepare() -> Order:
+            values = leaves()
+            header = self._order("put", name, ranks=ranks, says=[name, self.number, ranks])
+            sent = lambda rank: values if ranks is None or rank in ranks else []  # noqa: E731
+            return Order("put", header, sent, sent)
+
+        perform(self.team, f"variable.{name}", prepare)
+
+    def _scattered(self, value: PyTree, batch: Any) -> Order:
+        value = packed(value)
+        leaves, structure = jax.tree.flatten(value)
+        check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
+        names = [f"scatter: leaf {path!r}" for path, _ in named_leaves(value)]
+        leaves = [x if is_shared(x) else check_numbers(name, x) for name, x in zip(names, leaves, strict=True)]
+        for name, leaf, is_key in zip(names, leaves, key_leaves(structure), strict=True):
+            if is_key:
+                check_rows(leaf.shape, name)
+        check(all(leaf.ndim > 0 for leaf in leaves), "scatter: got an array without axes; expected rows")
+        rows = choose(batch, same_length([len(x) for x in leaves], names))
+        check_enough(rows.count, self.team.size)
+        edges = bounds(rows.count, self.team.size)
+        spans = list(itertools.pairwise(edges))
+        header = self._order("put", "scatter", ranks=None, says=["scatter", self.number, rows.count], spans=spans)
+
+        def own(rank: int) -> list[Any]:
+            picked = rows.of(*spans[rank])
+            return [as_jax_has(name, take(leaf, picked)) for name, leaf in zip(names, leaves, strict=True)]
+
+        if leaves and all(map(is_shared, leaves)):
+            check_one_host(self.team)
+            header |= {"tickets": [leaf.ticket() for leaf in leaves], "names": names, "rows": where(rows)}
+            return Order("put", header, own, lambda rank: indices_of(rows, spans[rank]))
+        return Order("put", header, own, own)
+
+    def _fetch(self, name: str, rank: int | None, keep: bool) -> list[Any]:
+        header = self._order("fetch", name, rank=rank, keep=keep)
+        return perform(self.team, f"variable.{name}", lambda: Order("fetch", header))
+
+    def _reduce(self, name: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
+        def prepare() -> Order:
+            row = named(op)
+            self._check_keys(name, row)
+            for i, x in enumerate(self.team.mine.held(self.number)):
+                check_reducible(row, x.dtype, x.shape, f"variable.{name}: leaf {i}")
+            chosen = self.team.default_strategy if strategy is None else strategy
+            check_strategy(chosen)
+            return Order("reduce", self._order("reduce", name, op=row, keep=keep, strategy=chosen))
+
+        return perform(self.team, f"variable.{name}", prepare)
+
+
+def concatenated(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Workers' rows end to end."""
+    for row in rows[:1]:
+        check_reducible("gather", row.dtype, row.shape, "variable.gather")
+    return combine("gather", rows, ())
+
+
+def where(rows: Rows) -> Any:
+    """What of chosen rows goes into a header: start and step, or that indices travel."""
+    return "indices" if rows.indices is not None else [rows.start, rows.step]
+
+
+def indices_of(rows: Rows, span: tuple[int, int]) -> list[np.ndarray]:
+    """The indices of a worker's part, where there are any."""
+    return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
+
+
+def check_one_host(team: Team, shares: bool = True) -> None:
+    """Refuse shared memory that waiting workers on other hosts cannot see."""
+    check(
+        not shares or not team.is_serial or team.is_on_one_host,
+        "a shared array is seen on one host, and this script leads workers on several; let every rank run the script "
+        "(no jaxmpi.fork), or give a plain array",
+    )
+
+
+def check_numbers(what: str, leaf: Any) -> Any:
+    """The leaf as an array, NumPy's or JAX's.
+
+    Raises:
+        UsageError: it holds no numbers, or such as JAX does not take.
+    """
+    if isinstance(leaf, Tracer):
+        raise UsageError(
+            f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these "
+            "inside the function that jaxmpi.function wraps"
+        )
+    if isinstance(leaf, Variable):
+        raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
+    check_unmasked(what, leaf)
+    array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
+    check_jax_takes(what, array.dtype)
+    return array
+
+
+def numbers(tree: PyTree) -> list[np.ndarray]:
+    """Leaves as NumPy arrays, in the dtypes that JAX gives them; random keys as their numbers."""
+    named = [(f"variable: leaf {path!r}", leaf) for path, leaf in named_leaves(packed(tree))]
+    return [as_jax_has(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
+
+
+def make(team: Team, tree: PyTree) -> Variable:
+    """A variable with this tree on every worker."""
+    made = Variable(team, jax.tree.structure(packed(tree)))
+    made._put("variable", lambda: numbers(tree), None)
+    return made

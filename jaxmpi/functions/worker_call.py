@@ -1,0 +1,302 @@
+"""One worker's part of a call: fetch its rows, run the program piece by piece, combine the pieces on the device."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.comm.shared_sum import aligned
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.functions.partitioning import Picked, Rows, choose, pieces
+from jaxmpi.functions.reductions import OPS, check_reducible, wide
+from jaxmpi.functions.shared_array import SharedArray, from_ticket
+from jaxmpi.functions.transport import Report
+from jaxmpi.functions.worker_group import Leaf, Leaves, Order, Program, Station, Team
+
+
+class Source(NamedTuple):
+    """Rows that this worker can fetch: number a to b of the call's examples."""
+
+    shape: tuple[int, ...]  # of one row
+    dtype: Any
+    fetch: Callable[[int, int], Any]
+
+
+def compute(station: Station, order: Order, team: Team) -> Report:
+    """Fill the station with this worker's results, unless it has them when an order comes again.
+
+    The report says what must be the same on all workers.
+    """
+    if station.done is None or "again" not in order.header:
+        station.rest()
+        station.done = computed(station, order, team)
+    return station.done
+
+
+def computed(station: Station, order: Order, team: Team) -> Report:
+    """The same, now. No program runs before all are there."""
+    header = order.header
+    spans, sources = rows_of(station, order, team)
+    keep(station, order)
+    wholes = {i: whole(station, order, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
+    programs = {}
+    for length in sorted({b - a for a, b in spans}):
+        shapes = tuple(
+            ((length, *sources[i].shape), sources[i].dtype) if i in sources else (wholes[i].shape, wholes[i].dtype)
+            for i in range(len(header["inputs"]))
+        )
+        programs[length] = team.program(station, header["f"], header["form"], shapes)
+    station.count = sum(b - a for a, b in spans)
+    station.program = programs[spans[0][1] - spans[0][0]]
+    station.out = run_pieces(station, spans, programs, sources, wholes)
+    add_to_old(station)
+    says = '{"call": %s, "outputs": %s}' % (order.header["says"], next(iter(programs.values())).says)  # noqa: UP031
+    return Report("ok", says, station.count)
+
+
+# ---------------------------------------------------------------- inputs
+
+
+WHOLE = ("kept", "whole", "read")
+
+
+def rows_of(station: Station, order: Order, team: Team) -> tuple[list[tuple[int, int]], dict[int, Source]]:
+    """The pieces [a, b) that this worker computes, and where their rows come from, by input."""
+    header, sources = order.header, {}
+    spans, slices = [(0, 1)], header["slices"]
+    if header["n"] is not None:
+        spans = pieces(header["n"], team.size, station.rank, slices)
+        first = spans[0][0]
+        pick = picker(order, first)
+        for i, entry in enumerate(header["inputs"]):
+            if entry[0] == "sent" and order.given is None:
+                sources[i] = received(station, next(order.received), first)
+            elif entry[0] in ("sent", "shared"):
+                array = order.given.leaves[i] if order.given is not None else from_ticket(entry[2], station.arrays)
+                sources[i] = given(station, entry[1], array, pick)
+    resident = [i for i, entry in enumerate(header["inputs"]) if entry[0] == "rows"]
+    if resident:
+        spans = add_resident(station, order, sources, resident, spans if header["n"] is not None else None)
+    return spans, sources
+
+
+def picker(order: Order, first: int) -> Callable[[int, int], Picked]:
+    """From numbers of chosen rows to an index of the whole array."""
+    if order.given is not None:
+        return order.given.rows.of
+    if order.header["rows"] == "indices":
+        indices = next(order.received)
+        return lambda a, b: indices[a - first : b - first]
+    return Rows(order.header["n"], *order.header["rows"]).of
+
+
+def received(station: Station, share: np.ndarray, first: int) -> Source:
+    """This worker's rows, which have come from the master."""
+    return Source(share.shape[1:], share.dtype, lambda a, b: station.given(share[a - first : b - first]))
+
+
+def given(station: Station, name: str, array: Any, pick: Callable[[int, int], Picked]) -> Source:
+    """Rows of an array that this process sees whole; `name` is for messages."""
+    fetch = lambda a, b: station.given(as_jax_has(name, take(array, pick(a, b))))  # noqa: E731
+    return Source(array.shape[1:], canonical(array.dtype), fetch)
+
+
+def add_resident(
+    station: Station, order: Order, sources: dict[int, Source], inputs: list[int], spans: Any
+) -> list[tuple[int, int]]:
+    """The rows of variables that are scattered already."""
+    arrays = {i: station.held(order.header["inputs"][i][1])[order.header["inputs"][i][2]] for i in inputs}
+    check(all(x.ndim for x in arrays.values()), "scatter(variable): got a variable without axes; expected rows")
+    lengths = {i: len(x) for i, x in arrays.items()}
+    check(len(set(lengths.values())) == 1, f"worker {station.rank}: variables hold {lengths} rows; expected the same")
+    rows = choose(local_choice(order, station.rank), next(iter(lengths.values())), "batch_local")
+    first, count = (spans[0][0], spans[-1][1] - spans[0][0]) if spans else (0, rows.count)
+    check(rows.count > 0, f"worker {station.rank} has no example; every worker needs one")
+    check(
+        rows.count == count,
+        f"worker {station.rank} has {rows.count} rows in its variable and {count} examples in the call's arguments; "
+        "expected the same",
+    )
+    for i, array in arrays.items():
+        sources[i] = given(station, f"input {i}", array, lambda a, b: rows.of(a - first, b - first))
+    return spans or pieces(count, 1, 0, order.header["slices"])
+
+
+def local_choice(order: Order, rank: int) -> Any:
+    """Which rows of its variables a worker takes."""
+    if order.given is not None:
+        return order.given.local[rank]
+    kind, value = order.header["local"][rank]
+    return slice(*value) if kind == "slice" else next(order.received) if kind == "indices" else value
+
+
+def take(array: Any, picked: Picked) -> Any:
+    """Rows of an array: a view where that is possible, else one copy of these rows."""
+    if isinstance(array, jax.Array):
+        if next(iter(array.devices())).platform != "cpu":
+            return take_on_device(array, picked)
+        array = np.asarray(array)  # a view
+    array = array.array if isinstance(array, SharedArray) else array
+    if isinstance(picked, slice) or not array.flags.c_contiguous:  # np.take would copy all of it first
+        return array[picked]
+    out = aligned((len(picked), *array.shape[1:]), array.dtype)
+    return np.take(array, picked, axis=0, out=out, mode="clip")  # checked before; "raise" would copy once more
+
+
+def take_on_device(array: jax.Array, picked: Picked) -> jax.Array:
+    """Rows of an array on a GPU, without leaving it."""
+    if isinstance(picked, slice):
+        if picked.step == 1:
+            return rows_from(array, np.int32(picked.start), picked.stop - picked.start)
+        picked = np.arange(len(array))[picked]
+    return rows_at(array, np.asarray(picked, np.int32))
+
+
+rows_from = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
+rows_at = jax.jit(functools.partial(jnp.take, axis=0, mode="clip"))
+
+
+def canonical(dtype: Any) -> Any:
+    """The dtype that JAX gives such an array."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def as_jax_has(name: str, array: Any) -> Any:
+    """The array in the dtype that JAX gives it.
+
+    Raises:
+        UsageError: it holds a whole number that this dtype would cut off; `name` says where.
+    """
+    dtype = canonical(array.dtype)
+    if array.dtype == dtype:
+        return array
+    if array.dtype.kind in "iu" and array.size:
+        room = np.iinfo(dtype)
+        odd = [number for number in (array.max(), array.min()) if not room.min <= int(number) <= room.max]
+        way_out = "set jax_enable_x64, or give floats"
+        check(not odd, f"{name}: got {odd and odd[0]}, which {dtype} cannot hold; {way_out}")
+    return array.astype(dtype)
+
+
+def keep(station: Station, order: Order) -> None:
+    """Put broadcast inputs that are new where later calls find them."""
+    for i in order.header["fresh"]:
+        value = order.given.fresh[i] if order.given is not None else next(order.received)
+        station.kept[order.header["f"], i] = station.put(value)
+
+
+def whole(station: Station, order: Order, i: int) -> Any:
+    """Input number i, that a worker sees whole."""
+    entry = order.header["inputs"][i]
+    if entry[0] == "kept":
+        return station.kept[order.header["f"], entry[1]]
+    if entry[0] == "read":
+        array = order.given.leaves[i] if order.given is not None else from_ticket(entry[2], station.arrays)
+        return station.given(as_jax_has(entry[1], array.array))
+    return station.held(entry[1])[entry[2]]
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def run_pieces(
+    station: Station,
+    spans: list[tuple[int, int]],
+    programs: dict[int, Program],
+    sources: dict[int, Source],
+    wholes: dict[int, jax.Array],
+) -> Leaves:
+    """The worker's results: op over its pieces, mean weighted by examples."""
+    count, inputs = len(sources) + len(wholes), []
+    total: Leaves = []
+    first: list[jax.ShapeDtypeStruct] = []
+    gathered: list[Leaves] = []
+    for a, b in spans:
+        inputs = [sources[i].fetch(a, b) if i in sources else wholes[i] for i in range(count)]
+        out = programs[b - a].run(*inputs)
+        if len(spans) == 1:
+            return [station.own(x) if x in Buffers(inputs) else x for x in out]
+        ops = tuple(leaf.op for leaf in station.program.leaves)
+        check_sliceable(station.program.leaves, out)
+        first = first or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
+        check_alike(station.program.leaves, first, out)
+        gathered.append([x for op, x in zip(ops, out, strict=True) if op == "gather"])
+        weight = np.float64((b - a) / station.count)
+        total = fold(ops, total, out, weight)
+    parts = [jnp.concatenate(rows) for rows in zip(*gathered, strict=True)]
+    return finish_pieces(station.program.leaves, total, parts, [x.dtype for x in out])
+
+
+def add_to_old(station: Station) -> None:
+    """What updates add becomes the new value, while nothing is stored yet."""
+    for i, leaf in enumerate(station.program.leaves):
+        if leaf.op == "add":
+            old, new = station.held(leaf.target)[leaf.index], station.out[i]
+            got, expected = (f"{x.dtype}{list(x.shape)}" for x in (new, old))
+            check(got == expected, f"updates: add: got {got} for a variable that holds {expected}; expected the same")
+            station.out[i] = added(old, new)
+
+
+added = jax.jit(jnp.add)
+
+
+class Buffers:
+    """Memory of arrays, to know a result that is an argument passed through: the caller may overwrite that."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.pointers = {x.ctypes.data if isinstance(x, np.ndarray) else x.unsafe_buffer_pointer() for x in arrays}
+
+    def __contains__(self, array: jax.Array) -> bool:
+        return array.unsafe_buffer_pointer() in self.pointers
+
+
+def check_sliceable(leaves: Sequence[Leaf], out: Leaves) -> None:
+    """Refuse slices where pieces cannot combine as asked, or nothing says how they do."""
+    for leaf, x in zip(leaves, out, strict=True):
+        check(
+            bool(leaf.op),
+            f"slices: output {leaf.target} is left local and nothing says how pieces combine: local(mean), local(sum)",
+        )
+        check_reducible(leaf.op, x.dtype, x.shape, f"slices: {leaf.place} {leaf.target}")
+
+
+def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], out: Leaves) -> None:
+    """Refuse pieces of other shapes, which would broadcast, or other dtypes; gathered ones may differ in length."""
+    for leaf, x, y in zip(leaves, first, out, strict=True):
+        start = leaf.op == "gather"
+        if (x.dtype, x.shape[start:]) != (y.dtype, y.shape[start:]):
+            raise UsageError(
+                f"slices: {leaf.place} {leaf.target}: got {x.dtype}{list(x.shape)} of one piece and "
+                f"{y.dtype}{list(y.shape)} of another; {leaf.op} expects the same of all: reduce over the examples of "
+                "a piece in the function, use gather, or slices=1"
+            )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fold(ops: tuple[str, ...], total: Leaves, out: Leaves, weights: Leaves) -> Leaves:
+    def one(op: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        x = x.astype(wide(x.dtype))
+        return x * weight if op == "mean" else x
+
+    new = [one(op, x, w) for op, x, w in zip(ops, out, weights, strict=True)]
+    if not total:
+        return new
+    return [OPS[op].jnp(t, x) for op, t, x in zip(ops, total, new, strict=True)]  # pyright: ignore[reportOptionalCall]
+
+
+def fold(ops: tuple[str, ...], total: Leaves, out: Leaves, weight: float) -> Leaves:
+    """One more piece: total <- op(total, out), of mean total + weight * out; gathered leaves stay apart."""
+    kept = [(op, x) for op, x in zip(ops, out, strict=True) if op != "gather"]
+    weights = [np.asarray(weight if op == "mean" else 0, wide(x.dtype)) for op, x in kept]
+    return _fold(tuple(op for op, _ in kept), total, [x for _, x in kept], weights)
+
+
+def finish_pieces(leaves: Sequence[Leaf], total: Leaves, gathered: Leaves, dtypes: list) -> Leaves:
+    """Totals in their own dtype, and gathered leaves, in the program's order."""
+    totals, parts = iter(total), iter(gathered)
+    return [
+        next(parts) if leaf.op == "gather" else next(totals).astype(d) for leaf, d in zip(leaves, dtypes, strict=True)
+    ]

@@ -1,0 +1,553 @@
+"""The workers of a function, what each holds, and how their results meet.
+
+Every call is an order that all workers carry out: a part of each worker's own, then reports, then what travels. Nothing
+is changed and nothing travels before all have reported well; so a failure leaves all workers as they were.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import subprocess
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmpi.allreduce.api import Op, exchange
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.mpi import MpiComm, check_one_host
+from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.json_tree import differences
+from jaxmpi.functions.fork_comm import ForkComm
+from jaxmpi.functions.shared_array import FREED, SharedArray
+from jaxmpi.functions.transport import Line, OutOfStep, Report, SocketLine, WorkerDied, in_order, pack, unpack
+
+AXIS = "workers"
+Leaves = list[jax.Array]
+Device = Any  # of JAX
+
+
+class WorkerFailed(TrainingError):
+    """A worker could not do its part; its own traceback is in the message. The workers are as before the call."""
+
+
+class SumFailed(OutOfStep):
+    """As all workers know that wait in it."""
+
+
+class Missing(Exception):
+    """This worker has no program for these shapes yet; the text names it."""
+
+
+class MissingPrograms(Exception):
+    """Workers lack programs; the master sends them and repeats the order, for those that have not done their part."""
+
+    def __init__(self, wanted: list[str]) -> None:
+        super().__init__(wanted)
+        self.wanted = wanted
+
+
+# ---------------------------------------------------------------- orders and what workers hold
+
+
+class Order(NamedTuple):
+    """What all workers are to do."""
+
+    verb: str  # of VERBS in `verbs`
+    header: dict[str, Any]  # plain JSON values
+    given: Any = None  # what the caller's own workers take directly
+    parcels: Callable[[int], list[Any]] = lambda rank: []  # arrays that travel to a worker of another process
+    received: Iterator[np.ndarray] = iter(())  # in such a worker: those arrays
+
+
+class Leaf(NamedTuple):
+    """One array that a program returns, and what becomes of it."""
+
+    op: str  # a row of OPS, or empty
+    place: str  # result | into | local | update
+    target: int  # place of the output among the results, or the number of the variable
+    index: int  # among the leaves of the target
+
+
+class Program(NamedTuple):
+    """A user's function for arguments of certain shapes, over flat leaves."""
+
+    run: Callable[..., Leaves]
+    leaves: tuple[Leaf, ...]
+    says: str  # dtypes and shapes that must be the same on all workers
+    structures: tuple[Any, ...] = ()  # of the outputs, then of the updates, where the function is in Python
+
+
+NO_PROGRAM = Program(lambda: [], (), "")
+
+
+class Station:
+    """One worker: its rank, its device, and what it holds."""
+
+    def __init__(self, rank: int, device: Device) -> None:
+        self.rank, self.device = rank, device
+        self.values: dict[int, Leaves] = {}  # of variables, by number
+        self.kept: dict[tuple[int, int], jax.Array] = {}  # broadcast inputs, by function and leaf
+        self.programs: dict[str, Program] = {}  # that have come from the master
+        self.known: dict[tuple, Program] = {}  # the same, by function, form and shapes
+        self.arrays: dict[str, SharedArray] = {}  # mapped, by key
+        self.rest()
+
+    def rest(self) -> None:
+        """Let go of the order that was carried out."""
+        self.out: Leaves = []  # of the order that is going on
+        self.program = NO_PROGRAM  # of the call that is going on
+        self.count = 0  # examples of the call that is going on
+        self.done: Report | None = None  # of the call that is going on, where this worker has done its part
+
+    def put(self, array: Any) -> jax.Array:
+        """On this worker's device."""
+        return jax.device_put(array, self.device)
+
+    def given(self, array: Any) -> Any:
+        """As an argument of a program: a call puts NumPy's arrays on the default device sooner than `put` does."""
+        is_default = self.device is jax.local_devices()[0] and jax.config.jax_default_device is None  # pyright: ignore[reportAttributeAccessIssue]
+        return array if is_default and isinstance(array, np.ndarray) else self.put(array)
+
+    def own(self, array: Any) -> jax.Array:
+        """The same, in memory that nobody else writes."""
+        return jax.device_put(jnp.array(array) if isinstance(array, jax.Array) else np.array(array), self.device)
+
+    def forget(self, number: int) -> None:
+        """Let go of a variable, or of what a function has left here, whose number comes as -1 - number."""
+        if number >= 0:
+            self.values.pop(number, None)
+            return
+        self.kept = {key: value for key, value in self.kept.items() if key[0] != -1 - number}
+        self.known = {key: value for key, value in self.known.items() if key[0] != -1 - number}
+        self.programs = {key: value for key, value in self.programs.items() if json.loads(key)[0] != -1 - number}
+
+    def held(self, number: int) -> Leaves:
+        """The leaves of a variable."""
+        check(number in self.values, f"worker {self.rank} holds no variable {number}; it was closed, or never made")
+        return self.values[number]
+
+
+class Library(Protocol):
+    """Where a team finds the functions that this process has in Python."""
+
+    def program(self, form: int, shapes: tuple) -> Program:
+        """The program for one structure of arguments and shapes and dtypes of their leaves."""
+        ...
+
+    def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
+        """The same for a process without the function: header and body."""
+        ...
+
+
+# ---------------------------------------------------------------- teams
+
+
+class Team:
+    """Workers that compute together; some or all of them in this process."""
+
+    size: int
+    stations: list[Station]  # this process's workers
+    is_the_world = False  # whether its workers are the job's ranks, each of which runs the script
+    leads = True  # whether results are wanted in this process
+    is_serial = False  # whether one process leads and the others wait for its orders
+    default_strategy = "asa32"
+    way_out = "the ranks of a job cannot meet again: end it"  # where they are out of step
+
+    def __init__(self) -> None:
+        self.made = 0  # variables so far, which are numbered alike in all processes
+        self.functions: weakref.WeakValueDictionary[int, Library] = weakref.WeakValueDictionary()
+        self.is_used = False  # whether functions have been bound to it
+        self.dropped: list[int] = []  # variables that nobody asks for any more; functions as -1 - number
+        self.gone = ""  # why it can do no more
+        self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
+        self.busy = threading.Lock()
+
+    # ------------------------------------------------------------ what differs between kinds of teams
+
+    def all_reports(self, mine: list[Report]) -> list[Report]:
+        """Every worker's report, by rank."""
+        raise NotImplementedError
+
+    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` of every worker's list of floats."""
+        raise NotImplementedError
+
+    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """Every worker's arrays, by rank; where this process leads, or on all."""
+        raise NotImplementedError
+
+    def tell(self, order: Order) -> None:
+        """Pass an order to workers that wait for it; where every rank runs the script there are none."""
+        self.forget(self.newly_dropped())
+
+    def end(self) -> None:
+        """Let workers that wait go."""
+
+    # ------------------------------------------------------------ what is the same
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all workers see the same memory."""
+        return len(set(getattr(getattr(self, "comm", None), "hosts", (0,)))) == 1
+
+    def forget(self, numbers: list[int]) -> None:
+        """Let go of what has been dropped."""
+        for station in self.stations:
+            for number in numbers:
+                station.forget(number)
+
+    def newly_dropped(self) -> list[int]:
+        """What nobody asks for any more, since the last time; more may be dropped meanwhile."""
+        numbers, self.dropped = self.dropped, []
+        return numbers
+
+    @property
+    def mine(self) -> Station:
+        """This process's first worker."""
+        return self.stations[0]
+
+    def rest(self) -> None:
+        """After an order."""
+        for station in self.stations:
+            station.rest()
+
+    def new_number(self) -> int:
+        """For a variable."""
+        self.made += 1
+        return self.made
+
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """One order at a time. To wait would be for ever where a function calls another through Python."""
+        check(
+            self.busy.acquire(blocking=False),
+            f"{what}: called while another call is under way, from inside of a function or from another thread; calls "
+            "go one after another",
+        )
+        try:
+            yield
+        finally:
+            self.busy.release()
+
+    def check_usable(self) -> None:
+        """Refuse a team that has been closed or broken."""
+        check(not self.gone, self.gone)
+
+    def program(self, station: Station, function: int, form: int, shapes: tuple) -> Program:
+        """The function's program for these shapes.
+
+        Raises:
+            Missing: this process waits for it.
+        """
+        if function in self.functions:
+            return self.functions[function].program(form, shapes)
+        key = function, form, shapes
+        if key not in station.known:
+            text = wanted(function, form, shapes)
+            if text not in station.programs:
+                raise Missing(text)
+            station.known[key] = station.programs[text]
+        return station.known[key]
+
+    def attempt(self, what: str, work: Callable[[Station], Report]) -> list[Report]:
+        """Every worker's own part of an order; then all learn how it went, and raise the same or go on.
+
+        Raises:
+            UsageError: what was asked cannot be, or workers disagree. WorkerFailed: some workers failed.
+            MissingPrograms: workers lack programs.
+        """
+        self.is_exchanging = False
+        reports, errors = [], {}
+        for station in self.stations:  # all begin before any is waited for
+            report, error = tried(station, work)
+            reports.append(report)
+            errors[station.rank] = error
+        for i, station in enumerate(self.stations):
+            if errors[station.rank] is None:
+                _, errors[station.rank] = tried(station, finished)
+                reports[i] = reports[i] if errors[station.rank] is None else failure(errors[station.rank])
+        judge = judged(what, self.met(reports), {r: e for r, e in errors.items() if e is not None})
+        self.is_exchanging = True
+        return judge
+
+    def met(self, mine: list[Report]) -> list[Report]:
+        """`all_reports`. Nobody knows whether others have learnt of what fails in it.
+
+        Raises:
+            OutOfStep: whatever failed.
+        """
+        try:
+            return self.all_reports(mine)
+        except OutOfStep:
+            raise
+        except Exception as error:
+            raise OutOfStep(f"the workers' reports could not be had: {named(error)}") from error
+
+    def note(self, error: BaseException) -> None:
+        """After a failed call, whether there can be others."""
+        agreed = isinstance(error, (UsageError, WorkerFailed)) or not (
+            self.is_exchanging or isinstance(error, OutOfStep) or not isinstance(error, Exception)
+        )
+        self.is_exchanging = False
+        if not agreed and self.size > 1 and not isinstance(self, DeviceTeam):
+            way_out = "" if isinstance(error, WorkerDied) else f"; {self.way_out}"
+            self.gone = f"the workers are no longer in step: {named(error):.500}{way_out}"
+
+    def refuse(self, what: str, error: Exception) -> None:
+        """Where every rank runs the script, tell the others that this one cannot even begin."""
+        if self.is_serial:
+            return
+        try:
+            reports = self.met([failure(error)] * len(self.stations))
+        except BaseException as late:  # Ctrl-C included
+            self.note(late)
+            raise
+        judged(what, reports, {station.rank: error for station in self.stations})
+
+
+def tried(station: Station, work: Callable[[Station], Report]) -> tuple[Report, Exception | None]:
+    """A worker's report, and the error where there was one."""
+    try:
+        return work(station), None
+    except Missing as error:
+        return Report("missing", str(error)), error
+    except Exception as error:
+        return failure(error), error
+
+
+def finished(station: Station) -> Report:
+    """Wait for what the worker computes."""
+    jax.block_until_ready(station.out)
+    return Report("ok", "")
+
+
+def named(error: BaseException) -> str:
+    """Its text, or its kind where it has none."""
+    return str(error) or type(error).__name__
+
+
+def failure(error: BaseException | None) -> Report:
+    """What went wrong; what the user did wrong needs no traceback."""
+    if isinstance(error, (UsageError, TrainingError)):
+        return Report("error", str(error))
+    return Report("error", "".join(traceback.format_exception(error)).rstrip())
+
+
+def judged(what: str, reports: list[Report], errors: dict[int, Exception]) -> list[Report]:
+    """The reports, where all are well and say the same."""
+    failed = [rank for rank, report in enumerate(reports) if report.kind == "error"]
+    if failed:
+        raise_failure(what, reports, failed, errors)
+    lacking = sorted({report.text for report in reports if report.kind == "missing"})
+    if lacking:
+        raise MissingPrograms(lacking)
+    odd = [rank for rank, report in enumerate(reports) if report.text != reports[0].text][:8]
+    lines = [line for rank in odd for line in differences(rank, reports[0].text, reports[rank].text)]
+    check(not odd, f"{what} differs between workers:\n" + "\n".join(lines[:24]))
+    return reports
+
+
+def raise_failure(what: str, reports: list[Report], failed: list[int], errors: dict[int, Exception]) -> None:
+    """The same error in all processes; the original one where no worker could do its part."""
+    own = [error for rank, error in errors.items() if rank in failed]
+    if own and not any(report.kind == "ok" for report in reports):
+        raise own[0]
+    rank = failed[0]
+    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+    error = WorkerFailed(f"{what}: worker {rank} of {len(reports)}{more} failed:\n{reports[rank].text}")
+    raise error from (own[0] if own else None)
+
+
+def wanted(function: int, form: int, shapes: Iterable[tuple]) -> str:
+    """The name of a program in messages."""
+    return json.dumps([function, form, [[list(shape), str(dtype)] for shape, dtype in shapes]])
+
+
+# ---------------------------------------------------------------- processes
+
+
+class ProcessTeam(Team):
+    """One worker a process: ranks of MPI, or processes made by fork."""
+
+    def __init__(self, line: Line, comm: MpiComm | ForkComm, strategy: str, is_serial: bool) -> None:
+        """Take how processes talk and exchange.
+
+        Args:
+            strategy: that sums by default.
+            is_serial: whether rank 0 leads; else all run the same script.
+        """
+        super().__init__()
+        self.line, self.comm, self.size, self.is_serial = line, comm, line.size, is_serial
+        self.stations = [Station(line.rank, jax.local_devices()[0])]
+        self.leads, self.is_the_world = not is_serial or line.rank == 0, not is_serial
+        self.default_strategy = strategy
+
+    def all_reports(self, mine: list[Report]) -> list[Report]:
+        """Over the line."""
+        return self.line.reports(mine[0])
+
+    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` outside jit; of floats of 32 bits in shared memory, where no program is needed, the sums alone."""
+        [(rank, leaves)] = mine.items()
+        if self.size > 1 and strategy in ("shm", "shm:32") and all(x.dtype == jnp.float32 for x in leaves):
+            sum_now = self.sum_now
+            try:
+                return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
+            except Exception as error:  # whatever its kind: others wait in the sum, or have learnt of it
+                raise OutOfStep(f"a sum over workers failed: {named(error)}") from error
+        return {rank: exchange(leaves, strategy, op, self.comm)}
+
+    @functools.cached_property
+    def sum_now(self) -> Callable[[Leaves, float], Leaves]:
+        """`sum_on_host_now`, its memory mapped, which tracing does. What is refused here, all ranks refuse alike."""
+        check_one_host(self.comm.hosts)
+        jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
+        return self.comm.sum_on_host_now
+
+    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """Packed, over the line."""
+        rows = self.line.gather(pack(mine[self.line.rank]), everywhere or not self.is_serial)
+        return None if rows is None else [unpack(row) for row in rows]
+
+    def tell(self, order: Order) -> None:
+        """To every worker, its own arrays. All are made before the first is told: what fails until then is no harm."""
+        self.is_exchanging = False
+        parcels = laid_out([order.parcels(rank) for rank in range(1, self.size)]) if self.is_serial else []
+        dropped = self.newly_dropped()
+        self.forget(dropped)
+        if self.is_serial:
+            freed = list(FREED)
+            del FREED[: len(freed)]  # more may come at any time
+            header = json.dumps([order.verb, order.header, dropped, freed])
+            self.is_exchanging = True
+            for rank in range(1, self.size):
+                self.line.tell(rank, header, parcels.pop(0))
+
+    def hear(self) -> Order:
+        """The master's next order."""
+        header, arrays = self.line.hear()
+        verb, fields, dropped, freed = json.loads(header)
+        self.forget(dropped)
+        for key in freed:
+            self.mine.arrays.pop(key, None)
+        return Order(verb, fields, received=iter(arrays))
+
+    def end(self) -> None:
+        """Workers that wait let go of what they hold, and wait on: there may be another fork."""
+        if self.is_serial and not self.gone:
+            self.tell(Order("close", {}))
+
+
+class SocketTeam(ProcessTeam):
+    """Processes made by fork: the master knows when one ends."""
+
+    line: SocketLine
+    comm: ForkComm
+    cores: Sequence[int] = ()  # that this process had before the fork
+    way_out = "jaxmpi.close(), then fork again"
+
+    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """Of a sum that fails all others learn through shared memory; the master says which worker has ended."""
+        try:
+            return jax.block_until_ready(super().summed(mine, op, strategy))
+        except Exception as error:
+            self.comm.fail()
+            self.line.check_alive()
+            raise SumFailed(f"a sum over workers failed: {named(error)}") from error
+
+    def end(self) -> None:
+        """Workers go; those that do not within a moment are killed."""
+        try:
+            if not self.gone:
+                self.tell(Order("end", {}))
+        except WorkerDied:  # as it was to
+            pass
+        for connection in self.line.ends.values():
+            connection.close()
+        for job in self.line.jobs.values():
+            try:
+                job.wait(5)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+        self.line.stop_watching()
+        self.comm.close()
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
+
+
+def laid_out(parcels: list[list[Any]]) -> list[list[np.ndarray]]:
+    """Every worker's arrays C-contiguous; one that goes to several is copied once, where it must be."""
+    made: dict[int, np.ndarray] = {}
+    for array in itertools.chain(*parcels):
+        if id(array) not in made:
+            made[id(array)] = in_order(array)
+    return [[made[id(array)] for array in arrays] for arrays in parcels]
+
+
+# ---------------------------------------------------------------- devices of one process
+
+
+class DeviceTeam(Team):
+    """One worker a local device."""
+
+    def __init__(self, devices: list[Device]) -> None:
+        """Take the devices, by rank."""
+        super().__init__()
+        self.size = len(devices)
+        self.stations = [Station(rank, device) for rank, device in enumerate(devices)]
+        self.mesh = Mesh(np.array(devices), (AXIS,))
+        self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
+
+    def all_reports(self, mine: list[Report]) -> list[Report]:
+        """All are here."""
+        return mine
+
+    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` under shard_map; rank r's leaves are on device r. Those without elements are their own sums."""
+        full = [i for i, x in enumerate(mine[0]) if x.size]
+        if self.size == 1 or not full:
+            return mine
+        sharding = NamedSharding(self.mesh, P(AXIS))
+        rows = [[mine[rank][i][None] for i in full] for rank in range(self.size)]
+        whole = [
+            jax.make_array_from_single_device_arrays((self.size, *shards[0].shape[1:]), sharding, list(shards))
+            for shards in zip(*rows, strict=True)
+        ]
+        totals = over_devices(self.mesh, self.size, op, strategy)(whole)  # pyright: ignore[reportArgumentType]
+        made = dict(zip(full, totals, strict=True))
+        return {
+            rank: [shard_of(made[i], rank) if i in made else x for i, x in enumerate(leaves)]
+            for rank, leaves in mine.items()
+        }
+
+    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """All are here."""
+        return [mine[rank] for rank in range(self.size)]
+
+
+@functools.cache
+def over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leaves], Leaves]:
+    """`exchange` of arrays that carry a first axis of workers."""
+    comm = AxisComm(AXIS, size)
+
+    def of_one(leaves: Leaves) -> Leaves:
+        return [x[None] for x in exchange([x[0] for x in leaves], strategy, op, comm)]
+
+    return jax.jit(jax.shard_map(of_one, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
+
+
+def shard_of(array: jax.Array, rank: int) -> jax.Array:
+    """Row `rank`, where it is."""
+    [shard] = [shard for shard in array.addressable_shards if (shard.index[0].start or 0) == rank]
+    return shard.data[0]

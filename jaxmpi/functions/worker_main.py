@@ -1,0 +1,47 @@
+"""A forked worker: `python -m jaxmpi.functions.worker_main SOCKET`, started by `jaxmpi.fork` only."""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxmpi.functions.transport import SocketLine, WorkerDied
+from jaxmpi.runtime import affinity, allocator, caches
+
+
+def main(master: Connection) -> None:
+    """Learn what this process is to be, set it up, call the master back, carry out its orders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
+    told: dict[str, Any] = json.loads(master.recv_bytes())
+    import jax
+
+    sys.path[:], sys.argv[:] = told["path"], told["argv"]  # a script that it imports may read its arguments
+    jax.config.update("jax_enable_x64", told["x64"])
+    allocator.keep_freed_memory()
+    affinity.pin_cores(told["rank"], told["size"])
+    caches.use_compilation_cache()
+    from jaxmpi.functions import lifecycle
+
+    line = SocketLine(told["rank"], told["size"], {0: master}, {})
+    try:
+        lifecycle.serve(lifecycle.forked_team(line, told["fork"]))
+    except WorkerDied:
+        pass
+    except Exception:  # alone, after the reports
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def leave(code: int) -> None:
+    """At once: there is nothing to wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

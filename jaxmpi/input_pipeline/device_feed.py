@@ -1,0 +1,238 @@
+"""Examples of one kind on their way to the devices: who reads which when, and what the wait for them was."""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmpi.comm import topology
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core import train_state
+from jaxmpi.core.errors import AgreedError, check
+from jaxmpi.data.augment import load_mean_image
+from jaxmpi.data.batch_loader import Batch, Loader
+from jaxmpi.data.loader_pool import Crew, kind_for
+from jaxmpi.data.sampler import FileSampler, Sampler
+from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.registry import open_source
+from jaxmpi.input_pipeline import mpi_loaders as mpi_loaders  # a kind of loaders
+from jaxmpi.input_pipeline.memory_shuffle import Memory, keep
+from jaxmpi.model.contract import Model
+
+NOT_MIXED = (
+    "jaxmpi: {}: neighbours have the same label, so whole files would make batches of few classes: examples are taken "
+    "one by one, which opens a file for each; write_batch_files mixes them (data.shuffle_by)"
+)
+
+
+@dataclass
+class Feed:
+    """A source, and the share of it that this process's workers read at each step."""
+
+    source: Source
+    samplers: tuple[Sampler, ...]  # of this process's workers
+    data: Data
+    train: bool
+    crew: Crew  # the loaders of all feeds of this process
+    mesh: Mesh | None = None  # of all workers, where XLA exchanges between them
+    skipped: int = 0  # corrupt examples so far
+    wait_s: float = 0.0  # seconds that batches have been waited for so far
+    memory: Memory | None = None  # what keeps the source's records in memory
+    classes: int = 0  # that labels may name where the source does not say; 0: any number
+    model: Any = None  # a Model, which the source's classes fit
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks: how many examples and classes, and the source's digest of them."""
+        digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
+        load_mean_image(self.data)  # says what is wrong with it
+        return {
+            "examples": len(self.source),
+            "classes": int(self.source.classes or 0),
+            "digest of names, labels or images": digest() if digest else "",
+            "order": self.samplers[0].name,
+            "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
+        }
+
+    @contextlib.contextmanager
+    def kept(self, *together: type[Exception]) -> Iterator[None]:
+        """While this lasts records stay in memory; all ranks leave it together, but for errors of one of them.
+
+        Args:
+            together: errors that all ranks raise at once, beside `AgreedError`.
+        """
+        try:
+            yield
+        except (AgreedError, *together):
+            self._close()
+            raise
+        self._close()
+
+    def _close(self) -> None:
+        if self.memory:
+            self.memory.close()
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of text that an example predicts; 0 where examples are no text."""
+        return getattr(self.source, "bytes_each", 0)
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Generator[train_state.Batch, None, None]:
+        """Batches on the devices of this process's workers, with a leading axis of workers where there are several.
+
+        The next one is on its way to the device before the step of this one begins, if it has been made by then.
+        """
+        if self.memory:
+            self.memory.begin(start, stop)
+        loaders = [
+            Loader(self.source, s, self.data, self.train, start, stop, self.crew, self.classes) for s in self.samplers
+        ]
+        skipped, wait_s = self.skipped, self.wait_s
+        # And the epoch, and skipped examples so far.
+        ahead: collections.deque[tuple[train_state.Batch, int, int]] = collections.deque()
+
+        def put_next() -> bool:
+            batches = [batch for batch in (next(loader, None) for loader in loaders) if batch is not None]
+            if batches:
+                skipped_here = sum(loader.skipped for loader in loaders)
+                ahead.append((on_devices(batches, self.mesh), batches[0].epoch, skipped_here))
+            return bool(batches)
+
+        try:
+            while ahead or put_next():
+                batch, epoch, of_these = ahead.popleft()
+                if self.memory:  # at the same batch on all ranks, however far each is ahead
+                    self.memory.reached(epoch)
+                if all(loader.ready() for loader in loaders):
+                    put_next()
+                self.skipped = skipped + of_these
+                self.wait_s = wait_s + sum(loader.wait_s for loader in loaders)
+                yield batch
+                del batch  # its memory is to be free before the next one is asked for
+        finally:
+            for loader in loaders:
+                loader.close()
+
+
+def on_devices(batches: Sequence[Batch], mesh: Mesh | None) -> train_state.Batch:
+    """What of the workers' batches goes to the devices; over a mesh this process's share of all workers', each part to
+    its own. A device that shares the host's memory takes images where they lie.
+    """
+    arrays = [{"image": batch.image, "label": batch.label, "weight": batch.weight} for batch in batches]
+    if mesh is None:
+        return jax.device_put(arrays[0])
+    along = NamedSharding(mesh, PartitionSpec(topology.AXIS))
+
+    def joined(*parts: np.ndarray) -> jax.Array:
+        mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+        placed = [jax.device_put(part[None], device) for part, device in zip(parts, mine, strict=True)]
+        return jax.make_array_from_single_device_arrays((mesh.size, *parts[0].shape), along, placed)
+
+    return jax.tree.map(joined, *arrays)
+
+
+def open_feed(
+    experiment: Experiment,
+    split: str,
+    effective_batch: int,
+    workers: Workers,
+    micro_batch: int = 0,
+    crew: Crew | None = None,
+) -> Feed:
+    """The source of a split, checked against the model.
+
+    Args:
+        micro_batch: which divides each worker's batch, filled up; 0 where there is none.
+        crew: of another feed, which this one shares where loaders of that kind suit it; else it has one of its own, of
+            `data.loaders` loaders a worker.
+
+    Training data of another number of classes makes the model anew, where it knows how: `Feed.model`.
+
+    Raises:
+        UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
+    """
+    source = open_source(experiment.data, split)
+    model = fitted(experiment.model, source, split == "train")
+    is_train, seed, multiple, data = split == "train", experiment.seed, micro_batch or 1, experiment.data
+    memory = None
+    if data.memory == "partition":
+        memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
+        source = memory.source
+    else:
+        ends = file_ends(source, data)
+        if is_train and ends and data.shuffle_by == "auto" and not is_mixed(source):
+            ends = None
+            if workers.processes.rank == 0:
+                print(NOT_MIXED.format(source.name), file=sys.stderr)
+        sampler = partial(FileSampler, file_ends=ends) if ends else Sampler
+        samplers = tuple(
+            sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
+            for rank in workers.mine
+        )
+    kind = kind_for(data, source)
+    if crew is None or crew.kind != kind:
+        crew = Crew(kind, data.loaders * len(workers.mine), data.stall_s)
+    classes = 0 if experiment.loss else model.classes  # to a loss of its own labels may be anything
+    return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory, classes=classes, model=model)
+
+
+def fitted(model: Model, source: Source, is_train: bool) -> Model:
+    """The model, or in training one made anew with the source's number of classes.
+
+    Raises:
+        UsageError: the classes are not the model's, and it does not know how to be made with others.
+    """
+    is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
+    spare = bool(model.label_shape) and source.classes <= model.classes  # a model may know more tokens than occur
+    if source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes) or spare:
+        return model
+    made = model.with_classes(source.classes) if is_train and model.with_classes else model
+    check(
+        made.classes == source.classes,
+        f"{source.name} has {source.classes} classes, model {model.name} has {made.classes}; "
+        f"build the model with classes={source.classes}",
+    )
+    return made
+
+
+def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
+    """Of a source whose files are read whole, one after another; None where examples are read one by one.
+
+    Raises:
+        UsageError: `data.shuffle_by` wants files of a source that has none of several examples.
+    """
+    ends = getattr(source, "file_ends", None)
+    check(
+        ends is not None or data.shuffle_by != "files",
+        f"data.shuffle_by: got files; {source.name} has no files of several examples: use auto or examples",
+    )
+    return None if data.shuffle_by == "examples" else ends
+
+
+def is_mixed(source: Source) -> bool:
+    """Whether neighbours differ in their labels half as often as in a random order, or the labels are not known.
+
+    Where they do not, such as in files sorted by class, a batch of whole files would have few classes.
+    """
+    labels = getattr(source, "labels", None)
+    if labels is None or len(labels) < 2:
+        return True
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    return float(np.mean(labels[1:] != labels[:-1])) >= 0.5 * (1 - float(np.sum(shares**2)))
+
+
+def dealt_anew(feed: Feed, workers: Workers, micro_batch: int = 0) -> Feed:
+    """The same examples in the same order, between other workers; what was counted so far stays counted."""
+    deal = partial(dataclasses.replace, feed.samplers[0], size=workers.size, multiple=micro_batch or 1)
+    return dataclasses.replace(feed, samplers=tuple(deal(rank=rank) for rank in workers.mine))

@@ -1,0 +1,216 @@
+"""Loaders that MPI starts: `Comm.Spawn`, as in Theano-MPI (Ma et al. 2016, section 3.3), for `data.loader = spawn`.
+
+The paper's messages, between a worker and each of its loaders:
+
+    tag 99  to the loader   what it needs beforehand: its place on the board, recipes, rings, the end of a job
+    tag 40  to the loader   "train <job>" or "val <job>": which recipe is meant from now on
+                            a file's name, NUL, what of it to make and where: JSON of `Make`, without its job
+                            "stop"
+    tag 55  to the worker   "copy_finished <ticket>"; where something went wrong, or was asked beforehand, an `Answer`
+                            "ended <how>": the loader has died
+                            "stop": the loader has ended
+
+As any image may stand in any batch, the name is that of the first one; the others follow by their numbers.
+"""
+
+import json
+import os
+import pickle
+import select
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.shared_memory import Segment
+from jaxmpi.data.example import Recipe
+from jaxmpi.data.loader_pool import JOIN_S, KINDS, Loader, end, how_ended, outbox, parcel_of, python_line, started
+from jaxmpi.data.loader_worker import COPY_FINISHED, Answer, Close, Hello, Make, ignore_signals
+from jaxmpi.data.ring_buffer import Parcel
+from jaxmpi.data.sources.base import where
+from jaxmpi.runtime import failures
+
+CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
+TRAIN, VAL, STOP, ENDED = b"train", b"val", b"stop", b"ended"
+POLL_S = 0.001  # between looks for a message: a blocking MPI call would spin on a core
+
+
+def mode_words(job: int, train: bool) -> bytes:
+    """Which job the files named from now on are for."""
+    return b"%s %d" % (TRAIN if train else VAL, job)
+
+
+def file_words(make: Make, name: str) -> bytes:
+    """A file's name, and what of it and of others to make."""
+    rest = [make.ticket, make.slot, make.epoch, make.first, make.stride, make.indices.tolist()]
+    return name.encode(errors="backslashreplace").replace(b"\0", b"") + b"\0" + json.dumps(rest).encode()
+
+
+def make_of(job: int, words: bytes) -> Make:
+    """The inverse of `file_words`."""
+    ticket, slot, epoch, first, stride, indices = json.loads(words.rpartition(b"\0")[2])
+    return Make(job, ticket, slot, epoch, first, stride, np.array(indices, np.int64))
+
+
+def answer_of(words: bytes) -> Answer:
+    """The inverse of `loader_worker.words`."""
+    word, _, ticket = words.partition(b" ")
+    return Answer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(words)
+
+
+class SpawnedLoaders:
+    """Loaders that are MPI processes, on this worker's host and in a communicator with it alone."""
+
+    def __init__(self, size: int, board: Segment) -> None:
+        self.board, self.size = board, size
+        self.gone: dict[int, str] = {}  # how loaders have ended
+        self.recipes: dict[int, Recipe] = {}
+        self.modes = [b""] * size  # that each loader is in
+        self.mpi, self.comm = _spawned(size)
+        self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
+        for number in range(size):
+            self.send(number, Hello(number, board))
+
+    def open(self, job: int, recipe: Recipe) -> Parcel:
+        """Tell all of a job."""
+        parcel, message = parcel_of(job, recipe)
+        self.recipes[job] = recipe
+        for number in range(self.size):
+            self._send(number, CONFIG, message)
+        return parcel
+
+    def send(self, number: int, message: Any) -> None:
+        """Tell one."""
+        if not isinstance(message, Make):
+            if isinstance(message, Close):
+                self.recipes.pop(message.job, None)
+            return self._send(number, CONFIG, pickle.dumps(message))
+        recipe = self.recipes[message.job]
+        mode = mode_words(message.job, recipe.augment.train)
+        if self.modes[number] != mode:
+            self._send(number, TO_LOADER, mode)
+            self.modes[number] = mode
+        self._send(number, TO_LOADER, file_words(message, where(recipe.source, int(message.indices[0]))))
+
+    def _send(self, number: int, tag: int, message: bytes) -> None:
+        self.sent = [(request, data) for request, data in self.sent if not request.Test()]
+        self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, tag), message))
+
+    def answers(self, timeout_s: float) -> list[Answer]:
+        """What has been answered."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := self._received()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        ends = {number: words for number, words in found if words.startswith(ENDED)}
+        self.gone |= {number: words.partition(b" ")[2].decode() for number, words in ends.items()}
+        return [answer_of(words) for number, words in found if number not in ends and words != STOP]
+
+    def _received(self) -> list[tuple[int, bytes]]:
+        """Loaders and their words."""
+        status, found = self.mpi.Status(), []
+        while (message := _received(self.mpi, self.comm, status)) is not None:
+            found.append((status.Get_source(), message[1]))
+        return found
+
+    def ended(self, number: int) -> str:
+        """As the process that MPI has started has said."""
+        return self.gone.get(number, "")
+
+    def stop(self) -> None:
+        """End them: MPI lets this process go only once they have gone."""
+        for number in range(self.size):
+            self._send(number, TO_LOADER, STOP)
+        deadline, left = time.monotonic() + JOIN_S, self.size
+        while left and time.monotonic() < deadline:
+            left -= [words for _, words in self._received()].count(STOP)
+            time.sleep(POLL_S)
+        if not left:
+            self.comm.Disconnect()
+
+
+def _spawned(size: int) -> tuple[Any, Any]:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UsageError(f"data.loader: got spawn, but there is no MPI ({error}); use processes") from error
+    program, *arguments = python_line("jaxmpi.input_pipeline.mpi_loaders", os.getpid())
+    # The launcher has given all its slots to workers; a loader sleeps most of the time.
+    info = MPI.Info.Create({"host": MPI.Get_processor_name(), "map_by": "slot:oversubscribe"})
+    try:
+        comm = MPI.COMM_SELF.Spawn(program, arguments, size, info)
+    except MPI.Exception as error:
+        raise UsageError(
+            f"data.loader: got spawn, but MPI cannot start {size} loaders a worker ({error}): no slots are left, or "
+            "its launcher does not allow it; start the job with more slots than ranks, or use processes"
+        ) from error
+    failures.note_spawned()
+    return MPI, comm
+
+
+def _received(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
+    """Tag and message of the first that has come, whose source the status then has; None where none has."""
+    if not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
+        return None
+    message = bytearray(status.Get_count(mpi.BYTE))
+    comm.Recv([message, mpi.BYTE], status.Get_source(), status.Get_tag())
+    return status.Get_tag(), bytes(message)
+
+
+KINDS["spawn"] = SpawnedLoaders
+
+
+# ---------------------------------------------------------------- in a loader
+
+
+def main(worker: int) -> None:
+    """Pass messages between the worker, process `worker` of this host, and a loader, until the worker says stop.
+
+    The loader is a process of its own: MPI would end the whole job with it, and nobody could say at which file.
+    """
+    ignore_signals()
+    threading.Thread(target=end_with, args=(worker,), daemon=True).start()
+    loader = started(in_words=True)
+    told = outbox(loader.pipe)
+    from mpi4py import MPI
+
+    comm, job, is_here = MPI.Comm.Get_parent(), 0, True
+    while True:
+        while (received := _received(MPI, comm, MPI.Status())) is not None:
+            tag, message = received
+            if tag == TO_LOADER and message == STOP:
+                end([loader])
+                comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
+                return comm.Disconnect()
+            if tag == TO_LOADER and b"\0" not in message:
+                job = int(message.partition(b" ")[2])
+            else:
+                told.put(message if tag == CONFIG else pickle.dumps(make_of(job, message)))
+        if is_here and loader.pipe.poll(POLL_S):
+            words = _replied(loader)
+            is_here = not words.startswith(ENDED)
+            comm.Send([words, MPI.BYTE], 0, TO_WORKER)
+        elif not is_here:
+            time.sleep(POLL_S)
+
+
+def _replied(loader: Loader) -> bytes:
+    """What the loader says, or how it has ended."""
+    try:
+        return loader.pipe.recv_bytes()
+    except (EOFError, OSError):
+        loader.process.wait()
+        return ENDED + b" " + how_ended(loader.process).encode()
+
+
+def end_with(worker: int) -> None:
+    """End this process when that one ends: MPI does not."""
+    try:
+        watched = os.pidfd_open(worker)
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        poll.poll()
+    except ProcessLookupError:
+        pass
+    os._exit(1)

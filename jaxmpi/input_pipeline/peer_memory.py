@@ -1,0 +1,128 @@
+"""The memory of other processes of this host, read in one copy and without their help (`process_vm_readv` of Linux).
+
+Who reads must know that what it reads is complete and stays: processes agree on that by other means.
+"""
+
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.data.group_cache import Arena
+
+MOST_SPANS = 1024  # of one call, by POSIX's IOV_MAX
+LAUNCHER_FIRST_S = 5.0  # where a process is gone
+_readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+if _readv is not None:
+    _readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+    _readv.restype = ctypes.c_ssize_t
+
+
+def read(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
+    """Copy spans of another process's memory, one after another.
+
+    Args:
+        pid: of the process.
+        begins: i64[k], addresses there.
+        lengths: i64[k], bytes of each.
+        out: u8[sum of lengths].
+
+    Raises:
+        OSError: the system does not permit it, the process has ended, or there is no such memory.
+    """
+    if _readv is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    ends, at = np.cumsum(lengths), 0
+    while at < out.size:  # the system may copy less than asked for: at most 2 GiB at once
+        first = int(np.searchsorted(ends, at, "right"))
+        there = np.stack([begins[first : first + MOST_SPANS], lengths[first : first + MOST_SPANS]], axis=1)
+        done = at - int(ends[first] - lengths[first])
+        there[0] += done, -done
+        here = np.array([out.ctypes.data + at, there[:, 1].sum()], np.int64)
+        copied = _readv(pid, here.ctypes.data, 1, there.ctypes.data, len(there), 0)
+        if copied <= 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"memory of process {pid}: {os.strerror(error)}")
+        at += copied
+
+
+class Neighbours:
+    """The members of a group whose records this process reads out of their memory, and which read its own.
+
+    Communicates: once when made, two allgathers over the group.
+
+    Args:
+        group: communicator of mpi4py.
+        hosts: of each member.
+
+    Attributes:
+        is_forbidden: whether the system of this host does not permit it.
+        near: bool[members]; this process is near to itself. All members of a host are near to each other, or none.
+    """
+
+    def __init__(self, group: Any, hosts: Sequence[int]) -> None:
+        token = np.frombuffer(os.urandom(16), np.int64)  # in containers a process number may be another's
+        rows = np.empty((group.size, 4), np.int64)
+        group.Allgather(np.array([os.getpid(), token.ctypes.data, *token], np.int64), rows)
+        self.pids = rows[:, 0]
+        is_here = np.array(hosts) == hosts[group.rank]
+        can_read = np.empty(group.size, np.uint8)
+        group.Allgather(np.array([all(map(_is_readable, rows[is_here]))], np.uint8), can_read)
+        self.is_forbidden = not can_read[is_here].all()
+        self.near = is_here & (not self.is_forbidden)
+        self.near[group.rank] = True
+
+
+def addresses(arena: Arena) -> np.ndarray:
+    """i64[4]: where an arena lies in this process: its bytes, records, their begins; how many they are."""
+    at = [array.ctypes.data for array in (arena.bytes, arena.records, arena.begins)]
+    return np.array([*at, arena.records.size], np.int64)
+
+
+class Remote:
+    """An arena in the memory of another process, which keeps it while this is used.
+
+    Args:
+        pid: of the process.
+        found: i64[4], its `addresses`.
+        lengths: i64[n], bytes of every record of the data set.
+    """
+
+    def __init__(self, pid: int, found: np.ndarray, lengths: np.ndarray) -> None:
+        self.pid, self.lengths = pid, lengths
+        at_bytes, at_records, at_begins, count = found.tolist()
+        self.records, begins = np.empty((2, count), np.int64)
+        for table, address in ((self.records, at_records), (begins, at_begins)):
+            self._read(np.array([address]), np.array([table.nbytes]), table.view(np.uint8))
+        self.begins = begins + at_bytes
+
+    def gather(self, records: np.ndarray, out: np.ndarray) -> None:
+        """Copy these records, one after another, into u8 as long as they are.
+
+        Raises:
+            TrainingError: the process has ended.
+        """
+        self._read(self.begins[np.searchsorted(self.records, records)], self.lengths[records], out)
+
+    def _read(self, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
+        try:
+            read(self.pid, begins, lengths, out)
+        except OSError as error:
+            time.sleep(LAUNCHER_FIRST_S)  # it names who went, and ends this rank too
+            said = "the data set in memory: records of another worker of this host cannot be read any more"
+            raise TrainingError(f"{said}; {error}") from error
+
+
+def _is_readable(row: np.ndarray) -> bool:
+    pid, address, *token = row.tolist()
+    found = np.empty(2, np.int64)
+    try:
+        read(pid, np.array([address]), np.array([found.nbytes]), found.view(np.uint8))
+    except OSError:
+        return False
+    return found.tolist() == token

@@ -1,0 +1,231 @@
+"""`jaxmpi train -n N`: what this machine's launcher needs beyond the plain line, printed and run."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from jaxmpi.config import experiment_file
+from jaxmpi.config.flags import flags, unknown_flags
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError, lookup, nearest
+from jaxmpi.launch.supervisor import PROBE_S, Asked, keep_going
+from jaxmpi.rules import registry
+from jaxmpi.runtime import affinity, failures, job_folder
+
+USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
+                    [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
+
+  -n N               workers, one process each; without it one worker, no MPI
+  --restarts R       start again from the newest good checkpoint where a rank dies, R times at most (default 0)
+  --elastic MIN:MAX  start with MAX workers, again with those that are left, MIN at least; the effective batch stays
+  --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
+  --launcher-args    more arguments for it, such as "--hostfile hosts"
+  --comm NAME        as the field of that name, which may also stand behind the experiment
+  --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them"""
+
+
+class Options(NamedTuple):
+    """What the launcher is told; the rest goes to the trainer."""
+
+    workers: int
+    launcher: str
+    launcher_args: tuple[str, ...]
+    train_args: tuple[str, ...]
+    restarts: int = 0
+    least: int = 0  # workers with which a restart may go on; 0: as many as before
+
+
+def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
+    """Options before the experiment file; its fields, and everything from the file on, are the trainer's.
+
+    Raises:
+        UsageError: an option without its value, or a number of workers that is none.
+    """
+    values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
+    values |= {"--elastic": "", "--comm": ""}
+    argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
+    fields: list[str] = []  # of the experiment, given before its file
+    while argv and not argv[0].endswith(".py") and argv[0] not in ("-h", "--help"):
+        if argv[0] not in values:
+            fields, argv = [*fields, argv[0]], argv[1:]
+            continue
+        if len(argv) == 1:
+            raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
+        values[argv[0]], argv = argv[1], argv[2:]
+    odd = [arg for arg in fields if arg.startswith("-") and (arg[:2] != "--" or unknown_flags([arg]))]
+    if odd and fields[0].startswith("-"):
+        known = {**values, **{f"--{name}": None for name in flags(Experiment)}}
+        raise UsageError(f"got {odd[0]}; {nearest(odd[0], known)}\n{USAGE}")
+    argv = experiment_file.file_first([*fields, *argv])
+    if "-n" in argv:
+        raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
+    least, most = elastic(values["--elastic"])
+    workers = values["-n"] or str(most or 1)
+    if not is_number(workers) or int(workers) < 1:
+        raise UsageError(f"-n: got {workers!r}; expected a number of workers >= 1")
+    if least and not least <= int(workers) <= most:
+        raise UsageError(f"-n: got {workers}; expected {least} to {most}, as --elastic says")
+    if not is_number(values["--restarts"]):
+        raise UsageError(f"--restarts: got {values['--restarts']!r}; expected a number >= 0")
+    comm = ("--comm", values["--comm"]) if values["--comm"] and argv else ()
+    try:
+        launcher_args = shlex.split(values["--launcher-args"])
+    except ValueError as error:
+        raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
+    if least and values["--restarts"] == "0":
+        raise UsageError("--elastic says with how many workers to start again; give --restarts, too")
+    names = (values["--launcher"], tuple(launcher_args), (*argv[:1], *comm, *argv[1:]))
+    return Options(int(workers), *names, restarts=int(values["--restarts"]), least=least)
+
+
+def elastic(text: str) -> tuple[int, int]:
+    """(fewest, most) workers of `4:8`; zeros where it is not given.
+
+    Raises:
+        UsageError: it is no pair of numbers, the first not above the second.
+    """
+    if not text:
+        return 0, 0
+    least, _, most = text.partition(":")
+    if not (is_number(least) and is_number(most) and 1 <= int(least) <= int(most)):
+        raise UsageError(f"--elastic: got {text!r}; expected MIN:MAX workers, such as 4:8")
+    return int(least), int(most)
+
+
+def is_number(text: str) -> bool:
+    """Whether it is a whole number that anybody may mean."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
+def default_launcher(environ: Mapping[str, str]) -> str:
+    """Srun inside a Slurm job of several hosts."""
+    return "mpirun" if environ.get("SLURM_JOB_NUM_NODES", "1") in ("", "1") else "srun"
+
+
+def split_n(option: str) -> list[str]:
+    """`-n 8` for `-n8`, as mpirun takes it."""
+    return ["-n", option[2:]] if option.startswith("-n") and option[2:].isdigit() else [option]
+
+
+def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmpi.train") -> list[str]:
+    """The line to run `python -m module` on every rank.
+
+    Raises:
+        UsageError: the launcher is unknown or not installed.
+    """
+    rank = [sys.executable, "-m", module, *options.train_args]
+    if options.workers <= 1:
+        return rank
+    line = lookup({"mpirun": mpirun, "srun": srun}, options.launcher, "launcher")
+    return [*line(options, cores, is_root), *options.launcher_args, *rank]
+
+
+def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
+    """Open MPI refuses root and more ranks than physical cores unless told; other MPIs take the plain line."""
+    path = find("mpirun")
+    plain = [path, "-n", str(options.workers)]
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+    if "Open MPI" not in version and "prte" not in version.lower():
+        return plain
+    return [
+        *plain,
+        *(["--allow-run-as-root"] if is_root else []),
+        *(["--oversubscribe"] if options.workers > cores // 2 else []),  # slots are physical cores
+        *["--bind-to", "none"],  # the ranks share out the cores themselves
+        *(["--with-ft", "ulfm"] if outlives_ranks(options.train_args, version) else []),
+    ]
+
+
+def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
+    """Whether the run goes on without workers that die: by an asynchronous rule or `--ft shrink`, where this Open MPI
+    can.
+    """
+    release = re.search(r"(\d+)\.\d+", version)
+    if not train_args or release is None or int(release[1]) < 5:
+        return False
+    file = Path(train_args[0])
+    text = " ".join([*train_args, file.read_text() if file.is_file() else ""])
+    if not any(name in text for name in ("shrink", *(n for n, row in registry.RULES.items() if row.is_asynchronous))):
+        return False  # most runs need not wait for the experiment file here
+    experiment, _ = experiment_file.parse(list(train_args))
+    return registry.is_asynchronous(experiment.rule) or experiment.ft == "shrink"
+
+
+def begins_anew(train_args: Sequence[str]) -> bool:
+    """Whether the experiment file has `from_start`, which counts for the first start alone."""
+    file = Path(train_args[0]) if train_args else Path()
+    if not file.is_file() or "from_start" not in file.read_text():
+        return False  # most runs need not wait for the experiment file here
+    return experiment_file.parse(list(train_args))[0].from_start
+
+
+def srun(options: Options, cores: int, is_root: bool) -> list[str]:
+    """Slurm's launcher, through PMIx."""
+    return [find("srun"), "-n", str(options.workers), "--mpi=pmix"]
+
+
+def find(launcher: str) -> str:
+    """Its path: beside this Python, where a wheel's mpirun is, or on PATH."""
+    beside = Path(sys.executable).parent / launcher
+    path = str(beside) if beside.exists() else shutil.which(launcher)
+    if path is None:
+        raise UsageError(
+            f"no {launcher} beside {sys.executable} or on PATH; {failures.GET_MPI}. "
+            "One process needs none: -n 1, or --devices K for K workers"
+        )
+    return path
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Print the line and see it through; one worker without restarts is what this process becomes."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        raise SystemExit(0)
+    options, facts = parse(argv), {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
+
+    def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
+        asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
+        line = command(asked, **facts)
+        try:
+            print("+ " + shown(line, launcher_args), flush=True)
+        except OSError:  # as `| head` leaves it
+            failures.unheard(sys.stdout)
+        return line
+
+    plain = (options.launcher_args, options.train_args)
+    if options.workers == 1 and not options.restarts:
+        line = printed(1, *plain)
+        os.execv(line[0], line)
+    if options.restarts and begins_anew(options.train_args):
+        plain = (options.launcher_args, (*options.train_args, "--from-start"))
+    asked = Asked(options.workers, options.least or options.workers, options.restarts, *plain)
+    raise SystemExit(keep_going(asked, printed, lambda host: answers(host, options, **facts)))
+
+
+SETTING = re.compile(r"(^|[,;=])([A-Za-z_]\w*)=[^,;]*")  # NAME=value, of a rank's environment
+SETS = ("-genv", "-env")  # take a name, then a value
+
+
+def shown(line: Sequence[str], launcher_args: Sequence[str]) -> str:
+    """The line as it is printed, without the values that launcher arguments give variables: they may be secret."""
+    hidden = [SETTING.sub(r"\1\2=...", arg) for arg in launcher_args]
+    hidden = ["..." if i > 1 and hidden[i - 2] in SETS else arg for i, arg in enumerate(hidden)]
+    size = len(launcher_args)
+    starts = (i for i in range(len(line)) if [*line[i : i + size]] == [*launcher_args])
+    at = next(starts, len(line))
+    return shlex.join([*line[:at], *hidden, *line[at + size :]] if size else line)
+
+
+def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
+    """Whether a process can be started on a host."""
+    line = [*mpirun(options._replace(workers=1), cores, is_root), "--host", f"{host}:1", "true"]
+    try:
+        return subprocess.run(job_folder.over_leftovers(line), capture_output=True, timeout=PROBE_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False

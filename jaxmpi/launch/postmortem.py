@@ -1,0 +1,61 @@
+"""Which rank ended a job first, read from what the launcher and the ranks said."""
+
+import re
+from typing import NamedTuple
+
+TAIL_BYTES = 200_000  # of what a job writes, searched for the culprit
+SHOWN_LINES = 12  # of its last words
+
+
+class Culprit(NamedTuple):
+    """Who ended a job."""
+
+    rank: str  # empty where it is the whole host
+    host: str  # empty where nobody said
+    words: str  # the last
+
+    def __str__(self) -> str:
+        if not self.rank:
+            return f"host {self.host} ended the job: {self.words}"
+        place = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{place} ended the job: {self.words}"
+
+
+# A host is gone, and mpirun's daemon with it: mpirun ends with the daemon's exit code, which may be 0.
+HOST_GONE = re.compile(
+    r"(?P<words>daemon failed to report back|lost communication with a remote daemon)"
+    r".*?Remote (?:host:|daemon: \S+ on node)\s+(?P<host>\S+)",
+    re.S,
+)
+KILLED = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)")
+# Ways in which a job says who ended it, the surest first: groups rank, host and words.
+TRACES = [
+    re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
+    re.compile(
+        r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*?"
+        r"(?:has waited \d+ s for rank \[(?P<rank>[\d, ]+)\]|rank \[(?P<absent>[\d, ]+)\] did not answer in time))"
+    ),
+    HOST_GONE,
+    KILLED,
+    re.compile(
+        r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
+        r"(?P<words>.*?)(?=^jaxmpi: |^-{20,}|^\[\S+:\d+\] \*\*\*|\Z)",  # so Open MPI's notices begin
+        re.M | re.S,
+    ),
+    re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?P<words>(?:left early|has ended).*)$", re.M),
+    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>calling\s+.abort.)"),
+    re.compile(r"Process name: \[.*,(?P<rank>\d+)\]\s+(?P<words>Exit code:\s+\d+)"),
+    re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?P<words>.*)"),
+]
+
+
+def culprit(text: str) -> Culprit | None:
+    """Who ended a job, from its standard error; None where nobody says."""
+    found = next((match for trace in TRACES if (match := trace.search(text))), None)
+    if found is None:
+        return None
+    lines = [line.rstrip() for line in found["words"].strip().splitlines()]
+    words = "\n".join(lines[-SHOWN_LINES:]) if len(lines) > 3 else " ".join(lines)
+    groups = found.groupdict()
+    rank = groups.get("rank") or groups.get("absent") or ""
+    return Culprit(rank.replace(" ", ""), groups.get("host") or "", words)

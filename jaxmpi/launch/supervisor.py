@@ -1,0 +1,377 @@
+"""Keep a job going: hand signals on, say who ended it, start it again from the newest good checkpoint."""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, TextIO
+
+from jaxmpi.checkpoint import format, run_directory
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.files import HeldFolder
+from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
+from jaxmpi.runtime import failures, job_folder
+
+# What a job ends with that starting it again would not mend: done, misused, to be resumed later, interrupted.
+FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
+UNLOCK_S = 30.0  # for the last process of a job that has ended to be gone
+PROBE_S = 20.0  # for a host to answer
+LOOK_S = 1.0  # between looks whether ranks have left word
+ENDS_S = 15.0  # for a launcher to end a job; one waits longer for a host that has vanished
+# Open MPI takes eight minutes to see that a host has vanished; so it takes 25 s.
+KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}
+SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPALIVE.items()}
+
+
+# ---------------------------------------------------------------- one job
+
+
+class Watch:
+    """Runs jobs one after another, and hands on to them what this process is told."""
+
+    def __init__(self) -> None:
+        """From now on signals go to the job: the first as a request to save and leave, the second to end at once."""
+        self._job: subprocess.Popen | None = None
+        self.heard: list[int] = []  # requests to leave, in order
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._ask)
+        signal.signal(signal.SIGTSTP, self._pause)
+
+    @property
+    def asked(self) -> int:
+        """How often this process was asked to leave."""
+        return len(self.heard)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.heard:
+            return  # a terminal that goes says so twice, by its shell and by the kernel
+        self.heard.append(number)
+        if number == signal.SIGINT and self.asked == 1:
+            failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
+        self._send(self._request())
+
+    def _request(self) -> int:
+        """What the job is sent: to save and leave, to end at once, and, if its launcher does not, to be gone."""
+        return (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)[min(self.asked, 3) - 1]
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: the terminal stops this process group only; mpirun stops its ranks on SIGTSTP."""
+        self._send(signal.SIGTSTP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT, as of `fg`
+        self._send(signal.SIGCONT)
+
+    def code_of(self, code: int) -> int:
+        """The exit code of a job that was asked to leave, given its launcher's."""
+        if self.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's answer before it minds signals
+            say("asked to leave before the ranks could save: what is saved stays")
+            code = failures.PREEMPTED
+        if code == failures.PREEMPTED:
+            return failures.INTERRUPTED if signal.SIGINT in self.heard else code
+        return 128 + self.heard[1] if code and self.asked > 1 else code
+
+    def _send(self, number: int) -> None:
+        if self._job is not None and self._job.poll() is None:
+            self._job.send_signal(number)
+
+    def run(self, line: Sequence[str]) -> tuple[int, str]:
+        """(exit code as shells have it, the end of its standard error and what mpirun says of hosts)."""
+        said, told = Relay(sys.stdout), Relay(sys.stderr)
+        with job_folder.own_segments() as setting:
+            self._job = job = subprocess.Popen(
+                job_folder.over_leftovers(line),
+                stdout=said.end,
+                stderr=told.end,
+                # A group that is not the terminal's is stopped if it reads there.
+                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                preexec_fn=partial(end_with_parent, os.getpid()),
+                env=SETTINGS | os.environ | setting,
+                # Of signals to its group mpirun would kill the ranks 0.25 s later; in a session of its own the kernel
+                # would ignore SIGTSTP for it.
+                process_group=0,
+            )
+            if self.asked:  # since the last job
+                self._send(self._request())
+            said.start()
+            told.start()
+            code = end_of(job, setting)
+            text = told.tail()
+            if code == 0 and is_unfinished(setting):
+                code = 128 + signal.SIGKILL
+                say("all ranks of this host ended before their time")
+            if code and (spoken := spoken_code(setting)):
+                code, text = spoken, KILLED.sub("", text)
+        if gone := HOST_GONE.search(said.tail() + text):
+            text, code = text + gone[0], code or 1
+        return (code if code >= 0 else 128 - code), text
+
+
+def end_of(job: subprocess.Popen, setting: Mapping[str, str]) -> int:
+    """The exit code of a launcher, which is killed where it does not end a job that one of its ranks has ended."""
+    asked, asked_s = job_folder.words(setting) / job_folder.ENDING, 0.0
+    while asked_s < ENDS_S:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return job.wait(LOOK_S)
+        asked_s += LOOK_S * asked.exists()
+    say(f"killing the launcher, which has not ended the job for {ENDS_S:.0f} s")
+    job.kill()
+    return job.wait()
+
+
+def spoken_code(setting: Mapping[str, str]) -> int:
+    """With what a rank of this host has ended the job, which its launcher takes for a signal; 0 where none has."""
+    names = [path.name for path in job_folder.words(setting).glob(job_folder.ENDED_WITH + "*")]
+    return min((int(name.removeprefix(job_folder.ENDED_WITH)) for name in names), default=0)
+
+
+def is_unfinished(setting: Mapping[str, str]) -> bool:
+    """Whether ranks of this host began and none came to its end: mpirun --with-ft ends with 0 where all are killed."""
+    folder = job_folder.words(setting)
+    return (folder / job_folder.BEGAN).exists() and not (folder / job_folder.FINISHED).exists()
+
+
+class Relay(threading.Thread):
+    """Passes on what a job writes as it comes, without the NUL that Open MPI ends some of its notices with."""
+
+    def __init__(self, to: TextIO) -> None:
+        """Give the job `end` to write to: a terminal as large as the one that `to` leads to, else a pipe."""
+        super().__init__(daemon=True)
+        self._to, self._kept = to, b""
+        if not to.isatty():
+            self._mine, self.end = os.pipe()
+            return
+        self._mine, self.end = os.openpty()
+        tty.setraw(self.end)
+        termios.tcsetwinsize(self.end, termios.tcgetwinsize(to.fileno()))
+
+    def start(self) -> None:
+        """Once the job has its end."""
+        os.close(self.end)
+        super().start()
+
+    def run(self) -> None:
+        """Until nobody holds the other end."""
+        with contextlib.suppress(OSError):  # so ends a terminal
+            while some := os.read(self._mine, 65536):
+                some = some.replace(b"\0", b"")
+                self._kept = (self._kept + some)[-TAIL_BYTES:]
+                try:
+                    self._to.buffer.write(some)
+                    self._to.buffer.flush()
+                except OSError:
+                    failures.unheard(self._to)
+        os.close(self._mine)
+
+    def tail(self) -> str:
+        """The end of what the job wrote; after the job."""
+        self.join(5.0)  # a process that outlives the job may hold the other end
+        return self._kept.decode(errors="replace")
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends, however that ends. Linux only."""
+    pr_set_pdeathsig = 1
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before
+        os._exit(128 + signal.SIGTERM)
+
+
+# ---------------------------------------------------------------- again
+
+
+class Asked(NamedTuple):
+    """What is to be kept going."""
+
+    workers: int
+    least: int  # workers with which it may still go on; as many as `workers` where none may be lost
+    restarts: int
+    launcher_args: tuple[str, ...]
+    train_args: tuple[str, ...]
+
+
+Line = Callable[[int, Sequence[str], Sequence[str]], list[str]]  # (workers, launcher_args, train_args) -> line
+
+
+def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
+    """Run a job to its end, starting it again where it dies.
+
+    Args:
+        line: the command for a number of workers.
+        probe: whether a host answers.
+
+    Returns: the exit code of the last start.
+    """
+    watch, folder, home = Watch(), None, None
+    if asked.restarts:
+        with run_directory.usable():
+            folder = run_dir(asked.train_args)
+            home = HeldFolder(folder)
+        asked = asked._replace(train_args=(*without(asked.train_args, "--run-dir"), "--run-dir", str(folder)))
+    before, first = None, record_in(folder)
+    for start in range(asked.restarts + 1):
+        code, text = watch.run(line(asked.workers, asked.launcher_args, asked.train_args))
+        if watch.asked:
+            code = watch.code_of(code)
+            return code if watch.asked > 1 else tell(code, text)
+        if code in FINAL or folder is None or home is None:
+            return tell(code, text)
+        tell(code, text)
+        if fate := home.fate():
+            return give_up(code, f"run directory {str(folder)!r} {fate}")
+        step = newest_step(folder)
+        if start == asked.restarts:
+            return give_up(code, f"no restart is left of {asked.restarts}")
+        if start and step == before:
+            return give_up(code, f"no progress since the last restart: still at step {step}")
+        before, asked = step, with_those_left(asked, probe)
+        if asked.workers < asked.least:
+            return give_up(code, f"{asked.workers} workers are left, --elastic asks for {asked.least}")
+        wait_for_lock(folder)
+        if watch.asked:
+            say("asked to leave between two starts: what is saved stays")
+            return watch.code_of(failures.PREEMPTED)
+        asked = asked._replace(train_args=resuming(asked.train_args, folder, first))
+        say(f"restart {start + 1} of {asked.restarts} from step {step}, with {asked.workers} workers")
+    raise AssertionError  # the last start returns
+
+
+def tell(code: int, text: str) -> int:
+    """Say last who ended a job that did not end well; its code."""
+    who = culprit(text) if code not in FINAL else None
+    if who:
+        say(str(who))
+    return code
+
+
+def give_up(code: int, why: str) -> int:
+    """Say why there is no other start; the code."""
+    say(f"not started again: {why}")
+    return code
+
+
+def say(text: str) -> None:
+    """A line beside those of the ranks."""
+    try:
+        print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        failures.unheard(sys.stderr)
+
+
+def run_dir(train_args: Sequence[str]) -> Path:
+    """The run directory: as asked for, the newest where it is resumed, or a fresh one.
+
+    Raises:
+        UsageError: there is none to resume, or no experiment is named.
+    """
+    name = next((Path(arg).stem for arg in train_args[:1] if not arg.startswith("-")), "")
+    if not name:
+        raise UsageError("name an experiment file: jaxmpi train --restarts 3 -n 8 EXPERIMENT.py")
+    given = value_of(train_args, "--run-dir")
+    if given:
+        return run_directory.named(Experiment(run_dir=given).run_dir)
+    resume = "--resume" in train_args
+    return run_directory.resumed(Experiment(resume=True), name) if resume else run_directory.fresh(name)
+
+
+def record_in(folder: Path | None) -> int:
+    """Which record a run directory has, as its inode; 0 if there is none."""
+    try:
+        return (folder / "record.jsonl").stat().st_ino if folder else 0
+    except OSError:
+        return 0
+
+
+def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, ...]:
+    """The arguments to go on with; a run that came to no record of its own starts over.
+
+    Args:
+        first: `record_in` before the first start. With `--from-start` that one is another run's, until it is set aside.
+    """
+    record = record_in(folder)
+    if record == first and any(hyphened(arg) == "--from-start" for arg in train_args):
+        return tuple(train_args)
+    again = ("--resume", "--no-from-start") if record else ()  # the experiment file may have from_start, too
+    for flag in ("--resume", "--from-start", "--no-from-start"):
+        train_args = without(train_args, flag, takes_value=False)
+    return (*train_args, *again)
+
+
+def value_of(args: Sequence[str], flag: str) -> str:
+    """The last value of a flag, `--a b` or `--a=b`; empty where it is not given."""
+    args = [hyphened(arg) for arg in args]
+    pairs = [arg.partition("=")[2] for arg in args if arg.startswith(flag + "=")]
+    return ([*(b for a, b in itertools.pairwise(args) if a == flag), *pairs] or [""])[-1]
+
+
+def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[str]:
+    """Arguments but a flag and its value."""
+    kept, skip = [], False
+    for arg in args:
+        is_flag = hyphened(arg) == flag
+        if not (skip or is_flag or hyphened(arg).startswith(flag + "=")):
+            kept.append(arg)
+        skip = is_flag and takes_value
+    return kept
+
+
+def hyphened(arg: str) -> str:
+    """`--run-dir` for `--run_dir`, its value untouched."""
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint with a whole manifest; 0 where there is none."""
+    manifest = format.newest(folder / "checkpoints")
+    return manifest["step"] if manifest else 0
+
+
+def wait_for_lock(folder: Path) -> None:
+    """Wait until no process of the last job holds the run directory; the next start says who does if one stays."""
+    deadline = time.monotonic() + UNLOCK_S
+    while time.monotonic() < deadline:
+        try:
+            with run_directory.locked(folder):
+                return
+        except (UsageError, OSError):  # still held, or out of sight for a moment
+            time.sleep(0.2)
+
+
+def with_those_left(asked: Asked, probe: Callable[[str], bool]) -> Asked:
+    """As many workers as hosts that answer have slots; without a list of hosts, one worker fewer."""
+    if asked.least == asked.workers:
+        return asked
+    slots = hosts_of(asked.launcher_args)
+    if not slots:
+        return asked._replace(workers=max(asked.workers - 1, asked.least))
+    left = {host: count for host, count in slots.items() if probe(host)}
+    if left == slots:
+        return asked
+    say(f"no answer from {', '.join(sorted(set(slots) - set(left)))}")
+    hosts = ",".join(f"{host}:{count}" for host, count in left.items())
+    args = without(without(asked.launcher_args, "--host"), "-H")
+    return asked._replace(workers=min(asked.workers, sum(left.values())), launcher_args=("--host", hosts, *args))
+
+
+def hosts_of(launcher_args: Sequence[str]) -> dict[str, int]:
+    """Host to slots, of mpirun's --host; none where it is not given."""
+    text = value_of(launcher_args, "--host") or value_of(launcher_args, "-H")
+    pairs = [part.partition(":")[::2] for part in text.split(",") if part]
+    slots: dict[str, int] = {}
+    for host, count in pairs:
+        slots[host] = slots.get(host, 0) + (int(count) if count.isdigit() else 1)
+    return slots

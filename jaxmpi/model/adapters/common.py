@@ -1,0 +1,64 @@
+"""Thin adapters that make other libraries' modules fit the model contract: Flax NNX and Linen, Equinox, functions."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.model.contract import Model, a, check_facts, check_image
+
+# ---------------------------------------------------------------- arguments
+
+
+# What a module's call may name its switch, and whether it is on in training.
+TRAIN_ARGUMENTS = {
+    **dict.fromkeys(("train", "training", "is_training", "is_train"), True),
+    **dict.fromkeys(("deterministic", "inference"), False),
+}
+
+
+def train_arguments(call: Callable[..., Any], train: bool) -> dict[str, bool]:
+    """The switches that `call` has, set."""
+    names = inspect.signature(call).parameters
+    return {name: train is on for name, on in TRAIN_ARGUMENTS.items() if name in names}
+
+
+def takes(function: Callable[..., Any], count: int, by_name: dict[str, Any] | None = None) -> bool:
+    """Whether a function or class can be called with so many positional arguments, and these."""
+    if isinstance(function, type):  # a metaclass may hide what its constructor takes
+        function = functools.partial(function.__init__, None)
+    try:
+        inspect.signature(function).bind(*range(count), **(by_name or {}))
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
+# ---------------------------------------------------------------- checks
+
+
+def checked(name: str, init: Callable, apply: Callable, input_shape: Sequence[int], classes: int) -> Model:
+    """A model that checks its images. Raises: UsageError: no name, shape or number of classes."""
+    check_facts(name, input_shape, classes)
+
+    def checked_init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
+        check_image(name, image.shape, tuple(input_shape))
+        return init(key, image)
+
+    def checked_apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> Any:
+        check_image(name, image.shape, tuple(input_shape))
+        return apply(params, model_state, image, key, train)
+
+    return Model(name, checked_init, checked_apply, tuple(input_shape), classes)
+
+
+def check_maker(name: str, make: Any, not_of: type | tuple, way_out: str) -> None:
+    """Raise `UsageError` unless `make` is a function of one argument, and no instance of `not_of`."""
+    holds = callable(make) and not isinstance(make, not_of) and takes(make, 1)
+    check(holds, f"{name}: got {a(make)}; {way_out}")

@@ -1,0 +1,51 @@
+"""Models of Flax Linen."""
+
+from typing import Any
+
+import jax
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.model.adapters.common import checked, train_arguments
+from jaxmpi.model.contract import Model, a
+
+
+def linen_model(module: Any, *, name: str, input_shape: tuple[int, ...], classes: int) -> Model:
+    """A Flax Linen module as a `Model`: params as they are, all other collections as model state.
+
+    Params and model state are nested dicts of arrays; `intermediates` are no state. In training
+    every random stream starts from the step's key, and all collections of the state are mutable;
+    in evaluation there is no random stream, and the model state comes back as it went in.
+
+    Args:
+        module: an instance. Where its call has an argument of `TRAIN_ARGUMENTS` it gets it by name.
+        name: of the model, for errors and records.
+        input_shape: of one example: (height, width, channels).
+        classes: number of logits.
+
+    Raises:
+        UsageError: `module` is no Linen module; by `init` and `apply`, where an image is not of
+            `input_shape`.
+    """
+    from flax import linen
+    from flax.core import unfreeze
+
+    check(
+        isinstance(module, linen.Module),
+        f"{name}: got {a(module)}; expected an instance of a flax.linen.Module, such as linen_model(Net(), ...)",
+    )
+
+    def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
+        # Without a stream of its own name a layer takes `params`.
+        variables = module.init({"params": key}, image, **train_arguments(module, True))
+        collections = unfreeze(linen.meta.unbox(variables))
+        return collections.pop("params", {}), collections
+
+    def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> tuple[Any, PyTree]:
+        variables, keys = {"params": params, **model_state}, {"params": key} if train else {}
+        outputs, updated = module.apply(
+            variables, image, **train_arguments(module, train), mutable=list(model_state), rngs=keys
+        )
+        return outputs, unfreeze(updated) if train else model_state
+
+    return checked(name, init, apply, input_shape, classes)

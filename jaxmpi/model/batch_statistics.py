@@ -1,0 +1,83 @@
+"""Statistics of a batch that is spread over workers."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi.core.pytrees import PyTree
+
+FILLER_WEIGHT = 2.0**-30  # nothing beside a real example; where there is none, the mean of the fillers, not 0 / 0
+Mean = Callable[[PyTree], PyTree]
+
+
+class Over(NamedTuple):
+    """What `batch_mean` takes the mean over, beside the examples at hand."""
+
+    mean: Mean | None = None
+    real: jax.Array | None = None
+
+
+_OVER: contextvars.ContextVar[Over | None] = contextvars.ContextVar("_OVER", default=None)
+
+
+@contextlib.contextmanager
+def statistics_over(mean: Mean | None = None, real: jax.Array | None = None) -> Iterator[None]:
+    """What `batch_mean` means to the models that are called within; they see neither workers nor weights.
+
+    It acts while a model is traced, so it belongs inside the function that is compiled, around `apply`.
+
+    Args:
+        mean: tree -> mean over all workers, in 32 bits (`exchange(tree, "asa32")`): every batch mean is then that of
+            the examples of all workers. None: of this worker's.
+        real: bool[batch], false where an example only fills the batch up and must not count. None: all count.
+    """
+    token = _OVER.set(Over(mean, real))
+    try:
+        yield
+    finally:
+        _OVER.reset(token)
+
+
+def batch_mean(tree: PyTree) -> PyTree:
+    """The mean over the examples of a batch, for a layer's statistics: leaves f32[batch, ...] -> f32[...].
+
+    sum_j w_j x_j / sum_j w_j over the local batch, w_j = 1; under `statistics_over(real=...)` w_j = 2^-30 for fillers,
+    and under `statistics_over(mean=...)` j runs over the examples of all workers.
+
+    The derivative is that of the mean of all workers' losses: what the others' losses owe to this worker's examples is
+    in its gradients.
+
+    Communicates: nothing, or one mean over workers of the sums and sum_j w_j, and one of their cotangents in the
+    backward pass. All workers must then call it equally often, in the same order.
+    """
+    over = _OVER.get() or Over()
+    examples = jax.tree.leaves(tree)[0].shape[0]
+    weights = jnp.ones(examples) if over.real is None else jnp.where(over.real, 1.0, FILLER_WEIGHT)
+
+    def weighted(x: jax.Array) -> jax.Array:
+        return (x * weights.astype(x.dtype).reshape((-1,) + (1,) * (x.ndim - 1))).sum(0)
+
+    total: Any = jax.tree.map(weighted, tree), weights.sum()
+    sums, count = total if over.mean is None else _over_workers(over.mean, total)
+    return jax.tree.map(lambda x: x / count.astype(x.dtype), sums)
+
+
+def _take(mean: Mean, tree: PyTree) -> PyTree:
+    return mean(tree)
+
+
+def _over_workers_forward(mean: Mean, tree: PyTree) -> tuple[PyTree, None]:
+    return mean(tree), None
+
+
+def _over_workers_backward(mean: Mean, _: None, cotangents: PyTree) -> tuple[PyTree]:
+    # L = (1/w) sum_i L_i(s), s = (1/w) sum_j x_j. Worker j's gradients are those of w L: at x_j, (1/w) sum_i dL_i/ds.
+    return (mean(cotangents),)
+
+
+_over_workers = jax.custom_vjp(_take, nondiff_argnums=(0,))
+_over_workers.defvjp(_over_workers_forward, _over_workers_backward)

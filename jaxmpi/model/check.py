@@ -1,0 +1,148 @@
+"""Whether a model gives what the trainer takes, tried on shapes alone before training."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, by_path
+from jaxmpi.model.contract import Model, a, check_facts, check_pair, shown
+
+EXAMPLES = 2  # in the batch that a model is tried on
+FLOATS = ("float32", "bfloat16", "float16")  # what an exchange takes
+
+
+def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtype: Any = jnp.float32) -> None:
+    """Try a model on shapes alone, before training: does it give what the trainer takes?
+
+    Args:
+        model: of an experiment.
+        loss: of the experiment, (outputs, labels i32[batch]) -> f32[batch]; None for softmax
+            cross-entropy, which takes logits and no tuple.
+        compute_dtype: of params and images while the model runs.
+
+    Raises:
+        UsageError: what `init`, `apply` or `loss` gives, and what is expected. An error of their own
+            passes, with a note that says what was tried.
+    """
+    check(
+        isinstance(model, Model),
+        f"got {a(model)} as the experiment's model; expected a jaxmpi.model.Model: nnx_model, linen_model, "
+        "equinox_model and plain_model make one",
+    )
+    check_facts(model.name, model.input_shape, model.classes)
+    params, model_state = shapes_of_init(model)
+    for train in (True, False):
+        outputs = shapes_of_outputs(model, params, model_state, train, compute_dtype)
+        if loss is None or not train:
+            check_logits(model, outputs, train)
+        if loss is not None:
+            check_loss(model, loss, outputs, train)
+    jax.clear_caches()  # jits in the model were traced without what training does around them, as in `statistics_over`
+
+
+def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
+    """Shapes of params and model state, each leaf of a kind that can be trained, exchanged and saved."""
+
+    def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
+        made = model.init(key, image)
+        check_pair(made, f"{model.name}: init: expected (params, model state)")
+        check(bool(jax.tree.leaves(made[0])), f"{model.name}: init: expected params, got none")
+        for path, leaf in (by_path({"params": made[0]}) | by_path({"model_state": made[1]})).items():
+            is_array = isinstance(leaf, (jax.Array, np.ndarray))
+            check(is_array, f"{model.name}: init: {path}: got {a(leaf)}, expected an array: jnp.asarray makes one")
+            check_kind(f"{model.name}: init: {path}: got {shown(leaf)}", path.startswith("params"), leaf.dtype)
+        return made
+
+    with noting(f"before training, jaxmpi was trying init of model {model.name} on shapes"):
+        return jax.eval_shape(init, jax.random.key(0), model.example())
+
+
+def check_kind(got: str, is_param: bool, dtype: Any) -> None:
+    """Raise `UsageError` unless leaves of this dtype can be trained, or saved as model state."""
+    if is_param:
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        way_out = "cast it" if is_float else "what is not trained belongs in the model state"
+        check(dtype.name in FLOATS, f"{got}, expected float32: {way_out}")
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    check(not is_key, f"{got}; expected no random key: apply is given one")
+
+
+def shapes_of_outputs(model: Model, params: PyTree, model_state: PyTree, train: bool, dtype: Any) -> Any:
+    """Shapes of a model's outputs, in float32; model state must keep its own."""
+
+    def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array) -> tuple[Any, PyTree]:
+        result = model.apply(params, model_state, image, key, train)
+        check_pair(result, f"{model.name}: apply: expected (outputs, model state)")
+        return result
+
+    image = model.example(EXAMPLES)
+    image = image if model.takes_tokens else in_floats(image, dtype)
+    with noting(f"before training, jaxmpi was trying model {model.name} in {mode(train)} on shapes"):
+        result = jax.eval_shape(apply, in_floats(params, dtype), model_state, image, jax.random.key(0))
+    outputs, updated = in_floats(result, jnp.float32)
+    before, after = by_path({"model_state": model_state}), by_path({"model_state": updated})
+    for path in sorted(before | after):
+        got, expected = (shown(tree[path]) if path in tree else "nothing" for tree in (after, before))
+        check(
+            got == expected,
+            f"{model.name}: apply in {mode(train)}: {path}: got {got}, expected {expected} as init gave it: model "
+            "state keeps its leaves, shapes and dtypes, and its floating-point ones are float32",
+        )
+    return outputs
+
+
+def check_logits(model: Model, outputs: Any, train: bool) -> None:
+    """Raise `UsageError` unless outputs are logits f32[batch, classes], or f32[batch, window, classes]."""
+    expected = f"float32{[EXAMPLES, *model.label_shape, model.classes]}"
+    got = f"{model.name}: got {shown(outputs)} in {mode(train)}, expected logits {expected}"
+    if isinstance(outputs, (tuple, list)):
+        way_out = "give the experiment a `loss` that takes the tuple: (outputs, labels i32[batch]) -> f32[batch]"
+        check(False, f"{got}: {way_out if train else 'leave all but the main logits out in evaluation'}")
+    way_out = f"for a batch of {EXAMPLES}: the model's last layer and its `classes` must agree"
+    check(shown(outputs) == expected, f"{got} {way_out}")
+
+
+def check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool) -> None:
+    """Raise `UsageError` unless the loss is f32[batch], or has the shape of the labels."""
+    labels = jax.ShapeDtypeStruct((EXAMPLES, *model.label_shape), jnp.int32)
+    what = f"the experiment's `loss` on {shown(outputs)}, which {model.name} gives in {mode(train)}"
+    with noting(f"before training, jaxmpi was trying {what}"):
+        losses = jax.eval_shape(loss, outputs, labels)
+    each = f"float32[{EXAMPLES}]"
+    one = f"float32{list(labels.shape)}"
+    check(
+        shown(losses) in (each, one),
+        f"{what}: got {shown(losses)}, expected {each}, one loss an example"
+        f"{f', or {one}, one a token' if each != one else ''}: the trainer takes the mean",
+    )
+
+
+def mode(train: bool) -> str:
+    """For errors."""
+    return "training" if train else "evaluation"
+
+
+def in_floats(tree: PyTree, dtype: Any) -> PyTree:
+    """Shapes with floating-point leaves in `dtype`."""
+
+    def cast(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+
+    return jax.tree.map(cast, tree)
+
+
+@contextlib.contextmanager
+def noting(text: str) -> Iterator[None]:
+    """Add a note to an error that is not the trainer's own."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        error.add_note(text)
+        raise

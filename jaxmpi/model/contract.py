@@ -1,0 +1,95 @@
+"""The model contract, and what crosses workers inside a model: the statistics of a batch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+
+
+class Model(NamedTuple):
+    """A model as a pair of pure functions and what the trainer must know of its input and output.
+
+    `init(key, image) -> (params, model_state)`, where image is f32[1, height, width, channels];
+    `apply(params, model_state, image, key, train) -> (outputs, model_state)`, where outputs are logits
+    f32[batch, classes], or in training a tuple of logits whose first entry is the main one.
+
+    Of text, `image` is i32[batch, window], and with `label_shape` (window,) logits are f32[batch, window, classes].
+
+    Where the training data has another number of classes, the trainer takes `with_classes(number)` instead and says
+    so; it refuses a model without it.
+    """
+
+    name: str
+    init: Callable[[jax.Array, jax.Array], tuple[PyTree, PyTree]]
+    apply: Callable[[PyTree, PyTree, jax.Array, jax.Array, bool], tuple[Any, PyTree]]
+    input_shape: tuple[int, ...]  # of one example: (height, width, channels), or (window,) of tokens
+    classes: int
+    input_dtype: Any = jnp.float32  # int32: tokens, which come as they are
+    label_shape: tuple[int, ...] = ()  # of one example: () for one class, (window,) for one a token
+    with_classes: "Callable[[int], Model] | None" = None  # the same model for data of another number of classes
+
+    def example(self, batch: int = 1) -> jax.ShapeDtypeStruct:
+        """The shape of a batch of inputs."""
+        return jax.ShapeDtypeStruct((batch, *self.input_shape), self.input_dtype)
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether inputs are whole numbers, which are neither normalised nor cast to a float."""
+        return jnp.issubdtype(self.input_dtype, jnp.integer)
+
+
+def check_whole(what: str, value: Any, least: int = 1) -> None:
+    """Raise `UsageError` unless `value` is a whole number >= `least`."""
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    check(is_whole and bool(value >= least), f"{what}: got {value!r}; expected a whole number >= {least}")
+
+
+def check_facts(name: Any, input_shape: Any, classes: Any) -> None:
+    """Raise `UsageError` unless these can be a model's name, the shape of its input and the number of its logits."""
+    check(isinstance(name, str) and bool(name), f"a model's name: got {name!r}; expected text")
+    expected = "expected (height, width, channels), or (window,) of tokens"
+    is_shape = isinstance(input_shape, (tuple, list)) and len(input_shape) > 0
+    check(is_shape, f"{name}: input_shape: got {input_shape!r}; {expected}")
+    for length in input_shape:
+        check_whole(f"{name}: input_shape {tuple(input_shape)}", length)
+    check_whole(f"{name}: classes", classes)
+
+
+def check_pair(result: Any, what: str) -> None:
+    """Raise `UsageError` unless `result` is a tuple of two."""
+    check(isinstance(result, tuple) and len(result) == 2, f"{what}, got {shown(result)}")
+
+
+def a(thing: Any) -> str:
+    """What somebody handed over, for errors."""
+    if thing is None:
+        return "None"
+    kind = "class" if isinstance(thing, type) else "function"
+    return f"the {kind} {thing.__name__}" if hasattr(thing, "__name__") else f"an instance of {type(thing).__name__}"
+
+
+def shown(value: Any) -> str:
+    """`float32[2, 10]`, a tuple of such, or the kind of thing."""
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}: ({', '.join(map(shown, value))})"
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else a(value)
+
+
+# ---------------------------------------------------------------- statistics of a batch
+
+
+def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...]) -> None:
+    """Raise `UsageError` unless `shape` is that of a batch of `input_shape`."""
+    is_image = len(input_shape) == 3
+    what = "images of (height, width, channels)" if is_image else "examples of shape"
+    fields = "crop, resize or channels" if is_image else "window"
+    check(
+        tuple(shape[1:]) == tuple(input_shape),
+        f"{name}: got {what} {tuple(shape[1:])}; "
+        f"expected {tuple(input_shape)}: change the data's {fields}, or the model's size",
+    )

@@ -1,0 +1,6 @@
+"""What a run shows: its record, terminal, trace, plots and report.
+
+In reading order: `step_timing`, `recorder`, `sinks`, `terminal`, `trace`, `gradient_noise`, `plots`, `report`.
+
+It imports `core`, `runtime` and `comm`.
+"""

@@ -1,0 +1,244 @@
+"""Lines, bars, areas and maps, drawn into files: the one place that calls matplotlib, imported when first used."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.files import check_writable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+ENDINGS = (".png", ".svg", ".pdf")
+WIDTH, LINES_HEIGHT, BAR_HEIGHT = 11.0, 5.5, 0.3  # inches
+SHORT = 1000  # times the least value: on a logarithmic axis up to there 2 and 5 have numbers, too
+MARKED = 20  # points of a long line that are marked
+NAMES = 25  # in one column of a legend
+STYLES = ("o-", "s:", "^-.")  # the next when the colours are used up; only the bound is dashed
+BOUND: dict[str, Any] = {"color": "black", "linestyle": "--", "label": "bound"}
+Point = tuple[float, float]
+
+
+class Quantity(NamedTuple):
+    """What an axis shows."""
+
+    name: str
+    unit: str = ""  # ticks get a prefix: 10 ms
+    base: int | None = 10  # of a logarithmic axis, taken where values span a factor of 10; None: never
+    low: float | None = 0.0  # where an axis that is not logarithmic begins; None: near the least value
+
+    @property
+    def label(self) -> str:
+        """The axis's name."""
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+
+class Lines(NamedTuple):
+    """Named lines; all values > 0 where an axis has a base."""
+
+    title: str
+    x: Quantity
+    y: Quantity
+    series: Mapping[str, Sequence[Point]]
+    bound: Sequence[Point] = ()
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return LINES_HEIGHT
+
+    def draw(self, axes: "Axes") -> None:
+        """Lines with their points, and the bound."""
+        for i, (name, line) in enumerate(self.series.items()):
+            every = max(1, len(line) // MARKED)
+            axes.plot(*columns(line), style(i), color=colour(i), label=literal(name), markersize=4, markevery=every)
+        if self.bound:
+            axes.plot(*columns(self.bound), **BOUND)
+        points = [point for line in [*self.series.values(), self.bound] for point in line]
+        scale(axes, "x", self.x, [x for x, _ in points])
+        scale(axes, "y", self.y, [y for _, y in points])
+
+
+class Bars(NamedTuple):
+    """Named bars, with a whisker from quartile to quartile; all values > 0."""
+
+    title: str
+    x: Quantity
+    bars: Sequence[tuple[str, float, float, float]]  # name, median, quartiles
+    bound: float | None = None
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return 1.5 + BAR_HEIGHT * len(self.bars)
+
+    def draw(self, axes: "Axes") -> None:
+        """Bars from the top with their values, and the bound across them."""
+        from matplotlib.ticker import EngFormatter
+
+        names, middles, lows, highs = zip(*self.bars, strict=True)
+        whiskers = [
+            [middle - low for middle, low in zip(middles, lows, strict=True)],
+            [high - middle for middle, high in zip(middles, highs, strict=True)],
+        ]
+        rows = range(len(names))
+        drawn = axes.barh(rows, middles, color=[colour(i) for i in rows], xerr=whiskers, capsize=3)
+        axes.bar_label(drawn, [EngFormatter(self.x.unit, places=2)(middle) for middle in middles], padding=4)
+        if self.bound is not None:
+            axes.axvline(self.bound, **BOUND)
+        axes.set_yticks(rows, [*map(literal, names)])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)  # for the last bar's value
+        scale(axes, "x", self.x, [*lows, *highs, *([self.bound] if self.bound else [])])
+
+
+class Areas(NamedTuple):
+    """Named parts of a whole, one on another."""
+
+    title: str
+    x: Quantity
+    y: Quantity
+    at: Sequence[float]
+    parts: Mapping[str, Sequence[float]]  # as many values each
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return LINES_HEIGHT
+
+    def draw(self, axes: "Axes") -> None:
+        """Areas from below."""
+        colours = [colour(i) for i in range(len(self.parts))]
+        axes.stackplot(self.at, *self.parts.values(), labels=list(self.parts), colors=colours)
+        scale(axes, "x", self.x._replace(base=None), [])
+        scale(axes, "y", self.y._replace(base=None), [])
+        axes.margins(x=0)
+
+
+class Map(NamedTuple):
+    """A value for every row and column, as a colour."""
+
+    title: str
+    x: Quantity
+    y: Quantity
+    value: Quantity
+    at: Sequence[float]  # of the columns, evenly apart
+    rows: Sequence[Sequence[float]]  # from the top; NaN where nothing is known
+    each: int = 1  # of what the rows are numbered by, in a row
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return 2.0 + min(LINES_HEIGHT, 0.2 * len(self.rows))
+
+    def draw(self, axes: "Axes") -> None:
+        """The map, and what its colours mean."""
+        from matplotlib.ticker import MaxNLocator
+
+        ends = (self.at[0], self.at[-1] if self.at[-1] > self.at[0] else self.at[0] + 1)
+        extent = (*ends, len(self.rows) * self.each - 0.5, -0.5)
+        image = axes.imshow(self.rows, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis")
+        axes.set(xlabel=self.x.label, ylabel=self.y.label)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.figure.colorbar(image, ax=axes, label=self.value.label)
+
+
+Panel = Lines | Bars | Areas | Map
+
+
+def save(panels: Sequence[Panel], path: Path) -> None:
+    """Write the panels, one under another, as what the file's ending says.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    figure(panels).savefig(path)
+
+
+def save_both(panels: Sequence[Panel], path: Path) -> str:
+    """Write the panels as a PNG file; the same as SVG, for a page.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib import rc_context
+
+    made, text = figure(panels), io.StringIO()
+    with rc_context({"svg.fonttype": "none"}):
+        made.savefig(text, format="svg", metadata={"Date": None})
+    made.set_layout_engine("none")  # it has its place now
+    made.savefig(path)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def check_file(path: Path, flag: str) -> None:
+    """Refuse a file that could not be written later.
+
+    Raises:
+        UsageError: an unknown ending, or no file can be there.
+    """
+    known = path.suffix.lower() in ENDINGS
+    check(known, f"{flag}: got {str(path)!r}; expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    check_writable(path)
+
+
+def figure(panels: Sequence[Panel]) -> "Figure":
+    """The panels with titles, grids, and legends beside them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    heights = [panel.height for panel in panels]
+    made = Figure((WIDTH, sum(heights)), layout="constrained")
+    FigureCanvasAgg(made)
+    rows = made.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, panel in zip(rows, panels, strict=True):
+        panel.draw(axes)
+        axes.set_title(literal(panel.title), loc="left")
+        if not isinstance(panel, Map):
+            axes.grid(alpha=0.4)
+        axes.set_axisbelow(True)
+        count = len(axes.get_legend_handles_labels()[0])
+        if count:
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=-(-count // NAMES), fontsize="small")
+    return made
+
+
+def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Sequence[float]) -> None:
+    """Name an axis, and make it logarithmic or let it start at 0."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
+    axes.set(**{f"{which}label": quantity.label})
+    if quantity.base and values and max(values) >= 10 * min(values):
+        axes.set(**{f"{which}scale": "log"})
+        is_short = quantity.base == 10 and max(values) < SHORT * min(values)
+        axis.set_major_locator(LogLocator(quantity.base, (1.0, 2.0, 5.0) if is_short else (1.0,), numticks=15))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set(**{f"{which}lim": (quantity.low, None)})
+    axis.set_major_formatter(EngFormatter(quantity.unit) if quantity.unit else "{x:g}")
+
+
+def columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    """All x, all y."""
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def colour(i: int) -> Any:
+    """The i-th line's or bar's: Petroff 2021, told apart by most eyes."""
+    from matplotlib import color_sequences
+
+    colours = color_sequences["petroff10"]
+    return colours[i % len(colours)]
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib takes for no formula."""
+    return text.replace("$", r"\$")
+
+
+def style(i: int) -> str:
+    """The i-th line's: another for every ten."""
+    return STYLES[i // 10 % len(STYLES)]

@@ -1,0 +1,269 @@
+"""What rank 0 shows: a live panel on a terminal, lines through a pipe, nothing if asked to be quiet."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from jaxmpi.observe.step_timing import ESTIMATED
+from jaxmpi.runtime import failures
+from jaxmpi.runtime.screen import columns_of
+
+MOST_WORKERS = 8  # whose steps are shown one by one
+LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
+BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {
+    "data": "yellow",
+    "transfer": "cyan",
+    "compute": "green",
+    "exchange": "red",
+    "sync": "magenta",
+    "other": "white",
+    "done": "blue",
+    "left": "bright_black",
+}
+
+
+class Progress(NamedTuple):
+    """What a progress line tells."""
+
+    step: int
+    total_steps: int
+    epoch: float
+    loss: float
+    per_s: float  # of `unit`
+    lr: float
+    elapsed_s: float
+    skipped: int = 0
+    shares: dict[str, float] = {}  # noqa: RUF012 of a step's time, by part; never changed
+    slowest: str = ""  # the rank that the others wait for
+    estimated: bool = False
+    unit: str = "images"
+    worker_steps: tuple[int, ...] = ()  # of workers that do not keep step
+
+    @property
+    def made(self) -> str:
+        """Steps of each worker; of more than MOST_WORKERS the least, the median and the most."""
+        each = sorted(self.worker_steps)
+        if len(each) > MOST_WORKERS:
+            return f"worker steps {each[0]} to {each[-1]}, median {each[len(each) // 2]}"
+        return f"worker steps {' '.join(map(str, self.worker_steps))}" if each else ""
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        parts = [text for _, text in percents(self.shares, self.estimated)]
+        return "  ".join(
+            [
+                f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {self.loss:.4f}",
+                f"{self.per_s:.1f} {self.unit}/s  lr {self.lr:.3g}  {self.elapsed_s:.1f} s",
+                *([f"skipped {self.skipped}"] if self.skipped else []),
+                *([" ".join(parts)] if parts else []),
+                *([f"slowest {self.slowest}"] if self.slowest else []),
+                *([self.made] if self.made else []),
+            ]
+        )
+
+
+def percents(shares: Mapping[str, float], estimated: bool) -> list[tuple[str, str]]:
+    """(part, its text) of the parts that can be seen; an estimate has `~` before it."""
+    marks = dict.fromkeys(ESTIMATED, "~") if estimated else {}
+    return [(part, f"{part} {marks.get(part, '')}{100 * x:.0f} %") for part, x in shares.items() if x >= 0.005]
+
+
+class Terminal(Protocol):
+    """Where rank 0's words go."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def progress(self, progress: Progress) -> None:
+        """How far the run is."""
+        ...
+
+    def classic(self, text: str) -> None:
+        """The time of 5,120 images."""
+        ...
+
+    def evaluated(self, top1: float) -> None:
+        """Accuracy on held-out data, in [0, 1]."""
+        ...
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
+
+
+class Silent:
+    """Says nothing: of other ranks, and with --quiet."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def progress(self, progress: Progress) -> None:
+        """Nothing."""
+
+    def classic(self, text: str) -> None:
+        """Nothing."""
+
+    def evaluated(self, top1: float) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Plain(Silent):
+    """Lines, as files and pipes want them."""
+
+    def __init__(self, out: TextIO, line_s: float = LINE_S) -> None:
+        """Write to `out`, a progress line every `line_s` seconds at most."""
+        self.out, self.line_s = out, line_s
+        self._last_s = self._classic_s = -float("inf")
+
+    def say(self, text: str) -> None:
+        """A line; if nobody reads any more, the run goes on."""
+        try:
+            print(text, file=self.out, flush=True)
+        except OSError:
+            failures.unheard(self.out)
+
+    def progress(self, progress: Progress) -> None:
+        """A line, unless one has just been; the last step always has one."""
+        if time.monotonic() - self._last_s >= self.line_s or progress.step == progress.total_steps:
+            self._last_s = time.monotonic()
+            self.say(progress.line)
+
+    def classic(self, text: str) -> None:
+        """A line, unless one has just been: of a fast run there would be many a second."""
+        if time.monotonic() - self._classic_s >= self.line_s:
+            self._classic_s = time.monotonic()
+            self.say(text)
+
+
+class Panel(Silent):
+    """A panel that is drawn anew in place, under the lines that stay."""
+
+    def __init__(self, out: TextIO, columns: int) -> None:
+        """Draw on `out`, which shows so many columns at first."""
+        self.out = out
+        self.console = Console(file=out, force_terminal=True, width=columns, highlight=False)
+        self.live = Live(console=self.console, refresh_per_second=4, transient=False, redirect_stdout=False)
+        self.losses: deque[float] = deque(maxlen=400)
+        self.top1: deque[float] = deque(maxlen=100)
+        self._first: Progress | None = None
+        self._now: Progress | None = None
+        self._classic = ""
+        self._is_live = False
+
+    def say(self, text: str) -> None:
+        """A line above the panel."""
+        self.console.print(text, markup=False)
+
+    def progress(self, progress: Progress) -> None:
+        """Draw anew."""
+        self._first, self._now = self._first or progress, progress
+        self.losses.append(progress.loss)
+        self.console.width = columns_of(self.out) or self.console.width  # a window may have changed
+        if not self._is_live:
+            self.live.start()
+            self.console.show_cursor(True)  # who is killed cannot bring it back
+            self._is_live = True
+        self.live.update(self.drawn(progress))
+
+    def classic(self, text: str) -> None:
+        """A row of the panel, from the next drawing on."""
+        self._classic = text
+
+    def evaluated(self, top1: float) -> None:
+        """Draw anew."""
+        self.top1.append(top1)
+        if self._now:
+            self.live.update(self.drawn(self._now))
+
+    def drawn(self, now: Progress) -> RenderableType:
+        """Progress, curves, and where the time goes."""
+        width = self.console.width
+        rows: list[RenderableType] = [
+            fitted(f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {left(self._first or now, now)}", width),
+            bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
+            fitted(f"loss  {now.loss:<9.4f} {sparkline(self.losses, max(4, width - 17))}", width),
+        ]
+        if self.top1:
+            curve = sparkline(self.top1, max(4, width - 17))
+            rows.append(fitted(f"top-1 {f'{100 * self.top1[-1]:.2f} %':<9} {curve}", width))
+        rows.append(fitted(f"{now.per_s:.1f} {now.unit}/s  lr {now.lr:.3g}  {now.elapsed_s:.0f} s", width))
+        if now.shares:
+            rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
+        if self._classic:
+            rows.append(fitted(self._classic, width))
+        if now.slowest:
+            rows.append(fitted(f"slowest {now.slowest}", width))
+        if now.made:
+            rows.append(fitted(now.made, width))
+        return Group(*rows)
+
+    def close(self) -> None:
+        """Leave the last drawing where it is."""
+        if self._is_live:
+            self.live.stop()
+
+
+def fitted(text: str, width: int) -> Text:
+    """One line, cut where the terminal ends."""
+    return Text(text[:width], no_wrap=True, overflow="crop")
+
+
+def left(first: Progress, now: Progress) -> str:
+    """The time that is left, at the pace so far."""
+    steps = now.step - first.step
+    if not steps:
+        return ""
+    seconds = round((now.elapsed_s - first.elapsed_s) / steps * (now.total_steps - now.step))
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+
+
+def sparkline(values: Sequence[float] | deque[float], width: int) -> str:
+    """The last values as bars of eighths between their least and most; one a column, means where there are more."""
+    each = [list(values)[i * len(values) // min(width, len(values))] for i in range(min(width, len(values)))]
+    finite = [value for value in each if value == value and abs(value) != float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    span = high - low or 1.0
+    return "".join(BARS[min(7, int(8 * (v - low) / span))] if v in finite else "?" for v in each)
+
+
+def bar(shares: Mapping[str, float], width: int, mark: str = "█") -> Text:
+    """Parts of a whole as one coloured bar."""
+    drawn, ends, total = Text(no_wrap=True), 0.0, sum(shares.values()) or 1.0
+    for part, share in shares.items():
+        begin, ends = round(width * ends / total), ends + share
+        drawn.append(mark * (round(width * ends / total) - begin), style=COLOURS.get(part, "white"))
+    return drawn
+
+
+def legend(shares: dict[str, float], estimated: bool, width: int) -> Text:
+    """Names of the bar's parts."""
+    words = [(text, COLOURS.get(part, "white")) for part, text in percents(shares, estimated)]
+    drawn, column = Text(overflow="crop"), 0
+    for word, style in words:
+        is_new = column and column + 2 + len(word) > width  # a part and its share stay together
+        drawn.append("\n" if is_new else "  " * bool(column)).append(word, style=style)
+        column = len(word) if is_new or not column else column + 2 + len(word)
+    return drawn
+
+
+# ---------------------------------------------------------------- which of them
+
+
+def open_terminal(quiet: bool, out: TextIO | None = None) -> Terminal:
+    """The one that suits where stdout leads."""
+    if quiet:
+        return Silent()
+    columns = columns_of(out or sys.stdout)
+    return Panel(out or sys.stdout, columns) if columns else Plain(out or sys.stdout)

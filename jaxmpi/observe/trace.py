@@ -1,0 +1,175 @@
+"""What all ranks did when, in one file for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+A process a rank, a track each for data, transfer, compute and waits, and one for every bucket: where a bucket's bar
+lies under a bar of compute, its exchange is hidden.
+"""
+
+import contextlib
+import json
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmpi.comm.control import Processes
+from jaxmpi.core.files import write_whole
+from jaxmpi.runtime.spans import TRACKS, Span
+
+FIRST_BUCKET = 100  # number of the first bucket's track
+Event = dict[str, Any]
+Steps = tuple[int, int]  # first and last; (0, 0): none
+
+
+class Tracer:
+    """Keeps the spans of some steps of this process, and writes those of all ranks."""
+
+    def __init__(self, steps: Steps, processes: Processes, hosts: Sequence[str], path: Path) -> None:
+        """Of these steps, into a file of rank 0's; hosts are names by rank."""
+        (self.first, self.last), self.processes, self.hosts, self.path = steps, processes, hosts, path
+        self._kept: list[Span] = []
+
+    def add(self, noted: Sequence[Span], step: int, is_end: bool) -> str:
+        """Take the spans of a window that ends with this step; all ranks come here together.
+
+        Returns: what was written, once the last step or the run is through; else empty.
+
+        Communicates: then the ranks' clocks are compared, and their spans go to rank 0.
+        """
+        if not self.last or step < self.first:
+            return f"no trace: the run ends at step {step}, before step {self.first}" if self.last and is_end else ""
+        self._kept += noted
+        if step < self.last and not is_end:
+            return ""
+        events, last = self._merged(), min(self.last, step)
+        self._kept, self.last = [], 0
+        if self.processes.rank == 0:
+            write_events(events, self.path)
+        return f"trace of steps {self.first} to {last}: {self.path}"
+
+    def _merged(self) -> list[Event]:
+        offsets = self.processes.clock_offsets()
+        texts = self.processes.gather(json.dumps(of_steps(self._kept, (self.first, self.last))))
+        ranks = [[Span(*span) for span in json.loads(text)] for text in texts]
+        return merged(ranks, offsets, self.hosts)
+
+
+class Apart:
+    """The trace of workers that do not keep step: each writes its part, worker 0 brings them together in the end."""
+
+    def __init__(self, steps: Steps, processes: Processes, path: Path) -> None:
+        """Of these steps of each worker's own count, into a file.
+
+        Communicates: where there are steps to trace, ranks compare their clocks, here and not again.
+        """
+        (self.first, self.last), self.path = steps, path
+        self.offsets = processes.clock_offsets() if self.last else []
+        self.hosts = processes.gather(socket.gethostname()) if self.last else []
+        self._kept: list[Span] = []
+        self._is_open = bool(self.last)
+
+    def add(self, noted: Sequence[Span], worker: int, step: int, is_end: bool = False) -> None:
+        """Take a worker's spans up to a step of its own, and write them once the last step or the run is through."""
+        if not self._is_open or (step < self.first and not is_end):
+            return
+        self._kept += noted
+        if step >= self.last or is_end:
+            self._is_open = False
+            part = self._part(worker)
+            write_whole(part, json.dumps(of_steps(self._kept, (self.first, self.last))).encode())
+
+    def merge(self, workers: int) -> str:
+        """On worker 0, when the others have come to their end: what was written; empty where nothing was asked for."""
+        if not self.last:
+            return ""
+        parts = [self._part(worker) for worker in range(workers)]
+        texts = [part.read_text() if part.exists() else "[]" for part in parts]  # of one that died there is none
+        ranks = [[Span(*span) for span in json.loads(text)] for text in texts]
+        for part in parts:
+            part.unlink(missing_ok=True)
+        if not any(ranks):
+            return f"no trace: no worker came to step {self.first}"
+        write_events(merged(ranks, self.offsets[:workers], self.hosts), self.path)
+        return f"trace of steps {self.first} to {self.last} of each worker: {self.path}"
+
+    def _part(self, worker: int) -> Path:
+        return self.path.with_name(f"{self.path.stem}_{worker:05d}.part")
+
+
+def write_events(events: Sequence[Event], path: Path) -> None:
+    """As Perfetto reads them."""
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+
+
+def of_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
+    """Spans from the wait for the first step's batch to the end of the last step."""
+    numbered = [(int(m[1]), span) for span in noted if (m := re.search(r"step (\d+)$", span.name))]
+    inside = [span for step, span in numbered if steps[0] <= step <= steps[1]]
+    if not inside:
+        return []
+    begin, end = min(span.begin_s for span in inside), max(span.end_s for span in inside)
+    return [span for span in noted if span.end_s > begin and span.begin_s < end]
+
+
+def merged(ranks: Sequence[Sequence[Span]], offsets: Sequence[float], hosts: Sequence[str]) -> list[Event]:
+    """Events of all ranks on rank 0's clock, microseconds from the first on; offsets are what to take from each's."""
+    begins = [span.begin_s - off for spans, off in zip(ranks, offsets, strict=True) for span in spans]
+    zero, events = min(begins, default=0.0), []
+    for rank, (noted, offset) in enumerate(zip(ranks, offsets, strict=True)):
+        tracks = numbers(noted)
+        events.append(named("process_name", rank, 0, f"rank {rank} on {hosts[rank]}"))
+        events += [named("thread_name", rank, number, name) for name, number in tracks.items()]
+        for span in sorted(noted, key=lambda s: s.begin_s):
+            place = {"pid": rank, "tid": tracks[track_of(span)], "ts": 1e6 * (span.begin_s - offset - zero)}
+            length = {"dur": 1e6 * (span.end_s - span.begin_s)}
+            events.append({"ph": "X", "name": span.name, "cat": span.track, **place, **length})
+    return events
+
+
+def named(what: str, rank: int, track: int, name: str) -> Event:
+    """The event that gives a process or a track its name."""
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
+
+
+def track_of(span: Span) -> str:
+    """The track's name: a bucket's own while it travels."""
+    return span.name if span.track == "travel" else span.track
+
+
+def numbers(noted: Sequence[Span]) -> dict[str, int]:
+    """Tracks in the order in which they are shown."""
+    buckets = sorted({span.name for span in noted if span.track == "travel"}, key=bucket_number)
+    fixed = [track for track in TRACKS if track != "travel"]
+    return {name: i for i, name in enumerate(fixed)} | {name: FIRST_BUCKET + i for i, name in enumerate(buckets)}
+
+
+def bucket_number(label: str) -> tuple[int, str]:
+    """7 of `bucket 7 of 12 (conv1/kernel)`, and the label."""
+    found = re.match(r"bucket (\d+) ", label)
+    return (int(found[1]) if found else 0), label
+
+
+class Profiler:
+    """JAX's own profiler over some steps, on every rank; no more than its start and stop."""
+
+    def __init__(self, steps: Steps, folder: Path) -> None:
+        """Of these steps, into a folder of its own."""
+        (self.first, self.last), self.folder = steps, folder
+        self._ends = contextlib.ExitStack()
+
+    def before(self, step: int) -> None:
+        """A step is about to start."""
+        if self.last and step == self.first:
+            self._ends.enter_context(jax.profiler.trace(str(self.folder)))
+
+    def after(self, step: int, state: Any) -> None:
+        """A step has been handed to the device."""
+        if self.last and step == self.last:
+            jax.block_until_ready(state)
+            self.close()
+
+    def close(self) -> None:
+        """Stop, where it runs."""
+        self._ends.close()

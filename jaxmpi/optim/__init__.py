@@ -1,0 +1,6 @@
+"""Optimizers and schedules, made from settings.
+
+`schedules`, then `optimizers`.
+
+It imports `core` and `config`.
+"""

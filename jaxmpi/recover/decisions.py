@@ -1,0 +1,159 @@
+"""What all ranks decide together while a run goes on: to leave, to stop, to skip a step, to go back."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmpi.comm.control import Processes
+from jaxmpi.core.errors import AgreedError, NotFinite
+from jaxmpi.recover.signals import Notice
+from jaxmpi.runtime import failures
+
+LOSS = 0  # in a ballot: not a leaf of the gradients but the loss; leaf i is i + 1
+
+
+class RollBack(Exception):
+    """Go back to the newest checkpoint: `step` failed, or 0 where no step is to blame."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(why)
+        self.step = step
+
+
+class Preempted(Exception):
+    """The run has saved itself on request and can be resumed."""
+
+    code = failures.PREEMPTED  # that a process ends with
+
+
+class Interrupted(Preempted):
+    """`Preempted`, by Ctrl-C."""
+
+    code = failures.INTERRUPTED
+
+
+# ---------------------------------------------------------------- votes
+
+
+class Failure(NamedTuple):
+    """A step that is not finite, as all ranks know it."""
+
+    step: int
+    rank: int  # the lowest that has it
+    what: str  # loss, or the path of a gradient
+
+    def __str__(self) -> str:
+        return f"the {self.what} of worker {self.rank} is not finite at step {self.step}"
+
+
+class Votes:
+    """One vote a step, counted while the next step runs: the device waits for neither.
+
+    Communicates: the largest of three integers over all ranks, once a step.
+    """
+
+    def __init__(self, processes: Processes, notice: Notice, leaves: list[str]) -> None:
+        """Args: `leaves`, the paths of the params."""
+        self._processes, self._notice, self._leaves = processes, notice, leaves
+        self._open: tuple[int, Callable[[], np.ndarray]] | None = None
+        self.leaving = False  # the same on all ranks
+
+    def cast(self, step: int, bad: int | None, worker: int, applied: bool) -> Failure | None:
+        """Vote on a step; what came of the vote before.
+
+        Args:
+            bad: what of this process is not finite: LOSS, a leaf + 1, or None.
+            worker: of which of its workers.
+            applied: whether the update was made.
+        """
+        before = self.count()
+        ballot = 0 if bad is None else (1 << 62) - (worker << 32) - bad  # the largest is the lowest worker's
+        if bad is None and not applied:
+            ballot = 1
+        self._open = step, self._processes.most(np.array([self._notice.given, ballot]))
+        return before
+
+    def count(self) -> Failure | None:
+        """What came of the open vote, if there is one."""
+        if self._open is None:
+            return None
+        (step, result), self._open = self._open, None
+        leaving, ballot = result().tolist()
+        self.leaving = self.leaving or bool(leaving)
+        if ballot == 0:
+            return None
+        if ballot == 1:
+            return Failure(step, 0, "sum of all gradients")
+        worker, bad = divmod((1 << 62) - ballot, 1 << 32)
+        return Failure(step, worker, "loss" if bad == LOSS else f"gradient of {self._leaves[bad - 1]}")
+
+
+class Recovery:
+    """What becomes of failures, the same on all ranks; counted over a run."""
+
+    def __init__(self, policy: str, limit: int) -> None:
+        """Args: a name of config.RECOVERIES, and how often it may be made use of."""
+        self.policy, self.limit = policy, limit
+        self.count = 0
+        self.failed: set[int] = set()  # steps that failed once
+        self.left_out: set[int] = set()  # steps that failed twice
+
+    def of(self, failure: Failure, tail: str) -> str:
+        """A line that says what is done about a failed step.
+
+        Args:
+            tail: of the error, with what the user can do.
+
+        Raises:
+            NotFinite: the run stops.
+            RollBack: the run goes back.
+        """
+        self._spend(NotFinite, f"{failure}; {tail}")
+        if self.policy == "skip":
+            return f"{failure}: skipped"
+        (self.left_out if failure.step in self.failed else self.failed).add(failure.step)
+        raise RollBack(failure.step, str(failure))
+
+    def of_difference(self, text: str) -> None:
+        """What is done about workers whose params differ.
+
+        Raises:
+            AgreedError: the run stops.
+            RollBack: the run goes back.
+        """
+        if self.policy != "rollback":
+            raise AgreedError(text)
+        self._spend(AgreedError, text)
+        raise RollBack(0, text)
+
+    def _spend(self, error: type[AgreedError], text: str) -> None:
+        if self.policy == "stop":
+            raise error(text)
+        self.count += 1
+        if self.count > self.limit:
+            raise error(f"{text}. This is number {self.count}, recover_limit is {self.limit}")
+
+
+# ---------------------------------------------------------------- in a run
+
+
+def not_finite(loss: float, finite: np.ndarray) -> int | None:
+    """What of a worker's step is not finite, as a vote says it; None where all is."""
+    if not np.isfinite(loss):
+        return LOSS
+    return None if finite.all() else int(np.argmin(finite)) + 1
+
+
+def check_budget(skipped: int, examples: int, epochs_begun: int, share: float) -> None:
+    """Stop where more of the data is skipped than `data.max_skipped` allows.
+
+    Raises:
+        AgreedError: examples skipped and allowed.
+    """
+    allowed = share * examples * epochs_begun
+    if skipped > allowed:
+        raise AgreedError(
+            f"{skipped} corrupt examples were skipped, data.max_skipped allows {allowed:.0f} by now ({share:g} of "
+            f"{examples} examples an epoch); mend the data, or allow more"
+        )

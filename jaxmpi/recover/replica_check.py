@@ -1,0 +1,88 @@
+"""Whether what is to be equal on all workers is: digests, fingerprints, and who differs."""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.comm.control import Processes
+from jaxmpi.comm.topology import Workers, rows
+from jaxmpi.core.pytrees import PyTree, named_leaves
+
+
+def fingerprints_by(jit: Callable, workers: Workers) -> Callable[[PyTree], np.ndarray]:
+    """What gives u32[workers of this process, leaves] of a tree on its devices.
+
+    The device hashes, so that only numbers leave it. On CPUs the host does, whose memory it is: there is no program
+    that all ranks of a host would have to compile for it in the midst of a run.
+    """
+    if jax.default_backend() == "cpu":
+        return partial(checksums, workers=workers)
+    compiled = jit(fingerprints)
+    return lambda tree: rows(compiled(tree), workers).reshape(len(workers.mine), -1)
+
+
+def checksums(tree: PyTree, workers: Workers) -> np.ndarray:
+    """u32[workers of this process, leaves]: CRC-32 of the bytes of each; a flipped bit always changes it."""
+    columns = [[checksum(row) for row in rows(leaf, workers)] for leaf in jax.tree.leaves(tree)]
+    return np.array(columns, np.uint32).reshape(-1, len(workers.mine)).T
+
+
+def checksum(row: np.ndarray) -> int:
+    """CRC-32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data)
+
+
+def fingerprints(tree: PyTree) -> jax.Array:
+    """u32[leaves]: a sum over the bits of each leaf, every word times an odd number of its own.
+
+    h = sum_i (2 i + 1) word_i  mod 2^32 ; a flipped bit of one word changes it by +-2^b (2 i + 1), which is not 0.
+    """
+    return jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)] or [jnp.zeros((), jnp.uint32)])
+
+
+def fingerprint(leaf: jax.Array) -> jax.Array:
+    """u32[] of one leaf."""
+    leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(leaf, words).reshape(-1).astype(jnp.uint32)
+    odd = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
+    return (bits * odd).sum(dtype=jnp.uint32)
+
+
+def difference(rows: Mapping[int, np.ndarray], leaves: list[str], step: int) -> str:
+    """Which workers differ from most of the others, and where; empty where all are equal.
+
+    Args:
+        rows: fingerprints by worker.
+        leaves: their paths.
+    """
+    votes = Counter(row.tobytes() for row in rows.values())
+    if len(votes) == 1:
+        return ""
+    (most, count), *others = votes.most_common()
+    text = f"params of workers differ after step {step}: "
+    if count == others[0][1]:
+        groups = [[worker for worker, row in rows.items() if row.tobytes() == key] for key in votes]
+        return text + f"workers {' and '.join(map(str, groups))} apart; which of them are right cannot be told"
+    odd = [worker for worker, row in rows.items() if row.tobytes() != most]
+    wrong = rows[odd[0]] != np.frombuffer(most, np.uint32)
+    paths = ", ".join(leaves[i] for i in np.flatnonzero(wrong)[:4])
+    return text + f"worker {odd if len(odd) > 1 else odd[0]} differs from the other {count} in {paths}"
+
+
+def compare_replicas(tree: PyTree, found: np.ndarray, mine: tuple[int, ...], processes: Processes, step: int) -> str:
+    """`difference` between all workers of the job, on all ranks alike.
+
+    Args:
+        tree: of which `found`, u32[workers of this process, leaves], are the fingerprints.
+
+    Communicates: a gather of the fingerprints as text.
+    """
+    texts = processes.gather(found.astype("<u4").tobytes().hex())
+    every = np.frombuffer(bytes.fromhex("".join(texts)), "<u4").reshape(len(texts) * len(mine), -1)
+    return difference(dict(enumerate(every)), [name for name, _ in named_leaves(tree)], step)

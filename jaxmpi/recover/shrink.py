@@ -1,0 +1,172 @@
+"""Going on without a rank that dies, `--ft shrink`: every step ends in a vote, and those that live do it again.
+
+A rank that dies makes the others' messages fail, on some of them or on all, at once or later. Whoever notices has all
+messages of all ranks fail, so that nobody waits, and votes No; so do the others at the end of their step, and none
+applies it. Then they become a smaller job, and go on from the state that they hold. (ULFM; Bland et al. 2013.)
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.allreduce import compression
+from jaxmpi.checkpoint.manager import Saver
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.mpi_fault_tolerant import MortalComm
+from jaxmpi.comm.polling import is_mpi_error, survives_losses
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import AgreedError, check
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.observe.recorder import Recorder
+
+
+class Lost(Exception):
+    """A vote has failed, on all ranks that live."""
+
+
+class Held(NamedTuple):
+    """What no death takes away: the state after the last step that all voted for."""
+
+    step: int
+    state: TrainState
+    sums: np.ndarray  # of this process since the last progress line
+    is_settled: bool  # whether this rank has done all that was due after the step
+
+
+@dataclass
+class Pact:
+    """What ranks that go on without each other agree on, step by step."""
+
+    control: MpiProcesses
+    comm: Comm
+    began: int  # how many ranks there were
+    recorder: Recorder | None  # of the rank that keeps the record
+    held: Held | None = None
+    is_unsaved: bool = False  # whether a checkpoint was dropped here since
+    gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
+
+    def keep(self, step: int, state: TrainState, sums: np.ndarray, is_settled: bool = False) -> None:
+        """Hold a state, once all ranks have it.
+
+        Communicates: a vote. Raises: `Lost` where a rank is gone.
+        """
+        jax.block_until_ready(state)
+        self.vote()
+        self.held = Held(step, state, sums.copy(), is_settled)
+
+    def settle(self, sums: np.ndarray) -> None:
+        """All that was due after the step is done here."""
+        assert self.held is not None
+        self.held = self.held._replace(sums=sums.copy(), is_settled=True)
+
+    def vote(self) -> None:
+        """Go on together; raises `Lost` where a rank is gone."""
+        is_whole = not (isinstance(self.comm, MortalComm) and self.comm.is_lost)
+        if not self.control.vote(is_whole):
+            raise Lost
+
+    def after(self, error: Exception, saver: Saver) -> None:
+        """Become the ranks that are left, after an error that says that one is gone; what is being saved is dropped.
+
+        Raises:
+            Exception: the error itself, which says something else.
+            AgreedError: nobody is gone, or it was before the first step.
+        """
+        if not (isinstance(error, Lost) or is_mpi_error(error)):
+            raise error
+        self.control.revoke()
+        if not isinstance(error, Lost):
+            self.control.vote(False)
+        self.is_unsaved = saver.abandon() or self.is_unsaved
+        jax.effects_barrier()  # programs run to their end, and their results are dropped
+        self.gone += self.control.shrink(str(error))
+        if self.held is None:
+            raise AgreedError(f"{self.told()} before the first step: there is no state to go on from")
+
+    def renew(self, workers: Workers) -> None:
+        """Go on as these."""
+        if isinstance(self.comm, MortalComm):
+            self.comm.close()
+        self.comm = workers.comm
+
+    def told(self) -> str:
+        """Who is gone, for messages."""
+        return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
+
+
+def pact(experiment: Experiment, workers: Workers, recorder: Recorder | None) -> Pact | None:
+    """What `--ft shrink` needs between several ranks; else None.
+
+    Args: recorder: None on ranks that do not keep the record.
+    """
+    control = workers.processes
+    if experiment.ft != "shrink" or not isinstance(control, MpiProcesses):
+        return None
+    assert isinstance(workers.comm, MortalComm)
+    return Pact(control, workers.comm, control.size, recorder)
+
+
+def check_fits(experiment: Experiment) -> None:
+    """Refuse what a rank's death would take away for good, and what has not been tried.
+
+    Raises:
+        UsageError: by field, with a way out.
+    """
+    for name, got, holds, instead in (
+        ("comm", experiment.comm, experiment.comm == "mpi", "XLA's collectives end with the first rank: --comm mpi"),
+        ("devices", experiment.devices, experiment.devices == 1, "it is between processes: leave --devices out"),
+        (
+            "rule.name",
+            experiment.rule.name,
+            experiment.rule.name == "gradients",
+            "easgd, asgd and gosgd outlive workers by themselves; of the others only gradients leaves nothing with one "
+            "worker alone: take it, or --ft end",
+        ),
+        (
+            "exchange.strategy",
+            experiment.exchange.strategy,
+            not (
+                compression.is_compressor(experiment.exchange.strategy)
+                or experiment.exchange.strategy.startswith("none")
+            ),
+            "what a dead worker owes, or has to itself, is gone: take another strategy, or --ft end",
+        ),
+        (
+            "exchange.overlap",
+            experiment.exchange.overlap,
+            experiment.exchange.overlap in ("auto", "off"),
+            "a step must end before the vote on it: take off, or --ft end",
+        ),
+        (
+            "batch_statistics",
+            experiment.batch_statistics,
+            experiment.batch_statistics != "synchronised",
+            "it has not been tried inside a backward pass: take averaged or local",
+        ),
+        (
+            "data.memory",
+            experiment.data.memory,
+            experiment.data.memory == "none",
+            "a dead worker's part of the data goes with its memory: take none, or --ft end",
+        ),
+        ("backend", jax.default_backend(), jax.default_backend() == "cpu", "it has been tried on CPUs only: --ft end"),
+    ):
+        check(holds, f"{name}: got {got} with --ft shrink; {instead}")
+
+
+def check_mpi(control: MpiProcesses) -> None:
+    """Refuse an MPI, or a way to start it, that ends a job with its first rank.
+
+    Raises:
+        UsageError: what it takes.
+    """
+    check(
+        survives_losses() and control.can_shrink(),
+        "ft: got shrink, but this MPI ends a job with its first rank; it takes Open MPI 5 or newer, mpi4py 4, and "
+        "mpirun --with-ft ulfm, which jaxmpi train -n N adds",
+    )
+    check(control.may_overlap, "ft: got shrink, but MPI gives MPI_THREAD_SERIALIZED; it takes MPI_THREAD_MULTIPLE")

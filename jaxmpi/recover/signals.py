@@ -1,0 +1,38 @@
+"""Signals that ask a run to save and leave."""
+
+import signal
+from types import FrameType
+
+from jaxmpi.runtime import failures, launchers
+
+
+class Notice:
+    """Requests to this process to save and leave: SIGTERM, SIGUSR1, Ctrl-C's SIGINT, and SIGHUP, unless under nohup."""
+
+    def __init__(self) -> None:
+        """Signals keep their meaning where Python cannot take them, which is outside the main thread."""
+        self.given = self.is_interrupt = False
+        try:
+            heard = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT}
+            for number in (signal.SIGHUP, signal.SIGINT):  # nohup, or a shell's job in the background
+                heard -= {number} if signal.getsignal(number) == signal.SIG_IGN else set()
+            self._before = {number: signal.signal(number, self._hear) for number in heard}
+        except ValueError:
+            self._before = {}
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.given:
+            return  # a terminal that goes says so twice, by its shell and by the kernel
+        if self.given:  # asked twice: at once
+            failures.write_error(f"jaxmpi: {failures.who()}: asked twice to leave: not saved\n")
+            failures.end_job(128 + number)
+        self.given, self.is_interrupt = True, number == signal.SIGINT
+        if self.is_interrupt and launchers.my_rank() == 0:
+            failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
+
+    def close(self) -> None:
+        """Give signals their meaning of before; the default one if a C library had taken them, of which Python is
+        told nothing that it could set again.
+        """
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

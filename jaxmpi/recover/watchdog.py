@@ -1,0 +1,252 @@
+"""A thread on every rank that sees when the job gets no further, and says who is late.
+
+Each rank tells two others what it is at, about once a second, over a communicator of its own: rank 0, which judges, and
+one on another host if there is one, which does where rank 0 has fallen silent. A job is stuck when no rank has got on
+for `stall_s`, or one has been silent for as long: one that waits while others work, as where workers do not keep step,
+is not.
+"""
+
+import faulthandler
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.mailbox import Post
+from jaxmpi.comm.polling import is_mpi_error, survives_losses
+from jaxmpi.config.schema import ON_STALL
+from jaxmpi.core.errors import lookup
+from jaxmpi.runtime import failures, spans
+
+BEAT_S = 1.0  # between two words of a rank; of more than RANKS ranks, less often
+RANKS = 500
+SILENT_BEATS = 3.5  # without a word: a rank that does not answer
+ANSWER_S = 2.5  # for stacks to come: they are asked for within a beat
+SHOWN = 16  # ranks told of one by one
+STACKS = 6  # of ranks shown: of late ones first
+STALLED = 1  # exit code: to start again may help
+
+
+@dataclass
+class Heard:
+    """What is known of a rank; seconds of `time.monotonic`."""
+
+    beat: dict[str, Any]
+    heard_s: float
+    moved_s: float  # when it got on last
+
+
+@dataclass
+class Watchdog:
+    """One rank's part."""
+
+    post: Post
+    rank: int
+    size: int
+    stall_s: float
+    on_stall: str = "abort"
+    out: TextIO = field(default_factory=lambda: sys.stderr)
+    known: dict[int, Heard] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
+    told_s: float | None = None  # when it last told of a stall that is not over
+    now_s: float = field(default_factory=time.monotonic)
+    judges: tuple[int, int] = (0, 1)  # ranks that are told
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two words."""
+        return min(BEAT_S * max(1.0, self.size / RANKS), self.stall_s / 4)
+
+    def turn(self, now_s: float) -> None:
+        """Tell, listen, judge; once a beat."""
+        self._allow_for_sleep(now_s - self.now_s)
+        self.now_s = now_s
+        beat = mine(self.rank)
+        for judge in self.judges:
+            if judge == self.rank:
+                self._hear(beat)
+            elif judge < self.size:
+                self.post.send(judge, beat)
+        self.listen()
+        if self.rank in self.judges:
+            self._judge()
+
+    def leave(self) -> None:
+        """This rank has come to its end."""
+        for judge in self.judges:
+            if judge != self.rank and judge < self.size:
+                self.post.send(judge, {"kind": "bye", "rank": self.rank})
+
+    def listen(self) -> None:
+        """Take what has come."""
+        for message in self.post.received():
+            if message["kind"] == "beat":
+                self._hear(message)
+            elif message["kind"] == "bye":
+                self.known.pop(message["rank"], None)
+            elif message["kind"] == "ask":
+                self.post.send(message["rank"], {"kind": "stacks", "rank": self.rank, "text": own_stacks()})
+            else:
+                self.stacks[message["rank"]] = message["text"]
+
+    def _allow_for_sleep(self, gap_s: float) -> None:
+        """Where this process was stopped itself, or its clock jumped, nobody else is late on that account."""
+        if gap_s > 10 * self.beat_s:
+            for heard in self.known.values():
+                heard.heard_s += gap_s
+                heard.moved_s += gap_s
+
+    def _hear(self, beat: dict[str, Any]) -> None:
+        before = self.known.get(beat["rank"])
+        has_moved = before is None or before.beat["count"] != beat["count"]
+        moved_s = self.now_s if before is None or has_moved else before.moved_s
+        self.known[beat["rank"]] = Heard(beat, self.now_s, moved_s)
+
+    def _is_silent(self, heard: Heard) -> bool:
+        return self.now_s - heard.heard_s > SILENT_BEATS * self.beat_s
+
+    def _judge(self) -> None:
+        first = self.known.get(0)
+        if self.rank != 0 and first and not self._is_silent(first):
+            return  # rank 0 is there to judge
+        idle_s = self.now_s - max((heard.moved_s for heard in self.known.values()), default=self.now_s)
+        silent_s = self.now_s - min((heard.heard_s for heard in self.known.values()), default=self.now_s)
+        answering = [heard for heard in self.known.values() if not self._is_silent(heard)]
+        patience = max((heard.beat["patience"] for heard in answering), default=1.0)
+        if idle_s < self.stall_s * patience + self.beat_s and silent_s < self.stall_s + self.beat_s:
+            if self.told_s is not None:
+                self._say(f"goes on, {self.now_s - self.told_s:.0f} s after that")
+                self.told_s = None
+        elif self.told_s is None:
+            self.told_s = self.now_s
+            late = self._tell(max(idle_s, silent_s))
+            if self.on_stall == "abort":
+                if len(late) < len(self.known) and self.rank not in late and failures.go_on_without(late):
+                    return self._say("killed; the others go on")
+                failures.end_job(STALLED)
+
+    def late(self) -> list[int]:
+        """Who keeps others waiting: who does not answer; else who has come least far; else who waits for no rank."""
+        silent = [rank for rank, heard in self.known.items() if self._is_silent(heard)]
+        least = min(heard.beat["count"] for heard in self.known.values())
+        behind = [rank for rank, heard in self.known.items() if heard.beat["count"] == least]
+        busy = [rank for rank in behind if not self.known[rank].beat["waits"]]
+        return sorted(silent or (behind if len(behind) < len(self.known) else busy) or behind)
+
+    def _tell(self, idle_s: float) -> list[int]:
+        """Name those who are late."""
+        late = self.late()
+        order = [*late, *sorted(set(self.known) - set(late))]
+        names = ", ".join(f"rank {rank} on {self.known[rank].beat['host']}" for rank in late[:SHOWN])
+        self._say(f"no progress for {idle_s:.0f} s; late: {names}{' ...' * (len(late) > SHOWN)}")
+        for rank in order[:SHOWN]:
+            self._print(self._described(self.known[rank]))
+        asked = [rank for rank in order if not self._is_silent(self.known[rank])][:STACKS]
+        self._ask(asked)
+        for rank in asked:
+            if rank in self.stacks:
+                self._print(f"stacks of rank {rank}:\n{self.stacks.pop(rank)}")
+        self._say(f"on_stall {self.on_stall}: {ON_STALL[self.on_stall]}")
+        return late
+
+    def _described(self, heard: Heard) -> str:
+        beat = heard.beat
+        at = f"{beat['phase']}, {', '.join(beat['open']) or 'computes'}"
+        since_s = self.now_s - heard.moved_s
+        if self._is_silent(heard):
+            silent_s = self.now_s - heard.heard_s
+            return f"  rank {beat['rank']} on {beat['host']} does not answer, for {silent_s:.0f} s; last in {at}"
+        return f"  rank {beat['rank']} on {beat['host']}: {at}, for {since_s:.0f} s"
+
+    def _ask(self, ranks: list[int]) -> None:
+        """Let ranks send their stacks; this one's are here."""
+        for rank in ranks:
+            if rank == self.rank:
+                self.stacks[rank] = own_stacks()
+            else:
+                self.post.send(rank, {"kind": "ask", "rank": self.rank})
+        deadline = time.monotonic() + ANSWER_S
+        while set(ranks) - set(self.stacks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self.listen()
+
+    def _say(self, text: str) -> None:
+        self._print(f"jaxmpi: watchdog of {failures.who()}: {text}")
+
+    def _print(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+
+def mine(rank: int) -> dict[str, Any]:
+    """What this rank tells: its phase and step, and what it waits for."""
+    at, open_spans = failures.at(), spans.under_way()
+    waits = [span.name for span in open_spans if span.track == "wait"]
+    opened = [f"{'waits for ' * (s.track in ('wait', 'data'))}{s.name}" for s in open_spans]
+    return {
+        "kind": "beat",
+        "rank": rank,
+        "host": socket.gethostname(),
+        "phase": at.phase,
+        "count": at.count,
+        "patience": at.patience,
+        "waits": waits,
+        "open": opened,
+    }
+
+
+def own_stacks() -> str:
+    """Where every thread of this process is."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
+    """Rank 0 and the first rank on another host, for a host that hangs takes all its ranks with it; else rank 1."""
+    return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
+
+
+@contextmanager
+def watching(processes: Processes, stall_s: float, on_stall: str, is_mortal: bool = False) -> Iterator[str]:
+    """Watch while this lasts; gives why it does not, empty where it does. All ranks come here together.
+
+    Args:
+        is_mortal: those that live come here again when a rank has died; until then nobody watches.
+
+    Raises:
+        UsageError: `on_stall` is none of ON_STALL.
+    """
+    lookup(ON_STALL, on_stall, "on_stall")
+    if not stall_s:
+        yield "watchdog off: as asked"
+    elif isinstance(processes, MpiProcesses) and not processes.may_overlap:
+        yield "watchdog off: MPI gives MPI_THREAD_SERIALIZED, and a thread of its own needs MPI_THREAD_MULTIPLE"
+    elif survives_losses() and not is_mortal:
+        yield "watchdog off: this job goes on without ranks that die"
+    else:
+        dog, ended = Watchdog(processes.post(), processes.rank, processes.size, stall_s, on_stall), threading.Event()
+        dog.judges = judges_of(processes.hosts if isinstance(processes, MpiProcesses) else [0])
+        thread = threading.Thread(target=_run, args=(dog, ended), name="jaxmpi watchdog", daemon=True)
+        thread.start()
+        try:
+            yield ""
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _run(dog: Watchdog, ended: threading.Event) -> None:
+    try:
+        while not ended.wait(dog.beat_s):
+            dog.turn(time.monotonic())
+        dog.leave()
+    except Exception as error:
+        if not (survives_losses() and is_mpi_error(error)):
+            raise

@@ -1,0 +1,119 @@
+"""The contract of a rule: when workers talk, and about what."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from jaxmpi.core.pytrees import PyTree
+
+
+class Exchange(NamedTuple):
+    """`exchange` with its strategy and workers chosen."""
+
+    mean: Callable[[PyTree], PyTree]
+    sum: Callable[[PyTree], PyTree]
+    jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
+    gradients: optax.GradientTransformation | None = None  # a mean of gradients with a state, instead of `mean`
+
+
+@dataclass
+class Mute:
+    """A switch that leaves exchanges out, for steps that are timed and thrown away."""
+
+    is_on: bool = False
+
+    def of(self, exchange: Exchange) -> Exchange:
+        """The exchange, of which means and sums are the worker's own while the switch is on."""
+
+        def unless_on(share: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+            return lambda tree: tree if self.is_on else share(tree)
+
+        own = exchange.gradients
+        if own is not None:
+            given = own.update
+
+            def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+                return (updates, state) if self.is_on else given(updates, state, params)
+
+            own = optax.GradientTransformation(own.init, update)
+        return exchange._replace(mean=unless_on(exchange.mean), sum=unless_on(exchange.sum), gradients=own)
+
+    def during(self, step: Callable) -> Callable:
+        """The step with the switch on."""
+
+        def quiet(*args: PyTree) -> Any:
+            self.is_on = True
+            try:
+                return step(*args)
+            finally:
+                self.is_on = False
+
+        return quiet
+
+
+class Rule(NamedTuple):
+    """Two pure functions. A rule returns params, not updates: p + (mean - p) would not be exact.
+
+    `init(params) -> state`; `update(grads, state, params) -> (params, state)`, where grads are this worker's.
+    Called outside jit, `update` runs the jitted pieces it is made of one by one.
+
+    A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
+    `measured` is an `update` that gives |g|^2 as well, f32[], g the mean gradient: for the noise scale.
+    `distance(state) -> f32[]` is the L2 of this worker from the mean or center at the last meeting.
+    `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+    state_is_replicated: bool  # whether all workers hold the same state
+    eval_params: Callable[[PyTree, PyTree], PyTree] | None = None
+    params_are_replicated: bool = True  # whether all workers hold the same params after each step
+    measured: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]] | None = None
+    asynchronous: "Asynchronous | None" = None
+    distance: Callable[[PyTree], Any] | None = None
+
+
+class Asynchronous(NamedTuple):
+    """How a worker meets a center, in NumPy on f32[n]: `sent` and `seen` are what travelled, as both ends know it.
+
+    `outward(params, state)` is the tree that travels, `inward(tree, state)` the params for what came of it.
+    """
+
+    send: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (w, base) -> what the worker sends
+    serve: Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # (center, sent, seen): changes the center in place
+    meet: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    # meet: (w, base, sent, seen) -> (w, base), the worker's after the exchange
+    is_gossip: bool = False  # workers meet each other, not a center
+    starts_at_center: bool = False  # where a run is resumed
+    outward: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
+    inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
+
+
+def l2(tree: PyTree) -> jax.Array:
+    """The root of the sum of squares of all entries, f32[]."""
+    return jnp.sqrt(sum((jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)), jnp.zeros(())))
+
+
+def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
+    """`then(*operands)` where it is due, else the operands as they are; inside jit both are compiled."""
+    if isinstance(is_due, Tracer):
+        return jax.lax.cond(is_due, then, lambda *same: same, *operands)
+    return then(*operands) if is_due else operands
+
+
+def descend(
+    tx: optax.GradientTransformation, jit: Callable[..., Callable]
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """One optimizer step, jitted: (grads, state, params) -> (params, state); state and params are donated."""
+
+    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jit(step, donate_argnums=(1, 2))

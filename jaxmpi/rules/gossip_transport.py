@@ -1,0 +1,148 @@
+"""Transport of gossip between workers: pushes that nobody waits for. Blot et al. 2016."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.allreduce import host_algorithms
+from jaxmpi.allreduce.comm_thread import TIMEOUT_S
+from jaxmpi.comm.polling import is_loss
+from jaxmpi.core import scheduling
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.rules.parameter_server_transport import Outbox, Pauses
+from jaxmpi.runtime import failures
+
+PUSHED, ENDED = range(2)
+MOST = 2  # parcels of one worker that another may have yet to take: more would fill the memory of either
+
+
+class Parcel(NamedTuple):
+    """Params on their way from one worker to another."""
+
+    share: float
+    body: np.ndarray  # u8[..], as the wire has it
+
+
+class Coming(NamedTuple):
+    """A parcel whose parts are expected."""
+
+    parcel: Parcel
+    requests: list[Any]
+
+
+class Gossiper:
+    """A thread that carries parcels, so that they travel while this rank computes."""
+
+    def __init__(self, mpi: Any, worker: int, workers: int, body_bytes: int) -> None:
+        """Start it on a communicator of its own; all workers come here."""
+        self.mpi, self.body_bytes = mpi, body_bytes
+        self.arrived: deque[Parcel] = deque()  # for the main thread to take
+        self.ended: set[int] = set()  # who will send no more
+        self.gone: set[int] = set()
+        self._peers = [peer for peer in range(workers) if peer != worker]
+        self._to_send: deque[tuple[int, Parcel | None]] = deque()
+        self._outboxes = {peer: Outbox(mpi) for peer in self._peers}
+        self._pushed, self._begun, self._out = (dict.fromkeys(self._peers, 0) for _ in range(3))  # parcels so far
+        self._is_ending = False
+        self._heads = {peer: self._expect(peer) for peer in self._peers}
+        self._coming: dict[int, Coming] = {}
+        self._thread = threading.Thread(target=self._run, name="jaxmpi gossip", daemon=True)
+        self._thread.start()
+
+    def push(self, to: int, share: float, body: np.ndarray) -> None:
+        """Have params carried to another worker; u8[body_bytes] must not change any more."""
+        self._pushed[to] += 1
+        self._to_send.append((to, Parcel(share, body)))
+
+    def shut(self) -> frozenset[int]:
+        """Workers to push nothing to: they are gone, or have not taken what was pushed to them before."""
+        return frozenset(peer for peer in self._peers if self._pushed[peer] - self._out[peer] >= MOST) | self.gone
+
+    def end(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
+        """Push no more, and wait for what the others have pushed; it is in `arrived` then.
+
+        Args:
+            meanwhile: called ten times a second or so: another may be evaluating, or slow.
+        """
+        self._to_send.extend((peer, None) for peer in self._peers)
+        limit_s = TIMEOUT_S * failures.LONG
+        deadline = time.monotonic() + limit_s
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            meanwhile()
+            if time.monotonic() > deadline:
+                late = sorted(set(self._peers) - self.ended - self.gone)
+                raise TrainingError(f"ranks {late} have not ended their gossip for {limit_s:.0f} s")
+
+    def _run(self) -> None:
+        scheduling.take_short_turns()
+        pauses = Pauses()
+        while not (self._is_ending and self.ended | self.gone >= set(self._peers) and self._all_out()):
+            moved = bool(self._to_send)
+            while self._to_send:
+                self._is_ending |= self._send(*self._to_send.popleft())
+            moved |= any([self._look(peer) for peer in self._peers if peer not in self.gone | self.ended])
+            self._all_out()
+            pauses.after(moved)
+
+    def _all_out(self) -> bool:
+        """Look whether all is out, to whomever."""
+        out = [peer for peer, outbox in self._outboxes.items() if outbox.is_empty()]
+        self._out |= {peer: self._begun[peer] for peer in out}
+        return len(out) == len(self._peers)
+
+    def _send(self, to: int, parcel: Parcel | None) -> bool:
+        """Begin to send; whether it is the end."""
+        share = parcel.share if parcel else 0.0
+        messages = [np.array([PUSHED if parcel else ENDED, share], np.float64).view(np.uint8)]
+        messages += host_algorithms.cut(parcel.body) if parcel else []
+        for message in messages if to not in self.gone else []:
+            self._guarded(to, lambda message=message: self._outboxes[to].send(message, to))
+        self._begun[to] += parcel is not None
+        return parcel is None
+
+    def _expect(self, peer: int) -> tuple[Any, np.ndarray]:
+        head = np.empty(2)
+        return self.mpi.Irecv(head, peer), head
+
+    def _look(self, peer: int) -> bool:
+        """Look at what comes from a peer: the head of a parcel, then its parts."""
+        coming = self._coming.get(peer)
+        if coming is None and len(self.arrived) >= MOST * len(self._peers) and not self._is_ending:
+            return False  # until the main thread has taken some; at the end it waits for all
+        if coming is None:
+            return bool(self._guarded(peer, lambda: self._head(peer)))
+        self._guarded(peer, lambda: host_algorithms.some_are_complete(coming.requests))
+        if any(coming.requests) or peer in self.gone:
+            return False
+        self.arrived.append(coming.parcel)
+        del self._coming[peer]
+        self._guarded(peer, lambda: self._heads.update({peer: self._expect(peer)}))
+        return True
+
+    def _head(self, peer: int) -> bool:
+        request, head = self._heads[peer]
+        if not request.Test():
+            return False
+        if head[0] == ENDED:
+            self.ended.add(peer)
+            return True
+        parcel = Parcel(float(head[1]), np.empty(self.body_bytes, np.uint8))
+        parts = [self.mpi.Irecv(part, peer) for part in host_algorithms.cut(parcel.body)]
+        self._coming[peer] = Coming(parcel, parts)
+        return True
+
+    def _guarded(self, peer: int, act: Callable[[], Any]) -> Any:
+        """What an act gives; nothing where it shows that the peer is gone."""
+        try:
+            return act()
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            self.gone.add(peer)
+            self._coming.pop(peer, None)
+            return None

@@ -1,0 +1,395 @@
+"""The center of asynchronous rules, and a worker's talk with it: the protocol as pure functions of messages, no MPI.
+
+The center is f32[n], cut into shards, one a server, and these into segments, one a message. A worker sends all segments
+one after another and is answered segment by segment, each as it was before the server used what came. So a link is
+busy both ways, nobody waits for another worker, and both ends know the same old pair. What a worker has to say beside
+goes into a report to server 0, which keeps the books, and answers with what all have done so far.
+
+    worker -> server   i64[2] (kind, number), then the segment as its wire has it, or the report, f64
+    server -> worker   the segment before, or the books, f64, or all workers' times; in the order of its messages
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.allreduce.host_algorithms import MESSAGE_BYTES
+from jaxmpi.allreduce.host_wires import HOST_WIRES, HostWire
+from jaxmpi.allreduce.wires import BLOCK
+
+PUSH, READ, REPORT, TIMES, END, LEAVE = range(6)  # kinds of messages; LEAVE ends a run that is to be resumed
+HEADER_BYTES = 16
+PIECES = 64  # a shard is cut into so many segments at least, for then the answer trails by little
+LEAST = 64 * BLOCK  # floats of a segment: shorter ones cost more in looks for messages than they save
+WINDOW = 8  # messages to one server that may be unanswered
+LONGEST = 16  # staleness beyond which exchanges are counted together
+Serve = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+
+
+class Layout(NamedTuple):
+    """How f32[n] is cut for servers and messages; the same on all ranks."""
+
+    n: int
+    servers: int
+    wire: str
+
+    def bounds(self, server: int) -> tuple[int, int]:
+        """The shard of a server, [begin, end)."""
+        return self.n * server // self.servers, self.n * (server + 1) // self.servers
+
+    def width(self) -> int:
+        """Floats of a segment: whole blocks of the wire, and a message at most."""
+        most = (MESSAGE_BYTES - HEADER_BYTES) // self.host_wire().size_bytes(BLOCK) * BLOCK
+        piece = -(-self.n // (self.servers * PIECES * BLOCK)) * BLOCK
+        return min(most, max(LEAST, piece))
+
+    def segments(self, server: int) -> list[tuple[int, int]]:
+        """[begin, end) of each, in the shard of a server."""
+        begin, end = self.bounds(server)
+        return [(at, min(at + self.width(), end)) for at in range(begin, end, self.width())]
+
+    def host_wire(self) -> HostWire:
+        """What turns floats into bytes."""
+        return HOST_WIRES[self.wire]
+
+    def message_bytes(self) -> int:
+        """Of the longest message either way."""
+        report_bytes = 8 * REPORT_FLOATS
+        return HEADER_BYTES + max(self.host_wire().size_bytes(self.width()), report_bytes)
+
+
+# ---------------------------------------------------------------- the books
+
+
+class Tally(NamedTuple):
+    """What workers have done, in numbers that add up."""
+
+    steps: float = 0.0
+    examples: float = 0.0
+    loss: float = 0.0  # summed over the examples
+    skipped: float = 0.0  # corrupt examples
+    wait_s: float = 0.0  # for batches
+    exchanges: float = 0.0
+    exchange_s: float = 0.0
+    sent_bytes: float = 0.0  # by workers, which get as many back
+    distance: float = 0.0  # L2, of a worker from what it met, summed over exchanges
+    square: float = 0.0  # of the norms of gradients, summed over steps
+
+    def plus(self, other: Sequence[float]) -> "Tally":
+        """The sum."""
+        return Tally(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Spent(NamedTuple):
+    """Where a worker's time went, in seconds; parts as in `step_timing.PARTS`."""
+
+    steps: float = 0.0
+    data: float = 0.0
+    transfer: float = 0.0
+    compute: float = 0.0
+    exchange: float = 0.0  # params on their way to others and back, and what is made of them
+    sync: float = 0.0  # waits for the answer to a report: long where the worker is too far ahead of the slowest
+    other: float = 0.0
+    gone: float = 0.0  # 1: the worker is gone, and made these steps before
+
+    def plus(self, other: Sequence[float]) -> "Spent":
+        """The sum."""
+        return Spent(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Report(NamedTuple):
+    """What a worker says to the books, beside a tally of what is new and where the time went."""
+
+    clock: float  # its steps in this job
+    saved: float  # the number of the last checkpoint that it has written its part of
+    is_done: float = 0.0  # it has made its last exchange
+    save: float = 0.0  # worker 0 only: the checkpoint that all are to write
+    leave: float = 0.0  # the run is to stop before its end
+    closing: float = 0.0  # worker 0 only: all is over
+
+
+class Books(NamedTuple):
+    """What a worker hears."""
+
+    stop: float  # 1: enough examples have been seen; 2: the run is to be left and resumed later
+    save: float  # the checkpoint that all are to write
+    closing: float  # 1: all is over; 2: worker 0 is gone, which keeps the record
+    saved: float  # workers that have written their part of it
+    alive: float
+    done: float  # workers that have made their last exchange
+
+
+class Answer(NamedTuple):
+    """An answer to a report."""
+
+    books: Books
+    tally: Tally  # of all workers
+    staleness: tuple[float, ...]  # exchanges by how many others came between, [LONGEST + 1]
+
+
+ANSWER_FLOATS = len(Books._fields) + len(Tally._fields) + LONGEST + 1
+REPORT_FLOATS = len(Report._fields) + len(Tally._fields) + len(Spent._fields)
+
+
+class Ledger:
+    """Server 0's books: who has done what; when to stop, to wait, to save."""
+
+    def __init__(self, workers: int, target: float, bound: int, tally: Tally | None = None) -> None:
+        """Open the books.
+
+        Args:
+            target: examples of all workers after which they stop.
+            bound: steps that a worker may be ahead of the slowest before its report is not answered; 0: none.
+            tally: of the parts of the run before.
+        """
+        self.workers, self.target, self.bound, self.tally = workers, target, bound, tally or Tally()
+        self.reports = {worker: Report(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
+        self.absent = set(range(workers))  # who has not said a first word: nobody is answered before all have
+        self.told: set[int] = set()  # who has heard that all is over
+        self.staleness = Counter[int]()
+        self.spent = np.zeros((workers, len(Spent._fields)))
+        self._exchanges, self._last = 0, dict[int, int]()
+        self._held: set[int] = set()
+        self.save = self.closing = self.leaving = self.stop = 0.0
+
+    def exchange_begins(self, worker: int) -> None:
+        """Count how many exchanges of others came since this worker's last."""
+        if worker in self._last:  # the first is not late for anything
+            self.staleness[min(self._exchanges - self._last[worker], LONGEST)] += 1
+        self._exchanges += 1
+        self._last[worker] = self._exchanges
+
+    def report(self, worker: int, report: Report, tally: Sequence[float], spent: Sequence[float] = Spent()) -> None:
+        """Note what a worker says; its answer is due as soon as `answers` gives it."""
+        self.absent.discard(worker)
+        self.tally = self.tally.plus(tally)
+        self.spent[worker] += spent
+        self.reports[worker] = report
+        self.leaving = max(self.leaving, report.leave)
+        if worker == 0:
+            self.save, self.closing = max(self.save, report.save), max(self.closing, report.closing)
+        self._held.add(worker)
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone: nobody waits for it any more; what it has exchanged counts."""
+        self.reports.pop(worker, None)
+        self.absent.discard(worker)
+        self._held.discard(worker)
+        self.spent[worker, Spent._fields.index("gone")] = 1.0
+        if worker == 0:
+            self.closing = 2.0
+
+    def answers(self) -> Iterator[tuple[int, Answer]]:
+        """Answers that can be given now; none before all workers that live have come, so that they begin together."""
+        if self.absent and not self.closing:
+            return
+        at_work = [report.clock for report in self.reports.values() if not report.is_done]
+        slowest = min(at_work, default=float("inf"))
+        for worker in sorted(self._held):
+            report = self.reports[worker]
+            is_ahead = self.bound and not report.is_done and report.clock > slowest + self.bound
+            if not is_ahead or self.closing:
+                self._held.discard(worker)
+                self.told |= {worker} if self.closing else set()
+                yield worker, self.answer()
+
+    def answer(self) -> Answer:
+        """How things stand."""
+        reports = self.reports.values()
+        saved = sum(report.saved >= self.save for report in reports)
+        done = sum(report.is_done for report in reports)
+        # The first reason holds, so that all leave with the same exit code.
+        self.stop = self.stop or float(self.tally.examples >= self.target) or 2.0 * self.leaving
+        books = Books(self.stop, self.save, self.closing, saved, len(reports), done)
+        return Answer(books, self.tally, tuple(float(self.staleness[late]) for late in range(LONGEST + 1)))
+
+    def awaited(self) -> set[int]:
+        """Workers that are to say something next: none that is held back, or gone."""
+        return set(self.reports) - self._held - self.told
+
+    def is_over(self) -> bool:
+        """Whether everybody has heard the end."""
+        return bool(self.closing) and self.told >= set(self.reports)
+
+
+# ---------------------------------------------------------------- a server
+
+
+class Server:
+    """One shard of the center; server 0 has the books too. A function of the messages that come, in their order."""
+
+    def __init__(self, layout: Layout, number: int, center: np.ndarray, serve: Serve, ledger: Ledger | None) -> None:
+        """Take the shard.
+
+        Args:
+            center: f32[of the shard], changed in place.
+            serve: the rule's.
+            ledger: server 0's.
+        """
+        begin, _ = layout.bounds(number)
+        self.segments = [(a - begin, b - begin) for a, b in layout.segments(number)]
+        self.layout, self.center, self.serve, self.ledger = layout, center, serve, ledger
+        self.out: dict[int, deque[np.ndarray]] = {}  # by worker: answers not yet sent
+        self.is_closed = self.is_left = False
+
+    def take(self, worker: int, message: np.ndarray) -> None:
+        """A message u8[..] of a worker; what is to be answered, to whomever, goes to `out`."""
+        kind, number = message[:HEADER_BYTES].view(np.int64).tolist()
+        body = message[HEADER_BYTES:]
+        if kind in (END, LEAVE):
+            self.is_closed, self.is_left = True, kind == LEAVE
+            self.out.setdefault(worker, deque()).append(np.empty(0, np.uint8))
+        elif kind == REPORT:
+            self._report(worker, body)
+        elif kind == TIMES:
+            assert self.ledger is not None
+            self.out.setdefault(worker, deque()).append(self.ledger.spent.reshape(-1).view(np.uint8).copy())
+        else:
+            self._segment(worker, kind, number, body)
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone."""
+        self.out.pop(worker, None)
+        if self.ledger:
+            self.is_closed |= worker == 0  # nobody else would say so; the others hear it from the books
+            self.ledger.lose(worker)
+            self._answer()
+
+    def excuse(self, workers: Iterable[int]) -> None:
+        """Let the others begin without workers that are late, and that may come yet."""
+        if self.ledger:
+            self.ledger.absent -= set(workers)
+            self._answer()
+
+    def is_over(self) -> bool:
+        """Whether no worker will come any more and all answers are out of the house."""
+        has_ended = self.is_closed and (self.ledger is None or self.ledger.is_over())
+        return has_ended and not any(self.out.values())
+
+    def _segment(self, worker: int, kind: int, number: int, body: np.ndarray) -> None:
+        begin, end = self.segments[number]
+        wire, part = self.layout.host_wire(), self.center[begin:end]
+        before = wire.encode(part)
+        before = before.copy() if wire.is_exact else before  # a view, else
+        if kind == PUSH:
+            if number == 0 and self.ledger:
+                self.ledger.exchange_begins(worker)
+            self.serve(part, wire.decode(body[: wire.size_bytes(end - begin)]), wire.decode(before))
+        self.out.setdefault(worker, deque()).append(before)
+
+    def _report(self, worker: int, body: np.ndarray) -> None:
+        assert self.ledger is not None
+        values = body[: 8 * REPORT_FLOATS].view(np.float64).tolist()
+        cut, end = len(Report._fields), len(Report._fields) + len(Tally._fields)
+        self.ledger.report(worker, Report(*values[:cut]), values[cut:end], values[end:])
+        self._answer()
+
+    def _answer(self) -> None:
+        assert self.ledger is not None
+        for worker, answer in self.ledger.answers():
+            numbers = np.array([*answer.books, *answer.tally, *answer.staleness], np.float64)
+            self.out.setdefault(worker, deque()).append(numbers.view(np.uint8))
+
+
+# ---------------------------------------------------------------- a worker
+
+
+class Sending(NamedTuple):
+    """A message, and how long its answer will be."""
+
+    server: int
+    message: np.ndarray  # u8[..]
+    answer_bytes: int
+
+
+class Talk:
+    """A worker's conversation with all servers: what to send next, given what has been answered."""
+
+    def __init__(
+        self, layout: Layout, kind: int, vector: np.ndarray | None, report: Sequence[float] | None, workers: int = 0
+    ) -> None:
+        """Begin one.
+
+        Args:
+            kind: PUSH or READ; with neither vector nor report: TIMES asks for those of all workers, END lets servers
+                go.
+            vector: f32[n] to push; only its shape counts where the center is read; None: a report only.
+            report: the numbers of a Report, a Tally and a Spent, for server 0; the last thing said to it.
+            workers: of the job, where their times are asked for.
+        """
+        self.layout, self._wire = layout, layout.host_wire()
+        nothing = np.empty(0, np.float32)
+        self.seen = nothing if vector is None else np.empty(layout.n, np.float32)
+        self.sent = nothing if vector is None else vector if self._wire.is_exact else np.empty_like(vector)
+        self.answer: Answer | None = None
+        self.times = np.zeros((workers, len(Spent._fields)))  # what was asked for
+        self.sent_bytes = 0
+        self._todo = [deque(self._messages(server, kind, vector, report)) for server in range(layout.servers)]
+        self._open: list[deque[Any]] = [deque() for _ in range(layout.servers)]
+
+    def ready(self) -> Iterator[Sending]:
+        """Messages that may be sent now; the caller sends them all, in order."""
+        for server, (todo, open_) in enumerate(zip(self._todo, self._open, strict=True)):
+            while todo and len(open_) < WINDOW:
+                make, where, answer_bytes = todo.popleft()
+                message = make()
+                self.sent_bytes += message.size
+                open_.append(where)
+                yield Sending(server, message, answer_bytes)
+
+    def take(self, server: int, answer: np.ndarray) -> None:
+        """The answer u8[..] to the oldest message to a server that has none."""
+        where = self._open[server].popleft()
+        if where == REPORT:
+            self.answer = unpacked(answer)
+        elif where == TIMES:
+            self.times = answer.view(np.float64).reshape(self.times.shape)
+        elif where != END:
+            self.seen[slice(*where)] = self._wire.decode(answer)
+
+    def waiting_for(self) -> list[int]:
+        """Servers that owe answers."""
+        return [server for server, open_ in enumerate(self._open) if open_]
+
+    def lacks_only_books(self) -> bool:
+        """Whether all has been said, and nothing but the answer to the report is missing."""
+        return not any(self._todo) and [where for open_ in self._open for where in open_] == [REPORT]
+
+    def is_over(self) -> bool:
+        """Whether everything is said and answered."""
+        return not any(self._todo) and not any(self._open)
+
+    def _messages(self, server: int, kind: int, vector: np.ndarray | None, report: Any) -> Iterator[tuple]:
+        if vector is not None:
+            for number, (begin, end) in enumerate(self.layout.segments(server)):
+                make = lambda number=number, begin=begin, end=end: self._segment(kind, number, vector, begin, end)  # noqa: E731
+                yield make, (begin, end), self._wire.size_bytes(end - begin)
+        if server == 0 and report is not None:
+            numbers = np.array(report, np.float64).view(np.uint8)
+            yield lambda: packed(REPORT, 0, numbers), REPORT, 8 * ANSWER_FLOATS
+        if server == 0 and kind == TIMES:
+            yield lambda: packed(TIMES, 0, np.empty(0, np.uint8)), TIMES, self.times.nbytes
+        if kind in (END, LEAVE):
+            yield lambda: packed(kind, 0, np.empty(0, np.uint8)), END, 0
+
+    def _segment(self, kind: int, number: int, vector: np.ndarray, begin: int, end: int) -> np.ndarray:
+        if kind == READ:
+            return packed(READ, number, np.empty(0, np.uint8))
+        body = self._wire.encode(vector[begin:end])
+        if self.sent is not vector:
+            self.sent[begin:end] = self._wire.decode(body)  # what the server will know
+        return packed(kind, number, body)
+
+
+def packed(kind: int, number: int, body: np.ndarray) -> np.ndarray:
+    """A message, u8[..]."""
+    return np.concatenate([np.array([kind, number], np.int64).view(np.uint8), body])
+
+
+def unpacked(answer: np.ndarray) -> Answer:
+    """An answer to a report out of u8[..]."""
+    numbers = answer.view(np.float64).tolist()
+    books, rest = numbers[: len(Books._fields)], numbers[len(Books._fields) :]
+    return Answer(Books(*books), Tally(*rest[: len(Tally._fields)]), tuple(rest[len(Tally._fields) :]))

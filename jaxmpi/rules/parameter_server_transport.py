@@ -1,0 +1,236 @@
+"""Messages of asynchronous rules over MPI: between workers and the center, and between workers that gossip.
+
+All sends and receives are non-blocking and polled, and every receive names its sender. So whoever comes is served, a
+rank that dies is known by its own messages, and no two can wait for each other. A server that is a thread of a worker's
+process shares the communicator with that worker, so messages and answers have tags of their own.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.allreduce.comm_thread import TIMEOUT_S
+from jaxmpi.comm.polling import is_loss
+from jaxmpi.core import scheduling
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.rules.parameter_server import WINDOW, Server, Talk
+from jaxmpi.runtime import failures
+
+HURRY_S, CALM_S, IDLE_S = 0.0003, 0.002, 0.005  # between looks: something has just come; for a while nothing has
+SOON_S, LATER_S = 0.02, 0.5  # how long that while is
+LOOK_S = 0.5  # between two looks at who has fallen silent
+SAID, ANSWERED = range(2)  # tags: to a server or a peer; from a server
+
+
+class Pauses:
+    """Sleeps between looks, longer where nothing has come for a while."""
+
+    def __init__(self) -> None:
+        """Begin in a hurry."""
+        self.moved_s = time.monotonic()
+
+    def after(self, moved: bool) -> None:
+        """Sleep, unless a look has found something."""
+        now = time.monotonic()
+        if moved:
+            self.moved_s = now
+            return
+        quiet_s = now - self.moved_s
+        time.sleep(HURRY_S if quiet_s < SOON_S else CALM_S if quiet_s < LATER_S else IDLE_S)
+
+
+class Outbox:
+    """Messages on their way; their memory is kept until they are out."""
+
+    def __init__(self, mpi: Any, tag: int = SAID) -> None:
+        """Send on one communicator, with one tag."""
+        self.mpi, self.tag, self._under_way = mpi, tag, deque[tuple[Any, np.ndarray]]()
+
+    def send(self, message: np.ndarray, to: int) -> None:
+        """Begin to send u8[..]; it must not change any more."""
+        self._under_way.append((self.mpi.Isend(message, to, self.tag), message))
+
+    def is_empty(self) -> bool:
+        """Look whether all is out."""
+        for _ in range(len(self._under_way)):
+            request, message = self._under_way.popleft()
+            if not is_complete(request):
+                self._under_way.append((request, message))
+        return not self._under_way
+
+
+def is_complete(request: Any) -> bool:
+    """Whether a send is over; one to a rank that is gone is."""
+    try:
+        return request.Test()
+    except Exception as error:
+        if not is_loss(error):
+            raise
+        return True
+
+
+# ---------------------------------------------------------------- at a server
+
+
+class Counter:
+    """Where a server's workers are served: in the main thread of its rank, or in one beside a worker.
+
+    A round takes one message of each worker that has sent any, and rounds begin with another worker each time. A worker
+    of this process could call the server instead, and sends messages over MPI as the others do. So a worker's share of
+    the service depends neither on its number nor on its way to the server.
+    """
+
+    def __init__(self, mpi: Any, server: Server, workers: Sequence[int], message_bytes: int) -> None:
+        """Open for workers, of this rank or others.
+
+        Args:
+            workers: their ranks, which are their numbers.
+            message_bytes: of the longest message.
+        """
+        self.mpi, self.server = mpi, server
+        self._outbox, self._message_bytes = Outbox(mpi, ANSWERED), message_bytes
+        self._coming = {worker: deque(self._expect(worker) for _ in range(WINDOW + 1)) for worker in workers}
+        self._first = itertools.count()  # of a round
+        self.lost: list[int] = []
+        self.heard_s: dict[int, float] = {}  # by worker: when it last said or was told something
+
+    def run(self, look: Callable[[], None] = lambda: None) -> None:
+        """Serve until all is over.
+
+        Args:
+            look: called about once a second.
+        """
+        scheduling.take_short_turns()
+        pauses = Pauses()
+        with np.errstate(all="ignore"):  # NaN and infinity pass through; workers look for them
+            looked_s = time.monotonic()
+            while not (self.server.is_over() and self._outbox.is_empty()):
+                pauses.after(self.poll())
+                if time.monotonic() - looked_s > LOOK_S:
+                    looked_s = time.monotonic()
+                    look()
+
+    def silent_s(self) -> dict[int, float]:
+        """Of server 0: for how long each worker has said nothing, but for those that wait for a word themselves."""
+        now_s, ledger = time.monotonic(), self.server.ledger
+        awaited = {worker for worker in (ledger.awaited() if ledger else ()) if not self.server.out.get(worker)}
+        return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
+
+    def poll(self) -> bool:
+        """A round; False where nothing has come."""
+        workers = sorted(self._coming)
+        first = next(self._first) % max(len(workers), 1)
+        moved = any([self._look(worker) for worker in workers[first:] + workers[:first]])
+        for worker, answers in list(self.server.out.items()):
+            while answers and worker in self._coming:
+                self.heard_s[worker] = time.monotonic()
+                self._guarded(worker, partial(self._outbox.send, answers.popleft(), worker))
+                moved = True
+        self._outbox.is_empty()
+        return moved
+
+    def _expect(self, worker: int) -> tuple[Any, np.ndarray]:
+        message = np.empty(self._message_bytes, np.uint8)
+        return self.mpi.Irecv(message, worker, SAID), message
+
+    def _look(self, worker: int) -> bool:
+        """Take the oldest message of a worker; False where there is none."""
+        coming = self._coming[worker]
+        if not self._guarded(worker, lambda: coming[0][0].Test()):
+            return False
+        message = coming.popleft()[1]
+        self._guarded(worker, lambda: coming.append(self._expect(worker)))
+        self.heard_s[worker] = time.monotonic()
+        self.server.take(worker, message)
+        return True
+
+    def _guarded(self, worker: int, act: Callable[[], Any]) -> Any:
+        """What an act gives; nothing where it shows that the worker is gone."""
+        if worker not in self._coming:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            del self._coming[worker]
+            self.lost.append(worker)
+            self.server.lose(worker)
+            # Nobody is left to say so; where there are books, these know the end.
+            self.server.is_closed |= not (self._coming or self.server.ledger)
+            return None
+
+
+# ---------------------------------------------------------------- at a worker
+
+
+class Line:
+    """A worker's way to one server, on this rank or another."""
+
+    def __init__(self, mpi: Any, server_rank: int) -> None:
+        """Use the server's communicator."""
+        self.mpi, self.rank, self._outbox = mpi, server_rank, Outbox(mpi)
+        self._coming: deque[tuple[Any, np.ndarray]] = deque()
+
+    def send(self, message: np.ndarray, answer_bytes: int) -> None:
+        """Say u8[..]; the answer will be that long."""
+        answer = np.empty(answer_bytes, np.uint8)
+        self._coming.append((self.mpi.Irecv(answer, self.rank, ANSWERED), answer))
+        self._outbox.send(message, self.rank)
+
+    def answer(self) -> np.ndarray | None:
+        """The oldest answer that has not been taken, where it is there."""
+        self._outbox.is_empty()
+        if not self._coming[0][0].Test():
+            return None
+        return self._coming.popleft()[1]
+
+
+def converse(talk: Talk, lines: Sequence[Line]) -> float:
+    """Have a talk with all servers, to its end; polled.
+
+    Returns: seconds at its end in which nothing but the answer to the report was missing.
+
+    Raises:
+        TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S, six times that where only
+            the answer to the report is missing.
+    """
+    pauses, since_s = Pauses(), None
+    while not talk.is_over():
+        if since_s is None and talk.lacks_only_books():
+            since_s = time.perf_counter()
+        try:
+            with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
+                pauses.after(go_on(talk, lines))
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            raise TrainingError(
+                "a rank that keeps the center is gone; go on from the last checkpoint with --resume"
+            ) from error
+        # Where only the report's answer is missing, the slowest worker is waited for, which may be evaluating.
+        limit_s = TIMEOUT_S * (1.0 if since_s is None else failures.LONG)
+        if time.monotonic() - pauses.moved_s > limit_s:
+            raise TrainingError(
+                f"the center has not answered for {limit_s:g} s; its rank is stuck, or with rule.staleness the "
+                f"slowest worker is (JAXMPI_EXCHANGE_TIMEOUT_S sets the time, {TIMEOUT_S:g} s now)"
+            )
+    return 0.0 if since_s is None else time.perf_counter() - since_s
+
+
+def go_on(talk: Talk, lines: Sequence[Line]) -> bool:
+    """Send what may be sent, take what has come; False where nothing has."""
+    for sending in talk.ready():
+        lines[sending.server].send(sending.message, sending.answer_bytes)
+    moved = False
+    for server in talk.waiting_for():
+        answer = lines[server].answer()
+        if answer is not None:
+            talk.take(server, answer)
+            moved = True
+    return moved

@@ -1,0 +1,190 @@
+"""Rules: one paper, one file, one row of the table."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import optax
+
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core.errors import check, lookup
+from jaxmpi.rules.asgd import asgd
+from jaxmpi.rules.awagd import awagd
+from jaxmpi.rules.base import Exchange, Rule
+from jaxmpi.rules.diloco import diloco
+from jaxmpi.rules.easgd import easgd, easgd_sync
+from jaxmpi.rules.gosgd import gosgd
+from jaxmpi.rules.gradients import gradients
+from jaxmpi.rules.local_sgd import local_sgd
+from jaxmpi.rules.subgd import subgd
+
+Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
+ALL_SETTINGS = tuple(field.name for field in dataclasses.fields(RuleConfig))
+
+
+class Row(NamedTuple):
+    """A rule and its learning-rate contract."""
+
+    build: Build
+    lr_scaling: str  # the default
+    sums_updates: bool  # scaling lr linearly as well would count the workers twice
+    any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
+    is_periodic: bool = False  # exchanges every so many steps, nothing in between
+    is_asynchronous: bool = False  # workers do not wait for each other
+    settings: tuple[str, ...] = ALL_SETTINGS  # of RuleConfig, that it goes by
+
+
+CENTER, LOCAL = ("tau", "staleness", "servers"), ("local_steps",)
+SPRING, OUTER = ("alpha", "server_alpha", "momentum"), ("outer_lr", "outer_momentum")
+AVERAGE, NOISE = ("average_momentum",), ("noise_scale",)
+RULES: dict[str, Row] = {
+    "gradients": Row(lambda tx, x, c: gradients(tx, x, c.noise_scale), "linear", False, True, settings=NOISE),
+    "subgd": Row(lambda tx, x, c: subgd(tx, x), "none", True, False, settings=()),
+    "awagd": Row(lambda tx, x, c: awagd(tx, x, c.average_momentum), "linear", False, False, settings=AVERAGE),
+    "local_sgd": Row(local_sgd, "linear", False, True, is_periodic=True, settings=LOCAL),
+    "diloco": Row(diloco, "none", False, True, is_periodic=True, settings=LOCAL + OUTER),
+    "easgd": Row(easgd, "none", False, False, is_asynchronous=True, settings=SPRING + CENTER),
+    "easgd_sync": Row(easgd_sync, "none", False, False, is_periodic=True, settings=("alpha", "tau")),
+    "asgd": Row(asgd, "none", True, False, is_asynchronous=True, settings=CENTER),
+    "gosgd": Row(gosgd, "none", False, False, is_asynchronous=True, settings=("p",)),
+}
+
+
+def without_effect(config: RuleConfig) -> list[str]:
+    """Settings that differ from their defaults and that this rule does not go by; `force` is of all rules."""
+    used = ("name", "force", *lookup(RULES, config.name, "rule").settings)
+    others = [field for field in dataclasses.fields(config) if field.name not in used]
+    return [field.name for field in others if getattr(config, field.name) != field.default]
+
+
+def is_asynchronous(config: RuleConfig) -> bool:
+    """Whether workers run on without waiting for each other."""
+    return lookup(RULES, config.name, "rule").is_asynchronous
+
+
+def role(config: RuleConfig, rank: int, size: int) -> str:
+    """`worker`, or `server` of the center, which the last `rule.servers` ranks are."""
+    return "server" if is_asynchronous(config) and rank >= size - config.servers else "worker"
+
+
+def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
+    """Refuse numbers of ranks and settings with which a rule makes no sense.
+
+    Raises:
+        UsageError: got, expected, way out.
+    """
+    name, workers = config.name, size - config.servers * is_asynchronous(config)
+    check(
+        name in ("easgd", "asgd") or not config.servers,
+        f"rule.servers: got {config.servers} with rule {name}, which has no center; leave it out, or use easgd or asgd",
+    )
+    check(
+        name in ("easgd", "asgd") or not config.staleness,
+        f"rule.staleness: got {config.staleness} with rule {name}, whose workers report to no center that could hold "
+        "them back; leave it out, or use easgd or asgd",
+    )
+    check(
+        not is_asynchronous(config) or size > 1,
+        f"rule {name} is between workers that do not wait for each other; got one rank: start several "
+        "(mpirun -n 4, jaxmpi train -n 4), or use rule gradients",
+    )
+    check(
+        workers >= 1, f"rule.servers: got {config.servers} of {size} ranks; expected at most {size - 1}, one must train"
+    )
+    check(name != "gosgd" or workers >= 2, f"rule gosgd: got {workers} worker; expected 2 or more")
+    check(
+        name != "easgd_sync" or workers * config.alpha <= 1,
+        f"rule.alpha: got {config.alpha} with {workers} workers in rule easgd_sync; expected at most 1/{workers} = "
+        f"{1 / workers:.4g}, or the center overshoots the workers' mean",
+    )
+    check(
+        not config.momentum or (name == "easgd" and optimizer == "sgd"),
+        f"rule.momentum: got {config.momentum} with rule {name} and optimizer {optimizer}; EAMSGD is rule easgd over "
+        "optim.name sgd, others bring a momentum of their own",
+    )
+
+
+def build(
+    config: RuleConfig, tx: optax.GradientTransformation, exchange: Exchange, *, optimizer: str, linear: bool
+) -> Rule:
+    """The configured rule.
+
+    Args:
+        tx: what every worker runs.
+        optimizer: its name, for the error.
+        linear: whether its updates are linear in the gradients it is given.
+
+    Raises:
+        UsageError: an unknown rule, one that equals no single worker with this optimizer, or a mean with a state for
+            what are no gradients.
+    """
+    row = lookup(RULES, config.name, "rule")
+    check(
+        config.name == "gradients" or exchange.gradients is None,
+        f"rule {config.name!r} exchanges no gradients, which compressors and exchange.overlap delayed are for; "
+        "use rule gradients, or neither of them",
+    )
+    check(
+        row.any_optimizer or linear or config.force,
+        f"rule {config.name!r} with {optimizer} equals no single worker on the whole batch: {optimizer} is not linear "
+        "in the gradient, and its state is each worker's own, not averaged. Use rule gradients, an optimizer out of "
+        "sgd, momentum, nesterov without clipping, or --rule.force",
+    )
+    return row.build(tx, exchange, config)
+
+
+COARSE = ("8", "bf16")  # wires that round weights to 8 bits
+
+
+def check_wire(config: RuleConfig, strategy: str) -> None:
+    """Refuse to send weights through a wire that rounds away what a step changes in them.
+
+    Raises:
+        UsageError: AWAGD over `8` or `bf16`, unless forced.
+    """
+    wire = strategy.partition(":")[2]
+    check(
+        config.name != "awagd" or wire not in COARSE or config.force,
+        f"rule awagd sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. Use "
+        "wire 32 or 16, rule gradients, or --rule.force",
+    )
+
+
+def check_recover(config: RuleConfig, recover: str, overlap: str) -> None:
+    """Refuse to leave out steps that are not finite where workers cannot know it of each other, or not in time.
+
+    Raises:
+        UsageError: `skip` under a rule whose workers step alone, or with gradients that are used a step late.
+    """
+    check(
+        not (recover == "skip" and overlap == "delayed"),
+        "recover: got skip with exchange.overlap delayed, where a step's gradients are used by the next one, which "
+        "cannot be left out for them; use stop or rollback, or another overlap",
+    )
+    check(
+        not (recover == "skip" and is_periodic(config)),
+        f"recover: got skip with rule {config.name}, whose workers step alone and would have to agree on every step; "
+        "use stop or rollback",
+    )
+
+
+def is_periodic(config: RuleConfig) -> bool:
+    """Whether workers exchange every so many steps only, and step alone in between."""
+    return lookup(RULES, config.name, "rule").is_periodic
+
+
+def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
+    """The factor on lr and the name of the scaling used; `rule` takes the rule's own default.
+
+    Raises:
+        UsageError: an unknown scaling, or one beside none for a rule that sums updates.
+    """
+    row = lookup(RULES, rule, "rule")
+    name = row.lr_scaling if scaling == "rule" else scaling
+    factor = lookup({"none": 1.0, "linear": float(workers), "sqrt": workers**0.5}, name, "lr_scaling")
+    check(
+        not (row.sums_updates and name != "none"),
+        f"rule {rule!r} sums the workers' updates, which is {workers} times one worker's step already; "
+        f"lr_scaling {name} would count them twice: use none",
+    )
+    return factor, name

@@ -1,0 +1,87 @@
+"""Cores of this machine, and the share of them that a process is bound to."""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def cores() -> int:
+    """Cores that this process may use: of its affinity, and whole ones of a container's quota."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(mine, quota_cores(QUOTA, mine))
+
+
+def quota_cores(file: Path, default: int) -> int:
+    """Whole cores, at least 1, of a control group's `quota period` in microseconds."""
+    try:
+        quota, period = file.read_text().split()
+        return default if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no such control group, or not its format: no quota
+        return default
+
+
+def pin_cores(local_rank: int, local_size: int) -> None:
+    """Give each rank of a host its share of the cores, unless it has been given a part of them or they do not divide.
+
+    XLA sizes its thread pool by the cores a process may use when its device starts.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    mine = sorted(os.sched_getaffinity(0))
+    if len(mine) == (os.cpu_count() or 1) and local_rank < local_size:
+        take_share(mine, local_rank, local_size)
+
+
+def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
+    """Where ranks of this host were given the same part of its cores, as in a container, each takes its share."""
+    mine = masks[local_rank]
+    alike = [rank for rank, mask in enumerate(masks) if mask == mine]
+    if mine and len(alike) > 1:
+        take_share(mine, alike.index(local_rank), len(alike))
+
+
+def core_mask() -> list[int]:
+    """The cores that this process may use; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def idle_cores(mine: int, all_cores: int, local_size: int) -> str:
+    """What to tell where each rank may use one core and the host has more than ranks; else empty.
+
+    So Open MPI binds where it starts one or two ranks on a host.
+    """
+    if mine != 1 or all_cores <= local_size:
+        return ""
+    return (
+        f"each rank may use 1 of the {all_cores} cores of its host, which has {local_size} of the ranks; where the "
+        "launcher has bound them: mpirun --bind-to none, or srun --cpus-per-task"
+    )
+
+
+_given: set[int] = set()  # cores that this process had before it took its share
+
+
+def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
+    """The cores of one of `local_size` ranks, where they divide."""
+    _given.update(mine)
+    if len(mine) % local_size == 0:
+        share = len(mine) // local_size
+        os.sched_setaffinity(0, mine[local_rank * share : (local_rank + 1) * share])
+    elif local_size % len(mine) == 0:
+        os.sched_setaffinity(0, {mine[local_rank % len(mine)]})
+
+
+def roam() -> None:
+    """Where this process took a single core as its share, let its threads use all that it was given.
+
+    For ranks that do not keep step. A rank of its own pace on a core is not slowed by ranks on another, so those that
+    share one with more of them, or with a server, would have less of the machine.
+    """
+    if not _given or len(os.sched_getaffinity(0)) > 1:
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), _given)

@@ -1,0 +1,86 @@
+"""Devices that a process may use: one GPU each, or several CPU devices."""
+
+import itertools
+import os
+from pathlib import Path
+
+from jaxmpi.core.errors import check
+from jaxmpi.runtime.launchers import launched
+
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, that JAX takes when its device starts
+
+
+def pin_gpu(local_rank: int, local_size: int) -> None:
+    """Take one of the GPUs that this process sees, and a part of its memory, as if all ranks of the host saw the same.
+
+    They may not, where a launcher gives each its own; `share_gpu` corrects that once ranks can ask each other.
+
+    Raises:
+        UsageError: a GPU has started already, and there are several.
+    """
+    gpus = visible_gpus()
+    if len(gpus) > 1:
+        import jax
+        from jax._src import xla_bridge  # nothing public tells whether a device has started
+
+        check(
+            not (xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu"),
+            "JAX's device has started before jaxmpi could give this rank a GPU of its own: all ranks of the host would "
+            "be on the first; call jaxmpi.world() before the first JAX array",
+        )
+        jax.config.update("jax_cuda_visible_devices", str(local_rank % len(gpus)))
+    if gpus:
+        share_gpu(-(-local_size // len(gpus)))
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, by CUDA's numbers or names."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    names = (name.strip() for name in visible.split(","))
+    return list(itertools.takewhile(lambda name: name and name != "-1", names))  # CUDA reads no further
+
+
+def my_gpu() -> str:
+    """What tells this rank's GPU from those of its host's other ranks; empty where it has none."""
+    here, gpus = launched(), visible_gpus()
+    if here is None or not gpus:
+        return ""
+    mine = gpus[here.local_rank % len(gpus)]
+    of_step = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if here.launcher == "srun" else 0
+    given = of_step >= here.local_size * len(gpus)  # by task: every rank may call its own "0"
+    return f"{mine} of local rank {here.local_rank}" if given else mine
+
+
+def share_gpu(ranks: int) -> None:
+    """Let `ranks` processes on one GPU have equal parts of its memory; before the device starts.
+
+    What the user has set stays.
+    """
+    global _share
+    if os.environ.get(MEMORY_SHARE, _share) != _share:
+        return
+    _share = f"{0.9 / ranks:.3f}" if ranks > 1 else ""
+    os.environ.pop(MEMORY_SHARE, None)
+    if _share:
+        os.environ[MEMORY_SHARE] = _share
+
+
+_share = ""  # what `share_gpu` has set, to tell it from the user's
+
+
+def make_cpu_devices(devices: int) -> None:
+    """Let the CPU backend offer `devices` devices; GPUs are counted as they are."""
+    if devices == 1:
+        return
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:  # the backend has started: what it has must do
+        have = jax.local_device_count()
+        check(
+            have >= devices,
+            f"asked for {devices} devices after the device started with {have}; set it first",
+        )

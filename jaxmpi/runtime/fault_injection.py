@@ -1,0 +1,346 @@
+"""Faults on order: `--inject kill:rank=1,step=20` shows before a big run what it will do when that happens.
+
+    --inject KIND[:key=value,...]     repeatable; KINDS below is the table of kinds
+
+Every fault takes `rank` (default 0, or all), `step` (default 1: the first at which it can happen) and `times` (default
+1: how often in the life of a run directory, restarts included; 0 means always).
+"""
+
+import errno
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check, lookup, nearest
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.runtime import failures, launchers
+
+Batch = dict[str, Any]
+Values = dict[str, str]
+
+
+class InjectedError(RuntimeError):
+    """What the fault `raise` raises."""
+
+
+class Kind(NamedTuple):
+    """A row of the table: where the fault happens, what it takes beside rank, step and times, and what it does."""
+
+    where: str  # step: before an update; save: while a checkpoint is written; saved: once it is whole
+    defaults: Values
+    act: Callable[..., Any]  # (values, subject) -> subject; the subject is (state, batch), None or a path
+    does: str
+
+
+class Fault(NamedTuple):
+    """One that was asked for."""
+
+    text: str
+    kind: Kind
+    values: Values
+    rank: int  # -1: all
+    step: int
+    times: int
+
+
+# ---------------------------------------------------------------- what faults do
+
+
+def kill(values: Values, subject: Any) -> Any:
+    """SIGKILL, as the system sends it where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_error(values: Values, subject: Any) -> Any:
+    """An exception, of this or another thread."""
+
+    def fail() -> None:
+        raise InjectedError(f"injected, with step {values['step']} to come")
+
+    if values["thread"] == "0":
+        fail()
+    threading.Thread(target=fail, name="injected").start()
+    return subject
+
+
+def leave(values: Values, subject: Any) -> Any:
+    """Leave early, by way of Python or not."""
+    if values["hard"] != "0":
+        os._exit(int(values["code"]))
+    sys.exit(int(values["code"]))
+
+
+def stop(values: Values, subject: Any) -> Any:
+    """SIGSTOP: there, and silent."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return subject
+
+
+def slow(values: Values, subject: Any) -> Any:
+    """Come late."""
+    time.sleep(float(values["seconds"]))
+    return subject
+
+
+def terminate(values: Values, subject: Any) -> Any:
+    """SIGTERM, as schedulers send it before they take a machine away."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    return subject
+
+
+def poison(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainState, Batch]:
+    """An infinite weight on the batch's first example: gradients are infinite or NaN."""
+    state, batch = subject
+
+    def change(weight: np.ndarray) -> None:
+        weight[..., 0] = np.inf
+
+    return state, {**batch, "weight": changed(batch["weight"], change)}
+
+
+def changed(array: Any, change: Callable[[np.ndarray], None]) -> Any:
+    """A copy with a change in it; of what lies over several devices, in the part of this process's first."""
+    if not isinstance(array, jax.Array):
+        copy = np.array(array)
+        change(copy)
+        return copy
+    first, *others = [shard.data for shard in array.addressable_shards]
+    copy = np.array(first)
+    change(copy)
+    shards = [jax.device_put(copy, first.sharding), *others]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def flip_bit(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainState, Batch]:
+    """Flip one bit of the first number of a leaf of params.
+
+    Raises:
+        UsageError: no such leaf, or no such bit in its first number.
+    """
+    state, batch = subject
+    leaves = dict(named_leaves(state.params))
+    name = values["leaf"] or next(iter(leaves))
+    leaf = lookup(leaves, name, "leaf of params")
+    bit, bits = int(values["bit"]), 8 * leaf.dtype.itemsize
+    check(0 <= bit < bits, f"bitflip: bit: got {bit}; expected 0 to {bits - 1}")
+
+    def change(raw: np.ndarray) -> None:
+        raw.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+
+    flipped, names = changed(leaf, change), iter(leaves)
+    params = jax.tree.map(lambda old: flipped if next(names) == name else old, state.params)
+    return state._replace(params=params), batch
+
+
+def fill_disk(values: Values, subject: Any) -> Any:
+    """What a full disk answers."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC) + " (injected)")
+
+
+def damage(values: Values, subject: Path) -> Path:
+    """Flip one bit of a file of the checkpoint that has just been written."""
+    file = subject / values["file"]
+    with file.open("r+b") as opened:
+        byte = opened.read(1)
+        opened.seek(0)
+        opened.write(bytes([byte[0] ^ 1]))
+        opened.flush()
+        os.fsync(opened.fileno())
+    return subject
+
+
+def drop_link(values: Values, subject: Any) -> Any:
+    """Cut this process's TCP connections to other hosts.
+
+    Raises:
+        UsageError: it has none.
+    """
+    cut = sum(map(cut_off, os.listdir("/proc/self/fd")))
+    check(cut > 0, "drop_link: this rank has no TCP connection to another host; there is no link to drop")
+    print(f"jaxmpi: {failures.who()}: cut {cut} connections", file=sys.stderr, flush=True)
+    return subject
+
+
+def cut_off(handle: str) -> bool:
+    """Shut a file descriptor's connection to another host; False where it is none."""
+    try:
+        copy = os.dup(int(handle))
+    except OSError:  # the folder's own handle, which is gone
+        return False
+    try:
+        link = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return False
+    with link:
+        if link.family not in (socket.AF_INET, socket.AF_INET6) or link.type != socket.SOCK_STREAM:
+            return False
+        try:
+            if link.getpeername()[0] == link.getsockname()[0]:
+                return False
+            link.shutdown(socket.SHUT_RDWR)
+        except OSError:  # listens, or is closed already
+            return False
+    return True
+
+
+KINDS: dict[str, Kind] = {
+    "kill": Kind("step", {"at": "step"}, kill, "SIGKILL"),
+    "raise": Kind("step", {"at": "step", "thread": "0"}, raise_error, "an exception; thread=1: in another thread"),
+    "exit": Kind(
+        "step", {"at": "step", "code": "3", "hard": "0"}, leave, "leaves with code; hard=1: without a goodbye"
+    ),
+    "stop": Kind("step", {"at": "step"}, stop, "SIGSTOP: the process is there and does nothing"),
+    "slow": Kind("step", {"at": "step", "seconds": "1"}, slow, "sleeps for seconds; with times=0 at every step"),
+    "nan": Kind("step", {}, poison, "gradients that are not finite"),
+    "bitflip": Kind("step", {"leaf": "", "bit": "3"}, flip_bit, "one bit of the first number of a leaf of params"),
+    "sigterm": Kind("step", {"at": "step"}, terminate, "SIGTERM to this rank alone"),
+    "disk_full": Kind("save", {}, fill_disk, "the disk is full while the checkpoint is written"),
+    "corrupt_checkpoint": Kind("saved", {"file": "common.bin"}, damage, "a bit of a checkpoint flips once it is whole"),
+    "drop_link": Kind("step", {"at": "step"}, drop_link, "TCP connections to other hosts are cut"),
+}
+PLACES = ("step", "save", "eval")  # what `at` takes
+
+
+# ---------------------------------------------------------------- on order
+
+
+def parse(text: str, workers: int, last_step: int = 0) -> Fault:
+    """A fault as it is spelled on the command line.
+
+    Args:
+        workers: of the run, or that it began with if these were more.
+        last_step: of the run; 0: not known.
+
+    Raises:
+        UsageError: an unknown kind or key, or a value out of range.
+    """
+    name, _, rest = text.partition(":")
+    kind = lookup(KINDS, name, "fault")
+    pairs = [(part.partition("=")[0], part.partition("=")[2]) for part in rest.split(",") if part]
+    given: Values = dict(pairs)
+    values = {"rank": "0", "step": "1", "times": "1", **kind.defaults}
+    for key in set(given) - set(values):
+        raise UsageError(f"--inject {text}: unknown key {key!r}; {nearest(key, values)}")
+    twice = {key for key, value in pairs if pairs.count((key, value)) > 1 or given[key] != value}
+    check(not twice, f"--inject {text}: {', '.join(sorted(twice))}: given twice")
+    values |= given
+    step, times = (number(text, key, values[key]) for key in ("step", "times"))
+    rank = -1 if values["rank"] == "all" else number(text, "rank", values["rank"])
+    check(
+        not last_step or step <= last_step,
+        f"--inject {text}: step: got {step}; the run ends with step {last_step}, so nothing would happen",
+    )
+    check(rank < workers, f"--inject {text}: rank: got {rank}; expected all, or 0 to {workers - 1}")
+    lookup(dict.fromkeys(PLACES), values.get("at", "step"), "place of a fault (at)")
+    check_values(text, values, workers)
+    return Fault(text, kind, values, rank, step, times)
+
+
+MOST = {"code": 255, "bit": 63, "hard": 1, "thread": 1}
+MOST_S = 1e8  # to sleep
+
+
+def check_values(text: str, values: Values, workers: int) -> None:
+    """Raise `UsageError` where what only some kinds take is out of range."""
+    for key, most in MOST.items():
+        got = values.get(key, "0")
+        expected = "0 or 1" if most == 1 else f"0 to {most}"
+        check(most > 1 or got in ("0", "1"), f"--inject {text}: {key}: got {got!r}; expected {expected}")
+        check(number(text, key, got) <= most, f"--inject {text}: {key}: got {got}; expected {expected}")
+    got = values.get("seconds", "0")
+    try:
+        is_time = 0 <= float(got) <= MOST_S
+    except ValueError:
+        is_time = False
+    check(is_time, f"--inject {text}: seconds: got {got!r}; expected seconds from 0 to {MOST_S:g}")
+    files = ("manifest.json", "common.bin", f"worker_{workers - 1:05d}.bin")
+    got = values.get("file", "common.bin")
+    worker = re.fullmatch(r"worker_(\d{5,9})\.bin", got, re.ASCII)
+    holds = got in files or (worker is not None and int(worker[1]) < workers)
+    check(holds, f"--inject {text}: file: got {got!r}; expected {files[0]}, {files[1]} or {files[2]} at most")
+
+
+def number(text: str, key: str, value: str) -> int:
+    """A whole number >= 0, of 18 digits at most."""
+    holds = value.isdigit() and value.isascii() and len(value) <= 18
+    check(holds, f"--inject {text:.80}: {key}: got {value!r:.80}; expected a whole number >= 0")
+    return int(value)
+
+
+class Ordered:
+    """The faults of this rank, and how often each has been."""
+
+    def __init__(self, faults: Sequence[tuple[int, Fault]], folder: Path) -> None:
+        """Args: `faults` with their place on the command line; `folder` that remembers, over restarts."""
+        self._faults, self._folder = faults, folder
+        self._met: set[int] = set()  # places of those that have happened in this process
+        if faults:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def reach(self, where: str, step: int, subject: Any) -> Any:
+        """Do what is due here; what becomes of the subject."""
+        for place, fault in self._faults:
+            at = fault.kind.where if fault.kind.where != "step" else fault.values.get("at", "step")
+            if at == where and step >= fault.step and self._may(place, fault):
+                self._met.add(place)
+                print(
+                    f"jaxmpi: {failures.who()}: injecting {fault.text} at {where} {step}", file=sys.stderr, flush=True
+                )
+                subject = fault.kind.act({**fault.values, "step": str(step)}, subject)
+        return subject
+
+    def missed(self) -> list[str]:
+        """Faults that have never happened, over restarts, as they were spelled."""
+        before = {int(path.name.partition("-")[0]) for path in self._folder.glob(f"*-rank{launchers.my_rank()}-*")}
+        return [fault.text for place, fault in self._faults if place not in self._met | before]
+
+    def _may(self, place: int, fault: Fault) -> bool:
+        """Count one more; False where it has been often enough. Written before it happens: it may be the last thing."""
+        if fault.times == 0:
+            return True
+        for time_ in range(fault.times):
+            try:
+                (self._folder / f"{place}-rank{launchers.my_rank()}-{time_}").touch(exist_ok=False)
+                return True
+            except FileExistsError:
+                continue
+        return False
+
+
+_ordered: Ordered | None = None
+
+
+def order(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Path) -> None:
+    """Have these faults happen in this process, where one of `mine` is their rank.
+
+    Args:
+        folder: the run directory, which remembers what has happened.
+
+    Raises:
+        UsageError: a text is no fault.
+    """
+    global _ordered
+    faults = [(place, parse(text, workers)) for place, text in enumerate(texts)]
+    _ordered = Ordered([(p, f) for p, f in faults if f.rank == -1 or f.rank in mine], folder / "injected")
+
+
+def reach(where: str, step: int, subject: Any = None) -> Any:
+    """A place where faults may have been ordered; what becomes of the subject."""
+    return subject if _ordered is None else _ordered.reach(where, step, subject)
+
+
+def missed() -> list[str]:
+    """Faults ordered for this rank that have not happened, as they were spelled."""
+    return [] if _ordered is None else _ordered.missed()

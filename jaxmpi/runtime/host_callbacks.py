@@ -1,0 +1,421 @@
+"""Python functions in jitted programs on CPUs: XLA FFI handlers made with ctypes, no compiler needed.
+
+A program holds a function's name and nothing of this process: it is the same on all ranks, can be read from the
+compilation cache, and can be exported. XLA runs independent calls in any order and several at once, even on one core;
+so calls carry an ordered effect unless told otherwise. Then they run one after another in the order of the program,
+through scans, branches and jits in it, and programs in the order in which they were started.
+"""
+
+import ctypes
+import functools
+import math
+import os
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast, string_at
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.export
+import jax.extend.core
+import ml_dtypes
+import numpy as np
+from jax._src import core, effects
+from jax.core import ShapedArray
+from jax.experimental import io_callback
+from jax.interpreters import mlir, xla
+
+from jaxmpi.core.errors import TrainingError, UsageError, check, lookup
+from jaxmpi.runtime import failures, launchers
+
+# (operands, results, **attributes) -> None: read the first, which are read-only, and fill the second.
+Function = Callable[..., None]
+TARGET = "jaxmpi_python"
+EXPORTABLE = (jax.export.DisabledSafetyCheck.custom_call(TARGET),)  # `disabled_checks` of `jax.export.export`
+_functions: dict[str, Function] = {}
+
+
+# ---------------------------------------------------------------- xla/ffi/api/c_api.h, in `jax.ffi.include_dir()`
+
+
+MAJOR, MINOR = 0, 3  # of the header followed here; 0.5 has the same fields in the same places
+EXECUTE, METADATA, STRING, INTERNAL = 3, 1, 4, 13  # stage, extension, kind of attribute, error code
+
+
+class Extension(ctypes.Structure):
+    """XLA_FFI_Extension_Base."""
+
+    _fields_ = (("struct_size", c_size_t), ("kind", c_int), ("next", c_void_p))
+
+
+class Version(ctypes.Structure):
+    """XLA_FFI_Api_Version."""
+
+    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("major", c_int), ("minor", c_int))
+
+
+class Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata."""
+
+    _fields_ = (("struct_size", c_size_t), ("version", Version), ("traits", c_uint32))
+
+
+class MetadataExtension(ctypes.Structure):
+    """XLA_FFI_Metadata_Extension."""
+
+    _fields_ = (("base", Extension), ("metadata", POINTER(Metadata)))
+
+
+class Span(ctypes.Structure):
+    """XLA_FFI_ByteSpan."""
+
+    _fields_ = (("text", c_void_p), ("length", c_size_t))
+
+
+class Scalar(ctypes.Structure):
+    """XLA_FFI_Scalar."""
+
+    _fields_ = (("dtype", c_int), ("value", c_void_p))
+
+
+# XLA_FFI_Buffer: struct_size, extension, dtype, data, rank, dims. A program may have hundreds of them, and a field of a
+# ctypes structure takes longer to read than all of these.
+BUFFER = struct.Struct("@NPiPqP")
+
+
+class Buffers(ctypes.Structure):
+    """XLA_FFI_Args and XLA_FFI_Rets."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("extension", c_void_p),
+        ("size", c_int64),
+        ("kinds", POINTER(c_int)),
+        ("items", c_void_p),  # XLA_FFI_Buffer**
+    )
+
+
+class Attributes(ctypes.Structure):
+    """XLA_FFI_Attrs."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("extension", c_void_p),
+        ("size", c_int64),
+        ("kinds", POINTER(c_int)),
+        ("names", POINTER(POINTER(Span))),
+        ("items", POINTER(c_void_p)),
+    )
+
+
+class CreateError(ctypes.Structure):
+    """XLA_FFI_Error_Create_Args."""
+
+    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("code", c_int))
+
+
+class Api(ctypes.Structure):
+    """The beginning of XLA_FFI_Api."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("extension", c_void_p),
+        ("version", Version),
+        ("internal", c_void_p),
+        ("create_error", ctypes.CFUNCTYPE(c_void_p, POINTER(CreateError))),
+    )
+
+
+class Frame(ctypes.Structure):
+    """XLA_FFI_CallFrame, as far as it is read."""
+
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("extension", POINTER(Extension)),
+        ("api", POINTER(Api)),
+        ("context", c_void_p),
+        ("stage", c_int),
+        ("operands", Buffers),
+        ("results", Buffers),
+        ("attributes", Attributes),
+    )
+
+
+TOKEN = 17
+DTYPES = {  # by the header's numbers; those of 1, 2 and 4 bits are left out: XLA may pack them
+    1: np.dtype(bool),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    6: np.dtype(np.uint8),
+    7: np.dtype(np.uint16),
+    8: np.dtype(np.uint32),
+    9: np.dtype(np.uint64),
+    10: np.dtype(np.float16),
+    11: np.dtype(np.float32),
+    12: np.dtype(np.float64),
+    15: np.dtype(np.complex64),
+    16: np.dtype(ml_dtypes.bfloat16),
+    18: np.dtype(np.complex128),
+    19: np.dtype(ml_dtypes.float8_e5m2),
+    20: np.dtype(ml_dtypes.float8_e4m3fn),
+    23: np.dtype(ml_dtypes.float8_e4m3b11fnuz),
+    24: np.dtype(ml_dtypes.float8_e5m2fnuz),
+    25: np.dtype(ml_dtypes.float8_e4m3fnuz),
+    28: np.dtype(ml_dtypes.float8_e4m3),
+    29: np.dtype(ml_dtypes.float8_e3m4),
+    33: np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+
+
+# ---------------------------------------------------------------- from a program to a function
+
+
+def register(name: str, function: Function, ends_job: bool = False) -> None:
+    """Let programs call `function(operands, results, **attributes)` by `name`, from any thread of XLA's.
+
+    operands: read-only views of XLA's own buffers; results: views to fill, aligned to 64 bytes, whose content is
+    undefined before. Views must not outlive the call. Any dtype and shape, size 0 included.
+
+    What the function raises becomes an XLA error that tells type, message, rank and line, raised where the program's
+    results are waited for; with `ends_job` it ends all ranks at once, through `failures.fail`.
+
+    Raises:
+        UsageError: the name is taken.
+    """
+    check(name not in _functions, f"a Python function {name!r} is registered already; forget() it first")
+    _functions[name] = function if not ends_job else functools.partial(_or_end_job, function)
+    why_not()  # XLA knows the handler from now on: a program from the cache need not be traced here
+
+
+def _or_end_job(function: Function, *buffers: list[np.ndarray], **attributes: Any) -> None:
+    try:
+        function(*buffers, **attributes)
+    except BaseException as error:
+        failures.fail(error, error.__traceback__)
+
+
+def forget(name: str) -> None:
+    """Let go of a function; a program that still calls it gets an error."""
+    _functions.pop(name, None)
+
+
+@dataclass(frozen=True)
+class Ordered(effects.Effect):
+    """What keeps calls in order."""
+
+
+def admit(effect: effects.Effect) -> effects.Effect:
+    """Let JAX lower an ordered effect, also in branches and loops."""
+    for kind in ("lowerable", "ordered", "control_flow_allowed", "custom_derivatives_allowed"):
+        getattr(effects, f"{kind}_effects").add_type(type(effect))
+    return effect
+
+
+ORDERED = admit(Ordered())
+
+
+def call(
+    name: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    in_place: Sequence[tuple[int, int]] = (),
+    effect: effects.Effect | None = ORDERED,
+    **attributes: int | float | str,
+) -> list[jax.Array]:
+    """Call the registered function; its results, once it has filled them.
+
+    Args:
+        name: what it is registered under in the process that runs the program.
+        operands: arrays, row-major for the function.
+        results: shapes and dtypes.
+        in_place: pairs (operand, result) that may share a buffer; XLA copies an operand that is used elsewhere.
+        effect: calls with one effect run in order; give another library's to be ordered among its calls. None: a call
+            runs as soon as its operands are there, beside others, and may be left out where nobody uses its results.
+        attributes: constants of the program, passed on by name.
+
+    Where XLA's interface is not the one this file knows, or off CPUs, it is `io_callback`, ordered, with copies.
+
+    Communicates: what the function does.
+    """
+    constants = tuple(sorted({**attributes, "name": name}.items()))
+    like = tuple(ShapedArray(r.shape, r.dtype) for r in results)
+    if why_not():
+        return _by_callback(name, operands, results, attributes)
+    return _python_p.bind(*operands, results=like, in_place=tuple(in_place), effect=effect, constants=constants)
+
+
+def _by_callback(name: str, operands: Sequence, results: Sequence, attributes: dict[str, Any]) -> list[jax.Array]:
+    def run(*arrays: jax.Array) -> list[np.ndarray]:
+        filled = [np.empty(r.shape, r.dtype) for r in results]
+        try:
+            _run(name, [np.asarray(a) for a in arrays], filled, attributes)
+        except Exception as error:
+            raise RuntimeError(_told(error)) from error
+        return filled
+
+    return io_callback(run, list(results), *operands, ordered=True)
+
+
+def _run(name: str, operands: list[np.ndarray], results: list[np.ndarray], attributes: dict[str, Any]) -> None:
+    lookup(_functions, name, "Python function of a program")(operands, results, **attributes)
+
+
+_python_p = jax.extend.core.Primitive(TARGET)
+_python_p.multiple_results = True
+_python_p.def_impl(functools.partial(xla.apply_primitive, _python_p))
+
+
+@_python_p.def_effectful_abstract_eval
+def _abstract(*operands: Any, results: tuple, effect: effects.Effect | None, **_: Any) -> tuple[list, set]:
+    return list(results), {effect} if effect else set()
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, results: Any, in_place: Any, effect: Any, constants: Any
+) -> list:
+    """A custom call; where there is an effect, its last operand and result is the effect's token."""
+    lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=True, operand_output_aliases=dict(in_place))
+    typed = {k: np.int64(v) if isinstance(v, int) else v for k, v in constants}
+    if effect is None:
+        return list(lowering(ctx, *operands, **typed))
+    token = [_token_type()]
+    inner = ctx.replace(avals_in=[*ctx.avals_in, *token], avals_out=[*ctx.avals_out, *token])
+    *values, after = lowering(inner, *operands, ctx.tokens_in.get(effect), **typed)
+    ctx.set_tokens_out(mlir.TokenSet({effect: after}))
+    return values
+
+
+def _token_type() -> Any:
+    """JAX's own object, which it knows by identity; it moved in 0.11."""
+    return getattr(jax.ffi, "abstract_token", None) or core.abstract_token
+
+
+mlir.register_lowering(_python_p, _lower, platform="cpu")
+
+
+# ---------------------------------------------------------------- from XLA to a function
+
+
+@ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
+def _handler(frame: Any) -> int | None:
+    """What XLA calls. ctypes swallows exceptions, so none may leave; None is success."""
+    try:
+        return _handle(frame.contents)
+    except BaseException as error:
+        return _as_xla_error(frame.contents, error)
+
+
+def _handle(frame: Frame) -> None:
+    if frame.extension and frame.extension.contents.kind == METADATA:
+        version = cast(frame.extension, POINTER(MetadataExtension)).contents.metadata.contents.version
+        version.major, version.minor = MAJOR, MINOR
+    elif frame.stage == EXECUTE:
+        need = ctypes.sizeof(Frame)
+        check(frame.struct_size >= need, f"XLA's call frame has {frame.struct_size} bytes, expected {need} or more")
+        attributes = _decode(frame.attributes)
+        _run(attributes.pop("name"), _views(frame.operands, False), _views(frame.results, True), attributes)
+
+
+def _views(buffers: Buffers, writable: bool) -> list[np.ndarray]:
+    pointers = _read(f"{buffers.size}P", buffers.items)
+    every = [BUFFER.unpack(string_at(pointer, BUFFER.size)) for pointer in pointers]
+    mode = WRITE if writable else READ
+    return [
+        _view(dtype, data, _read(f"{rank}q", dims), mode) for _, _, dtype, data, rank, dims in every if dtype != TOKEN
+    ]
+
+
+def _read(format: str, address: int | None) -> tuple[int, ...]:
+    """Numbers in memory; none where there is no address."""
+    return struct.unpack(format, string_at(address, struct.calcsize(format))) if address else ()
+
+
+def _view(number: int, data: int, shape: tuple[int, ...], mode: int) -> np.ndarray:
+    """XLA's buffer, row-major, without a copy."""
+    check(number in DTYPES, f"XLA's type number {number} cannot go to Python; cast it to 8 bits or more")
+    dtype = DTYPES[number]
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes == 0:  # the pointer may be null
+        return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, _memory_at(data, size_bytes, mode))
+
+
+READ, WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype, _memory_at.argtypes = ctypes.py_object, (c_void_p, ctypes.c_ssize_t, c_int)
+
+
+def _decode(attributes: Attributes) -> dict[str, Any]:
+    """Strings and scalars by name."""
+    found = {}
+    for i in range(attributes.size):
+        item, kind = attributes.items[i], attributes.kinds[i]
+        is_text = kind == STRING
+        value = _text(cast(item, POINTER(Span)).contents) if is_text else _scalar(cast(item, POINTER(Scalar)).contents)
+        found[_text(attributes.names[i].contents)] = value
+    return found
+
+
+def _text(span: Span) -> str:
+    return string_at(span.text, span.length).decode()
+
+
+def _scalar(scalar: Scalar) -> Any:
+    dtype = DTYPES[scalar.dtype]
+    return np.frombuffer(string_at(scalar.value, dtype.itemsize), dtype)[0].item()
+
+
+def _as_xla_error(frame: Frame, error: BaseException) -> int:
+    """An error object, which XLA takes over."""
+    made = CreateError(ctypes.sizeof(CreateError), None, _told(error).encode(), INTERNAL)
+    return frame.api.contents.create_error(made)
+
+
+def _told(error: BaseException) -> str:
+    """What was raised, by which rank, and, of what is no plain message to the user, where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = "" if isinstance(error, (UsageError, TrainingError)) else f", {place.filename}:{place.lineno}"
+    return f"{type(error).__name__}: {error} [{failures.who()}{where}]"
+
+
+# ---------------------------------------------------------------- whether XLA's interface is the one known here
+
+
+@functools.cache
+def why_not() -> str:
+    """Why calls go through `io_callback`; empty where the handler works, as a tiny program shows once a process.
+
+    JAXMPI_FFI=off asks for `io_callback`.
+    """
+    if os.environ.get("JAXMPI_FFI") == "off":
+        return "JAXMPI_FFI is off"
+    if jax.default_backend() != "cpu":
+        return f"the backend is {jax.default_backend()}"
+    try:
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(cast(_handler, c_void_p).value), platform="cpu")
+        _probe()
+    except Exception as error:  # an interface of another age may fail in any way; it is said, and there is another way
+        reason = f"{type(error).__name__}: {error}"
+        if launchers.my_rank() == 0:
+            print(f"jaxmpi: Python in programs goes through io_callback, with copies: {reason}", file=sys.stderr)
+        return reason
+    return ""
+
+
+def _probe() -> None:
+    """Double three numbers through the handler."""
+    name, x = "the probe of handlers", np.arange(3, dtype=np.float32)
+    _functions[name] = lambda operands, results: np.add(*operands, *operands, out=results[0])
+    like = (ShapedArray(x.shape, x.dtype),)
+    options = {"results": like, "in_place": (), "effect": ORDERED, "constants": (("name", name),)}
+    try:
+        with jax.ensure_compile_time_eval():  # also where the caller is being traced
+            got = np.asarray(jax.jit(lambda v: _python_p.bind(v, **options))(x)[0])
+    finally:
+        forget(name)
+    check((got == 2 * x).all(), f"XLA's FFI gave {got}, expected {2 * x}; jax {jax.__version__} is not known to work")

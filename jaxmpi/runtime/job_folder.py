@@ -1,0 +1,105 @@
+"""A job's folder in shared memory: marks that outlive a process, and what is swept when it ends."""
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def over_leftovers(line: Sequence[str]) -> list[str]:
+    """The line, begun over what a killed Open MPI launcher with the same process id left: a launcher refuses to start.
+
+    Process ids come round again, folders in /tmp stay. The line gets the process id of the shell that is run here.
+    """
+    folder = shlex.quote(f"{tempfile.gettempdir()}/ompi.")
+    return ["/bin/sh", "-c", f'rm -rf {folder}$$; exec "$@"', "sh", *line]
+
+
+SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
+OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
+WORDS = "words"  # a folder there, on the host of who has made it
+BEGAN, FINISHED = "began", "finished"  # files in that: a rank of this host has done so
+# Where this process is killed, what its ranks still make on their way out goes as well; a word says that all is done.
+AFTER_ME = 'read -r word; [ "$word" ] || for _ in 1 2 3 4 5; do sleep 1; rm -rf "$1"; done'
+ENDING = "ending"  # and: a rank of this host has asked the launcher to end the job
+ENDED_WITH = "ended with "  # and a code: a rank of this host has said why it ends the job, and then ended by SIGKILL
+
+
+def mark(name: str) -> None:
+    """Leave word for whoever has made the folder of `own_segments`."""
+    folder = Path(os.environ.get(SEGMENTS, ""))
+    if folder.name.startswith(OWN):
+        with suppress(OSError):  # on another host, gone, or full: then there is no word
+            (folder / WORDS / name).touch()
+
+
+def is_marked(name: str) -> bool:
+    """Tell whether a rank of this host has left that word."""
+    return (words(os.environ) / name).exists()
+
+
+@contextmanager
+def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
+    """A folder of a job's own in this host's shared memory, as a setting for Open MPI; removed even if this is killed.
+
+    Open MPI leaves 16 MiB a rank behind where its launcher is killed, and at times where that kills ranks. What others
+    have left goes here, too.
+    """
+    if SEGMENTS in os.environ or not os.access(root, os.W_OK):
+        yield {}
+        return
+    sweep(root)
+    folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
+    (folder / WORDS).mkdir()
+    handle, line, silent = hold(folder), ["/bin/sh", "-c", AFTER_ME, "sh", str(folder)], subprocess.DEVNULL
+    janitor = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+    try:
+        yield {SEGMENTS: str(folder)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+        janitor.communicate(b"done\n")
+
+
+def words(setting: Mapping[str, str]) -> Path:
+    """The folder in which ranks of this host have left word, given what `own_segments` has."""
+    return Path(setting.get(SEGMENTS, os.devnull)) / WORDS
+
+
+def hold(folder: Path) -> int:
+    """Keep a folder of `own_segments` from `sweep` until this process ends; made on hosts where it is not there."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(OSError):  # swept in between
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(handle), folder.stat()):
+                return handle
+            os.close(handle)
+
+
+def sweep(root: Path) -> None:
+    """Remove folders of `own_segments` that no process holds any more."""
+    for folder in root.glob(OWN + "*"):
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def pid_space() -> int:
+    """Where this process's number means something; 0 where that is unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

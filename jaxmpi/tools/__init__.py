@@ -1,0 +1,6 @@
+"""Commands besides training: `jaxmpi doctor`, `plan`, `models`, `report`, `export`.
+
+`cli` finds the command; `doctor` and `scaling_forecast` are its larger ones.
+
+It imports every room but `trainer` and `bench`.
+"""

@@ -1,0 +1,364 @@
+"""`jaxmpi doctor`: what this machine, MPI and JAX are like, whether ranks can exchange, and what to change.
+
+jaxmpi doctor                 this process
+jaxmpi doctor -n 4            four ranks, through the launcher that `jaxmpi train` would use
+mpirun -n 4 jaxmpi doctor     under any launcher, over hosts too
+"""
+
+import collections
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm.control import MpiProcesses, Processes, processes
+from jaxmpi.comm.mpi import is_cuda_aware, world
+from jaxmpi.comm.mpi_info import mpi_facts
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.launch import command
+from jaxmpi.recover.watchdog import watching
+from jaxmpi.runtime import affinity, device_setup, failures, job_folder, launchers, prepare, provenance
+
+TEST_S = 5.0  # of exchanges, in all
+LENGTHS = (1 << 10, 1 << 20)  # floats
+TRIALS = 3  # before them, to see how many there is time for
+MOST_ROUNDS = 1000
+PAIR_FLOATS = 1 << 17  # f64, to another rank and back
+SLOW = 4  # times slower than the median of pairs: told of
+STALL_S = 30.0  # for ranks that never come
+SHM_BYTES = 64 << 20  # what Docker gives, and less than sums over a host like to have
+SHOWN = 64  # ranks told of one by one
+USAGE = """usage: jaxmpi doctor [-n N] [--launcher mpirun|srun] [--launcher-args "..."]
+
+Shows MPI, launcher, cores, interfaces, shared memory, devices and versions of all ranks, tests the exchange for 5 s,
+and ends with what to change."""
+
+
+class Timed(NamedTuple):
+    """Exchanges of one length."""
+
+    strategy: str
+    floats: int
+    seconds: float  # median of the slowest rank's
+    gb_per_s: float  # 2 (w - 1) / w x bytes / seconds, as of a ring
+    is_right: bool
+
+
+# ---------------------------------------------------------------- what a rank knows
+
+
+def mine() -> dict[str, Any]:
+    """Facts of this process and its host."""
+    here = launchers.launched()
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "host": socket.gethostname(),
+        "launcher": here.launcher if here else "none",
+        "cores": os.cpu_count() or 1,
+        "may use": affinity.core_mask(),
+        "whole cores": affinity.cores(),
+        "shm free": shm.free if shm else 0,
+        "interfaces": interfaces(),
+        "backend": jax.default_backend(),
+        "devices": [f"{device.device_kind}" for device in jax.local_devices()],
+        "gpus": device_setup.visible_gpus(),
+        "versions": provenance.versions(),
+    }
+
+
+def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
+    """State and speed of this host's network interfaces, the loopback left out."""
+
+    def word(path: Path) -> str:
+        try:
+            return path.read_text().strip()
+        except OSError:  # of a virtual one no speed is known
+            return ""
+
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = {name: (word(folder / name / "operstate"), word(folder / name / "speed")) for name in names if name != "lo"}
+    return {n: state + (f", {speed} Mbit/s" if speed.isdigit() else "") for n, (state, speed) in found.items()}
+
+
+# ---------------------------------------------------------------- whether ranks can exchange
+
+
+def tested(control: Processes) -> list[Timed]:
+    """Exchanges of short and long vectors, by what works everywhere and by what suits these hosts, for TEST_S."""
+    comm = world()
+    if comm.size == 1:
+        return []
+    strategies = ("asa32", "shm" if len(set(comm.hosts)) == 1 else "ring32")
+    budget_s = TEST_S / (len(strategies) * len(LENGTHS))
+    return [timed(control, strategy, floats, budget_s) for strategy in strategies for floats in LENGTHS]
+
+
+def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Timed:
+    """Means of vectors whose mean is known in every bit, as often as the time allows."""
+    failures.doing(f"self-test: {strategy}, {floats} floats")
+    x = np.arange(floats, dtype=np.float32) % 1024 + control.rank
+    expected = np.arange(floats, dtype=np.float32) % 1024 + np.float32((control.size - 1) / 2)
+
+    def once() -> tuple[float, bool]:
+        begin = time.perf_counter()
+        mean = np.asarray(exchange(x, strategy))
+        return time.perf_counter() - begin, bool((mean == expected).all())
+
+    begin = time.perf_counter()
+    once()  # compiles
+    tried = np.array([once()[0] for _ in range(TRIALS)])
+    *each_s, spent_s = control.rows(np.append(tried, time.perf_counter() - begin)).max(axis=0)
+    rounds = int(min(MOST_ROUNDS, max(1, (budget_s - spent_s) / np.median(each_s))))
+    took, right = zip(*(once() for _ in range(rounds)), strict=True)
+    rows = control.rows(np.array([*took, float(all(right))]))
+    seconds = float(np.median(rows[:, :-1].max(axis=0)))
+    carried = 2 * (control.size - 1) / control.size * 4 * floats
+    return Timed(strategy, floats, seconds, carried / seconds / 1e9, bool(rows[:, -1].all()))
+
+
+class Pair(NamedTuple):
+    """Two ranks, and how fast messages go between them."""
+
+    a: int
+    b: int
+    is_far: bool  # on two hosts
+    gb_per_s: float
+
+
+def pairs_of(trips_s: np.ndarray, hosts: Sequence[str]) -> list[Pair]:
+    """Of f64[w, w] seconds of round trips of PAIR_FLOATS, as each rank saw them; the slowest first."""
+    both = np.fmin(trips_s, trips_s.T)
+    met = [(a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if both[a, b] == both[a, b]]
+    speeds = [(a, b, hosts[a] != hosts[b], 2 * 8 * PAIR_FLOATS / float(both[a, b]) / 1e9) for a, b in met]
+    return sorted((Pair(*row) for row in speeds), key=lambda pair: pair.gb_per_s)
+
+
+def slow_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[str]:
+    """Links between hosts that are much slower than others."""
+    speeds = [pair.gb_per_s for pair in pairs if pair.is_far]
+    median = float(np.median(speeds)) if speeds else 0.0
+    return [
+        f"rank {a} on {hosts[a]} and rank {b} on {hosts[b]} exchange {speed:.3g} GB/s, pairs on two hosts {median:.3g} "
+        "in the median: look at the network between them"
+        for a, b, is_far, speed in pairs
+        if is_far and speed * SLOW < median
+    ][:4]
+
+
+def shown_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[str]:
+    """A line for pairs on one host, and one for pairs on two."""
+    lines = []
+    for where, is_far in (("one host", False), ("two hosts", True)):
+        if some := [pair for pair in pairs if pair.is_far == is_far]:
+            a, b, _, least = some[0]
+            ends = f"rank {a} on {hosts[a]} and rank {b} on {hosts[b]}"
+            lines.append(f"pairs     on {where}: {least:.3g} to {some[-1].gb_per_s:.3g} GB/s; slowest {ends}")
+    return lines
+
+
+# ---------------------------------------------------------------- what to change
+
+
+Ranks = Sequence[dict[str, Any]]
+
+
+def by_host(ranks: Ranks) -> dict[str, list[dict[str, Any]]]:
+    """Ranks' facts by host, in order of appearance."""
+    hosts: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for rank in ranks:
+        hosts[rank["host"]].append(rank)
+    return hosts
+
+
+def unlike(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+    """Versions that are not the same everywhere."""
+    first = ranks[0]["versions"]
+    lines = [
+        f"{package} is {rank['versions'].get(package)} on {rank['host']} (rank {r}), {version} on {ranks[0]['host']} "
+        "(rank 0): give all hosts one environment"
+        for r, rank in enumerate(ranks)
+        for package, version in first.items()
+        if rank["versions"].get(package) != version
+    ]
+    return lines[:8]
+
+
+def crowded(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+    """Hosts with more ranks than cores."""
+    return [
+        f"{host} has {len(mine)} ranks on {cores} cores: they wait for each other; start {cores} there at most"
+        for host, mine in by_host(ranks).items()
+        if len(mine) > (cores := max(rank["whole cores"] for rank in mine) if is_alike(mine) else used(mine))
+    ]
+
+
+def is_alike(ranks: Ranks) -> bool:
+    """Whether ranks of a host may use the same cores."""
+    return len({tuple(rank["may use"]) for rank in ranks}) == 1
+
+
+def used(ranks: Ranks) -> int:
+    """Cores that the ranks of a host may use together."""
+    return len({core for rank in ranks for core in rank["may use"]}) or ranks[0]["cores"]
+
+
+def bound(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+    """Hosts whose cores are left idle by the launcher's binding."""
+    return [
+        f"{host}: {len(mine)} ranks are bound to {used(mine)} of {mine[0]['cores']} cores; to use all of them: "
+        "mpirun --bind-to none, or srun --cpus-per-task"
+        for host, mine in by_host(ranks).items()
+        if len(ranks) > 1 and used(mine) < mine[0]["cores"] and used(mine) <= len(mine)
+    ]
+
+
+def threads(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+    """What MPI's thread level rules out."""
+    level = mpi.get("threads", "MPI_THREAD_MULTIPLE")
+    told = f"MPI gives {level}: no overlap and no watchdog; use an MPI built for MPI_THREAD_MULTIPLE"
+    return [] if level == "MPI_THREAD_MULTIPLE" else [told]
+
+
+def shared_memory(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+    """Hosts with little room."""
+    return [
+        f"{host}: /dev/shm has {mine[0]['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more: strategy shm "
+        "may not run; in containers: docker run --shm-size 1g"
+        for host, mine in by_host(ranks).items()
+        if len(mine) > 1 and mine[0]["shm free"] < SHM_BYTES
+    ]
+
+
+def idle_gpus(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+    """Hosts whose GPUs JAX does not see."""
+    return [
+        f"{host} has {len(mine[0]['gpus'])} GPUs, but JAX runs on its CPU: install jaxmpi[cuda]"
+        for host, mine in by_host(ranks).items()
+        if mine[0]["gpus"] and mine[0]["backend"] == "cpu" and os.environ.get("JAX_PLATFORMS", "") != "cpu"
+    ]
+
+
+def missing(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+    """MPI that cannot be loaded."""
+    told = f"no MPI: {mpi.get('missing')}; one worker runs without. For more: {failures.GET_MPI}"
+    return [told] if "missing" in mpi else []
+
+
+# What is looked at; each gives lines to show.
+ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
+    "versions": unlike,
+    "crowded": crowded,
+    "bound": bound,
+    "threads": threads,
+    "shared memory": shared_memory,
+    "gpus": idle_gpus,
+    "mpi": missing,
+}
+
+
+def of_test(results: Sequence[Timed], trips_s: Sequence[float]) -> list[str]:
+    """What the self-test shows to be wrong."""
+    wrong = [
+        f"{t.strategy} gave a wrong mean of {t.floats} floats: do not train here" for t in results if not t.is_right
+    ]
+    apart = [(s, r) for r, s in enumerate(trips_s) if r and s > 10 * float(np.median(trips_s[1:])) and s > 1e-3]
+    return wrong + [
+        f"rank {rank} is {1e3 * s:.1f} ms away from rank 0, ten times farther than others: look at its host's network"
+        for s, rank in apart[:4]
+    ]
+
+
+# ---------------------------------------------------------------- the page
+
+
+def shown(
+    ranks: Ranks, mpi: dict[str, str], results: Sequence[Timed], trips_s: Sequence[float], pairs: Sequence[Pair] = ()
+) -> list[str]:
+    """All lines."""
+    hosts = [rank["host"] for rank in ranks]
+    lines = [
+        f"ranks     {len(ranks)} on {len(by_host(ranks))} hosts, launcher {ranks[0]['launcher']}",
+        "MPI       " + (", ".join(f"{name} {value}" for name, value in mpi.items()) or "not used"),
+        "versions  " + ", ".join(f"{name} {version}" for name, version in ranks[0]["versions"].items()),
+    ]
+    for host, mine in by_host(ranks).items():
+        net = ", ".join(f"{name} {state}" for name, state in mine[0]["interfaces"].items()) or "no interfaces"
+        lines += [f"host      {host}: {mine[0]['cores']} cores, /dev/shm {mine[0]['shm free'] >> 20} MiB free; {net}"]
+    lines += [
+        f"rank {r:<4} {rank['host']}: cores {spelled(rank['may use'])}; {rank['backend']}, {', '.join(rank['devices'])}"
+        for r, rank in enumerate(ranks[:SHOWN])
+    ]
+    if len(trips_s) > 1:
+        lines += [f"ping      rank 0 to others and back: {1e6 * min(trips_s[1:]):.0f} to {1e6 * max(trips_s):.0f} us"]
+    lines += shown_pairs(pairs, hosts)
+    lines += [
+        f"exchange  {t.strategy:7} {4 * t.floats:>10,} bytes  {1e3 * t.seconds:9.3f} ms  {t.gb_per_s:7.3f} GB/s  "
+        f"{'right' if t.is_right else 'WRONG'}"
+        for t in results
+    ]
+    advice = [line for look in ADVICE.values() for line in look(ranks, mpi)] + of_test(results, trips_s)
+    advice += slow_pairs(pairs, hosts)
+    return lines + (["", "to change:", *(f"- {line}" for line in advice)] if advice else ["", "nothing to change"])
+
+
+def spelled(cores: Sequence[int]) -> str:
+    """`0-3,8` for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or "unknown"
+
+
+def examine() -> None:
+    """Look at this job; all ranks call it, rank 0 prints."""
+    failures.doing("facts")
+    control = processes()
+    mpi = mpi_facts()
+    if control.size > 1:
+        mpi["device pointers"] = "handed to MPI" if is_cuda_aware() else "copied through the host"
+    ranks = [json.loads(text) for text in control.gather(json.dumps(mine()))]
+    trips_s = [trip_s for trip_s, _ in control.pings()]
+    with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
+        failures.doing("self-test: messages between pairs of ranks")
+        pairs = pairs_of(control.trips(PAIR_FLOATS), [rank["host"] for rank in ranks])
+        results = tested(control)
+    if control.rank == 0:
+        print("\n".join(shown(ranks, mpi, results, trips_s, pairs)), flush=True)
+    control.barrier()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`jaxmpi doctor [-n N]`, alone or under a launcher."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ("-h", "--help"):
+        return print(USAGE)
+    under_launcher = launchers.launched_workers() > 1
+    check(not (argv and under_launcher), f"got {' '.join(argv)} under a launcher; the number of ranks is its own")
+    options = command.parse(argv)
+    check(not options.train_args, f"got {' '.join(options.train_args)}\n{USAGE}")
+    if options.workers > 1:
+        line = command.command(options, cores=affinity.cores(), is_root=os.geteuid() == 0, module="jaxmpi.tools.doctor")
+        os.execv("/bin/sh", job_folder.over_leftovers(line))
+    failures.install_excepthooks()
+    prepare.prepare()
+    with failures.at_work():
+        examine()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as problem:
+        failures.fail(problem, problem.__traceback__)

@@ -1,0 +1,258 @@
+"""`jaxmpi plan`: what more workers would bring, from a probe or from given prices; a table and a plot."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jaxmpi.allreduce import autotune, cost_model
+from jaxmpi.allreduce.cost_model import Fits, Link, Net
+from jaxmpi.comm.mpi import MpiComm, world
+from jaxmpi.config import experiment_file
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.observe import plots
+from jaxmpi.runtime import launchers, prepare
+
+MOST = 4096  # workers
+BUCKET_BYTES = 4 << 20
+
+
+class Question(NamedTuple):
+    """What to predict for."""
+
+    net: Net  # its links and prices count, not its size
+    fits: Fits
+    source: str  # of the prices, for the heading
+    sizes: tuple[int, ...]  # floats of every leaf
+    step_s: float  # of one worker, without any exchange
+    slots: tuple[int, ...]
+    wires: tuple[str, ...]
+    first: float | None  # share of the step after which exchanging can start beside it; None: it waits for the end
+
+
+class Answer(NamedTuple):
+    """One number of workers."""
+
+    net: Net
+    strategy: str
+    exchange_s: float
+    exposed_s: float
+    step_s: float
+    efficiency: float  # of one worker's step time to this one's
+    others: dict[str, float]  # seconds of all strategies
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options."""
+    made = argparse.ArgumentParser(prog="jaxmpi plan", description=__doc__)
+    made.add_argument("--alpha-s", type=float, help="seconds that a message between hosts costs by itself")
+    made.add_argument("--beta-s-per-byte", type=float, help="seconds for each byte between hosts, as 4e-8")
+    made.add_argument("--alpha-inside-s", type=float, help="the same inside a host (default: as between hosts)")
+    made.add_argument("--beta-inside-s-per-byte", type=float, help="the same inside a host")
+    made.add_argument(
+        "--gamma-s-per-byte", type=float, default=0.0, help="seconds to add a byte of float32 (default 0)"
+    )
+    made.add_argument("--cores", type=float, default=math.inf, help="of a host, for its ranks (default: enough)")
+    made.add_argument("--step-s", type=float, default=0.0, help="seconds of one worker's step without exchange")
+    made.add_argument("--bytes", type=float, help="of float32 gradients, as 53e6")
+    made.add_argument("--experiment", type=Path, help="experiment file, whose model's params count instead of --bytes")
+    made.add_argument("--slots", type=int, nargs="+", help="ranks a host (default: 1 and the probe's)")
+    made.add_argument("--wires", nargs="+", default=["32"], help="what may travel (default: 32)")
+    made.add_argument("--overlap", type=float, help="share of the step after which exchanging starts, as 0.4")
+    made.add_argument("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
+    return made
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the table; under a launcher, probe its ranks first."""
+    options = parser().parse_args(list(argv))
+    question = ask(options)
+    if question is None:  # a rank other than 0
+        return
+    answers = [answer(question, net) for net in layouts(question)]
+    print("\n".join(table(question, answers)), flush=True)
+    if options.plot:
+        plots.save(panels(question, answers), options.plot)
+        print(f"plot: {options.plot}")
+
+
+def ask(options: argparse.Namespace) -> Question | None:
+    """The question that the options ask; None on ranks other than 0.
+
+    Raises:
+        UsageError: options that contradict one another, or nothing to go by.
+    """
+    check_options(options)
+    if options.alpha_s is None and launchers.launched_workers() > 1:
+        prepare.prepare()  # an experiment starts the device, and what is measured later depends on this rank's cores
+    sizes, wires = leaf_sizes(options), tuple(options.wires)
+    comm = None if options.alpha_s is not None else world()
+    if options.alpha_s is not None:
+        probe, source = given(options), "given prices"
+    elif isinstance(comm, MpiComm):
+        probe, source = autotune.probe(comm, autotune.Task(sizes, wires)), "probe of these ranks"
+    else:
+        probe, source = saved_probe()
+    if comm is not None and comm.rank != 0:
+        return None
+    source += "" if probe.net.hosts > 1 else ", on one host: nothing is known of others"
+    slots = tuple(options.slots or sorted({1, probe.net.slots}))
+    return Question(without_gaps(probe.net), probe.fits(), source, sizes, options.step_s, slots, wires, options.overlap)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what cannot be."""
+    both = (options.alpha_s is None) == (options.beta_s_per_byte is None)
+    check(both, "give --alpha-s and --beta-s-per-byte together, or neither to go by a probe")
+    defaults = {"alpha_inside_s": None, "beta_inside_s_per_byte": None, "gamma_s_per_byte": 0.0, "cores": math.inf}
+    unused = [flag(name) for name, default in defaults.items() if getattr(options, name) != default]
+    check(
+        options.alpha_s is not None or not unused,
+        f"{', '.join(unused)}: a probe has its own; give --alpha-s and --beta-s-per-byte too, or leave it out",
+    )
+    names = ("alpha_s", "beta_s_per_byte", "alpha_inside_s", "beta_inside_s_per_byte", "gamma_s_per_byte", "step_s")
+    for name in names:
+        value = getattr(options, name)
+        check(value is None or 0 <= value < math.inf, f"{flag(name)}: got {value}; expected seconds >= 0")
+    share = options.overlap
+    check(share is None or 0 <= share <= 1, f"--overlap: got {share}; expected a share of the step in [0, 1]")
+    check(options.cores > 0, f"--cores: got {options.cores}; expected > 0")
+    check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
+    for wire in options.wires:
+        cost_model.wire_format(wire)
+    if options.plot:
+        plots.check_file(options.plot, "--plot")
+
+
+def flag(name: str) -> str:
+    """An option as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
+    """Floats of every leaf: one, or those of a model's params."""
+    check((options.bytes is None) != (options.experiment is None), "give --bytes or --experiment, one of the two")
+    if options.experiment is None:
+        check(4 <= options.bytes < math.inf, f"--bytes: got {options.bytes}; expected a number >= 4")
+        return (int(options.bytes) // 4,)
+    model = experiment_file.load(options.experiment).model
+    params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())
+    return tuple(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def given(options: argparse.Namespace) -> autotune.Probe:
+    """Prices of the command line; inside a host those between hosts where none are given."""
+    between = Link(options.alpha_s, options.beta_s_per_byte)
+    alpha, beta = options.alpha_inside_s, options.beta_inside_s_per_byte
+    inside = Link(between.alpha_s if alpha is None else alpha, between.beta_s_per_byte if beta is None else beta)
+    return autotune.Probe(Net(MOST, 1, inside, between, options.gamma_s_per_byte, cores=options.cores), {})
+
+
+def saved_probe() -> tuple[autotune.Probe, str]:
+    """The newest that is kept.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = autotune.newest()
+    if found is None:
+        raise UsageError(
+            "no probe is kept on this machine; run it under a launcher, as mpirun -n 8 jaxmpi plan, or give --alpha-s "
+            "and --beta-s-per-byte"
+        )
+    key, probe = found
+    return probe, "probe of " + ", ".join(f"{name} x {slots}" for name, slots in key["hosts"].items())
+
+
+def without_gaps(net: Net) -> Net:
+    """Inside a host as between hosts, where the probe had one rank on each."""
+    return net if net.slots > 1 else net._replace(inside=net.between)
+
+
+def layouts(question: Question) -> list[Net]:
+    """2 to 4,096 workers: 2, 4, ... on one host up to its slots, then on 2, 4, ... hosts; those only where known.
+
+    Raises:
+        UsageError: none are left.
+    """
+    powers = [1 << power for power in range(MOST.bit_length())]
+    most_hosts = MOST if question.net.hosts > 1 else 1
+    made = {}  # each once
+    for slots in question.slots:
+        shapes = [(1, ranks) for ranks in powers if ranks < slots] + [(hosts, slots) for hosts in powers]
+        made |= {shape: None for shape in shapes if shape[0] <= most_hosts and 2 <= shape[0] * shape[1] <= MOST}
+    check(bool(made), f"--slots: got {question.slots}; on one host there is nothing to predict for one rank")
+    return [question.net._replace(hosts=hosts, slots=slots, even=True) for hosts, slots in made]
+
+
+def answer(question: Question, net: Net) -> Answer:
+    """The best strategy for one layout, and what becomes of the step."""
+    names = cost_model.candidates(net, question.wires)
+    seconds = {name: autotune.step_seconds(net, question.sizes, name, BUCKET_BYTES, question.fits) for name in names}
+    best = min(names, key=seconds.__getitem__)
+    hidden = 0.0 if question.first is None else (1 - question.first) * question.step_s
+    exposed = max(0.0, seconds[best] - hidden)
+    step = question.step_s + exposed
+    return Answer(net, best, seconds[best], exposed, step, question.step_s / step if step else 1.0, seconds)
+
+
+def table(question: Question, answers: Sequence[Answer]) -> list[str]:
+    """Lines for the terminal."""
+    floats = sum(question.sizes)
+    lines = [
+        f"{4 * floats / 1e6:,.1f} MB of gradients in {len(question.sizes)} leaves, {question.step_s:g} s a step; "
+        f"{question.source}",
+        describe(question.net),
+        "workers  hosts x slots  best             exchange s  exposed s     step s  efficiency",
+    ]
+    return lines + [
+        f"{a.net.workers:7}  {f'{a.net.hosts} x {a.net.slots}':13}  {a.strategy:15} {a.exchange_s:11.4g} "
+        f"{a.exposed_s:10.4g} {a.step_s:10.4g} {100 * a.efficiency:9.1f} %"
+        for a in answers
+    ]
+
+
+def describe(net: Net) -> str:
+    """The prices."""
+    return (
+        f"inside a host {1e6 * net.inside.alpha_s:.3g} us + {1e9 * net.inside.beta_s_per_byte:.3g} ns/byte; between "
+        f"hosts {1e6 * net.between.alpha_s:.3g} us + {1e9 * net.between.beta_s_per_byte:.3g} ns/byte; additions "
+        f"{1e9 * net.gamma_s_per_byte:.3g} ns/byte; {net.cores:g} cores a host"
+    )
+
+
+def panels(question: Question, answers: Sequence[Answer]) -> list[plots.Panel]:
+    """Seconds of all strategies for the last number of slots, and efficiency for all."""
+    slots = question.slots[-1]
+    last = with_slots(answers, slots)
+    names = dict.fromkeys(name for a in last for name in a.others)
+    lines = {n: [(float(a.net.workers), a.others[n]) for a in last if a.others.get(n, 0) > 0] for n in names}
+    workers = plots.Quantity("workers", base=2)
+    return [
+        plots.Lines(
+            f"One exchange, {slots} rank{'s' * (slots > 1)} a host",
+            workers,
+            plots.Quantity("time of one exchange", "s"),
+            {name: line for name, line in lines.items() if line},
+        ),
+        plots.Lines(
+            "Step time of one worker over that of all, with the best strategy",
+            workers,
+            plots.Quantity("efficiency", "%", base=None),
+            {
+                f"{n} rank{'s' * (n > 1)} a host": [
+                    (float(a.net.workers), 100 * a.efficiency) for a in with_slots(answers, n)
+                ]
+                for n in question.slots
+            },
+            bound=[(2.0, 100.0), (float(MOST), 100.0)],
+        ),
+    ]
+
+
+def with_slots(answers: Sequence[Answer], slots: int) -> list[Answer]:
+    """Those for hosts of so many ranks, or for fewer on one host."""
+    return [a for a in answers if a.net.slots == min(slots, a.net.workers)]

@@ -1,0 +1,399 @@
+"""The parts of a run: its plan in numbers, its compiled functions, its state 0."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi.allreduce import algorithms, compression, host_algorithms, overlap
+from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.allreduce.autotune import choose, is_auto
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.checkpoint import orbax_export, run_directory
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.shared_compile import loaded_jit
+from jaxmpi.comm.topology import Workers, alone
+from jaxmpi.config import durations, exchange_config, schema
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core import errors, train_state
+from jaxmpi.core.pytrees import PyTree, tree_digest
+from jaxmpi.core.train_state import TrainState, create
+from jaxmpi.input_pipeline.device_feed import Feed, dealt_anew, open_feed
+from jaxmpi.observe.step_timing import Lone
+from jaxmpi.optim import optimizers, schedules
+from jaxmpi.recover.replica_check import fingerprints_by
+from jaxmpi.rules import base, registry
+from jaxmpi.rules.base import Rule
+from jaxmpi.trainer import step as steps
+
+# ---------------------------------------------------------------- its plan
+
+
+class Plan(NamedTuple):
+    """An experiment's durations and rates in numbers."""
+
+    feed: Feed
+    validation: Feed
+    clock: schedules.Clock
+    eval_every: int  # steps
+    save_every: int  # steps
+    compare_every: int  # steps
+    lr: optax.Schedule  # by step, scaling included
+    headline: str
+    data: dict[str, Any]  # what tells it from other data, wherever it lies
+    scaled_for: int  # workers that the run began with, by which lr is scaled
+    micro_batch: int  # examples of an accumulation slice; 0: no accumulation
+
+    def examples(self, step: int) -> int:
+        """Examples that all workers have seen after `step` steps: a short last step of an epoch counts as it is."""
+        epochs, batches = divmod(step, self.clock.steps_per_epoch)
+        return epochs * len(self.feed.source) + batches * self.clock.effective_batch
+
+    def epoch(self, step: int) -> float:
+        """Epochs after `step` steps."""
+        return step / self.clock.steps_per_epoch
+
+
+def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: Plan | None = None) -> Plan:
+    """Batches, steps and learning rate; `feed.model` is the experiment's, made to fit the data's classes.
+
+    Args:
+        scaled_for: workers that the run began with; 0: these.
+        before: of a run that goes on with fewer workers, whose data is open.
+
+    Raises:
+        UsageError: a batch that does not divide, data that is missing, a learning-rate scaling the rule refuses.
+    """
+    scaled_for = scaled_for or workers.size
+    is_other = scaled_for != workers.size
+    local_batch = schema.local_batch(experiment, workers.size, uneven=is_other)
+    effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
+    micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
+    asked_classes = experiment.model.classes
+    if before:
+        feed, validation = dealt_anew(before.feed, workers, micro_batch), dealt_anew(before.validation, workers)
+        facts = before.data["the data"]
+    else:
+        feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
+        experiment = dataclasses.replace(experiment, model=feed.model)
+        # Workers that do not meet cannot share an evaluation.
+        evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
+        validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
+        facts = {"train": feed.facts(), "validation": validation.facts()}
+        workers.processes.same("the data", facts)
+    epoch_steps = feed.samplers[0].steps_per_epoch
+    total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
+    clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
+    factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
+    if is_other and registry.RULES[experiment.rule.name].sums_updates:
+        factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
+    lr = experiment.optim.lr
+    headline = (
+        f"{experiment.model.name}: {workers.size} workers x local batch {local_batch} = effective batch "
+        f"{effective_batch}; {len(feed.source)} examples, {epoch_steps} steps an epoch, {total_steps} steps\n"
+        f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
+    )
+    if experiment.model.classes != asked_classes:
+        headline = (
+            f"{feed.source.name} has {feed.source.classes} classes: {experiment.model.name} is made with as many, not "
+            f"with the experiment's {asked_classes}\n{headline}"
+        )
+    if is_other:
+        headline += f", as with the {scaled_for} workers that the run began with" + (
+            f"; in slices of {micro_batch}" * bool(micro_batch)
+        )
+    return Plan(
+        feed,
+        validation,
+        clock,
+        clock.steps(experiment.eval_every) or total_steps,
+        clock.steps(experiment.checkpoint_every) or total_steps,
+        clock.steps(experiment.compare_every) or total_steps,
+        schedules.schedule(experiment.schedule, clock, lr * factor, scaled_for),
+        headline,
+        {"the data": facts},
+        scaled_for,
+        micro_batch,
+    )
+
+
+def slice_of(local_batch: int, before: int) -> int:
+    """Examples of a slice where a worker has more to do than `before`, so that it needs no more memory; else 0."""
+    slices = -(-local_batch // before)
+    return -(-local_batch // slices) if slices > 1 else 0
+
+
+# ---------------------------------------------------------------- its functions
+
+
+class Functions(NamedTuple):
+    """The compiled pieces of a run."""
+
+    rule: Rule
+    train_step: Callable[[TrainState, train_state.Batch], tuple[TrainState, steps.Metrics]]
+    eval_step: Callable[[PyTree, PyTree, train_state.Batch], steps.EvalMetrics]
+    mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
+    eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
+    fingerprints: Callable[[PyTree], np.ndarray]  # u32[workers of this process, leaves]
+    strategy: str
+    form: str  # which jits the step is made of, for the log
+    asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
+    why: str = ""  # what `auto` came to, for the log
+    lone: Lone | None = None  # where nothing else tells the time of an exchange
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether workers tell each other anything; with strategy none they drift apart."""
+        return not self.strategy.startswith("none")
+
+
+def settle_exchange(
+    experiment: Experiment, plan: Plan, workers: Workers, kept: run_directory.Stored | None
+) -> tuple[Experiment, str]:
+    """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty where nothing was left open.
+
+    They are those of the run that is resumed, so that it goes on bit for bit; where there are none, or these ranks
+    cannot have them, those that a probe finds.
+    """
+    asked = experiment.exchange
+    if registry.is_asynchronous(experiment.rule):
+        return dataclasses.replace(experiment, exchange=dataclasses.replace(asked, strategy=to_center(asked))), ""
+    if not is_auto(asked.strategy):
+        return experiment, ""
+    stored = run_directory.settled_exchange(kept, asked)
+    if stored and can_go_on(stored["strategy"], asked.overlap, workers.comm):
+        exchange = dataclasses.replace(asked, **stored)
+        off = ", overlap off" if exchange.overlap != asked.overlap else ""
+        why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
+        return dataclasses.replace(experiment, exchange=exchange), why
+    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
+    exchange, why = probed(asked, workers.comm, sizes, is_beside)
+    gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
+    return dataclasses.replace(experiment, exchange=exchange), gone + why
+
+
+def probed(
+    asked: exchange_config.ExchangeConfig, comm: Comm, sizes: Sequence[int], is_beside: bool
+) -> tuple[exchange_config.ExchangeConfig, str]:
+    """What a probe finds for these leaves, and why: among what can run beside the backward pass, where that pays."""
+    among = host_algorithms.fitting(comm.hosts) if is_beside else ()
+    verdict = choose(comm, sizes, asked.strategy, asked.bucket_bytes, among)
+    if is_beside and asked.overlap == "auto" and not verdict.overlap:
+        alone, why = probed(dataclasses.replace(asked, overlap="off"), comm, sizes, False)
+        return alone, f"{why}; overlap off: most of an exchange is work for cores, which compute already"
+    return dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes), verdict.why
+
+
+def can_go_on(name: str, asked: str, comm: Comm) -> bool:
+    """Whether a strategy that `auto` took before is possible on these ranks, with the overlap that is asked for now."""
+    strategy, must = algorithms.parse(name), asked in ("on", "delayed") and comm.size > 1
+    return strategy.fits(comm.hosts) and (not must or host_algorithms.has(strategy, comm.hosts))
+
+
+def to_center(asked: exchange_config.ExchangeConfig) -> str:
+    """The way of params between workers and a center, in the wire that is asked for.
+
+    Raises:
+        UsageError: a strategy that is none, or keeps something back.
+    """
+    if is_auto(asked.strategy):
+        return f"root:{asked.strategy.partition(':')[2] or '32'}"
+    errors.check(
+        not compression.is_compressor(asked.strategy) and not asked.strategy.startswith("none"),
+        f"exchange.strategy: got {asked.strategy} with an asynchronous rule, which takes its wire only: give a "
+        "strategy with one of the wires 32, 16, bf16, 8",
+    )
+    return f"root:{algorithms.parse(asked.strategy).name.partition(':')[2]}"
+
+
+def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Functions:
+    """The step in the form that suits these workers.
+
+    fused: one jit; only here can the exchange run beside the backward pass. split: gradients, exchange and update are
+    jits of their own, so that one rank per host compiles the two big ones and the others read them from the cache; a
+    jit that holds a communicator can never be read from it. So with synchronised batch statistics every rank compiles
+    the gradients for itself.
+    """
+    gradients, evaluate = pieces(experiment, workers, plan)
+    order, once = Order(), workers.comm.jit
+    to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
+    spelling = experiment.exchange.strategy
+    strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
+    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, plan)
+    is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
+    mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
+    exchange_of = partial(exchange_for, experiment, workers, strategy, order)
+    skips = experiment.recover == "skip"
+    keeps = skips or experiment.ft == "shrink"  # the state before a step, until that step counts
+    gradients = steps.marked(gradients) if skips else gradients
+    if is_split(experiment, workers) and not is_beside:
+        keep_operands = partial(jit_kept, once) if keeps else once
+        mute = base.Mute()
+        rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
+        compiled = order.shared(to_share(order.of(gradients)), workers.processes)
+        checked = once(steps.or_before) if skips else None
+        step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
+        form = f"split form: gradients, exchange and update are jits of their own; {why}"
+        eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
+        hashed = fingerprints_by(once, workers)
+        return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
+    gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
+    rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
+    eval_params = rule.eval_params or own_params
+    checked = steps.or_before if skips else None
+    step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
+    still = base.Mute(is_on=True).of(exchange_of(False))
+    quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
+    if workers.mesh is None:
+        jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=() if experiment.ft == "shrink" else (0,))
+        form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(quiet), False)
+        hashed = fingerprints_by(once, workers)
+        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
+    over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
+    form = f"fused form: one jit over {workers.size} devices; {why}"
+    evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
+    hashed = fingerprints_by(over, workers)
+    train_step, lone = over(step, donate=(0,)), Lone(over(quiet), False)
+    return Functions(rule, train_step, evaluate, mean, params, hashed, strategy, form, lone=lone)
+
+
+def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
+    """A jit without donation: what went in may still be the outcome."""
+    return jit(function, **{name: value for name, value in options.items() if name != "donate_argnums"})
+
+
+def over_mesh(
+    function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate: tuple[int, ...] = ()
+) -> Callable:
+    """`steps.over_devices`; where ranks share a host's cores one of them compiles for all."""
+    jitted = steps.over_devices(function, mesh, donate)
+    if isinstance(control, MpiProcesses) and jax.default_backend() == "cpu":
+        return loaded_jit(jitted, list(mesh.devices.flat), control)
+    return jitted
+
+
+def exchange_for(
+    experiment: Experiment, workers: Workers, strategy: str, order: Order, is_beside: bool
+) -> base.Exchange:
+    """The exchange of this run, beside the program or in it."""
+    size_bytes = experiment.exchange.bucket_bytes
+    options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
+    if compression.is_compressor(strategy):
+        refused = partial(exchange, **options)
+        return base.Exchange(refused, refused, gradients=exchange_gradients(**options))
+    options["order"] = order
+    alone: dict[str, Any] = {"portable": experiment.batch_statistics != "synchronised"}
+    share = partial(overlap.exchange, **alone) if is_beside else exchange
+    is_late = experiment.exchange.overlap == "delayed"
+    if is_beside:
+        courier()  # all ranks start it together; programs that come from another rank find it
+    return base.Exchange(
+        partial(share, op="mean", **options),
+        partial(share, op="sum", **options),
+        gradients=overlap.delayed_gradients(**options, **alone) if is_late else None,
+    )
+
+
+def unfit_for_overlap(experiment: Experiment, plan: Plan) -> str:
+    """Why this step cannot hide an exchange; empty where it can."""
+    if experiment.form == "split":
+        return "the step is split (form split)"
+    if experiment.ft == "shrink":
+        return "a step ends before the vote on it (ft shrink)"
+    if registry.is_periodic(experiment.rule):
+        return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
+    if compression.is_compressor(experiment.exchange.strategy):
+        return "a compressor exchanges more than once, one after another"
+    fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
+    return "" if fits else "gradients come to exist with the last micro-batch only"
+
+
+def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:
+    """Floating-point leaves averaged over workers in 32 bits, whatever the run's wire; others as they are."""
+    leaves, structure = jax.tree.flatten(tree)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    for i, leaf in zip(floats, exchange([leaves[i] for i in floats], "asa32", comm=comm), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+def own_state(tree: PyTree) -> PyTree:
+    """Model state as it is: every worker evaluates with its own."""
+    return tree
+
+
+def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
+    """Params as they are: equal on all workers."""
+    return params
+
+
+def pieces(experiment: Experiment, workers: Workers, plan: Plan) -> tuple[Callable, Callable]:
+    """The local gradients and the evaluation step, not yet compiled."""
+    is_synchronised = experiment.batch_statistics == "synchronised"
+    forward = steps.Forward(
+        experiment.model,
+        experiment.loss or steps.cross_entropy,
+        experiment.data,
+        jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32,
+        partial(exchange, strategy="asa32", comm=workers.comm) if is_synchronised else None,
+    )
+    return steps.local_gradients(forward, plan.micro_batch), partial(steps.eval_step, forward)
+
+
+def is_split(experiment: Experiment, workers: Workers) -> bool:
+    """Whether the step is split: by default where several ranks would compile one program on the same cores."""
+    if experiment.form != "auto" or workers.mesh is not None:
+        return experiment.form == "split" and workers.mesh is None
+    return workers.comm.size > 1 and jax.default_backend() == "cpu"
+
+
+def build_rule(experiment: Experiment, plan: Plan, workers: Workers, exchange: base.Exchange) -> Rule:
+    """The rule over this run's optimizer and exchange.
+
+    Noise is measured between several workers with equal shares: with one there is none to see.
+    """
+    asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
+    return registry.build(
+        dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
+        optimizers.optimizer(experiment.optim, plan.lr),
+        exchange,
+        optimizer=experiment.optim.name + " with clip_norm" * bool(experiment.optim.clip_norm),
+        linear=optimizers.is_linear(experiment.optim),
+    )
+
+
+# ---------------------------------------------------------------- its state 0
+
+
+def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict[int, TrainState]:
+    """State 0 of this process's workers: params and model state of rank 0 on all ranks, params compared by hash."""
+    example = experiment.model.example()
+    key = jax.random.key(experiment.seed)
+    if workers.processes.rank == 0:
+        made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
+        params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
+        if experiment.params:
+            params, model_state, has_state = orbax_export.load(Path(experiment.params), params, model_state)
+            if not has_state and jax.tree.leaves(model_state):
+                text = "bare params, so the model state begins as the model's own"
+                print(f"jaxmpi: --params: {experiment.params}: {text}", file=sys.stderr, flush=True)
+    else:
+        shapes = jax.eval_shape(experiment.model.init, key, example)
+        params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    params, model_state = workers.processes.bcast((params, model_state))
+    workers.processes.same("initial params", {"sha256": tree_digest(params)})
+    rule_state = jax.tree.map(np.asarray, workers.comm.jit(rule.init)(params))
+    return {
+        worker: create(params, model_state, rule_state, seed=experiment.seed, worker=worker) for worker in workers.mine
+    }

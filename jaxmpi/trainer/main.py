@@ -1,0 +1,305 @@
+"""The spine: from an experiment to a trained model, top to bottom, once.
+
+    python -m jaxmpi.train EXPERIMENT.py [--field value ...]              one worker
+    mpirun -n 8 python -m jaxmpi.train EXPERIMENT.py [--field value ...]  eight
+
+"Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run on all ranks.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint import format, run_directory, uncoordinated
+from jaxmpi.checkpoint.manager import warn
+from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
+from jaxmpi.comm.topology import Workers, gather_apart, gather_mortal, gather_workers
+from jaxmpi.config import experiment_file
+from jaxmpi.config.durations import step_range
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.files import HeldFolder, write_whole
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.model.check import check_model
+from jaxmpi.observe.recorder import FORMAT, Recorder, cut_record
+from jaxmpi.observe.trace import Profiler
+from jaxmpi.recover import decisions, shrink, signals
+from jaxmpi.rules import registry
+from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, prepare, provenance
+from jaxmpi.trainer import async_loop
+from jaxmpi.trainer import step as steps
+from jaxmpi.trainer.build import Functions, Plan, build_functions, make_plan, settle_exchange
+from jaxmpi.trainer.evaluate import evaluate
+from jaxmpi.trainer.loop import Due, run_to_end
+from jaxmpi.trainer.progress import SUMS, open_recorder
+from jaxmpi.trainer.resume import extra_of, say_changes, skipped_of, starting_states
+from jaxmpi.trainer.run import Run, assembled, watch
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
+    failures.open_streams()
+    failures.install_excepthooks()
+    prepare.prepare()  # before the experiment file, which may touch the device
+    experiment, path = experiment_file.parse(list(sys.argv[1:] if argv is None else argv))
+    device_setup.make_cpu_devices(experiment.devices)
+    control = processes()
+    with failures.at_work():
+        code = 0
+        try:
+            train(experiment, path.stem, provenance.project_root(path), digest=provenance.file_digest(path))
+        except decisions.Preempted as preempted:
+            code = preempted.code
+        failures.let_end()
+        if not code:
+            job_folder.mark(job_folder.FINISHED)
+        control.leave(code)
+    if code:
+        sys.exit(code)
+
+
+# ---------------------------------------------------------------- the run
+
+
+def train(experiment: Experiment, name: str, root: Path | None = None, digest: str = "") -> dict[str, float]:
+    """Train, evaluate, record, checkpoint. All ranks call it.
+
+    Args:
+        experiment: what to run.
+        name: of the run directory where the experiment names none.
+        root: the project's folder, whose commit is recorded.
+        digest: of the experiment file, compared over ranks.
+
+    Returns: the last evaluation: eval_loss, eval_top1, eval_top5, eval_count; empty where no step was left to do.
+
+    Raises:
+        UsageError: the experiment cannot run as asked, or ranks differ.
+        TrainingError: a loss or gradient is not finite, workers' params differ, too much data is skipped, or a
+            checkpoint cannot be written.
+        guard.Preempted: a signal asked to leave, and the run has been saved.
+    """
+    failures.doing("start", failures.LONG)
+    notice = signals.Notice()
+    try:
+        return train_until(notice, experiment, name, root, digest)
+    except decisions.Preempted as left:
+        raise decisions.Interrupted if notice.is_interrupt else left from None
+    finally:
+        notice.close()
+
+
+def train_until(
+    notice: signals.Notice, experiment: Experiment, name: str, root: Path | None, digest: str
+) -> dict[str, float]:
+    """`train`, until it is noticed that it is to leave."""
+    is_apart = registry.is_asynchronous(experiment.rule)
+    workers = gather_all(experiment)
+    ranks = workers.processes.size if is_apart else workers.size
+    registry.check_ranks(experiment.rule, ranks, experiment.optim.name)
+    if is_apart:
+        async_loop.check_apart(experiment)
+    run_directory.agree_on(experiment, workers.processes, digest)
+    registry.check_recover(experiment.rule, experiment.recover, experiment.exchange.overlap)
+    if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
+        check_model(experiment.model, experiment.loss, experiment.compute_dtype)
+    kept = stored_by_first(experiment, name, workers)
+    if experiment.continue_from and kept is None and workers.processes.rank == 0:
+        with run_directory.usable():
+            run_directory.check_source(experiment, registry.is_asynchronous(experiment.rule))
+    experiment = run_directory.as_begun(experiment, kept, workers.size)
+    begun = kept.scaled_for if kept else workers.size
+    plan = make_plan(experiment, workers, begun)
+    experiment = dataclasses.replace(experiment, model=plan.feed.model)
+    # Without a common step a fast worker may make the steps of others, too.
+    last_step = plan.clock.total_steps * (workers.size if is_apart else 1)
+    for text in experiment.inject:
+        fault_injection.parse(text, max(begun, workers.size), last_step)
+    asked = experiment.exchange.strategy
+    experiment, why = settle_exchange(experiment, plan, workers, kept)
+    functions = build_functions(experiment, workers, plan)._replace(asked=asked)
+    registry.check_wire(experiment.rule, functions.strategy)
+    with (
+        watch(experiment, workers) as unwatched,
+        run_directory.agreed_run_dir(experiment, name, workers.processes) as home,
+        plan.feed.kept(decisions.Preempted),
+        plan.feed.crew,
+        plan.validation.crew,  # that one, or one of its own
+    ):
+        experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
+        functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
+        fault_injection.order(experiment.inject, max(begun, workers.size), workers.mine, home.path)
+        result = run_in(home, experiment, workers, plan, functions, root, notice)
+        for text in fault_injection.missed():
+            warn(f"{failures.who()}: --inject {text} has not happened: this rank came to no such place")
+        return result
+
+
+def gather_all(experiment: Experiment) -> Workers:
+    """The workers of the job, in the way that the experiment asks for."""
+    control = processes()
+    control.same("what becomes of workers where one dies", {"ft": experiment.ft})
+    if experiment.ft == "shrink":
+        shrink.check_fits(experiment)
+    if experiment.ft == "shrink" and isinstance(control, MpiProcesses):
+        shrink.check_mpi(control)
+        control.outlive()
+        return gather_mortal(control)
+    if registry.is_asynchronous(experiment.rule):
+        return gather_apart(experiment.rule.servers, experiment.comm, experiment.devices)
+    return gather_workers(experiment.devices, experiment.comm)
+
+
+def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.Stored | None:
+    """What rank 0 reads of the run that is resumed."""
+    with run_directory.usable():
+        text = json.dumps(run_directory.stored(experiment, name)) if workers.processes.rank == 0 else ""
+    row = json.loads(workers.processes.gather(text)[0])
+    return run_directory.Stored(*row) if row else None
+
+
+def run_in(
+    home: HeldFolder,
+    experiment: Experiment,
+    workers: Workers,
+    plan: Plan,
+    functions: Functions,
+    root: Path | None,
+    notice: signals.Notice,
+) -> dict[str, float]:
+    """Start or resume in a run directory, and go on to the end."""
+    is_first, folder = workers.processes.rank == 0, home.path
+    states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
+    start = saved.step if saved else 0
+    there = saved.step_there if isinstance(saved, format.Saved) else None  # the step in a run that is continued
+    if experiment.resume and is_first:
+        cut_record(folder / "record.jsonl", start if there is None else -1)
+    hosts = workers.processes.gather(socket.gethostname())
+    elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+    plan.feed.skipped = skipped_of(saved, workers)
+    bytes_each = plan.feed.bytes_each
+    each = (elapsed_s, hosts, bytes_each)
+    recorder = open_recorder(experiment, folder, *each) if is_first else Recorder(None, elapsed_s)
+    if is_first:
+        facts = run_directory.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
+            "asked": functions.asked,
+            "format": FORMAT,
+        }
+        write_whole(folder / "config.json", (json.dumps(facts, indent=2) + "\n").encode())
+        recorder.write("run", **facts)
+    place = f"resumed at step {start}" if start and there is None else "no checkpoint in it: from the start"
+    recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
+    how = f"strategy {functions.strategy}"
+    if functions.rule.asynchronous:  # no strategy is run: of the one that was asked for the wire alone counts
+        how = f"wire {functions.strategy.partition(':')[2]}"
+    recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
+    if isinstance(saved, format.Saved) and there is not None:
+        say_continued(recorder, experiment, saved, plan)
+    if saved and start:
+        say_changes(recorder, saved.extra, experiment, plan, start)
+    if idle := registry.without_effect(experiment.rule):
+        recorder.say(f"without effect in rule {experiment.rule.name}: {', '.join(f'rule.{name}' for name in idle)}")
+    if functions.why:
+        recorder.say(functions.why)
+    if start >= plan.clock.total_steps:
+        recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
+    recovery = decisions.Recovery(experiment.recover, experiment.recover_limit)
+    pact = shrink.pact(experiment, workers, recorder if is_first else None)
+    of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
+    profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
+    run = assembled(home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact)
+    if isinstance(saved, async_loop.Start):
+        with contextlib.closing(recorder):
+            return async_loop.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
+    return run_to_end(run, states, start, Due(save=True) if there is not None else None)
+
+
+def apart(run: "Run", start: async_loop.Start, notice: signals.Notice, hosts: Sequence[str]) -> async_loop.Job:
+    """The run of workers that do not wait for each other, as this rank has it."""
+    plan, feed, functions = run.plan, run.plan.feed, run.functions
+    solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
+    leaves = [path for path, _ in named_leaves(start.state.params)]
+    votes = decisions.Votes(solo.processes, notice, leaves)
+    told = run.recorder if run.workers.processes.rank == 0 else Aside(None)
+    judge = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=told)
+    by_itself = run._replace(workers=solo)
+
+    def sums(step: int, metrics: steps.Metrics) -> np.ndarray:
+        is_made = judge.passes(step, metrics)
+        judge.settle()  # before anything that is not finite can reach the center
+        return run.log.sums(step, metrics) if is_made else np.zeros(SUMS)
+
+    duties = async_loop.Duties(
+        functions.train_step,
+        sums,
+        feed.batches,
+        lambda: (feed.skipped, feed.wait_s),
+        lambda: notice.given,
+        lambda state: rehearse(by_itself, state),
+        lambda state, step: evaluate(by_itself, state, step),
+        lambda step: np.asarray(plan.lr(max(step - 1, 0))).item(),
+        lambda: extra_of(run.experiment, plan, functions, run.recorder.elapsed_s()),
+        lambda skipped, epochs: decisions.check_budget(
+            skipped, len(feed.source), epochs, run.experiment.data.max_skipped
+        ),
+    )
+    course = async_loop.Course(
+        plan.clock.effective_batch,
+        len(feed.source),
+        plan.clock.steps_per_epoch,
+        plan.clock.total_steps,
+        plan.examples(plan.clock.total_steps),
+        run.experiment.log_every,
+        plan.eval_every,
+        plan.save_every,
+    )
+    keep = format.Kept(run.experiment.keep_checkpoints, run.experiment.keep_best)
+    home = uncoordinated.Apart(run.folder / "checkpoints", run.workers.size, keep)
+    run.recorder.start_window(int(start.tally.examples))
+    wire = functions.strategy.partition(":")[2]
+    lookout = async_loop.Lookout(run.experiment.stall_s, run.experiment.on_stall, hosts)
+    return async_loop.Job(
+        *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
+        *(run.saver.home, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
+    )
+
+
+class Aside(Recorder):
+    """Of a rank that keeps no record: what it alone can say goes to standard error."""
+
+    def say(self, text: str) -> None:
+        """A line that names the rank."""
+        warn(f"{failures.who()}: {text}")
+
+
+def rehearse(run: Run, state: TrainState) -> None:
+    """Evaluate one batch, so that all is compiled that an evaluation takes."""
+    model_state = run.functions.mean_state(state.model_state)
+    with contextlib.closing(run.plan.validation.batches()) as batches:
+        for batch in itertools.islice(batches, 1):
+            jax.block_until_ready(run.functions.eval_step(state.params, model_state, batch))
+
+
+# ---------------------------------------------------------------- state in and out
+
+
+def say_continued(recorder: Recorder, experiment: Experiment, saved: format.Saved, plan: Plan) -> None:
+    """Say, and record, which run this one continues, and how its steps are counted anew."""
+    was, now, source = (
+        saved.extra["experiment"]["effective batch"],
+        plan.clock.effective_batch,
+        experiment.continue_from,
+    )
+    recorder.say(
+        f"continues {source} after its step {saved.step_there}: effective batch {was} there, {now} here, so from step "
+        f"{saved.step}"
+    )
+    batches = {"effective_batch": {"was": was, "is": now}}
+    recorder.write("continued", step=saved.step, **{"from": source}, from_step=saved.step_there, **batches)

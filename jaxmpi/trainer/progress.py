@@ -1,0 +1,95 @@
+"""What a progress line says of all ranks, from what their steps gave."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxmpi.comm.topology import Workers, rows
+from jaxmpi.config.schema import Experiment
+from jaxmpi.observe.gradient_noise import Means, Noise
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.observe.sinks import TensorBoard
+from jaxmpi.observe.step_timing import Summary, Window, flat, summary
+from jaxmpi.observe.terminal import open_terminal
+from jaxmpi.observe.trace import Tracer
+from jaxmpi.recover.decisions import check_budget
+from jaxmpi.trainer.build import Plan
+from jaxmpi.trainer.step import Metrics
+
+SUMS = 6  # over workers: loss, examples, |g_i|^2; and where |g|^2 was measured |g_i|^2, |g|^2, steps
+
+
+@dataclass
+class Log:
+    """Progress lines of a run."""
+
+    plan: Plan
+    workers: Workers
+    recorder: Recorder
+    tracer: Tracer
+    noise: Noise | None  # where the rule measures it
+    max_skipped: float  # share of the data
+
+    def sums(self, step: int, metrics: Metrics) -> np.ndarray:
+        """f64[SUMS] of a step of this process's workers."""
+        losses, counts, squares = (
+            rows(value, self.workers).astype(np.float64) for value in (metrics.loss, metrics.count, metrics.squares)
+        )
+        return np.array([losses.sum(), counts.sum(), squares.sum(), *self._measured(step, metrics, squares)])
+
+    def _measured(self, step: int, metrics: Metrics, squares: np.ndarray) -> list[float]:
+        """|g_i|^2, |g|^2 and 1 over workers; zeros where their gradients are not of as many examples."""
+        is_whole = self.plan.examples(step) - self.plan.examples(step - 1) == self.plan.clock.effective_batch
+        if metrics.mean_square is None or not is_whole:
+            return [0.0] * 3
+        return [squares.sum(), rows(metrics.mean_square, self.workers).sum(dtype=np.float64), float(squares.size)]
+
+    def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
+        """The mean loss of all workers' examples since the last line, and where the time went.
+
+        Args:
+            distance: of this process's workers from what they met, summed, where the rule keeps it.
+
+        Raises:
+            TrainingError: more data is skipped than may be.
+        """
+        plan, feed = self.plan, self.plan.feed
+        mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
+        every = self.workers.processes.rows(np.concatenate([mine, flat(window)]))
+        loss, count, squares, *measured, skipped, wait_s, apart = every[:, : len(mine)].sum(axis=0).tolist()
+        seen = summary(every[:, len(mine) :], window.steps)
+        self.recorder.train(
+            step=step,
+            total_steps=plan.clock.total_steps,
+            epoch=plan.epoch(step),
+            examples=plan.examples(step),
+            loss=float(loss / count) if count else float("nan"),
+            lr=np.asarray(plan.lr(step - 1)).item(),
+            wait_s=float(wait_s) / self.workers.size,
+            skipped=int(skipped),
+            gradient_norm=(squares / self.workers.size / max(window.steps, 1)) ** 0.5,
+            anatomy=seen,
+            images=plan.examples(step) - plan.examples(step - window.steps),
+            noted=window.spans,
+            **self._noise(*measured),
+            **({} if distance is None else {"distance": apart / self.workers.size}),
+        )
+        if traced := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
+            self.recorder.say(traced)
+        epochs_begun = -(-step // plan.clock.steps_per_epoch)
+        check_budget(int(skipped), len(feed.source), epochs_begun, self.max_skipped)
+        return seen
+
+    def _noise(self, local: float, mean: float, count: float) -> dict[str, float]:
+        """Fields of the record on the noise of gradients, where it was measured."""
+        return self.noise.fields(Means(local / count, mean / count)) if self.noise and count else {}
+
+
+def open_recorder(
+    experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str], bytes_each: int
+) -> Recorder:
+    """The record, the sinks and the terminal; hosts are names by rank."""
+    sinks = [*experiment.sinks, *([TensorBoard(folder / "tensorboard")] if experiment.tensorboard else [])]
+    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts, bytes_each)

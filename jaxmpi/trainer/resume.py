@@ -1,0 +1,210 @@
+"""State in and out: initial or restored, and what a checkpoint holds besides it."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint import format, run_directory
+from jaxmpi.checkpoint.manager import warn
+from jaxmpi.comm.topology import Workers, take
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import AgreedError, UsageError
+from jaxmpi.core.pytrees import tree_digest
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.optim import optimizers
+from jaxmpi.rules.base import Rule
+from jaxmpi.runtime import failures
+from jaxmpi.trainer import async_loop
+from jaxmpi.trainer.build import Functions, Plan, initial_states
+from jaxmpi.trainer.run import Run
+
+
+def extra_of(experiment: Experiment, plan: Plan, functions: Functions, elapsed_s: float) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state."""
+    return {
+        "elapsed_s": elapsed_s,
+        "scaled_for": plan.scaled_for,
+        "exchange": {
+            "asked": functions.asked,
+            "strategy": functions.strategy,
+            "bucket_bytes": experiment.exchange.bucket_bytes,
+            "overlap": experiment.exchange.overlap,
+        },
+        "experiment": identity(experiment, plan),
+        "settings": run_directory.settings(experiment),
+    }
+
+
+def identity(experiment: Experiment, plan: Plan) -> dict[str, Any]:
+    """What makes a run the same run."""
+    return run_directory.identity(experiment, plan.clock.effective_batch, plan.data)
+
+
+def restored(
+    folder: Path,
+    states: dict[int, TrainState],
+    workers: Workers,
+    rule: Rule,
+    now: dict[str, Any],
+    but: Sequence[str] = (),
+) -> format.Saved | None:
+    """The newest checkpoint of a run directory, the same on all ranks; None where there is none.
+
+    Args:
+        states: of this process's workers, in the place of which it is read.
+        now: `identity` of the run that goes on with it.
+        but: fields of `now` that may differ.
+
+    Raises:
+        UsageError: it is another run's.
+    """
+    saved = format.restore(
+        folder / "checkpoints",
+        states,
+        workers.processes,
+        workers=workers.size,
+        replicated=rule.state_is_replicated,
+        same_params=rule.params_are_replicated,
+        say=warn if workers.processes.rank == 0 else lambda text: None,
+    )
+    workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
+    if saved:
+        params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
+        workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
+        run_directory.refuse_other_run(saved.extra.get("experiment", {}), now, but)
+    return saved
+
+
+def continued(
+    source: Path, states: dict[int, TrainState], workers: Workers, rule: Rule, plan: Plan, now: dict[str, Any]
+) -> format.Saved:
+    """The newest checkpoint of another run, at the step of this one that has seen as many examples.
+
+    Weights, moments and model state are taken as they are. The step, and the optimizer's own by which its learning
+    rate goes, count steps of this run's effective batch.
+
+    Args:
+        source: the other run's directory, as `run_directory.check_source` accepts it.
+        now: `identity` of this run.
+
+    Raises:
+        UsageError: more than the effective batch and the micro-batch differ, or no checkpoint is whole.
+    """
+    saved = restored(source, states, workers, rule, now, run_directory.BATCHES)
+    if saved is None:
+        raise UsageError(f"continue_from: {str(source)!r} has no checkpoint")
+    step = step_for(saved.step, saved.extra["experiment"]["effective batch"], plan)
+    moved = {
+        worker: state._replace(
+            step=np.full_like(state.step, step),
+            rule_state=jax.tree.map(np.asarray, optimizers.at_step(state.rule_state, step)),
+        )
+        for worker, state in saved.states.items()
+    }
+    return saved._replace(states=moved, step=step, step_there=saved.step)
+
+
+def step_for(step: int, effective_batch: int, plan: Plan) -> int:
+    """The last step of a plan at which it has seen no more examples than another run after `step` steps.
+
+    Args:
+        effective_batch: the other run's.
+    """
+    epochs, batches = divmod(step, math.ceil(len(plan.feed.source) / effective_batch))
+    return epochs * plan.clock.steps_per_epoch + batches * effective_batch // plan.clock.effective_batch
+
+
+# ---------------------------------------------------------------- state in and out
+
+
+def starting_states(
+    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
+) -> tuple[dict[int, TrainState], format.Saved | async_loop.Start | None]:
+    """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each.
+
+    A run that continues another begins with that one's newest checkpoint, until it has one of its own.
+    """
+    states, now = initial_states(experiment, workers, rule), identity(experiment, plan)
+    if experiment.resume and workers.processes.rank == 0:
+        for path in run_directory.lost(folder):
+            warn(f"passed over: {path}: gone, though the record has it as saved")
+    if rule.asynchronous:
+        say = warn if workers.processes.rank == 0 else lambda text: None
+        state, folder = states[workers.mine[0]], folder / "checkpoints"
+        start = async_loop.starting(folder, state, workers, rule.asynchronous, experiment.resume, say)
+        run_directory.refuse_other_run(start.extra.get("experiment", {}), now)
+        return states, start
+    saved = restored(folder, states, workers, rule, now) if experiment.resume else None
+    if saved is None and experiment.continue_from:
+        saved = continued(Path(experiment.continue_from), states, workers, rule, plan, now)
+    return (saved.states if saved else states), saved
+
+
+def say_changes(recorder: Recorder, extra: dict[str, Any], experiment: Experiment, plan: Plan, start: int) -> None:
+    """Say, and record, by which settings and from which learning rate a resumed run departs from its checkpoint.
+
+    A decay that spans the run has another rate at the same step where the run is made longer or shorter.
+    """
+    found = run_directory.changes(extra.get("settings"), run_directory.settings(experiment))
+    lr, before = np.asarray(plan.lr(start)).item(), extra.get("lr")
+    if before not in (None, lr):
+        found[f"learning rate of step {start + 1}"] = (before, lr)
+    if found:
+        shown = lambda value: f"{value:.6g}" if isinstance(value, float) else value  # noqa: E731
+        lines = (f"changed since the checkpoint: {k}: was {shown(a)}, is {shown(b)}" for k, (a, b) in found.items())
+        recorder.say("\n".join(lines))
+        recorder.write("changed", step=start, changes={k: {"was": a, "is": b} for k, (a, b) in found.items()})
+
+
+def skipped_of(saved: format.Saved | async_loop.Start | None, workers: Workers) -> int:
+    """Corrupt examples of all workers until a checkpoint, as the first rank's own: they are summed."""
+    return saved.extra.get("skipped", 0) if saved and workers.processes.rank == 0 else 0
+
+
+def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
+    """A checkpoint; it is written while the run goes on.
+
+    Raises:
+        TrainingError: the one before could not be written, or params or other state were not finite; or the run
+            directory is gone, moved or replaced.
+    """
+    failures.doing(f"checkpoint of step {step}", failures.LONG)
+    if fate := run.saver.fate():  # once the checkpoint before is written
+        end_elsewhere(run, state, step, fate)
+    note_saved(run)
+    if not run.functions.exchanges:
+        return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
+    run.saver.save(take(state, run.workers), extra_to_save(run, step), score)
+
+
+def note_saved(run: Run) -> None:
+    """A line of the record for a checkpoint that has become whole: if it is lost later, resuming knows."""
+    if (step := run.saver.taken()) is not None:
+        run.recorder.write("checkpoint", step=step)
+
+
+def extra_to_save(run: Run, step: int) -> dict[str, Any]:
+    """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
+    skipped = int(run.workers.processes.sum(np.array([run.plan.feed.skipped], np.float64))[0])
+    extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
+    return extra | {"skipped": skipped, "lr": np.asarray(run.plan.lr(step)).item()}
+
+
+def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:
+    """Save the run elsewhere, since its directory is not its own any more, and end it.
+
+    Its directory is not made anew: another job may be given that name, and would resume from this run's params.
+
+    Raises:
+        AgreedError: what has become of the directory, and where the run is saved.
+    """
+    text = f"run directory {str(run.folder)!r} {fate}"
+    if not run.functions.exchanges:
+        raise AgreedError(f"{text}; strategy none saves nothing")
+    place = run.saver.save_elsewhere(take(state, run.workers), extra_to_save(run, step), run.recorder.copy_to)
+    raise AgreedError(f"{text}; saved at step {step} in {str(place)!r}: go on with --resume --run-dir {place}")

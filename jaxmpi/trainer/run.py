@@ -1,0 +1,103 @@
+"""A run's parts, opened together and closed together."""
+
+import contextlib
+import shutil
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint.manager import Saver, check_disk, total_bytes
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config.durations import step_range
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.files import HeldFolder
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.observe.gradient_noise import Noise
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.observe.trace import Profiler, Tracer
+from jaxmpi.recover import decisions, shrink, signals
+from jaxmpi.recover.watchdog import watching
+from jaxmpi.trainer import guard
+from jaxmpi.trainer.build import Functions, Plan
+from jaxmpi.trainer.progress import Log
+
+
+def open_saver(
+    experiment: Experiment, workers: Workers, functions: Functions, home: HeldFolder, states: dict[int, TrainState]
+) -> Saver:
+    """What writes checkpoints.
+
+    Raises:
+        UsageError: the disk has no room for two.
+    """
+    replicated = functions.rule.state_is_replicated
+    same_params = functions.rule.params_are_replicated
+    if workers.processes.rank == 0 and functions.exchanges:
+        needed_bytes = total_bytes(states, replicated, workers.size, same_params)
+        check_disk(home.path / "checkpoints", needed_bytes, shutil.disk_usage(home.path).free)
+    keep = format.Kept(experiment.keep_checkpoints, experiment.keep_best)
+    equal = {"replicated": replicated, "same_params": same_params}
+    return Saver(home, workers.processes, workers=workers.size, keep=keep, **equal)
+
+
+# ---------------------------------------------------------------- the run
+
+
+def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContextManager[str]:
+    """The watchdog of these workers.
+
+    A rank that only serves gets no further, and one that dies is no reason to end: the books tell who is late.
+    """
+    if workers.apart:
+        return contextlib.nullcontext("")
+    is_mortal = experiment.ft == "shrink"
+    return watching(workers.processes, experiment.stall_s, experiment.on_stall, is_mortal)
+
+
+def assembled(
+    home: HeldFolder,
+    experiment: Experiment,
+    workers: Workers,
+    plan: Plan,
+    functions: Functions,
+    recorder: Recorder,
+    states: dict[int, TrainState],
+    notice: signals.Notice,
+    recovery: decisions.Recovery,
+    profiler: Profiler,
+    pact: shrink.Pact | None,
+) -> "Run":
+    """All that the loop needs, for these workers; all ranks come here together."""
+    control = workers.processes
+    hosts = control.gather(socket.gethostname())
+    saver = open_saver(experiment, workers, functions, home, states)
+    leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
+    votes = decisions.Votes(control, notice, leaves)
+    tracer = Tracer(step_range(experiment.trace, "trace"), control, hosts, home.path / "trace.json")
+    noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None
+    return Run(
+        *(experiment, workers, plan, functions, recorder, home.path, saver, notice),
+        guard.Guard(votes, recovery, workers, functions, saver, recorder),
+        Log(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
+        profiler,
+        pact,
+    )
+
+
+class Run(NamedTuple):
+    """All that the loop needs beside the state."""
+
+    experiment: Experiment
+    workers: Workers
+    plan: Plan
+    functions: Functions
+    recorder: Recorder
+    folder: Path
+    saver: Saver
+    notice: signals.Notice
+    guard: guard.Guard
+    log: Log
+    profiler: Profiler
+    pact: shrink.Pact | None  # between ranks that go on without each other

@@ -1,0 +1,324 @@
+"""The step: loss -> gradients -> rule.update (the only line that may communicate) -> metrics as sums with counts."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxmpi.comm.topology import AXIS
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.model.batch_statistics import statistics_over
+from jaxmpi.model.contract import Model, check_image
+from jaxmpi.rules.base import Rule
+
+Loss = Callable[[Any, jax.Array], jax.Array]  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]
+
+
+class Metrics(NamedTuple):
+    """Sums over examples, divided once when they are shown."""
+
+    loss: jax.Array  # f32[], summed
+    count: jax.Array  # f32[], examples
+    finite: Any = None  # bool[leaves of params]: whether this worker's gradients are
+    applied: Any = None  # bool[], the same on all workers: whether the update was finite, and so was made
+    squares: Any = None  # f32[]: |g_i|^2 of this worker's gradients
+    mean_square: Any = None  # f32[]: |g|^2 of their mean over workers, where the rule measures it
+
+
+class EvalMetrics(NamedTuple):
+    """Sums over the evaluated examples."""
+
+    loss: jax.Array
+    top1: jax.Array
+    top5: jax.Array
+    count: jax.Array
+
+
+def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """Softmax cross-entropy of logits f32[..., classes] and labels i32[...]: f32[...], in nats."""
+    check(
+        labels.shape == outputs.shape[:-1],
+        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected one class number an example, or "
+        "one a token: of one-hot labels np.argmax, or give the experiment a `loss` of its own",
+    )
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+
+
+class Forward(NamedTuple):
+    """The model with all that stands between a batch and its loss."""
+
+    model: Model
+    loss: Loss
+    data: Data
+    compute_dtype: Any = jnp.float32
+    batch_mean: Callable[[PyTree], PyTree] | None = None  # over workers, of batch statistics; None: a worker's own
+
+    def outputs(
+        self,
+        params: PyTree,
+        model_state: PyTree,
+        image: jax.Array,
+        key: jax.Array,
+        train: bool,
+        real: jax.Array | None = None,
+    ) -> tuple[Any, PyTree]:
+        """Normalise, cast, apply, cast back: forward and backward run in `compute_dtype`, params stay f32.
+
+        Args:
+            real: bool[batch], false where an example only fills the batch up: batch statistics leave it out.
+        """
+        check_image(self.model.name, image.shape, self.model.input_shape)
+        image = self.prepared(image)
+        cast = partial(cast_floats, dtype=self.compute_dtype)
+        with synchronised(self, train) as mean, statistics_over(mean, real):
+            outputs, new_state = self.model.apply(cast(params), model_state, image, key, train)
+        return cast_floats(outputs, jnp.float32), cast_floats(new_state, jnp.float32)
+
+    def prepared(self, image: jax.Array) -> jax.Array:
+        """What the model takes: images normalised and cast, tokens as they are."""
+        if not self.model.takes_tokens:
+            return normalise(image, self.data).astype(self.compute_dtype)
+        name, dtype = self.model.name, self.model.input_dtype
+        is_whole = jnp.issubdtype(image.dtype, jnp.integer)
+        check(is_whole, f"{name}: got examples of {image.dtype}; expected tokens, whole numbers, as source text gives")
+        return image.astype(dtype)
+
+
+@contextlib.contextmanager
+def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
+    """The mean over workers for batch statistics, which a model in training must ask for within.
+
+    That it asks at all is checked, not that all its layers do: other libraries' keep statistics of their own.
+
+    Raises:
+        UsageError: the model did not, so that nothing would be synchronised.
+    """
+    asked = []
+
+    def mean(tree: PyTree) -> PyTree:
+        asked.append(tree)
+        return forward.batch_mean(tree) if forward.batch_mean else tree
+
+    yield mean if forward.batch_mean else None
+    check(
+        bool(asked) or not (train and forward.batch_mean),
+        f"batch_statistics: got synchronised, but {forward.model.name} has no batch norm that takes its means by "
+        "jaxmpi.model.batch_mean, as models.norm.BatchNorm does; use averaged",
+    )
+
+
+def normalise(image: jax.Array, data: Data) -> jax.Array:
+    """(pixel / 255 - mean) / std, per channel, of u8 images; others are ready.
+
+    Raises:
+        UsageError: a mean or deviation is given for images that are not u8.
+    """
+    if image.dtype != jnp.uint8:
+        check(
+            not (data.mean or data.std),
+            f"data.mean and data.std are for images of uint8; got {image.dtype}, which are taken as ready: leave both "
+            "out, or give uint8",
+        )
+        return image
+    pixels = image.astype(jnp.float32) / 255
+    mean = jnp.asarray(data.mean or (0.0,), jnp.float32)
+    std = jnp.asarray(data.std or (1.0,), jnp.float32)
+    return (pixels - mean.reshape((1,) * (image.ndim - 1) + (-1,))) / std.reshape((1,) * (image.ndim - 1) + (-1,))
+
+
+def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
+    """Floating-point leaves in `dtype`; others as they are."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+# ---------------------------------------------------------------- training
+
+
+def local_gradients(
+    forward: Forward, micro_batch: int = 0
+) -> Callable[[PyTree, PyTree, Batch, jax.Array, jax.Array], tuple[PyTree, PyTree, Metrics]]:
+    """Gradients of one worker's share of the loss, accumulated over micro-batches.
+
+    L_i = sum_j weight_j loss_j, with weight = workers / (examples of all workers in this step), so that the mean of L_i
+    over workers is the mean loss of the effective batch, exactly, however unequal the shares.
+
+    Returns: (params, model_state, batch, key u32[2], step i32[]) -> (gradients, model_state, metrics).
+    """
+
+    def loss_of(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple]:
+        real = batch["weight"] > 0  # the others only fill the batch up
+        outputs, model_state = forward.outputs(params, model_state, batch["image"], key, True, real)
+        losses = an_example(forward.loss(outputs, batch["label"]))
+        metrics = Metrics(jnp.where(real, losses, 0).sum(), real.sum(dtype=jnp.float32))
+        return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
+
+    def differentiate(*args: Any) -> tuple[PyTree, tuple]:
+        try:
+            return jax.grad(loss_of, has_aux=True)(*args)
+        except NotImplementedError as error:
+            if "remat" not in str(error):
+                raise
+            raise UsageError(
+                f"{forward.model.name}: batch_statistics synchronised cannot exchange inside jax.checkpoint or "
+                f"nnx.remat over MPI ({error}); keep batch norm outside of it, or use averaged, or --devices"
+            ) from error
+
+    def gradients(
+        params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, step: jax.Array
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key), step)
+        size = batch["label"].shape[0]
+        if not micro_batch or micro_batch == size:
+            grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
+            return grads, model_state, seen(grads, metrics)
+        slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
+
+        def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
+            total, model_state, metrics = carry
+            i, piece = item
+            grads, (model_state, more) = differentiate(params, model_state, piece, jax.random.fold_in(key, i))
+            add = partial(jax.tree.map, jnp.add)
+            return (add(total, grads), model_state, add(metrics, more)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        start = (zeros, model_state, Metrics(jnp.zeros(()), jnp.zeros(())))
+        (grads, model_state, metrics), _ = jax.lax.scan(
+            accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
+        )
+        return grads, model_state, seen(grads, metrics)
+
+    return gradients
+
+
+def seen(grads: PyTree, metrics: Metrics) -> Metrics:
+    """The metrics with what is to be known of the gradients: ||grad L_i||^2, and for which leaves it is finite.
+
+    One look at each leaf serves both and keeps none of them alive. A leaf of a norm beyond 1.8e19 counts as infinite.
+    """
+    each = [jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(grads)] or [jnp.zeros(())]
+    return metrics._replace(finite=jnp.isfinite(jnp.stack(each)), squares=sum(each, jnp.zeros(())))
+
+
+def in_place(gradients: Callable) -> Callable:
+    """`local_gradients` of which each leaf waits for all others; the same gradients.
+
+    g <- 1 g, where 1 comes from sum_leaves |g|^2; NaN where that is NaN. So the update of a leaf of params comes after
+    the last look at it, which XLA must see from the data alone: else it copies that leaf at the start of every step.
+    """
+
+    def waiting(*args: Any) -> tuple[PyTree, PyTree, Metrics]:
+        grads, model_state, metrics = gradients(*args)
+        one = jnp.where(jnp.isnan(metrics.squares), jnp.nan, 1.0)
+        return jax.tree.map(lambda g: g * one.astype(g.dtype), grads), model_state, metrics
+
+    return waiting
+
+
+def marked(gradients: Callable) -> Callable:
+    """`local_gradients` that bring NaN wherever the worker's loss or gradients do not count as finite.
+
+    In the smallest leaf, so that only its bucket waits for all others: through an exchange all workers' params show it,
+    and `or_before` takes the update back on all of them.
+    """
+
+    def telling(*args: Any) -> tuple[PyTree, PyTree, Metrics]:
+        grads, model_state, metrics = gradients(*args)
+        leaves, structure = jax.tree.flatten(grads)
+        is_well = jnp.isfinite(metrics.loss) & metrics.finite.all()
+        place = min(range(len(leaves)), key=lambda i: leaves[i].size or np.inf)
+        leaves[place] = jnp.where(is_well, leaves[place], jnp.nan)
+        return jax.tree.unflatten(structure, leaves), model_state, metrics
+
+    return telling
+
+
+def finite_leaves(tree: PyTree) -> jax.Array:
+    """bool[leaves]: which leaves are finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)] or [jnp.array(True)])
+
+
+Guard = Callable[[TrainState, TrainState], tuple[TrainState, jax.Array]]
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule, guard: Guard | None = None
+) -> tuple[TrainState, Metrics]:
+    """One update; also runs outside jit, piece by piece.
+
+    Args:
+        guard: `or_before` or a jit of it, where an update that is not finite is not made; None where all are.
+    """
+    grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
+    if rule.measured:
+        params, rule_state, mean_square = rule.measured(grads, state.rule_state, state.params)
+        metrics = metrics._replace(mean_square=mean_square)
+    else:
+        params, rule_state = rule.update(grads, state.rule_state, state.params)
+    after = TrainState(state.step + 1, params, model_state, rule_state, state.key)
+    if guard is None:
+        return after, metrics
+    after, applied = guard(state, after)
+    return after, metrics._replace(applied=applied)
+
+
+def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Array]:
+    """(the state after an update, or before it where its params are not finite; which of them it is).
+
+    What is not finite on one worker makes the params of all so, since all of them come from an exchange: workers agree
+    without a message.
+    """
+    applied = finite_leaves(after.params).all()
+    kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, before)
+    return kept._replace(step=after.step), applied
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> EvalMetrics:
+    """Sums of loss, top-1 and top-5 hits over the examples of weight > 0."""
+    unused = jax.random.key(0)  # nothing is random in evaluation
+    logits, _ = forward.outputs(params, model_state, batch["image"], unused, False)
+    real = batch["weight"] > 0
+    place = ranking(logits, batch["label"])
+    total = lambda values: jnp.where(real, an_example(values), 0).sum()  # noqa: E731
+    loss = forward.loss(logits, batch["label"])
+    return EvalMetrics(total(loss), total(place < 1), total(place < 5), real.sum(dtype=jnp.float32))
+
+
+def an_example(values: jax.Array) -> jax.Array:
+    """f32[batch]: the mean over an example's tokens, where it has any."""
+    return values.astype(jnp.float32).reshape(values.shape[0], -1).mean(-1)
+
+
+def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """i32[...]: how many classes are ahead of the true one; ties go by class number, NaN of it is last."""
+    true = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+    ahead = ~(logits <= true)
+    numbers = jnp.arange(logits.shape[-1]).reshape((1,) * labels.ndim + (-1,))
+    tied_before = (logits == true) & (numbers < labels[..., None])
+    return (ahead | tied_before).sum(-1, dtype=jnp.int32)
+
+
+# ---------------------------------------------------------------- several workers in one process
+
+
+def over_devices(function: Callable, mesh: Mesh, donate: tuple[int, ...] = ()) -> Callable:
+    """`function` on every device of the mesh: arguments and results carry a leading axis of workers."""
+
+    def of_one_worker(*args: PyTree) -> PyTree:
+        alone = jax.tree.map(lambda x: x[0], args)
+        return jax.tree.map(lambda x: x[None], function(*alone))
+
+    spread = jax.shard_map(of_one_worker, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    return jax.jit(spread, donate_argnums=donate)
