@@ -65,13 +65,12 @@ class Rank:
 
     def __init__(self, servers: int, floats: int) -> None:
         """All ranks come here together."""
-        import jaxmpi.post as post
-
         from jaxmpi.comm.control import MpiProcesses, processes
         from jaxmpi.config.rule_config import RuleConfig
         from jaxmpi.rules.base import Exchange
         from jaxmpi.rules.easgd import easgd
         from jaxmpi.rules.parameter_server import Layout, Ledger, Server
+        from jaxmpi.rules.parameter_server_transport import Counter, Line, Pauses
 
         control = processes()
         assert isinstance(control, MpiProcesses)
@@ -91,12 +90,12 @@ class Rank:
             begin, end = self.layout.bounds(shard)
             ledger = Ledger(self.workers, 1e18, 0) if shard == 0 else None
             server = Server(self.layout, shard, np.zeros(end - begin, np.float32), rule.serve, ledger)
-            counter = post.Counter(mpi, server, range(self.workers), self.layout.message_bytes())
-            self._thread = threading.Thread(target=self._serve, args=(counter, post.Pauses()), daemon=True)
+            counter = Counter(mpi, server, range(self.workers), self.layout.message_bytes())
+            self._thread = threading.Thread(target=self._serve, args=(counter, Pauses()), daemon=True)
             self._thread.start()
         else:
             self._thread = None
-        self.lines = [post.Line(mpi, first + s) for s in range(max(servers, 1))] if self.is_worker else []
+        self.lines = [Line(mpi, first + s) for s in range(max(servers, 1))] if self.is_worker else []
         self.w = np.ones(floats, np.float32)
         control.barrier()
 

@@ -17,7 +17,7 @@ from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.rules import gossip_transport, parameter_server, parameter_server_transport
+from jaxmpi.rules import parameter_server, parameter_server_transport
 from jaxmpi.rules.asgd import asgd
 from jaxmpi.rules.base import Asynchronous, Exchange
 from jaxmpi.rules.easgd import easgd
@@ -345,7 +345,7 @@ class StraightLine:
 @pytest.mark.parametrize(("answers", "dumb_s", "is_patient"), [(1, 0.6, False), (2, 0.6, True), (2, 3.0, False)])
 def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, answers, dumb_s, is_patient):
     """The slowest worker may be evaluating; two answers hold the params, the third is the report's."""
-    monkeypatch.setattr(gossip_transport, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(parameter_server_transport, "TIMEOUT_S", 0.2)
     layout, ledger = Layout(N, 1, "32"), begun(1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])

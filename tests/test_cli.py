@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(*argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """The console script, as pip makes it."""
-    code = "import sys; from jaxmpi.cli import main; sys.exit(main())"
+    code = "import sys; from jaxmpi.tools.cli import main; sys.exit(main())"
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, cwd=cwd)
 
 

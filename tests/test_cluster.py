@@ -64,7 +64,7 @@ def test_hosts_share_all_cores():
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves none idle")
 @pytest.mark.parametrize(("to", "lines"), [("core", 1), ("none", 0)])
 def test_cores_that_a_launcher_leaves_idle_are_told_once(to, lines):
-    prepare = [sys.executable, "-c", "from jaxmpi import runtime; runtime.prepare()"]
+    prepare = [sys.executable, "-c", "from jaxmpi.runtime import prepare; prepare.prepare()"]
     ended = on_cluster("--hosts", "2", "--", "mpirun", "--bind-to", to, "-n", "2", *prepare)
     assert ended.out.count(f"each rank may use 1 of the {os.cpu_count()} cores of its host") == lines
 

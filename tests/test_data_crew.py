@@ -361,7 +361,7 @@ PARENT = """
     jaxmpi.__path__ = [{package!r}]  # in place of __init__.py, which imports JAX
     from jaxmpi.config import Data
     from jaxmpi.data import Loader, Sampler, open_source
-    from jaxmpi.data.member import HERE
+    from jaxmpi.data.loader_worker import HERE
     data = Data(source="imagefolder", dir={folder!r}, crop=24, loader="processes", loaders=3, prefetch=1)
     source = open_source(data, "train")
     batches = Loader(source, Sampler(6, 3, seed=0), data, True)

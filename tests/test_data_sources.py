@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import jaxmpi.config
+import jaxmpi
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import (
@@ -67,7 +67,7 @@ def test_importing_and_reading_digits_stays_light():
         "open_source(Data(), 'train')[0]; "
         "print([m for m in ('jax', 'sklearn', 'PIL', 'pandas', 'mpi4py') if m in sys.modules])"
     )
-    package = str(Path(jaxmpi.config.__file__).parent)
+    package = str(Path(jaxmpi.__file__).parent)
     command = [sys.executable, "-c", code, package]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

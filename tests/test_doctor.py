@@ -119,7 +119,7 @@ def test_wrong_options(monkeypatch):
 
 
 def test_without_mpi4py_it_says_how_to_come_by_an_mpi():
-    code = "import sys; sys.modules['mpi4py'] = None; from jaxmpi import doctor; doctor.main([])"
+    code = "import sys; sys.modules['mpi4py'] = None; from jaxmpi.tools import doctor; doctor.main([])"
     ended = run([sys.executable, "-c", code], timeout_s=100)
     assert ended.code == 0, ended.out
     assert "to change:" in ended.out

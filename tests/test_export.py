@@ -24,7 +24,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core import pytrees
 from jaxmpi.data import open_source
 from jaxmpi.model.contract import Model
-from jaxmpi.rules import base
+from jaxmpi.rules import base, gradients
 from jaxmpi.trainer.build import initial_states
 from jaxmpi.trainer.main import train
 from launching import ROOT
@@ -83,7 +83,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
         assert np.abs(without - want).max() > 1000 * ROUNDING
 
     again = dataclasses.replace(experiment, params="exported")
-    rule = rules.gradients(optax.sgd(0.1), base.Exchange(lambda tree: tree, lambda tree: tree))
+    rule = gradients.gradients(optax.sgd(0.1), base.Exchange(lambda tree: tree, lambda tree: tree))
     [state] = initial_states(again, gather_workers(1), rule).values()  # another run begins with both
     for name, leaf in pytrees.named_leaves({"params": params, "model_state": model_state}):
         np.testing.assert_array_equal(dict(pytrees.named_leaves(state._asdict()))[name], leaf)

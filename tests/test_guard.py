@@ -197,9 +197,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
     one.save({0: state}, {}, None)
     state.params["w"][:] = 7  # as a donated buffer is written over
     one.wait()
-    found = manager.checkpoint.restore(
-        tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True
-    )
+    found = format.restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
     assert found is not None
     assert (found.states[0].params["w"] == 1).all()
 

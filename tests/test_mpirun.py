@@ -100,7 +100,7 @@ def test_absent_rank_is_named_within_the_time_limit(case, tmp_path):
 @pytest.mark.parametrize(("first", "limit_s", "later_s"), [(0, 6, 4), pytest.param(1, 12, 10, marks=pytest.mark.slow)])
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(first, limit_s, later_s, tmp_path):
     (tmp_path / "job.py").write_text(
-        f"{HEAD}from jaxmpi import processes\nprocesses.LATE_S = 2\n"
+        f"{HEAD}from jaxmpi.comm import control\ncontrol.LATE_S = 2\n"
         f"time.sleep({{{first}: 0, 2: 100}}.get(comm.rank, {later_s}))\njaxmpi.exchange(np.ones(7, np.float32))\n"
     )
     ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": str(limit_s)})

@@ -167,7 +167,8 @@ def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
 
 KILLED = """
 import os, signal, sys
-from jaxmpi import partition, train
+from jaxmpi.input_pipeline import memory_shuffle
+from jaxmpi.trainer import main as train
 {where}
 whole, calls = kind.{name}, []
 
@@ -184,7 +185,10 @@ train.main(sys.argv[1:])
 
 @pytest.mark.parametrize(
     ("where", "name", "calls"),
-    [("kind = partition.Remote", "gather", 3), pytest.param("kind = partition.Memory", "_wait", 6, marks=SLOW)],
+    [
+        ("kind = memory_shuffle.Remote", "gather", 3),
+        pytest.param("kind = memory_shuffle.Memory", "_wait", 6, marks=SLOW),
+    ],
     ids=["one reads", "one waits"],
 )
 def test_a_rank_that_is_killed_while_records_move(tmp_path, where, name, calls):

@@ -351,7 +351,7 @@ def test_a_probe_that_cannot_be_kept_is_said_and_no_more(error, monkeypatch, cap
     def refuse(name: str) -> Path:
         raise error
 
-    monkeypatch.setattr(autotune.runtime, "cache_folder", refuse)
+    monkeypatch.setattr(autotune.caches, "cache_folder", refuse)
     autotune.save(KEY, SAVED)
     assert f"the probe is not kept: {error}" in capsys.readouterr().err
 
@@ -521,9 +521,10 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
 
 def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
     script = (
-        "from jax._src import xla_bridge\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.tools import scaling_forecast\n"
-        "runtime.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
-        "forecast.main(['--experiment', 'experiments/digits.py'])\n"
+        "from jax._src import xla_bridge\nfrom jaxmpi.runtime import prepare\n"
+        "from jaxmpi.tools import scaling_forecast\n"
+        "prepare.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
+        "scaling_forecast.main(['--experiment', 'experiments/digits.py'])\n"
     )
     env = {f"OMPI_COMM_WORLD_{name}": "2" if name.endswith("SIZE") else "0" for name in NAMES}
     assert "started: False" in launching.run([sys.executable, "-c", script], timeout_s=60, env=env).out

@@ -17,7 +17,10 @@ from launching import ROOT, kill_session, mpirun_line, run
 PACKAGE = ROOT / "jaxmpi"
 DIGITS = str(ROOT / "experiments" / "digits.py")
 # Files that read pickles: messages of other processes of the same job.
-MESSAGES = {"spawned.py", "data/member.py", "data/crew.py", "data/segments.py", "function/verbs.py"}
+MESSAGES = {
+    *("input_pipeline/mpi_loaders.py", "data/loader_worker.py", "data/loader_pool.py", "data/ring_buffer.py"),
+    *("core/shared_memory.py", "functions/commands.py"),
+}
 UNSAFE = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 

@@ -115,8 +115,8 @@ def test_share_of_a_mask_that_several_ranks_have(masks, rank, expected, monkeypa
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_pinning_for_real():
     cores = sorted(os.sched_getaffinity(0))
-    pin = f"runtime.pin_cores(1, {len(cores)})"
-    job = python(f"import os; from jaxmpi import runtime; {pin}; print(len(os.sched_getaffinity(0)))")
+    pin = f"affinity.pin_cores(1, {len(cores)})"
+    job = python(f"import os; from jaxmpi.runtime import affinity; {pin}; print(len(os.sched_getaffinity(0)))")
     bound = len(cores) < (os.cpu_count() or 1)
     assert (job.stdout.strip(), job.stderr) == (str(len(cores) if bound or len(cores) == 1 else 1), "")
 
@@ -141,7 +141,7 @@ def test_freed_memory_is_used_again_without_page_faults():
 
 def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
     code = (
-        "import os; from jaxmpi import runtime; runtime.prepare(); "
+        "import os; from jaxmpi.runtime import prepare; prepare.prepare(); "
         "names = ('mpi_yield_when_idle', 'osc', 'opal_abort_delay'); "
         "print(*(os.environ.get('OMPI_MCA_' + name) for name in names))"
     )
@@ -172,7 +172,8 @@ def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tm
 
 def test_prepare_makes_devices_and_a_private_cache(tmp_path):
     code = (
-        "import jax; from jaxmpi import runtime; runtime.prepare(); runtime.make_cpu_devices(3); "
+        "import jax; from jaxmpi.runtime import device_setup, prepare; prepare.prepare(); "
+        "device_setup.make_cpu_devices(3); "
         "print(len(jax.devices('cpu')), jax.config.jax_compilation_cache_dir)"
     )
     job = python(code, XDG_CACHE_HOME=str(tmp_path), JAX_PLATFORMS="cpu")
@@ -446,7 +447,7 @@ def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeyp
 
 
 def test_a_platform_that_is_not_there_is_one_sentence():
-    code = "from jaxmpi import runtime; runtime.install_excepthooks(); import jax; jax.devices()"
+    code = "from jaxmpi.runtime import failures; failures.install_excepthooks(); import jax; jax.devices()"
     job = python(code, JAX_PLATFORMS="quantum")
     assert job.returncode == 2
     assert "JAX_PLATFORMS is 'quantum': unset it" in job.stderr
@@ -455,7 +456,8 @@ def test_a_platform_that_is_not_there_is_one_sentence():
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
-    line = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py --train-for 2st --run-dir {tmp_path}"
+    command = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py"
+    line = f"{command} --train-for 2st --run-dir {tmp_path}"
     for name, redirected, said in (("/a >&-", "", ""), ("/b", " | head -1", "output cannot be written")):
         text = f"({line}{name}; echo code $? >&2){redirected}"
         job = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=100, cwd=ROOT)

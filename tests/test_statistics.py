@@ -208,9 +208,9 @@ def trained(experiment: Experiment, domains: Any, workers: int, micro: int, prec
         return loss, after
 
     gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
-    for step in range(STEPS):
+    for k in range(STEPS):
         total, mean = jax.tree.map(jnp.zeros_like, params), 0.0
-        for domain, rows, weight in pieces_of(step, domains, workers, micro):
+        for domain, rows, weight in pieces_of(k, domains, workers, micro):
             image, label = jnp.asarray(source.images[rows], precision), source.labels[rows]
             (loss, states[domain]), grads = gradient(
                 params, states[domain], image, label, np.dtype(precision).type(weight)

@@ -138,7 +138,7 @@ def test_where_there_is_no_terminal_lines_come():
     assert columns_of(io.StringIO()) == 0
 
 
-ASK = "import sys; from jaxmpi.terminal import columns_of; print('columns', columns_of(sys.stdout))"
+ASK = "import sys; from jaxmpi.runtime.screen import columns_of; print('columns', columns_of(sys.stdout))"
 
 
 def seen_columns(line: list[str], columns: int) -> int:

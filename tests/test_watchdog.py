@@ -195,7 +195,7 @@ def test_it_can_be_off():
 
 
 STUCK = "import time\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.comm.control import SoloProcesses\n"
-STUCK += "from jaxmpi.recover.watchdog import watching\nruntime.doing('step 3')\n"
+STUCK += "from jaxmpi.recover.watchdog import watching\nfrom jaxmpi.runtime import failures\nfailures.doing('step 3')\n"
 STUCK += "def spin():\n    time.sleep(60)\n\nwith watching(SoloProcesses(), 1.0, 'abort'):\n    spin()\n"
 
 

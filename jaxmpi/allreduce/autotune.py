@@ -1,7 +1,7 @@
 """`auto`: a probe of a few seconds, kept per set of hosts, and what it says to use.
 
-Messages are timed first, inside hosts and between them. With what they cost, `costs` puts all strategies in order; the
-first few are then timed for real, and the fastest of those is taken: the model proposes, the measurement decides.
+Messages are timed first, inside hosts and between them. With what they cost, `cost_model` puts all strategies in order;
+the first few are then timed for real, and the fastest of those is taken: the model proposes, the measurement decides.
 """
 
 import hashlib

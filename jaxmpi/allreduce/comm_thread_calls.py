@@ -29,8 +29,8 @@ def why_not(strategy: str, comm: Comm) -> str:
         return "workers are not MPI ranks"
     if not host_algorithms.has(parse(strategy), comm.hosts):
         return (
-            f"strategy {strategy} is not among {', '.join(host_algorithms.HOST_SUMS)}, or not for these ranks: hier-ring "
-            "needs equally many on every host, tree 2, 4, 8 or another power of two"
+            f"strategy {strategy} is not among {', '.join(host_algorithms.HOST_SUMS)}, or not for these ranks: "
+            "hier-ring needs equally many on every host, tree 2, 4, 8 or another power of two"
         )
     if not comm.processes.may_overlap:
         return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"

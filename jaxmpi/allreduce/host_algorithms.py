@@ -2,7 +2,7 @@
 
 A sum changes this rank's vector in place and is a generator: where it must wait it yields the requests it waits for. So
 one thread carries any number of sums at once; a link is busy with one while another adds. Vectors, additions and
-roundings are those of `strategies` and `wires` in jit: the same bits.
+roundings are those of `algorithms` and `wires` in jit: the same bits.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The exchange behind the backward pass: in a jitted program, each bucket under way as soon as its gradients exist.
 
-What programs call, and the thread behind it: `courier`. Bits are those of `exchange` with the same order.
+What programs call, and the thread behind it: `comm_thread`. Bits are those of `exchange` with the same order.
 """
 
 import itertools

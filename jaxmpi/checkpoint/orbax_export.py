@@ -8,7 +8,7 @@ logits of the run's evaluation, in the library that it was written in (docs/mode
 of bare params, as other programs write them.
 
 Orbax keeps no checksums and lets shapes of NumPy leaves differ, so a checkpoint of a run is read and checked by
-checkpoint.py, and every leaf that comes in is checked here.
+`format`, and every leaf that comes in is checked here.
 """
 
 import argparse

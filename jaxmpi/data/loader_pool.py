@@ -1,7 +1,7 @@
 """The loaders of one worker: threads, or processes that see the same memory; who is at what, and who fails.
 
-Loaders are told what to do by messages (`member.py`), each through a queue or a pipe of its own, and write rows where
-they belong. A ticket is what one of them has been told to do; its answer ends it.
+Loaders are told what to do by messages (`loader_worker`), each through a queue or a pipe of its own, and write rows
+where they belong. A ticket is what one of them has been told to do; its answer ends it.
 """
 
 import contextlib

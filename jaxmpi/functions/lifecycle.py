@@ -1,7 +1,7 @@
 """Who the workers are: ranks that all run the script, ranks or processes that wait for orders, or devices.
 
-A forked worker is a fresh Python process (`python -m jaxmpi.functions.worker_main`) with a socket to the master. It never
-runs the user's script: functions come to it as programs.
+A forked worker is a fresh Python process (`python -m jaxmpi.functions.worker_main`) with a socket to the master. It
+never runs the user's script: functions come to it as programs.
 """
 
 import atexit
@@ -188,8 +188,8 @@ def processes_on_this_host(n: int) -> Team:
     """
     check(
         not device_setup.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
-        f"fork: got {n} workers for {len(device_setup.visible_gpus())} GPUs; forked processes are for CPUs. fork() takes "
-        "all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone",
+        f"fork: got {n} workers for {len(device_setup.visible_gpus())} GPUs; forked processes are for CPUs. fork() "
+        "takes all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone",
     )
     prepare.prepare()
     number = next(_forks)
