@@ -117,7 +117,7 @@ class Trainee(NamedTuple):
     loss: Callable[[list[dict[str, Any]]], float]  # held out, of this rank's part, the mean over its bytes
 
 
-def ours(config: Experiment, workers: Workers, plan: build.Plan) -> Trainee:
+def ours(config: Experiment, workers: Workers, plan: build.TrainingPlan) -> Trainee:
     """The trainer's own step and evaluation."""
     functions = build.build_functions(config, workers, plan)
     state = put(build.initial_states(config, workers, functions.rule), workers)
@@ -135,7 +135,7 @@ def ours(config: Experiment, workers: Workers, plan: build.Plan) -> Trainee:
     return Trainee(step, loss)
 
 
-def ddp(config: Experiment, workers: Workers, plan: build.Plan, hook: str) -> Trainee:
+def ddp(config: Experiment, workers: Workers, plan: build.TrainingPlan, hook: str) -> Trainee:
     """The same model, params, AdamW and rates in PyTorch, under DistributedDataParallel over gloo."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
     import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default

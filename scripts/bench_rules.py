@@ -69,8 +69,8 @@ class Rank:
         from jaxmpi.config.rule_config import RuleConfig
         from jaxmpi.rules.base import Exchange
         from jaxmpi.rules.easgd import easgd
-        from jaxmpi.rules.parameter_server import Layout, Ledger, Server
-        from jaxmpi.rules.parameter_server_transport import Counter, Line, Pauses
+        from jaxmpi.rules.parameter_server import GlobalProgress, Layout, Server
+        from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint
 
         control = processes()
         assert isinstance(control, MpiProcesses)
@@ -88,14 +88,14 @@ class Rank:
         shard = self.number - first
         if 0 <= shard < max(servers, 1):
             begin, end = self.layout.bounds(shard)
-            ledger = Ledger(self.workers, 1e18, 0) if shard == 0 else None
+            ledger = GlobalProgress(self.workers, 1e18, 0) if shard == 0 else None
             server = Server(self.layout, shard, np.zeros(end - begin, np.float32), rule.serve, ledger)
-            counter = Counter(mpi, server, range(self.workers), self.layout.message_bytes())
+            counter = ServerEndpoint(mpi, server, range(self.workers), self.layout.message_bytes())
             self._thread = threading.Thread(target=self._serve, args=(counter, Pauses()), daemon=True)
             self._thread.start()
         else:
             self._thread = None
-        self.lines = [Line(mpi, first + s) for s in range(max(servers, 1))] if self.is_worker else []
+        self.lines = [ServerChannel(mpi, first + s) for s in range(max(servers, 1))] if self.is_worker else []
         self.w = np.ones(floats, np.float32)
         control.barrier()
 
@@ -113,19 +113,19 @@ class Rank:
     def gossip(self) -> "Gossips":
         """This worker among others that push to each other instead."""
         from jaxmpi.rules.gosgd import Gossip
-        from jaxmpi.rules.gossip_transport import Gossiper
+        from jaxmpi.rules.gossip_transport import GossipThread
 
         wire, floats = self.layout.host_wire(), len(self.w)
-        gossiper = Gossiper(self.control.clone(), self.number, self.workers, wire.size_bytes(floats))
+        gossiper = GossipThread(self.control.clone(), self.number, self.workers, wire.size_bytes(floats))
         return Gossips(wire, gossiper, Gossip(self.number, self.workers, 1.0, 0), self.w)
 
     def exchange(self) -> float:
         """Meet the center once; seconds."""
-        from jaxmpi.rules.parameter_server import PUSH, Talk
+        from jaxmpi.rules.parameter_server import PUSH, ServerExchange
         from jaxmpi.rules.parameter_server_transport import converse
 
         begin = time.perf_counter()
-        talk = Talk(self.layout, PUSH, self.w, None)
+        talk = ServerExchange(self.layout, PUSH, self.w, None)
         converse(talk, self.lines)
         self.w, _ = self.rule.meet(self.w, self.w, talk.sent, talk.seen)
         return time.perf_counter() - begin

@@ -26,12 +26,12 @@ from bench_step import experiment
 from jaxmpi.bench.results import middle
 from jaxmpi.comm.control import processes
 from jaxmpi.observe import step_timing
-from jaxmpi.observe.step_timing import LOCAL, PARTS, Anatomy, Summary, Window
+from jaxmpi.observe.step_timing import LOCAL, PARTS, StepTimer, Summary, Window
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer import main as trainer_main
 from jaxmpi.trainer import progress
-from jaxmpi.trainer.progress import Log
+from jaxmpi.trainer.progress import ProgressLog
 
 NOTHING = Summary(0, "none", {}, {}, [], 0.0, np.zeros((len(PARTS), 0)))
 
@@ -64,7 +64,7 @@ class Source:
             self.cpu_s += time.thread_time() - begin
 
 
-class Turns(Anatomy):
+class Turns(StepTimer):
     """The anatomy in every other window; nothing in the others. Notes how long each took."""
 
     made: "Turns"
@@ -115,7 +115,7 @@ class Turns(Anatomy):
         self.is_on, self._since, self.calls_s = not self.is_on, now, 0.0
 
 
-class Lines(Log):
+class Lines(ProgressLog):
     """The trainer's line, or one without anatomy."""
 
     def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a window")
     options = parser.parse_args()
     prepare.prepare()
-    step_timing.Anatomy, progress.Log = Turns, Lines
+    step_timing.StepTimer, progress.ProgressLog = Turns, Lines
     steps = options.steps * (2 * options.pairs + 4)
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(

@@ -31,7 +31,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
 from jaxmpi.data.group_cache import GroupSampler, MemorySource, holders_by_place, members, moves
 from jaxmpi.data.sources.packed import INDEX, ROW, Manifest, shard_name, write_manifest
-from jaxmpi.input_pipeline.memory_shuffle import Memory, keep, message
+from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep, message
 
 RECORD_BYTES = 110_000  # the mean of ImageNet's
 NOT_PERMITTED = 77  # what scripts/cluster.py says where it cannot emulate
@@ -96,14 +96,14 @@ def slowest(control: Any, work: Callable[[], object]) -> float:
     return max(map(float, control.gather(str(time.perf_counter() - begin))))
 
 
-def wait_for_shuffle(memory: Memory, epoch: int) -> None:
+def wait_for_shuffle(memory: MemoryShuffle, epoch: int) -> None:
     """Have the shuffle to the next epoch made."""
     memory.reached(epoch)
     while len(memory.shuffle_s) < epoch + 2:
         time.sleep(0.0002)
 
 
-def bare_alltoallv(memory: Memory, epoch: int) -> Callable[[], None]:
+def bare_alltoallv(memory: MemoryShuffle, epoch: int) -> Callable[[], None]:
     """The same bytes from and to the same members, in the same segments; the communicator is silent meanwhile."""
     group, source, sampler = memory.group, memory.source, memory.sampler
     assert isinstance(sampler, GroupSampler)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses, processes
-from jaxmpi.comm.mpi_fault_tolerant import MortalComm
+from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.runtime import failures
 
 STRATEGIES = ("ar", "asa:16", "ring", "root:bf16", "shm")
@@ -31,7 +31,7 @@ def expected(strategy: str, ranks: tuple[int, ...]) -> np.ndarray:
     return np.asarray(means)[0]
 
 
-def check_all(comm: MortalComm, control: MpiProcesses) -> None:
+def check_all(comm: FaultTolerantComm, control: MpiProcesses) -> None:
     mine = part(control.numbers[comm.rank])
     for strategy in STRATEGIES:
         got = np.asarray(jax.jit(lambda x, s=strategy: exchange(x, s, comm=comm))(mine))
@@ -41,7 +41,7 @@ def check_all(comm: MortalComm, control: MpiProcesses) -> None:
         assert same, f"{strategy} over {control.numbers}: {np.abs(got - want).max()}"
 
 
-def until_death(comm: MortalComm, victim: int, strategy: str) -> int:
+def until_death(comm: FaultTolerantComm, victim: int, strategy: str) -> int:
     """Steps that all voted for, of which each adds the mean of all ranks' ones to a sum."""
     control, done = comm.processes, 0
     step = jax.jit(lambda w: w + exchange(jnp.ones(N), strategy, comm=comm))
@@ -60,14 +60,14 @@ def main() -> None:
     control = processes()
     assert isinstance(control, MpiProcesses)
     control.outlive()
-    comm, victims = MortalComm(control), [int(v) for v in sys.argv[1].split(",")]
+    comm, victims = FaultTolerantComm(control), [int(v) for v in sys.argv[1].split(",")]
     check_all(comm, control)
     for victim, strategy in zip(victims, ("ring", "shm", "asa"), strict=False):
         assert until_death(comm, victim, strategy) == 5
         before = control.size
         jax.effects_barrier()
         assert control.shrink("test") == [victim]
-        comm = MortalComm(control)
+        comm = FaultTolerantComm(control)
         assert comm.size == control.size == before - 1
         check_all(comm, control)
     control.gather("all are here")

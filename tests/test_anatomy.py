@@ -14,9 +14,9 @@ from jaxmpi.observe.step_timing import (
     MOST_ROWS,
     PARTS,
     SOURCES,
-    Anatomy,
-    Lone,
-    Row,
+    ComputeOnlyStep,
+    StepTimer,
+    StepTimes,
     folded,
     summary,
     summary_apart,
@@ -26,16 +26,16 @@ from jaxmpi.runtime import spans
 from jaxmpi.runtime.spans import Span
 
 
-def parts(rows: list[Row], noted: list[Span] | None = None, **known: float | None) -> dict[str, float]:
+def parts(rows: list[StepTimes], noted: list[Span] | None = None, **known: float | None) -> dict[str, float]:
     """Parts of a window by name."""
     window = taken_apart(rows, known.get("step_s"), known.get("lone_s"), True, noted or [])
     return dict(zip(LOCAL, window.parts.tolist(), strict=True))
 
 
-def row(begin_s: float, data_s: float, end_s: float, ended: tuple[float, float]) -> Row:
+def row(begin_s: float, data_s: float, end_s: float, ended: tuple[float, float]) -> StepTimes:
     """An iteration that waits for its batch, which then needs no transfer."""
     there = begin_s + data_s
-    return Row(1, begin_s, there, there, there, end_s, ended)
+    return StepTimes(1, begin_s, there, there, there, end_s, ended)
 
 
 def test_a_wait_for_data_counts_only_while_the_device_is_idle():
@@ -55,10 +55,10 @@ def test_where_a_step_ends_within_a_wait_the_last_known_step_settles_it():
 
 
 def test_transfer_and_gaps():
-    one = Row(1, 10.0, 11.0, 13.0, 13.0, 20.0, (10.0, 10.0), gap_s=0.5)
+    one = StepTimes(1, 10.0, 11.0, 13.0, 13.0, 20.0, (10.0, 10.0), gap_s=0.5)
     found = parts([one])
     assert (found["data"], found["transfer"], found["compute"], found["other"]) == (1.0, 2.0, 7.0, 0.5)
-    compiled = Row(1, 10.0, 11.0, 13.0, 16.0, 20.0, (10.0, 10.0))
+    compiled = StepTimes(1, 10.0, 11.0, 13.0, 16.0, 20.0, (10.0, 10.0))
     assert (parts([compiled])["other"], parts([compiled])["compute"]) == (3.0, 4.0)
 
 
@@ -80,10 +80,10 @@ def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden()
 def test_the_time_of_a_step_has_its_number():
     """While the loop waits for a batch, or looks at the loss of the step before, the device is at that step."""
     rows = [
-        Row(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
-        Row(2, 12.0, 15.0, 15.0, 15.0, 16.0, (14.0, 14.0)),  # the first step has ended at 14
-        Row(3, 16.0, 17.0, 17.0, 17.0, 18.0, LATER),  # the second ends at 18
-        Row(4, 18.0, 19.0, 19.0, 19.0, 24.0, LATER),  # the last of the window: both it and the one before end
+        StepTimes(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
+        StepTimes(2, 12.0, 15.0, 15.0, 15.0, 16.0, (14.0, 14.0)),  # the first step has ended at 14
+        StepTimes(3, 16.0, 17.0, 17.0, 17.0, 18.0, LATER),  # the second ends at 18
+        StepTimes(4, 18.0, 19.0, 19.0, 19.0, 24.0, LATER),  # the last of the window: both it and the one before end
     ]
     found = taken_apart(rows, 3.0, None, False, []).spans
     assert [(s.name, s.begin_s, s.end_s) for s in found] == [
@@ -100,11 +100,11 @@ def test_every_step_has_a_bar_wherever_the_one_before_has_ended():
     """When a step ended that did so while the loop waited is an estimate, also at either end of what is known."""
     for step_s in (0.5, 1.0, 2.0, 3.5, 6.0):
         rows = [
-            Row(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
-            Row(2, 12.0, 13.0, 13.0, 13.0, 14.0, (12.0, 13.0)),
-            Row(3, 14.0, 17.0, 17.0, 17.0, 18.0, (14.0, 17.0)),
-            Row(4, 18.0, 18.5, 18.5, 18.5, 19.0, LATER),
-            Row(5, 19.0, 21.0, 21.0, 21.0, 24.0, (19.0, 21.0)),
+            StepTimes(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
+            StepTimes(2, 12.0, 13.0, 13.0, 13.0, 14.0, (12.0, 13.0)),
+            StepTimes(3, 14.0, 17.0, 17.0, 17.0, 18.0, (14.0, 17.0)),
+            StepTimes(4, 18.0, 18.5, 18.5, 18.5, 19.0, LATER),
+            StepTimes(5, 19.0, 21.0, 21.0, 21.0, 24.0, (19.0, 21.0)),
         ]
         found = taken_apart(rows, step_s, None, False, []).spans
         assert {s.name for s in found} == {f"step {k}" for k in range(1, 6)}, step_s
@@ -128,7 +128,7 @@ def test_all_parts_but_hidden_add_up():
             waits = rng.exponential(1.0, 5)
             at = (now + np.cumsum(waits)).tolist()
             ended = [(now, now), (now, at[0]), LATER][rng.integers(3)]
-            rows.append(Row(step, now, at[0], at[1], at[2] if step == 0 else at[1], at[4], ended))
+            rows.append(StepTimes(step, now, at[0], at[1], at[2] if step == 0 else at[1], at[4], ended))
             now = at[4]
         noted = [Span("wait", "b", b, b + d) for b, d in rng.uniform(100, 110, (4, 2)) - [0, 100]]
         found = parts(rows, noted, step_s=float(rng.exponential(2)))
@@ -208,7 +208,7 @@ def slow(count: int, seconds: float):
 
 @pytest.mark.parametrize(("data_s", "step_s"), [(0.008, 0.08), (0.08, 0.008)])
 def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
-    seen, results = Anatomy(1), []
+    seen, results = StepTimer(1), []
     begin = time.perf_counter()
     for k, _ in enumerate(seen.batches(slow(20, data_s), 1)):
         results.append(Result(step_s))
@@ -228,7 +228,7 @@ def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
 
 def test_many_buckets_between_two_lines_are_all_counted_and_quickly():
     """80 steps of 1,000 waits each, one after another without a gap between them, half of each step."""
-    seen, per = Anatomy(2), 1000
+    seen, per = StepTimer(2), 1000
     for _ in seen.batches(slow(80, 0.0), 1):
         begin = time.perf_counter()
         time.sleep(0.001)
@@ -247,7 +247,7 @@ def test_many_buckets_between_two_lines_are_all_counted_and_quickly():
 
 
 def test_what_is_no_training_is_left_out():
-    seen = Anatomy(1)
+    seen = StepTimer(1)
     for _ in seen.batches(slow(1, 0.0), 1):
         seen.started(Result(0.0))
     seen.pause()
@@ -286,5 +286,5 @@ def test_a_step_without_exchange_leaves_the_state_as_it_was():
     """It donates its state, so a copy that shares memory would take the run's away."""
     state = {"w": jnp.arange(4.0), "step": jnp.int32(7)}
     step = jax.jit(lambda state, batch: jax.tree.map(lambda x: x + x, state), donate_argnums=0)
-    assert Lone(step, False).seconds(state, ()) > 0
+    assert ComputeOnlyStep(step, False).seconds(state, ()) > 0
     assert (state["w"].tolist(), state["step"].item()) == ([0, 1, 2, 3], 7)

@@ -18,8 +18,8 @@ import optax
 import pytest
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.checkpoint.format import Kept, found
-from jaxmpi.checkpoint.uncoordinated import Apart
+from jaxmpi.checkpoint.format import Retention, found
+from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
 from jaxmpi.comm import topology
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
@@ -34,7 +34,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim.optimizers import at_step, is_linear, optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.gosgd import Gossip
-from jaxmpi.rules.parameter_server import Ledger, Report, Spent, Tally
+from jaxmpi.rules.parameter_server import Counters, GlobalProgress, Report, TimeSpent
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer import async_loop
 from jaxmpi.trainer import build as trainer_build
@@ -241,10 +241,10 @@ class LoneWorker(async_loop.Worker):
         self.number, self.workers, self.saved, self.is_done = 0, 1, 0.0, False
         self.gossip, self.tracer = Gossip(0, 1, 0.0, seed=0), SimpleNamespace(merge=lambda workers: "")
         self.rule = SimpleNamespace(is_gossip=False)
-        self.ledger = Ledger(1, target=100, bound=0)
+        self.ledger = GlobalProgress(1, target=100, bound=0)
 
     def tell(self, asks, examples=0.0):
-        self.ledger.report(0, Report(1, self.saved, self.is_done, **asks), Tally(examples=examples))
+        self.ledger.report(0, Report(1, self.saved, self.is_done, **asks), Counters(examples=examples))
         [(_, answer)] = self.ledger.answers()
         return answer
 
@@ -252,17 +252,17 @@ class LoneWorker(async_loop.Worker):
         return {"w": np.ones(3, np.float32)}
 
     def times(self):
-        return np.zeros((1, len(Spent._fields)))
+        return np.zeros((1, len(TimeSpent._fields)))
 
 
 def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path):
-    course = async_loop.Course(10, 100, 10, 10, 100, log_every=1, eval_every=100, save_every=1)
+    course = async_loop.Timetable(10, 100, 10, 10, 100, log_every=1, eval_every=100, save_every=1)
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
     duties = SimpleNamespace(extra=dict, lr=lambda step: 0.1, check_skipped=lambda skipped, epochs: None)
-    apart, start = Apart(tmp_path, 1, Kept(2)), SimpleNamespace(tally=Tally(), step=0)
+    apart, start = UncoordinatedCheckpoint(tmp_path, 1, Retention(2)), SimpleNamespace(tally=Counters(), step=0)
     worker, home = LoneWorker(), HeldFolder(tmp_path)
     job = SimpleNamespace(course=course, duties=duties, start=start, recorder=Recorder(None), apart=apart, home=home)
-    keeper = async_loop.Keeper(worker, job)  # pyright: ignore[reportArgumentType] # of all this a part
+    keeper = async_loop.ChiefWorker(worker, job)  # pyright: ignore[reportArgumentType] # of all this a part
     keeper.look(state, worker.tell({}, examples=10))
     while keeper.is_writing:
         keeper.again(state)
@@ -717,10 +717,10 @@ def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(
     tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * jnp.asarray(step, jnp.float32))
     params = {"a": np.ones(3, np.float32)}
     fresh = TrainState(np.zeros((), np.int32), params, {}, tx.init(params), np.zeros(2, np.uint32))
-    home = Apart(tmp_path, 1, Kept(2))
+    home = UncoordinatedCheckpoint(tmp_path, 1, Retention(2))
     home.begin(7)
     home.write_own(7, 0, {**jax.tree.map(np.asarray, fresh)._asdict(), "weight": np.array(1.0)})
-    home.end(7, {"center": params}, {"tally": [0.0] * len(Tally._fields)}, None)
+    home.end(7, {"center": params}, {"tally": [0.0] * len(Counters._fields)}, None)
     rule = build(RuleConfig("easgd"), Optim("sgd")).asynchronous
     for worker in range(2):
         start = async_loop.start_of(found(tmp_path)[-1], fresh, worker, 2, rule)

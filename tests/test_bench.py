@@ -371,7 +371,7 @@ def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
 
 def test_plan_survives_the_way_to_the_ranks(no_launcher):
     plan = options.make_plan(options.parse(["--tree", "digits_cnn", "--sizes", "5", "--peers", "mpi4py"]))
-    there = options.Plan.of_json(json.loads(json.dumps(dataclasses.asdict(plan))))
+    there = options.BenchPlan.of_json(json.loads(json.dumps(dataclasses.asdict(plan))))
     assert [(c.name, c.is_tree, c.floats) for c in there.cases] == [(c.name, c.is_tree, c.floats) for c in plan.cases]
     assert (there.strategies, there.peers) == (list(plan.strategies), ["mpi4py"])
 

@@ -28,13 +28,13 @@ from jaxmpi.rules.parameter_server import (
     READ,
     TIMES,
     Answer,
+    Counters,
+    GlobalProgress,
     Layout,
-    Ledger,
     Report,
     Server,
-    Spent,
-    Talk,
-    Tally,
+    ServerExchange,
+    TimeSpent,
 )
 from tolerances import U
 
@@ -51,11 +51,11 @@ def short_segments():
         yield
 
 
-def begun(workers: int, target: float = 1e9, bound: int = 0) -> Ledger:
-    """Books of workers that have all come, so that reports are answered."""
-    ledger = Ledger(workers, target, bound)
+def begun(workers: int, target: float = 1e9, bound: int = 0) -> GlobalProgress:
+    """GlobalStatus of workers that have all come, so that reports are answered."""
+    ledger = GlobalProgress(workers, target, bound)
     for worker in range(workers):
-        ledger.report(worker, Report(0, 0), [*Tally()])
+        ledger.report(worker, Report(0, 0), [*Counters()])
     assert len([*ledger.answers()]) == workers
     return ledger
 
@@ -86,7 +86,7 @@ class SimulatedWorker:
         self.case, self.layout, self.number = case, layout, number
         self.w, self.base = start.copy(), start.copy()
         self.clock = 0
-        self.talk: Any = None  # a Talk, while there is one
+        self.talk: Any = None  # a ServerExchange, while there is one
         self.learnt = np.zeros_like(start)
 
     def begin(self) -> None:
@@ -95,8 +95,12 @@ class SimulatedWorker:
         self.learnt += step
         self.w = self.w + step
         self.clock += 1
-        report = [*Report(self.clock, 0, self.clock == self.case.rounds), *Tally(steps=1, examples=10), *Spent(steps=1)]
-        self.talk = Talk(self.layout, PUSH, self.case.rule.send(self.w, self.base), report)
+        report = [
+            *Report(self.clock, 0, self.clock == self.case.rounds),
+            *Counters(steps=1, examples=10),
+            *TimeSpent(steps=1),
+        ]
+        self.talk = ServerExchange(self.layout, PUSH, self.case.rule.send(self.w, self.base), report)
 
     def finish(self) -> Answer:
         self.w, self.base = self.case.rule.meet(self.w, self.base, self.talk.sent, self.talk.seen)
@@ -115,7 +119,7 @@ class World:
         layout = Layout(N, case.servers, case.wire)
         start = np.arange(N, dtype=np.float32) % 8
         self.workers = {i: SimulatedWorker(case, layout, i, start) for i in range(case.workers)}
-        self.ledger = Ledger(case.workers, 10 * case.workers * case.rounds, case.bound)
+        self.ledger = GlobalProgress(case.workers, 10 * case.workers * case.rounds, case.bound)
         self.servers = []
         for s in range(case.servers):
             begin, end = layout.bounds(s)
@@ -140,10 +144,10 @@ class World:
             can += [lambda i=i, s=s: self.post(i, s) for i, answers in server.out.items() if answers]
         return can
 
-    def may_send(self, talk: Talk) -> list[bool]:
+    def may_send(self, talk: ServerExchange) -> list[bool]:
         return [bool(todo) and len(open_) < 8 for todo, open_ in zip(talk._todo, talk._open, strict=True)]
 
-    def send(self, i: int, talk: Talk) -> None:
+    def send(self, i: int, talk: ServerExchange) -> None:
         for sending in talk.ready():
             self.there[i, sending.server].append(sending.message)
 
@@ -292,7 +296,7 @@ def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):
 
 def test_reading_changes_nothing():
     world = World(Case(asynchronous("easgd"), 1, 2, 1), random.Random(0))
-    talk = Talk(Layout(N, 2, "32"), READ, np.empty(N, np.float32), None)
+    talk = ServerExchange(Layout(N, 2, "32"), READ, np.empty(N, np.float32), None)
     world.workers[0].talk, world.workers[0].clock = talk, 1
     before = world.center()
     while not talk.is_over():
@@ -301,7 +305,7 @@ def test_reading_changes_nothing():
     np.testing.assert_array_equal(world.center(), before)
 
 
-def said(server: Server, worker: int, talk: Talk) -> Talk:
+def said(server: Server, worker: int, talk: ServerExchange) -> ServerExchange:
     """A talk with one server, to its end."""
     while not talk.is_over():
         for sending in talk.ready():
@@ -315,12 +319,12 @@ def test_where_the_time_of_all_workers_went_can_be_asked_for():
     layout, ledger = Layout(N, 1, "32"), begun(3)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     for worker, seconds in ((1, 2.0), (0, 0.5), (1, 4.0)):
-        spent = Spent(steps=2, compute=seconds, sync=seconds / 8)
-        said(server, worker, Talk(layout, PUSH, None, [*Report(1, 0), *Tally(), *spent]))
-    times = said(server, 0, Talk(layout, TIMES, None, None, workers=3)).times
-    assert times[:, Spent._fields.index("steps")].tolist() == [2, 4, 0]
-    assert times[:, Spent._fields.index("compute")].tolist() == [0.5, 6, 0]
-    assert times[:, Spent._fields.index("sync")].tolist() == [0.0625, 0.75, 0]
+        spent = TimeSpent(steps=2, compute=seconds, sync=seconds / 8)
+        said(server, worker, ServerExchange(layout, PUSH, None, [*Report(1, 0), *Counters(), *spent]))
+    times = said(server, 0, ServerExchange(layout, TIMES, None, None, workers=3)).times
+    assert times[:, TimeSpent._fields.index("steps")].tolist() == [2, 4, 0]
+    assert times[:, TimeSpent._fields.index("compute")].tolist() == [0.5, 6, 0]
+    assert times[:, TimeSpent._fields.index("sync")].tolist() == [0.0625, 0.75, 0]
 
 
 class StraightLine:
@@ -348,7 +352,7 @@ def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, an
     monkeypatch.setattr(parameter_server_transport, "TIMEOUT_S", 0.2)
     layout, ledger = Layout(N, 1, "32"), begun(1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])
+    talk = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Counters(), *TimeSpent()])
     lines: list[Any] = [StraightLine(server, answers, dumb_s)]  # without MPI
     if is_patient:
         assert parameter_server_transport.converse(talk, lines) >= dumb_s * 0.9
@@ -362,7 +366,7 @@ def test_a_talk_that_lacks_only_the_books_knows_it():
     """A worker too far ahead is answered on its params at once, on its report later: that is what it waits for."""
     layout, ledger = Layout(N, 1, "32"), begun(2, bound=1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = Talk(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Tally(), *Spent()])
+    talk = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Counters(), *TimeSpent()])
     assert not talk.lacks_only_books()
     for sending in talk.ready():
         server.take(0, sending.message)
@@ -371,7 +375,7 @@ def test_a_talk_that_lacks_only_the_books_knows_it():
         talk.take(0, server.out[0].popleft())
     assert talk.lacks_only_books()
     assert not server.out[0]
-    said(server, 1, Talk(layout, PUSH, None, [*Report(4, 0), *Tally(), *Spent()]))
+    said(server, 1, ServerExchange(layout, PUSH, None, [*Report(4, 0), *Counters(), *TimeSpent()]))
     talk.take(0, server.out[0].popleft())
     assert talk.is_over()
     assert not talk.lacks_only_books()
@@ -379,7 +383,7 @@ def test_a_talk_that_lacks_only_the_books_knows_it():
 
 def test_a_worker_ahead_waits_and_goes_on_when_the_slowest_dies():
     ledger = begun(3, bound=2)
-    new = [*Tally()]
+    new = [*Counters()]
     for clock in (1, 2):
         ledger.report(0, Report(clock, 0), new)
         assert [w for w, _ in ledger.answers()] == [0]
@@ -399,7 +403,7 @@ def test_staleness_counts_what_others_did_between():
 
 def test_the_end_is_over_when_all_that_are_there_have_heard():
     ledger = begun(3)
-    new = [*Tally()]
+    new = [*Counters()]
     ledger.report(0, Report(1, 0, 1, closing=1), new)
     assert [w for w, _ in ledger.answers()] == [0]
     ledger.report(1, Report(1, 0, 1), new)
@@ -412,7 +416,7 @@ def test_the_end_is_over_when_all_that_are_there_have_heard():
 def test_when_worker_0_dies_the_others_hear_it():
     ledger = begun(2)
     ledger.lose(0)
-    ledger.report(1, Report(1, 0), [*Tally()])
+    ledger.report(1, Report(1, 0), [*Counters()])
     assert [a.books.closing for _, a in ledger.answers()] == [2]
 
 
@@ -420,7 +424,7 @@ def test_when_worker_0_dies_the_others_hear_it():
 def test_all_workers_stop_for_the_same_reason(first, then, stop):
     """So that no rank leaves with the code of a run that is over and another with that of one to go on with."""
     ledger = begun(2, target=10)
-    said = {"enough": (Report(1, 0), [*Tally(examples=10)]), "leave": (Report(1, 0, leave=1), [*Tally()])}
+    said = {"enough": (Report(1, 0), [*Counters(examples=10)]), "leave": (Report(1, 0, leave=1), [*Counters()])}
     heard = []
     for worker, what in enumerate((first, then)):
         ledger.report(worker, *said[what])
@@ -431,8 +435,8 @@ def test_all_workers_stop_for_the_same_reason(first, then, stop):
 def test_a_worker_that_is_done_holds_nobody_back():
     """Its clock stands still, while others come to their end."""
     ledger = begun(2, bound=1)
-    ledger.report(0, Report(1, 0, is_done=1), [*Tally()])
-    ledger.report(1, Report(9, 0), [*Tally()])
+    ledger.report(0, Report(1, 0, is_done=1), [*Counters()])
+    ledger.report(1, Report(9, 0), [*Counters()])
     assert [w for w, _ in ledger.answers()] == [0, 1]
 
 
@@ -447,7 +451,7 @@ def test_worker_and_center_go_shares_of_their_own():
 
 def test_nobody_is_answered_before_all_that_live_have_come():
     """So all workers begin together: one that dies on the way, or is given up, is not waited for."""
-    ledger, new = Ledger(4, 1e9, bound=0), [*Tally()]
+    ledger, new = GlobalProgress(4, 1e9, bound=0), [*Counters()]
     for worker in (2, 0):
         ledger.report(worker, Report(0, 0), new)
         assert [*ledger.answers()] == []
@@ -461,9 +465,9 @@ def test_nobody_is_answered_before_all_that_live_have_come():
 
 
 def test_workers_that_are_late_at_the_start_can_be_begun_without():
-    layout, ledger = Layout(N, 1, "32"), Ledger(2, 1e9, bound=0)
+    layout, ledger = Layout(N, 1, "32"), GlobalProgress(2, 1e9, bound=0)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = Talk(layout, PUSH, None, [*Report(0, 0), *Tally(), *Spent()])
+    talk = ServerExchange(layout, PUSH, None, [*Report(0, 0), *Counters(), *TimeSpent()])
     for sending in talk.ready():
         server.take(0, sending.message)
     assert not server.out.get(0)

@@ -44,7 +44,7 @@ def save(
         step=step,
         workers=len(states),
         extra=extra or {"elapsed_s": 1.5},
-        keep=format.Kept(keep, best),
+        keep=format.Retention(keep, best),
         score=score,
     )
 
@@ -173,7 +173,7 @@ def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
     assert not (tmp_path / "step_00000006.tmp").exists()
 
 
-@pytest.mark.parametrize("kept", [format.Kept(2, 1), format.Kept(1, 2)])
+@pytest.mark.parametrize("kept", [format.Retention(2, 1), format.Retention(1, 2)])
 def test_the_best_are_kept_beside_the_newest(tmp_path, kept):
     for step, score in enumerate((0.5, 0.2, None, 0.9, 0.3, 0.4), 1):
         save(tmp_path, step=step, keep=kept.newest, best=kept.best, score=score)

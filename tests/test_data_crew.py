@@ -23,7 +23,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data import ArraySource, CorruptExample, Crew, Loader, Sampler, open_source
+from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
 from jaxmpi.data.loader_worker import HERE, Answer, Failure, Make
 from jaxmpi.data.loader_worker import words as words_of
 from jaxmpi.data.ring_buffer import Parcel
@@ -115,7 +115,7 @@ class TestSameBatches:
     def test_whatever_the_number_of_workers_and_the_step_of_the_start(self, photographs):
         data = folder_data(photographs, loaders=1)
         source = open_source(data, "train")
-        with Crew("processes", 1, 60) as crew:
+        with LoaderPool("processes", 1, 60) as crew:
             with loader(source, 6, data, stop_step=6, crew=crew) as one:
                 whole = [batch.image.copy() for batch in one]
             for rank in range(2):
@@ -146,7 +146,7 @@ class TestSameBatches:
     def test_training_and_evaluation_share_loaders(self, photographs):
         data = folder_data(photographs)
         source = open_source(data, "train")
-        with Crew("processes", 2, 60) as crew, loader(source, 4, data, crew=crew) as training:
+        with LoaderPool("processes", 2, 60) as crew, loader(source, 4, data, crew=crew) as training:
             first = next(training).image.copy()
             for _ in range(2):
                 with loader(source, 4, data, train=False, crew=crew) as evaluation:
@@ -506,7 +506,7 @@ SPAWNING = """
     comm = jaxmpi.world()
     import jaxmpi.input_pipeline.mpi_loaders
     from jaxmpi.config import Data
-    from jaxmpi.data import Crew, Loader, Sampler, open_source
+    from jaxmpi.data import LoaderPool, Loader, Sampler, open_source
     found, told, send = [], [], jaxmpi.input_pipeline.mpi_loaders.SpawnedLoaders._send
     def heard(self, number, tag, message):
         told.append((number, tag, bytes(message)))
@@ -516,7 +516,7 @@ SPAWNING = """
         data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
         source = open_source(data, "train")
         sampler = Sampler(6, 4, comm.rank, comm.size, seed=0)
-        with Crew(kind, 2, 60) as crew:
+        with LoaderPool(kind, 2, 60) as crew:
             for train, stop in ((True, 5), (False, 1)):
                 with Loader(source, sampler, data, train, stop_step=stop, crew=crew) as batches:
                     found.append(b"".join(batch.image.tobytes() + batch.label.tobytes() for batch in batches))

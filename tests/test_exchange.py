@@ -18,7 +18,7 @@ import jaxmpi
 from jaxmpi.allreduce.algorithms import ALIASES
 from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.buckets import plan
-from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.core.errors import UsageError
@@ -200,7 +200,7 @@ class Twins(SoloComm):
     order = (0, 1)
 
     def __init__(self) -> None:
-        self.signed: list[Statement] = []
+        self.signed: list[Fingerprint] = []
         self.traced = 0
 
     def sign(self, statement):

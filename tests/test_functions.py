@@ -28,7 +28,7 @@ from jaxmpi.functions import import_by_name, partitioning, reductions, shared_ar
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.lifecycle import how_many, team
 from jaxmpi.functions.transport import OutOfStep
-from jaxmpi.functions.worker_group import Order, ProcessTeam, SocketTeam
+from jaxmpi.functions.worker_group import ForkedGroup, Order, ProcessGroup
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
 SLOW = [pytest.param(c, w, marks=pytest.mark.slow) for c in function_checks.CHECKS for w in (1, 3, 8)]
@@ -170,9 +170,9 @@ class Unanswered:
         raise jm.TrainingError("the reports did not come together")
 
 
-def alone(line: Unanswered, is_serial: bool = False, comm: Any = None) -> ProcessTeam:
+def alone(line: Unanswered, is_serial: bool = False, comm: Any = None) -> ProcessGroup:
     """Rank 0, which leads or runs the script as all ranks do."""
-    return ProcessTeam(cast(Any, line), comm or cast(Any, SoloComm()), "shm", is_serial)
+    return ProcessGroup(cast(Any, line), comm or cast(Any, SoloComm()), "shm", is_serial)
 
 
 @pytest.mark.parametrize("fault", [None, ValueError("in the caller's arguments")])
@@ -217,8 +217,8 @@ def test_an_order_that_not_all_workers_have_heard_is_the_last():
 @pytest.mark.parametrize(
     ("kind", "way_out"),
     [
-        (ProcessTeam, "the ranks of a job cannot meet again: end it$"),
-        (SocketTeam, r"jaxmpi\.close\(\), then fork again$"),
+        (ProcessGroup, "the ranks of a job cannot meet again: end it$"),
+        (ForkedGroup, r"jaxmpi\.close\(\), then fork again$"),
     ],
 )
 def test_what_has_no_text_is_named_by_its_kind(kind, way_out):

@@ -121,7 +121,7 @@ def state() -> TrainState:
 def whole() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         files = format.files_of({0: state()}, True)
-        options = {"step": 0, "workers": 1, "extra": {"note": "é"}, "keep": format.Kept(1)}
+        options = {"step": 0, "workers": 1, "extra": {"note": "é"}, "keep": format.Retention(1)}
         path = format.save(Path(folder), files, SoloProcesses(), **options)
         return {file.name: file.read_bytes() for file in path.iterdir()}
 

@@ -25,12 +25,12 @@ from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.train_state import create
 from jaxmpi.recover import decisions, replica_check, signals
-from jaxmpi.recover.decisions import Failure, Recovery, RollBack, Votes
+from jaxmpi.recover.decisions import Failure, Recovery, RollBack, StepConsensus
 from jaxmpi.runtime import fault_injection
 from launching import ROOT
 
 
-class Silent(signals.Notice):
+class Silent(signals.PreemptionNotice):
     """Hears no signals."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Ranks(SoloProcesses):
 )
 def test_all_ranks_come_to_the_lowest_worker_and_its_leaf(bad, expected):
     ranks = Ranks()
-    votes = [Votes(ranks, Silent(), ["params/a", "params/b"]) for _ in range(6)]
+    votes = [StepConsensus(ranks, Silent(), ["params/a", "params/b"]) for _ in range(6)]
     for worker, vote in enumerate(votes):
         assert vote.cast(7, bad.get(worker), worker, True) is None
     assert [vote.count() for vote in votes] == [expected] * 6
@@ -67,16 +67,16 @@ def test_all_ranks_come_to_the_lowest_worker_and_its_leaf(bad, expected):
 
 
 def test_an_update_that_only_the_sum_made_infinite_has_no_culprit():
-    vote = Votes(SoloProcesses(), Silent(), ["a"])
+    vote = StepConsensus(SoloProcesses(), Silent(), ["a"])
     vote.cast(3, None, 0, False)
     assert str(vote.count()) == "the sum of all gradients of worker 0 is not finite at step 3"
 
 
 def test_a_signal_is_a_vote_of_all():
     before = signal.getsignal(signal.SIGUSR1)
-    notice = signals.Notice()
+    notice = signals.PreemptionNotice()
     try:
-        vote = Votes(SoloProcesses(), notice, [])
+        vote = StepConsensus(SoloProcesses(), notice, [])
         signal.raise_signal(signal.SIGUSR1)
         vote.cast(1, None, 0, True)
         assert not vote.leaving  # not before all have voted
@@ -175,7 +175,7 @@ def test_two_checkpoints_must_fit(tmp_path):
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
     folder = tmp_path / "checkpoints"
-    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Kept(2))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Retention(2))
     one.save({0: state}, {}, None)
     one.wait()
     one.save(
@@ -193,7 +193,7 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
 
 def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
     state = create({"w": np.ones(1000, np.float32)}, {}, {}, seed=0, worker=0)
-    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Kept(2))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Retention(2))
     one.save({0: state}, {}, None)
     state.params["w"][:] = 7  # as a donated buffer is written over
     one.wait()
@@ -206,8 +206,8 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
 
 HANGUP = """
 import os, signal, sys
-from jaxmpi.recover.signals import Notice
-notice = Notice()
+from jaxmpi.recover.signals import PreemptionNotice
+notice = PreemptionNotice()
 for _ in range(2):  # by the shell and by the kernel
     os.kill(os.getpid(), signal.SIGHUP)
 print(notice.given)
@@ -337,7 +337,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk(tmp_path):
     """Twice the time of the copy is allowed, for memory that is busy; the disk takes several times that."""
     params = {f"layer{i}": np.ones(4_000_000, np.float32) for i in range(20)}  # 320 MB
     state = create(params, {}, {}, seed=0, worker=0)
-    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Kept(1))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Retention(1))
     copies, pauses, wholes = [], [], []
     for step in range(4):
         begin = time.perf_counter()
@@ -357,7 +357,7 @@ PRELOADED += "__attribute__((constructor)) static void take(void) { signal(SIGHU
 RELEASED = """
 import signal
 from jaxmpi.recover import signals
-notice = signals.Notice()
+notice = signals.PreemptionNotice()
 signal.raise_signal(signal.SIGHUP)
 assert notice.given
 notice.close()

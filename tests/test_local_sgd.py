@@ -21,7 +21,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
-from jaxmpi.rules.local_sgd import Apart
+from jaxmpi.rules.local_sgd import LocalState
 from jaxmpi.trainer import build
 from launching import train as run
 from tolerances import leaf_bound
@@ -132,7 +132,7 @@ def test_without_a_meeting_every_worker_is_plain_adam_bit_for_bit(name, standard
         params, state = step(grads, state, params)
         plain, plain_state = step_alone(grads, plain_state, plain)
     np.testing.assert_array_equal(params["w"], plain["w"])
-    assert isinstance(state, Apart)
+    assert isinstance(state, LocalState)
     jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
     assert len({row.tobytes() for row in np.asarray(params["w"])}) == K
 

@@ -67,7 +67,7 @@ def test_records_are_read_in_any_order(there, most, monkeypatch):
     wanted = np.random.default_rng(2).permutation(filled().records)
     out = np.zeros(LENGTHS[wanted].sum(), np.uint8)
     pid, told = there
-    peer_memory.Remote(pid, told, LENGTHS).gather(wanted, out)
+    peer_memory.PeerArena(pid, told, LENGTHS).gather(wanted, out)
     assert out.tolist() == np.repeat(wanted % 251, LENGTHS[wanted]).tolist()
 
 
@@ -75,7 +75,7 @@ def test_a_process_that_has_ended(monkeypatch):
     monkeypatch.setattr(peer_memory, "LAUNCHER_FIRST_S", 0)
     arena = filled()
     with other() as (process, told):
-        remote = peer_memory.Remote(process.pid, told, LENGTHS)
+        remote = peer_memory.PeerArena(process.pid, told, LENGTHS)
         process.kill()
         process.wait(10)
         said = f"cannot be read any more; .*memory of process {process.pid}: No such process"

@@ -41,7 +41,7 @@ def run_dir(tmp_path):
             step=step,
             workers=1,
             extra={},
-            keep=format.Kept(2),
+            keep=format.Retention(2),
         )
     return tmp_path / "run"
 
@@ -80,7 +80,7 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
         states[worker] = create(params, model_state, {}, seed=0, worker=worker)
     format.save(
         *(tmp_path / "checkpoints", format.files_of(states, False, same_params=False), SoloProcesses()),
-        **{"step": 0, "workers": 2, "extra": {}, "keep": format.Kept(2)},
+        **{"step": 0, "workers": 2, "extra": {}, "keep": format.Retention(2)},
     )
     mean = orbax_export.model_of(format.found(tmp_path / "checkpoints")[0])
     for name, leaf in pytrees.named_leaves({"params": PARAMS}):
@@ -98,9 +98,9 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     synchronous = create(PARAMS, {}, rule.init(center), seed=0, worker=0)
     format.save(
         *(tmp_path / "sync", format.files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
-        **{"step": 0, "workers": 1, "extra": {}, "keep": format.Kept(2)},
+        **{"step": 0, "workers": 1, "extra": {}, "keep": format.Retention(2)},
     )
-    apart = uncoordinated.Apart(tmp_path / "apart", 1, format.Kept(2))
+    apart = uncoordinated.UncoordinatedCheckpoint(tmp_path / "apart", 1, format.Retention(2))
     apart.begin(0)
     apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
     apart.end(0, {"center": center}, {}, None)

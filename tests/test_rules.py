@@ -290,7 +290,7 @@ def test_settings_that_a_rule_does_not_go_by_are_known(config, idle):
 
 
 def test_of_a_user_s_rule_nothing_is_known(monkeypatch):
-    row = registry.Row(lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config), "none", True, False)
+    row = registry.RuleSpec(lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config), "none", True, False)
     monkeypatch.setitem(registry.RULES, "mine", row)
     assert registry.without_effect(RuleConfig("mine", tau=3)) == []
 

@@ -331,7 +331,7 @@ def test_without_a_home_nothing_is_kept_and_training_goes_on():
 @pytest.mark.parametrize("variable", ["JAXMPI_AGREE_TIMEOUT_S", "JAXMPI_EXIT_TIMEOUT_S"])
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
 def test_time_limits_that_are_none(variable, text):
-    job = python("import jaxmpi", **{variable: text})
+    job = python("import jaxmpi\njaxmpi.world", **{variable: text})
     assert job.returncode == 1
     assert job.stderr == f"jaxmpi: error: {variable}: got {text!r}; expected seconds > 0\n"
 

@@ -15,7 +15,7 @@ from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command, supervisor
 from jaxmpi.launch.postmortem import Culprit, culprit
-from jaxmpi.launch.supervisor import Asked
+from jaxmpi.launch.supervisor import SupervisedJob
 from jaxmpi.runtime import failures, job_folder
 from launching import ROOT, wait_until
 
@@ -144,11 +144,11 @@ def test_an_experiment_file_begins_anew_with_its_first_start_alone(tmp_path, giv
     ],
 )
 def test_workers_that_are_left(launcher_args, dead, workers, hosts):
-    left = supervisor.with_those_left(Asked(8, 2, 1, launcher_args, ()), lambda host: host not in dead)
+    left = supervisor.with_those_left(SupervisedJob(8, 2, 1, launcher_args, ()), lambda host: host not in dead)
     assert left.workers == workers
     if hosts is not None:
         assert supervisor.hosts_of(left.launcher_args) == supervisor.hosts_of(("--host", hosts))
-    assert supervisor.with_those_left(Asked(8, 8, 1, launcher_args, ()), lambda host: False).workers == 8
+    assert supervisor.with_those_left(SupervisedJob(8, 8, 1, launcher_args, ()), lambda host: False).workers == 8
 
 
 SUPERVISED = """

@@ -10,7 +10,7 @@ import pytest
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe.trace import FIRST_BUCKET, Apart, Tracer, merged, of_steps
+from jaxmpi.observe.trace import FIRST_BUCKET, Tracer, UncoordinatedTrace, merged, of_steps
 from jaxmpi.runtime.spans import Span
 from launching import train
 
@@ -75,7 +75,7 @@ def test_a_run_that_ends_before_says_so(tmp_path):
 def test_workers_that_do_not_keep_step_write_their_parts_and_one_brings_them_together(tmp_path):
     """The second makes no step that is asked for, the third dies before it has written."""
     path, noted = tmp_path / "trace.json", [Span("compute", f"step {k}", float(k), k + 0.9) for k in range(1, 31)]
-    workers = [Apart((10, 20), SoloProcesses(), path) for _ in range(3)]
+    workers = [UncoordinatedTrace((10, 20), SoloProcesses(), path) for _ in range(3)]
     workers[0].offsets, workers[0].hosts = [0.0, 100.0, 0.0], ["a", "b", "c"]
     workers[0].add(noted[:15], 0, 15)
     assert not list(tmp_path.iterdir())
@@ -86,9 +86,9 @@ def test_workers_that_do_not_keep_step_write_their_parts_and_one_brings_them_tog
     events = check_schema(json.loads(path.read_text()), 3)
     assert [(e["pid"], e["name"]) for e in events] == [(0, f"step {k}") for k in range(10, 21)]
     assert list(tmp_path.iterdir()) == [path]
-    nobody = Apart((10, 20), SoloProcesses(), tmp_path / "none.json")
+    nobody = UncoordinatedTrace((10, 20), SoloProcesses(), tmp_path / "none.json")
     assert nobody.merge(1) == "no trace: no worker came to step 10"
-    assert Apart((0, 0), SoloProcesses(), path).merge(1) == ""
+    assert UncoordinatedTrace((0, 0), SoloProcesses(), path).merge(1) == ""
 
 
 @pytest.mark.parametrize("text", ["10", "20:10", "0:5", "a:b", "1:2:3", "-1:5"])

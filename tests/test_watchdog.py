@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxmpi.comm.control import SoloProcesses
-from jaxmpi.comm.mailbox import Post
+from jaxmpi.comm.mailbox import Mailbox
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover import watchdog
 from jaxmpi.recover.watchdog import Watchdog, mine, watching
@@ -20,7 +20,7 @@ from jaxmpi.runtime import failures, job_folder, spans
 from launching import ROOT, kill_session, mpirun_line, run
 
 
-class Letters(Post):
+class Letters(Mailbox):
     """Post whose letters the test writes and reads."""
 
     def __init__(self) -> None:

@@ -156,7 +156,7 @@ def own_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.A
 # ---------------------------------------------------------------- the table
 
 
-class Row(NamedTuple):
+class StrategySpec(NamedTuple):
     """A strategy and the wires it can use."""
 
     sum: Callable[..., jax.Array]  # a Sum, once `<k>` or `<cross>` of the name is filled in
@@ -177,17 +177,17 @@ def is_one(hosts: Sequence[int]) -> bool:
 
 
 ALL = tuple(WIRES)
-STRATEGIES: dict[str, Row] = {
-    "ar": Row(allreduce, ("32",)),
-    "asa": Row(alltoall_sum_allgather, ALL, crosses=True),
-    "ring": Row(ring, ALL, crosses=True),
-    "tree": Row(pairwise, ALL, crosses=True),
-    "color<k>": Row(coloured_trees, ALL, crosses=True),
-    "pipering": Row(functools.partial(coloured_trees, colours=1), ALL, crosses=True),
-    "root": Row(all_to_root, ALL, crosses=True),
-    "hier-<cross>": Row(hierarchical, ALL, fits=is_even),
-    "shm": Row(shared_memory, ("32",), means=shared_memory_means, fits=is_one),
-    "none": Row(none, ("32",), means=own_means),
+STRATEGIES: dict[str, StrategySpec] = {
+    "ar": StrategySpec(allreduce, ("32",)),
+    "asa": StrategySpec(alltoall_sum_allgather, ALL, crosses=True),
+    "ring": StrategySpec(ring, ALL, crosses=True),
+    "tree": StrategySpec(pairwise, ALL, crosses=True),
+    "color<k>": StrategySpec(coloured_trees, ALL, crosses=True),
+    "pipering": StrategySpec(functools.partial(coloured_trees, colours=1), ALL, crosses=True),
+    "root": StrategySpec(all_to_root, ALL, crosses=True),
+    "hier-<cross>": StrategySpec(hierarchical, ALL, fits=is_even),
+    "shm": StrategySpec(shared_memory, ("32",), means=shared_memory_means, fits=is_one),
+    "none": StrategySpec(none, ("32",), means=own_means),
 }
 ALIASES = {
     "asa32": "asa:32",
@@ -227,7 +227,7 @@ def parse(spelling: str) -> Strategy:
     return Strategy(f"{algorithm}:{wire}", row.sum, encoding, row.means, row.fits)
 
 
-def find(algorithm: str) -> Row:
+def find(algorithm: str) -> StrategySpec:
     """The row of `ring`, `color4` or `hier-ring`, the last two with their `<k>` and `<cross>` filled in."""
     if colours := re.fullmatch(r"color(\d+)", algorithm):
         k = int(colours[1])

@@ -18,7 +18,7 @@ from jaxmpi.allreduce.building_blocks import allgather
 from jaxmpi.allreduce.call_order import check_in_program, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.dispatch import sums
-from jaxmpi.comm.agreement import Statement, statement
+from jaxmpi.comm.agreement import Fingerprint, statement
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
@@ -143,7 +143,7 @@ class Choice(NamedTuple):
     bucket_bytes: int | None
     order: Order | None = None
 
-    def statement(self, tree: PyTree, what: str = "exchange") -> Statement:
+    def statement(self, tree: PyTree, what: str = "exchange") -> Fingerprint:
         """What must be the same on all ranks, for messages by the name `what`."""
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
@@ -175,7 +175,7 @@ class Choice(NamedTuple):
 @functools.cache
 def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
     """The exchange as a function of concrete arrays, compiled once for every structure and agreed on at every call."""
-    programs: dict[Any, tuple[Statement, Callable[[list[jax.Array]], list[jax.Array]]]] = {}
+    programs: dict[Any, tuple[Fingerprint, Callable[[list[jax.Array]], list[jax.Array]]]] = {}
 
     def call(tree: PyTree) -> PyTree:
         if choice.comm.size == 1:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.allreduce.comm_thread_calls import mpi_effect
-from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.comm.shared_sync import TIMEOUT_S, Roll
+from jaxmpi.comm.shared_sync import TIMEOUT_S, SharedCompare
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import host_callbacks
 
@@ -50,7 +50,7 @@ def check_in_program(comm: Comm, what: str) -> None:
         host_callbacks.call(NAME, [], [], effect=mpi_effect(comm), number=number, what=text)
 
 
-class RollCall:
+class CallComparison:
     """How the ranks of a job compare which exchange they have come to."""
 
     def __init__(self, processes: MpiProcesses) -> None:
@@ -62,11 +62,11 @@ class RollCall:
         self._lock = threading.Lock()
         host_callbacks.register(NAME, self._compare, ends_job=True)
 
-    def _map(self, processes: MpiProcesses) -> Roll | None:
+    def _map(self, processes: MpiProcesses) -> SharedCompare | None:
         if len(set(processes.hosts)) > 1:
             return None
         try:
-            return Roll(processes)
+            return SharedCompare(processes)
         except UsageError:  # on all ranks alike: no room, or containers that share no memory
             return None
 
@@ -74,14 +74,14 @@ class RollCall:
         """Handler that programs call."""
         with self._lock:
             if self._roll is None or not self._roll.same(number):
-                mine = Statement(what, number, hashlib.sha256(str(number).encode()).digest())
+                mine = Fingerprint(what, number, hashlib.sha256(str(number).encode()).digest())
                 self._control.compare(mine, TIMEOUT_S)
 
 
 @functools.cache
-def roll_call(processes: MpiProcesses) -> RollCall:
+def roll_call(processes: MpiProcesses) -> CallComparison:
     """This job's; all ranks come here together for the first time, as they trace."""
-    return RollCall(processes)
+    return CallComparison(processes)
 
 
 def caller() -> str:
@@ -96,7 +96,7 @@ def caller() -> str:
 # ---------------------------------------------------------------- threads
 
 
-class Door:
+class OneThread:
     """The thread that exchanges now."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Door:
         self.lock, self.holder = threading.RLock(), ""
 
 
-_door = Door()
+_door = OneThread()
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Event(NamedTuple):
     time_s: float  # of time.perf_counter
 
 
-class Courier:
+class CommThread:
     """The communication thread, and what programs call to reach it."""
 
     def __init__(self, control: MpiProcesses, order: tuple[int, ...], hosts: tuple[int, ...]) -> None:
@@ -246,8 +246,8 @@ def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
 
 
 @functools.cache
-def courier() -> Courier:
+def courier() -> CommThread:
     """This process's courier; all ranks come here together for the first time."""
     comm = world()
     assert isinstance(comm, MpiComm)
-    return Courier(comm.processes.apart(), comm.order, comm.hosts)
+    return CommThread(comm.processes.apart(), comm.order, comm.hosts)

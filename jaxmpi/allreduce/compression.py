@@ -270,7 +270,7 @@ def paid(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
 # ---------------------------------------------------------------- the table
 
 
-class Row(NamedTuple):
+class CompressorSpec(NamedTuple):
     """A compressor, by the number after its name."""
 
     make: Callable[[str], Compressor]
@@ -278,9 +278,9 @@ class Row(NamedTuple):
     expected: str  # the same in words, for the error
 
 
-COMPRESSORS: dict[str, Row] = {
-    "lowrank<r>": Row(lambda r: lowrank(int(r)), r"[1-9]\d*", "a rank from 1 on, as in lowrank4"),
-    "topk<p>": Row(
+COMPRESSORS: dict[str, CompressorSpec] = {
+    "lowrank<r>": CompressorSpec(lambda r: lowrank(int(r)), r"[1-9]\d*", "a rank from 1 on, as in lowrank4"),
+    "topk<p>": CompressorSpec(
         lambda p: topk(float(p)),
         r"(?=.*[1-9])[0-4]?\d(\.\d+)?",
         "a percentage above 0 and below 50, as in topk1 or topk0.1",

@@ -217,7 +217,7 @@ def forest(workers: int, colours: int) -> tuple[int, int, int]:
 # ---------------------------------------------------------------- the table
 
 
-class Row(NamedTuple):
+class CostSpec(NamedTuple):
     """A strategy's cost, and where `auto` may take it."""
 
     seconds: Callable[..., float]  # a Cost, once `<k>` or `<cross>` of the name is filled in
@@ -225,21 +225,21 @@ class Row(NamedTuple):
     spelled: tuple[str, ...] = ()  # what to try where the name has a blank
 
 
-COSTS: dict[str, Row] = {
-    "ar": Row(allreduce, lambda net: False),  # libraries need not repeat it bit for bit, and a resumed run must
-    "asa": Row(alltoall_sum_allgather),
-    "ring": Row(ring),
-    "tree": Row(pairwise),
-    "color<k>": Row(coloured_trees, spelled=("color2", "color4")),
-    "pipering": Row(functools.partial(coloured_trees, colours=1)),
-    "root": Row(all_to_root),
-    "hier-<cross>": Row(
+COSTS: dict[str, CostSpec] = {
+    "ar": CostSpec(allreduce, lambda net: False),  # libraries need not repeat it bit for bit, and a resumed run must
+    "asa": CostSpec(alltoall_sum_allgather),
+    "ring": CostSpec(ring),
+    "tree": CostSpec(pairwise),
+    "color<k>": CostSpec(coloured_trees, spelled=("color2", "color4")),
+    "pipering": CostSpec(functools.partial(coloured_trees, colours=1)),
+    "root": CostSpec(all_to_root),
+    "hier-<cross>": CostSpec(
         hierarchical,
         lambda net: net.even and net.hosts > 1 and net.slots > 1,
         ("hier-asa", "hier-ring", "hier-tree", "hier-color4"),
     ),
-    "shm": Row(shared_memory, lambda net: net.hosts == 1),
-    "none": Row(none, lambda net: False),  # it would always win
+    "shm": CostSpec(shared_memory, lambda net: net.hosts == 1),
+    "none": CostSpec(none, lambda net: False),  # it would always win
 }
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.building_blocks import allgather_by_rotation, alltoall_by_rotation, take
-from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.axis import add_rows
 from jaxmpi.comm.base import Comm, Pairs, Turn
 from jaxmpi.core.errors import check
@@ -57,7 +57,7 @@ class SubComm:
         """The rows of all, added in rank order; where they are is not asked."""
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
-    def sign(self, statement: Statement) -> None:
+    def sign(self, statement: Fingerprint) -> None:
         """As the whole."""
         self.comm.sign(statement)
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from jaxmpi.bench import results
 from jaxmpi.bench.jobs import Turns, job_line, run_jobs, wait_for
 from jaxmpi.bench.memory_limit import fitting, left_out
-from jaxmpi.bench.options import Case, Plan, make_plan, parse
+from jaxmpi.bench.options import BenchPlan, Case, make_plan, parse
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.control import Processes, processes
@@ -64,7 +64,7 @@ def start(argv: Sequence[str]) -> None:
     wait_for([(job_line(ranks, options, argv), {})])  # may be on other hosts: rank 0 makes the same plan and reports
 
 
-def run_here(plan: Plan, wanted: int, options: argparse.Namespace, command: Sequence[str]) -> None:
+def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command: Sequence[str]) -> None:
     """Show what is measured by a job for every number of ranks, up to those wanted, that memory allows.
 
     What ends this process early, but for SIGKILL, has it show what was measured so far.
@@ -121,7 +121,7 @@ def be_a_rank(argv: Sequence[str]) -> None:
         control.barrier()
 
 
-def agreed_plan(options: argparse.Namespace, control: Processes) -> Plan:
+def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     """Rank 0's plan, on all ranks.
 
     Raises:
@@ -136,10 +136,10 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> Plan:
             word = json.dumps({"error": str(error)})
     answer = json.loads(control.gather(word)[0])
     check("plan" in answer, answer.get("error", ""))
-    return Plan.of_json(answer["plan"])
+    return BenchPlan.of_json(answer["plan"])
 
 
-def my_plan(options: argparse.Namespace) -> Plan:
+def my_plan(options: argparse.Namespace) -> BenchPlan:
     """The options' plan, without cases that this host's ranks have no memory for."""
     here = launchers.launched()
     local = here.local_size if here else 1

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmpi.bench.options import Plan
+from jaxmpi.bench.options import BenchPlan
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -24,7 +24,7 @@ from jaxmpi.runtime import affinity, job_folder
 TURN_S = 1800.0  # for the other job's turn to end
 
 
-def run_jobs(plan: Plan, ranks: int, options: argparse.Namespace, found: list[Json]) -> None:
+def run_jobs(plan: BenchPlan, ranks: int, options: argparse.Namespace, found: list[Json]) -> None:
     """Add to `found` what a job of so many ranks measures, also where it is ended early.
 
     A second one, of peers alone, takes turns with it where asked for.

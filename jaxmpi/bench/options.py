@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What a job measures; equal on all ranks."""
 
     strategies: tuple[str, ...]
@@ -53,7 +53,7 @@ class Plan:
     rate_mbit: float | None
 
     @classmethod
-    def of_json(cls, value: Any) -> "Plan":
+    def of_json(cls, value: Any) -> "BenchPlan":
         """The inverse of `dataclasses.asdict`, and of JSON."""
         return cls(**(value | {"cases": tuple(Case(*case) for case in value["cases"])}))
 
@@ -128,7 +128,7 @@ def floats(text: str) -> int:
     return number
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> BenchPlan:
     """What the options ask for; runs `python -m models` where there are trees.
 
     Raises:
@@ -148,7 +148,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     cases += [Case(name, True, list(tree.values())) for name, tree in trees(options.tree).items()]
     check(options.plot is None or any(case.floats for case in cases), "--plot: no case has any floats to draw")
     strategies = tuple(dict.fromkeys(options.strategies))
-    return Plan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit)
+    return BenchPlan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit)
 
 
 def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:

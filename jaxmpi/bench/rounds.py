@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxmpi.bench import contenders
 from jaxmpi.bench.baselines import PEERS, peer
 from jaxmpi.bench.contenders import COPY, LINK, Contender, Inputs, Run
-from jaxmpi.bench.options import Case, Plan
+from jaxmpi.bench.options import BenchPlan, Case
 from jaxmpi.bench.results import Json
 from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.core.errors import check
@@ -41,7 +41,9 @@ class Progress:
             self.next_line = now + PROGRESS_S
 
 
-def measure(plan: Plan, control: Processes, turns: AbstractContextManager, keep: Callable[[list[Json]], None]) -> None:
+def measure(
+    plan: BenchPlan, control: Processes, turns: AbstractContextManager, keep: Callable[[list[Json]], None]
+) -> None:
     """Time every contender in every round, case by case.
 
     Args:
@@ -70,7 +72,7 @@ def measure(plan: Plan, control: Processes, turns: AbstractContextManager, keep:
 def measure_case(
     case: Case,
     field: Sequence[Contender],
-    plan: Plan,
+    plan: BenchPlan,
     control: Processes,
     turns: AbstractContextManager,
     progress: Progress,

@@ -51,7 +51,7 @@ class Saved(NamedTuple):
     step_there: int | None = None  # its own number in the run that wrote it, if another run continues that
 
 
-class Kept(NamedTuple):
+class Retention(NamedTuple):
     """How many checkpoints stay."""
 
     newest: int
@@ -90,7 +90,7 @@ def save(
     step: int,
     workers: int,
     extra: Mapping[str, Any],
-    keep: Kept,
+    keep: Retention,
     score: float | None = None,
 ) -> Path:
     """Write a checkpoint of all workers and drop those beyond `keep`. All ranks call it.
@@ -116,7 +116,7 @@ def save(
     return final
 
 
-def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Kept) -> None:
+def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
     """Make what lies in step_N.tmp a checkpoint, and drop those beyond `keep`."""
     final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
     write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
@@ -152,7 +152,7 @@ def put_in_place(aside: Path, final: Path) -> None:
         shutil.rmtree(before)
 
 
-def prune(folder: Path, step: int, keep: Kept) -> None:
+def prune(folder: Path, step: int, keep: Retention) -> None:
     """Drop checkpoints up to `step` that are neither among the newest nor among the best."""
     upto = [path for path in found(folder) if step_of(path) <= step]
     scores = {path: score for path in upto if (score := score_of(path)) is not None}

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint import format
-from jaxmpi.checkpoint.format import Files, Kept, is_float
+from jaxmpi.checkpoint.format import Files, Retention, is_float
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
@@ -30,7 +30,7 @@ class Saver:
         *,
         workers: int,
         replicated: bool,
-        keep: Kept,
+        keep: Retention,
         same_params: bool = True,
     ) -> None:
         """Ranks that may send from two threads get a communicator for it; others write in the foreground.

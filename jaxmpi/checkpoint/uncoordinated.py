@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi.checkpoint.format import Kept, commit, make_aside, own_file, write_leaves, write_text
+from jaxmpi.checkpoint.format import Retention, commit, make_aside, own_file, write_leaves, write_text
 from jaxmpi.core.pytrees import PyTree
 
 
-class Apart(NamedTuple):
+class UncoordinatedCheckpoint(NamedTuple):
     """Where workers do not meet: each writes its own file when it comes by, and worker 0 makes a checkpoint of them."""
 
     folder: Path  # RUN/checkpoints
     workers: int
-    keep: Kept
+    keep: Retention
 
     def aside(self, step: int) -> Path:
         """The folder that becomes the checkpoint."""

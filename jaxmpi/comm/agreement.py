@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxmpi.core.errors import UsageError
 
 
-class Statement(NamedTuple):
+class Fingerprint(NamedTuple):
     """A JSON value that must be the same on all ranks, under a name, with the 32 bytes that stand for both."""
 
     what: str
@@ -15,10 +15,10 @@ class Statement(NamedTuple):
     digest: bytes
 
 
-def statement(what: str, value: Any) -> Statement:
+def statement(what: str, value: Any) -> Fingerprint:
     """A statement with its digest, to be compared once or at every step."""
     try:
         text = json.dumps(value)  # order counts: leaves travel in it
     except (TypeError, ValueError) as error:
         raise UsageError(f"{what}: ranks cannot compare it: {error}; give numbers, texts, lists, dicts") from error
-    return Statement(what, value, hashlib.sha256(f"{what}\0{text}".encode()).digest())
+    return Fingerprint(what, value, hashlib.sha256(f"{what}\0{text}".encode()).digest())

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
-from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Pairs, Turn, ring_order
 from jaxmpi.comm.mpi import check_one_host
 from jaxmpi.core.errors import check
@@ -68,7 +68,7 @@ class AxisComm:
         check_one_host(self.hosts)
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
-    def sign(self, statement: Statement) -> None:
+    def sign(self, statement: Fingerprint) -> None:
         """One program for all workers: nothing can differ, but there may be others than are counted on.
 
         Raises:

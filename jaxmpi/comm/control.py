@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import Statement, statement
-from jaxmpi.comm.mailbox import MpiPost, Post
+from jaxmpi.comm.agreement import Fingerprint, statement
+from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
 from jaxmpi.core.env import seconds_from
@@ -94,9 +94,9 @@ class SoloProcesses:
         """The one text."""
         return [text]
 
-    def post(self) -> "Post":
+    def post(self) -> "Mailbox":
         """Nobody to write to."""
-        return Post()
+        return Mailbox()
 
     def clock_offsets(self) -> list[float]:
         """One clock."""
@@ -291,9 +291,9 @@ class MpiProcesses:
             time.sleep(POLL_S)
         return "ends, since a rank that it needs is gone"
 
-    def post(self) -> Post:
+    def post(self) -> Mailbox:
         """Over a communicator of its own; all ranks come here together."""
-        return MpiPost(self.clone())
+        return MpiMailbox(self.clone())
 
     def clock_offsets(self) -> list[float]:
         """By how many seconds every rank's `time.perf_counter` is ahead of rank 0's; on rank 0, elsewhere zeros."""
@@ -497,7 +497,7 @@ class MpiProcesses:
         """
         self.compare(statement(what, value), timeout_s)
 
-    def compare(self, mine: "Statement", timeout_s: float | None = None) -> None:
+    def compare(self, mine: "Fingerprint", timeout_s: float | None = None) -> None:
         """`same` for a statement made before: 32 bytes a rank, cheap enough for every step.
 
         The value itself travels only where digests differ.

@@ -4,7 +4,7 @@ import collections
 from typing import Any
 
 
-class Post:
+class Mailbox:
     """Messages between threads of ranks that wait for nobody; of a single process, to nobody."""
 
     def send(self, to: int, message: dict[str, Any]) -> None:
@@ -15,7 +15,7 @@ class Post:
         return []
 
 
-class MpiPost(Post):
+class MpiMailbox(Mailbox):
     """Over a communicator of its own. Messages travel pickled, between ranks of one job only."""
 
     MOST = 4  # messages under way to a rank: one that is stopped takes none
@@ -26,13 +26,13 @@ class MpiPost(Post):
         self._sent: dict[int, list[Any]] = collections.defaultdict(list)
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """As of `Post`."""
+        """As of `Mailbox`."""
         self._sent[to] = [request for request in self._sent[to] if not request.Test()]
         if len(self._sent[to]) < self.MOST:
             self._sent[to].append(self.comm.isend(message, to))
 
     def received(self) -> list[dict[str, Any]]:
-        """As of `Post`."""
+        """As of `Mailbox`."""
         taken = []
         while (message := self.comm.improbe()) is not None:
             taken.append(message.recv())

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmpi.comm.agreement import Statement
+from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Comm, Pairs, SoloComm, Turn, ring_order
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.shared_compile import shared_jit
@@ -63,7 +63,7 @@ class RankComm:
     def _make_shared_sum(self) -> SharedSum:
         raise NotImplementedError
 
-    def sign(self, statement: Statement) -> None:
+    def sign(self, statement: Fingerprint) -> None:
         """Compare over the control plane: microseconds where ranks are in step."""
         self.processes.compare(statement)
 

@@ -25,7 +25,7 @@ Buffers = Sequence[np.ndarray]
 _numbers = itertools.count()  # of comms, the same on all ranks
 
 
-class MortalComm(RankComm):
+class FaultTolerantComm(RankComm):
     """The ranks of a launcher that goes on without those that die."""
 
     def __init__(self, processes: MpiProcesses) -> None:

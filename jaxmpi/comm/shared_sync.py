@@ -186,7 +186,7 @@ class Board:
             return True
 
 
-class Roll(Board):
+class SharedCompare(Board):
     """Page in which ranks of a host compare a number before they go on; a wait each, and no message."""
 
     what = "the comparison of exchanges"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxmpi.comm.base import Comm, SoloComm
 from jaxmpi.comm.control import MpiProcesses, Processes, SoloProcesses, processes
 from jaxmpi.comm.mpi import is_cuda_aware, world
-from jaxmpi.comm.mpi_fault_tolerant import MortalComm
+from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.xla_mesh import global_mesh
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
@@ -70,7 +70,7 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
 
 def gather_mortal(control: MpiProcesses) -> Workers:
     """One worker a process, of which some may die; all that live come here together."""
-    comm = MortalComm(control) if control.size > 1 else SoloComm()
+    comm = FaultTolerantComm(control) if control.size > 1 else SoloComm()
     return Workers(comm, control, (control.rank,), None)
 
 

@@ -20,8 +20,8 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.example import Recipe, Row
-from jaxmpi.data.loader_pool import Crew, kind_for
+from jaxmpi.data.example import Example, Recipe
+from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.loader_worker import Answer, Failure
 from jaxmpi.data.ring_buffer import Layout, Ring
 from jaxmpi.data.sampler import Sampler, Share
@@ -62,7 +62,7 @@ class _Making(NamedTuple):
 class _Hold:
     """What must be given back when a loader ends, kept apart from it."""
 
-    crew: Crew
+    crew: LoaderPool
     owns_crew: bool
     job: int = 0
     ring: Ring | None = None
@@ -116,7 +116,7 @@ class Loader:
         train: bool,
         start_step: int = 0,
         stop_step: int | None = None,
-        crew: Crew | None = None,
+        crew: LoaderPool | None = None,
         classes: int = 0,
     ) -> None:
         check(
@@ -132,8 +132,8 @@ class Loader:
         self._prefetch = config.prefetch
         self._ahead: collections.deque[_Making] = collections.deque()
         self._free: collections.deque[int] = collections.deque()  # slots
-        self._filler: Row | None = None
-        of_mine = crew or Crew(kind_for(config, source), config.loaders, config.stall_s)
+        self._filler: Example | None = None
+        of_mine = crew or LoaderPool(kind_for(config, source), config.loaders, config.stall_s)
         self._hold = _Hold(of_mine, owns_crew=crew is None)
         self._end = weakref.finalize(self, self._hold.release)
         self.wait_s, self.skipped = 0.0, 0
@@ -192,12 +192,12 @@ class Loader:
     def _answer(self, ticket: int) -> Answer:
         return self._hold.crew.answer(ticket, lambda: self._hold.closed)
 
-    def _sample(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Row | None:
+    def _sample(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
         answer = self._answer(self._hold.crew.sample(self._hold.job, epoch, indices))
         self._corrupt(answer.failures)
         return answer.row
 
-    def _good_row(self) -> Row:
+    def _good_row(self) -> Example:
         """The source's first good example: real pixels, since a model's batch statistics see them."""
         if self._filler is None:
             row = self._sample(0, range(len(self._recipe.source)))

@@ -13,7 +13,7 @@ from jaxmpi.data.sources.base import Source, where
 MOST_CLASSES = 2**31 - 1  # labels are i32
 
 
-class Row(NamedTuple):
+class Example(NamedTuple):
     """One example as a batch holds it."""
 
     image: np.ndarray
@@ -29,7 +29,7 @@ class Recipe:
     skip: bool  # whether a run goes on without corrupt examples
     classes: int = 0  # that labels may name where the source does not say; 0: any number
 
-    def row(self, epoch: int, index: int) -> Row:
+    def row(self, epoch: int, index: int) -> Example:
         """Example `index` of the source.
 
         Raises:
@@ -40,7 +40,7 @@ class Recipe:
         name = where(self.source, index)
         try:
             image, label = self._image(epoch, index, name)
-            return Row(image, self._checked(np.asarray(label), name))
+            return Example(image, self._checked(np.asarray(label), name))
         except CorruptExample:
             raise
         except OSError as error:

@@ -41,8 +41,8 @@ from jaxmpi.data.loader_worker import (
     Attach,
     Close,
     Hello,
+    LoaderWorker,
     Make,
-    Member,
     Open,
     Sample,
 )
@@ -79,7 +79,7 @@ class Loaders(Protocol):
         ...
 
 
-class Crew:
+class LoaderPool:
     """The loaders of one worker, started by the first job, shared by training and evaluation.
 
     Args:
@@ -220,7 +220,7 @@ class Crew:
         if self._end is not None:
             self._end()
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "LoaderPool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -306,7 +306,7 @@ class Threads:
 
 
 def _work(board: np.ndarray, told: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[Answer]") -> None:
-    member = Member(board)
+    member = LoaderWorker(board)
     while (message := told.get()) is not None:
         answer = member.handle(message)
         if answer is not None:

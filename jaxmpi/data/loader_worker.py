@@ -21,7 +21,7 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import GoneError, Segment
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.example import Recipe, Row
+from jaxmpi.data.example import Example, Recipe
 from jaxmpi.data.ring_buffer import Parcel, Ring
 from jaxmpi.data.sources.base import where
 
@@ -94,10 +94,10 @@ class Answer(NamedTuple):
 
     ticket: int
     failures: list[Failure]
-    row: Row | None = None
+    row: Example | None = None
 
 
-class Member:
+class LoaderWorker:
     """What a loader knows: the jobs it works for, and its row of the board."""
 
     def __init__(self, board: np.ndarray) -> None:
@@ -180,7 +180,7 @@ def opened(recipe: Recipe | Parcel) -> Recipe | Exception:
         )
 
 
-def place(row: Row, image: np.ndarray, label: np.ndarray, recipe: Recipe, index: int) -> None:
+def place(row: Example, image: np.ndarray, label: np.ndarray, recipe: Recipe, index: int) -> None:
     """Copy a row to where it belongs: image[...] and label[1, ...].
 
     Raises:
@@ -268,13 +268,13 @@ def serve(worker: Connection, inbox: "queue.SimpleQueue[bytes]", pack: Callable[
             worker.send_bytes(pack(answer))
 
 
-def greeted(hello: bytes) -> Member:
+def greeted(hello: bytes) -> LoaderWorker:
     """A loader that has its number and its row of the board."""
     number, board = pickle.loads(hello)
-    return Member(board.array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
+    return LoaderWorker(board.array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
 
 
-def handled(member: Member, message: bytes) -> Answer | None:
+def handled(member: LoaderWorker, message: bytes) -> Answer | None:
     """What is to be answered, if anything."""
     try:
         return member.handle(pickle.loads(message))

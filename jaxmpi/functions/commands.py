@@ -18,20 +18,20 @@ from jaxmpi.functions.reductions import combine, travels_as_sum
 from jaxmpi.functions.shared_array import from_ticket
 from jaxmpi.functions.transport import Report
 from jaxmpi.functions.worker_call import as_jax_has, compute, take
-from jaxmpi.functions.worker_group import Leaf, Leaves, MissingPrograms, Order, Program, Station, Team
+from jaxmpi.functions.worker_group import Leaf, Leaves, MissingPrograms, Order, Program, WorkerGroup, WorkerSlot
 
 
-def perform(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
+def perform(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
     """Carry out an order with all workers: tell those that wait, do this process's part.
 
     Raises:
-        UsageError, WorkerFailed: as `Team.attempt`; another order is under way. The workers are as before.
+        UsageError, WorkerFailed: as `WorkerGroup.attempt`; another order is under way. The workers are as before.
     """
     with team.alone(what):
         return performed(team, what, prepare)
 
 
-def performed(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
+def performed(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
     """The order prepared, told and done; what workers lack is sent before it is told again."""
     team.check_usable()
     try:
@@ -55,11 +55,11 @@ def performed(team: Team, what: str, prepare: Callable[[], Order]) -> Any:
         raise
 
 
-def rests(verb: Callable[[Team, Order], Any]) -> Callable[[Team, Order], Any]:
+def rests(verb: Callable[[WorkerGroup, Order], Any]) -> Callable[[WorkerGroup, Order], Any]:
     """The verb, after which stations hold nothing of it, unless the order comes again."""
 
     @functools.wraps(verb)
-    def resting(team: Team, order: Order) -> Any:
+    def resting(team: WorkerGroup, order: Order) -> Any:
         is_over = True
         try:
             return verb(team, order)
@@ -77,7 +77,7 @@ def rests(verb: Callable[[Team, Order], Any]) -> Callable[[Team, Order], Any]:
 
 
 @rests
-def call(team: Team, order: Order) -> tuple[tuple[Any, ...], Leaves]:
+def call(team: WorkerGroup, order: Order) -> tuple[tuple[Any, ...], Leaves]:
     """Compute everywhere, then reduce: structures and leaves of what is returned, where results are wanted."""
     reports = team.attempt(order.header["name"], lambda station: compute(station, order, team))
     counts = [report.count for report in reports]
@@ -89,7 +89,7 @@ def call(team: Team, order: Order) -> tuple[tuple[Any, ...], Leaves]:
     return team.mine.program.structures, returned
 
 
-def settle(station: Station, leaves: Sequence[Leaf], results: dict[int, Any], made: dict[str, int]) -> None:
+def settle(station: WorkerSlot, leaves: Sequence[Leaf], results: dict[int, Any], made: dict[str, int]) -> None:
     """Store what stays with the worker."""
     new: dict[int, Leaves] = {number: [] for number in made.values()}
     for i, leaf in enumerate(leaves):
@@ -104,7 +104,7 @@ def settle(station: Station, leaves: Sequence[Leaf], results: dict[int, Any], ma
 
 
 def reduce_leaves(
-    team: Team, leaves: Sequence[Leaf], out: dict[int, Leaves], counts: list[int], strategy: str
+    team: WorkerGroup, leaves: Sequence[Leaf], out: dict[int, Leaves], counts: list[int], strategy: str
 ) -> dict[int, Any]:
     """Results over workers, by leaf."""
     across = [i for i, leaf in enumerate(leaves) if leaf.place in ("result", "into")]
@@ -124,7 +124,7 @@ def reduce_leaves(
     return results
 
 
-def over_workers(team: Team, op: str, parts: dict[int, Leaves], counts: list[int], strategy: str) -> Leaves:
+def over_workers(team: WorkerGroup, op: str, parts: dict[int, Leaves], counts: list[int], strategy: str) -> Leaves:
     """Means weighted by examples, or sums, over the exchange."""
     if team.size == 1:
         return parts[team.mine.rank]
@@ -145,7 +145,7 @@ def weighed(leaves: Leaves, weight: jax.Array) -> Leaves:
 # ---------------------------------------------------------------- programs
 
 
-def send_programs(team: Team, missing: list[str]) -> None:
+def send_programs(team: WorkerGroup, missing: list[str]) -> None:
     """The programs that workers lack, made here once."""
     for text in missing:
         function, form, shapes = json.loads(text)
@@ -159,10 +159,10 @@ def send_programs(team: Team, missing: list[str]) -> None:
         team.is_exchanging = False  # the next one may be refused where it is made
 
 
-def program(team: Team, order: Order) -> None:
+def program(team: WorkerGroup, order: Order) -> None:
     """Take a program from the master."""
 
-    def load(station: Station) -> Report:
+    def load(station: WorkerSlot) -> Report:
         if station.rank != 0:
             station.programs[order.header["key"]] = loaded(order.header, next(order.received).tobytes())
         return Report("ok", "")
@@ -185,10 +185,10 @@ def loaded(header: dict[str, Any], body: bytes) -> Program:
 
 
 @rests
-def put(team: Team, order: Order) -> None:
+def put(team: WorkerGroup, order: Order) -> None:
     """Give workers the leaves of a variable: the whole, or each its rows."""
 
-    def work(station: Station) -> Report:
+    def work(station: WorkerSlot) -> Report:
         header = order.header
         if header["ranks"] is not None and station.rank not in header["ranks"]:
             return Report("ok", json.dumps(header["says"]))
@@ -201,7 +201,7 @@ def put(team: Team, order: Order) -> None:
             station.values[order.header["number"]] = station.out
 
 
-def values_of(station: Station, order: Order) -> list[Any]:
+def values_of(station: WorkerSlot, order: Order) -> list[Any]:
     """What a worker is given: from here, from the master, or out of shared memory."""
     if order.given is not None:
         return order.given(station.rank)
@@ -213,7 +213,7 @@ def values_of(station: Station, order: Order) -> list[Any]:
     return [as_jax_has(name, take(x, picked)) for name, x in zip(order.header["names"], arrays, strict=True)]
 
 
-def signed(station: Station, order: Order, op: str = "") -> Report:
+def signed(station: WorkerSlot, order: Order, op: str = "") -> Report:
     """A variable's leaves laid out for reading; what must agree between workers."""
     station.out = list(station.held(order.header["number"]))
     shapes = [f"{x.dtype}{list(x.shape[1:] if op == 'gather' else x.shape)}" for x in station.out]
@@ -221,7 +221,7 @@ def signed(station: Station, order: Order, op: str = "") -> Report:
 
 
 @rests
-def reduce(team: Team, order: Order) -> Leaves:
+def reduce(team: WorkerGroup, order: Order) -> Leaves:
     """The variable over workers, each counted once; kept by all where asked."""
     header = order.header
     team.attempt(header["name"], functools.partial(signed, order=order, op=header["op"]))
@@ -241,7 +241,7 @@ def reduce(team: Team, order: Order) -> Leaves:
 
 
 @rests
-def fetch(team: Team, order: Order) -> list[list[np.ndarray]] | None:
+def fetch(team: WorkerGroup, order: Order) -> list[list[np.ndarray]] | None:
     """The leaves of some workers, all of them or one; kept by all where asked."""
     header = order.header
     team.attempt(header["name"], functools.partial(signed, order=order))
@@ -256,7 +256,7 @@ def fetch(team: Team, order: Order) -> list[list[np.ndarray]] | None:
     return None if rows is None else [rows[rank] for rank in wanted]
 
 
-def close(team: Team, order: Order) -> None:
+def close(team: WorkerGroup, order: Order) -> None:
     """Let go of everything."""
     for station in team.stations:
         station.values.clear()
@@ -266,7 +266,7 @@ def close(team: Team, order: Order) -> None:
         station.arrays.clear()
 
 
-VERBS: dict[str, Callable[[Team, Order], Any]] = {
+VERBS: dict[str, Callable[[WorkerGroup, Order], Any]] = {
     "call": call,
     "program": program,
     "put": put,

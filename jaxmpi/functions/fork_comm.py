@@ -11,7 +11,7 @@ from jaxmpi.comm.base import Pairs, SoloComm
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.comm.shared_sync import ARRIVED, Board, digest
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.functions.transport import SocketLine, as_bytes
+from jaxmpi.functions.transport import SocketTransport, as_bytes
 from jaxmpi.runtime import host_callbacks
 
 
@@ -31,7 +31,7 @@ class ForkComm(SoloComm):
     So any strategy and any wire give what they give elsewhere. `shm` is the fastest: the others are made for messages.
     """
 
-    def __init__(self, line: SocketLine, number: int) -> None:
+    def __init__(self, line: SocketTransport, number: int) -> None:
         self.rank, self.size = line.rank, line.size  # pyright: ignore[reportAttributeAccessIssue]
         self.hosts, self.order = (0,) * self.size, tuple(range(self.size))  # pyright: ignore[reportAttributeAccessIssue]
         if self.size > 1:

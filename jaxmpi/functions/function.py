@@ -29,7 +29,7 @@ from jaxmpi.functions.reductions import Output, Scatter, check_reducible, from_w
 from jaxmpi.functions.shared_array import is_shared
 from jaxmpi.functions.variable import Variable, check_numbers, check_one_host, where
 from jaxmpi.functions.worker_call import as_jax_has, canonical, take
-from jaxmpi.functions.worker_group import Leaf, Order, Program, Team
+from jaxmpi.functions.worker_group import Leaf, Order, Program, WorkerGroup
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
 OF_OTHERS = "belongs to workers that were closed"
@@ -66,7 +66,7 @@ class Function:
         self.strategy = strategy
         if strategy is not None:
             check_strategy(strategy)
-        self.team: Team | None = None
+        self.team: WorkerGroup | None = None
         self.number = next(_numbers)
         self.forms: list[Any] = []  # structures of arguments so far
         self.programs: dict[tuple[int, tuple], Program] = {}
@@ -108,7 +108,7 @@ class Function:
             raise
         return self._results(structures, leaves, made)
 
-    def _bound(self) -> Team:
+    def _bound(self) -> WorkerGroup:
         """The team of this function: the one there is at its first call."""
         if self.team is None:
             self.team = lifecycle.team()
@@ -119,7 +119,13 @@ class Function:
     # ------------------------------------------------------------ arguments
 
     def _order(
-        self, team: Team, args: Sequence[PyTree], batch: Any, batch_local: Any, slices: int, made: dict[int, Variable]
+        self,
+        team: WorkerGroup,
+        args: Sequence[PyTree],
+        batch: Any,
+        batch_local: Any,
+        slices: int,
+        made: dict[int, Variable],
     ) -> Order:
         is_count = isinstance(slices, (int, np.integer)) and slices >= 1
         check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
@@ -307,7 +313,7 @@ def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
 class Bound:
     """The inputs of one call, leaf by leaf, and how each reaches the workers."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: WorkerGroup) -> None:
         self.team = team
         self.inputs: list[list[Any]] = []  # how each leaf comes; see `compute`
         self.given: list[Any] = []  # the leaf itself, where it comes with the call

@@ -22,25 +22,25 @@ from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.functions.commands import VERBS
 from jaxmpi.functions.fork_comm import ForkComm
-from jaxmpi.functions.transport import MpiLine, SocketLine, WorkerDied
-from jaxmpi.functions.worker_group import DeviceTeam, Order, ProcessTeam, SocketTeam, SumFailed, Team
+from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
+from jaxmpi.functions.worker_group import DeviceGroup, ForkedGroup, Order, ProcessGroup, SumFailed, WorkerGroup
 from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
 
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
 KINDS = ("auto", "devices", "processes")
-_team: Team | None = None
-_led: ProcessTeam | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
+_team: WorkerGroup | None = None
+_led: ProcessGroup | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
 _lost = ""  # why they no longer listen
 _is_worker = False  # whether this process waits for a master's orders
 _forks = itertools.count()
 
 
-def team() -> Team:
+def team() -> WorkerGroup:
     """The workers of this process's functions, made at the first use where `fork` has not made them."""
     global _team
     check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
     if _team is None:
-        _team = ranks(is_serial=False) if launched() > 1 else DeviceTeam(jax.local_devices())
+        _team = ranks(is_serial=False) if launched() > 1 else DeviceGroup(jax.local_devices())
     return _team
 
 
@@ -82,7 +82,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     return _team.size
 
 
-def chosen(n: int | None, kind: str) -> Team:
+def chosen(n: int | None, kind: str) -> WorkerGroup:
     """The workers that `fork` makes."""
     if launched() > 1:
         check(n in (None, launched()), f"fork: got {n} workers; the launcher started {launched()} ranks: fork()")
@@ -98,7 +98,7 @@ def chosen(n: int | None, kind: str) -> Team:
         return processes_on_this_host(wanted)
     have = jax.local_devices()
     check(wanted <= len(have), f"fork: got {wanted} workers; this process has {len(have)} devices")
-    return DeviceTeam(have[:wanted])
+    return DeviceGroup(have[:wanted])
 
 
 def how_many(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
@@ -112,7 +112,7 @@ def close() -> None:
     closing, _team = _team, None
     atexit.unregister(close)
     if closing is not None:
-        if closing.is_serial and not isinstance(closing, SocketTeam):
+        if closing.is_serial and not isinstance(closing, ForkedGroup):
             _lost = closing.gone
         try:
             closing.end()
@@ -148,16 +148,16 @@ def count_devices() -> int:
 # ---------------------------------------------------------------- ranks of MPI
 
 
-def ranks(is_serial: bool) -> ProcessTeam:
+def ranks(is_serial: bool) -> ProcessGroup:
     """All ranks of the job; all come here together."""
     comm, control = world(), processes()
     assert isinstance(comm, MpiComm)
     assert isinstance(control, MpiProcesses)
     here = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
-    return ProcessTeam(MpiLine(control, is_serial), comm, "shm" if here else "asa32", is_serial)
+    return ProcessGroup(MpiTransport(control, is_serial), comm, "shm" if here else "asa32", is_serial)
 
 
-def led_ranks() -> ProcessTeam:
+def led_ranks() -> ProcessGroup:
     """The same, led by rank 0; a second fork finds the other ranks where the first has left them."""
     global _led
     if _led is None:
@@ -166,21 +166,21 @@ def led_ranks() -> ProcessTeam:
             atexit.register(end_ranks, _led)
         return _led
     check(not _lost, f"fork: {_lost}; start the job anew")
-    return ProcessTeam(_led.line, _led.comm, _led.default_strategy, is_serial=True)
+    return ProcessGroup(_led.line, _led.comm, _led.default_strategy, is_serial=True)
 
 
-def end_ranks(led: ProcessTeam) -> None:
+def end_ranks(led: ProcessGroup) -> None:
     """At the end of the leading script: waiting ranks go; where they no longer listen, the job ends."""
     close()
     if _lost:
         failures.end_job(1)
-    ProcessTeam(led.line, led.comm, led.default_strategy, is_serial=True).tell(Order("end", {}))
+    ProcessGroup(led.line, led.comm, led.default_strategy, is_serial=True).tell(Order("end", {}))
 
 
 # ---------------------------------------------------------------- processes on this host
 
 
-def processes_on_this_host(n: int) -> Team:
+def processes_on_this_host(n: int) -> WorkerGroup:
     """Start n - 1 processes and take part as the first.
 
     Raises:
@@ -195,7 +195,7 @@ def processes_on_this_host(n: int) -> Team:
     number = next(_forks)
     pipes = {rank: Pipe() for rank in range(1, n)}
     jobs = {rank: start({"rank": rank, "size": n, "fork": number}, *ends) for rank, ends in pipes.items()}
-    line = SocketLine(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
+    line = SocketTransport(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
     try:
         for rank, end in line.ends.items():
             if not end.poll(START_TIMEOUT_S):
@@ -236,16 +236,16 @@ def launcher_names() -> set[str]:
     return {name for names in launchers.LAUNCHERS.values() for name in names}
 
 
-def forked_team(line: SocketLine, number: int) -> SocketTeam:
+def forked_team(line: SocketTransport, number: int) -> ForkedGroup:
     """The team, in the master and in each worker; all come here together."""
     line.host_barrier()
-    return SocketTeam(line, ForkComm(line, number), "shm", is_serial=True)
+    return ForkedGroup(line, ForkComm(line, number), "shm", is_serial=True)
 
 
 # ---------------------------------------------------------------- waiting for orders
 
 
-def serve(waiting: ProcessTeam) -> None:
+def serve(waiting: ProcessGroup) -> None:
     """Carry out the master's orders until it ends.
 
     Raises what failed here alone after the reports: the others wait for this worker, and only its end tells them.

@@ -58,7 +58,7 @@ def from_word(output: Any) -> Any:
     return WORDS.get(output, output) if isinstance(output, str) else output
 
 
-class Row(NamedTuple):
+class ReductionSpec(NamedTuple):
     """How two partial results become one."""
 
     kinds: str  # letters of the dtypes that it takes, as of `letter`
@@ -68,14 +68,14 @@ class Row(NamedTuple):
 
 
 NUMBERS = "iufc"
-OPS: dict[str, Row] = {
-    "mean": Row("fc", jnp.add, np.add, "use sum and divide by the number of examples, or cast it"),
-    "sum": Row(NUMBERS, jnp.add, np.add, "cast it to a number"),
-    "add": Row(NUMBERS, jnp.add, np.add, "cast it to a number"),
-    "prod": Row(NUMBERS, jnp.multiply, np.multiply, "cast it to a number"),
-    "min": Row("biuf", jnp.minimum, np.minimum, "take its absolute value or its parts"),
-    "max": Row("biuf", jnp.maximum, np.maximum, "take its absolute value or its parts"),
-    "gather": Row("biufc", None, None, "return an array with an axis of examples"),
+OPS: dict[str, ReductionSpec] = {
+    "mean": ReductionSpec("fc", jnp.add, np.add, "use sum and divide by the number of examples, or cast it"),
+    "sum": ReductionSpec(NUMBERS, jnp.add, np.add, "cast it to a number"),
+    "add": ReductionSpec(NUMBERS, jnp.add, np.add, "cast it to a number"),
+    "prod": ReductionSpec(NUMBERS, jnp.multiply, np.multiply, "cast it to a number"),
+    "min": ReductionSpec("biuf", jnp.minimum, np.minimum, "take its absolute value or its parts"),
+    "max": ReductionSpec("biuf", jnp.maximum, np.maximum, "take its absolute value or its parts"),
+    "gather": ReductionSpec("biufc", None, None, "return an array with an axis of examples"),
 }
 
 

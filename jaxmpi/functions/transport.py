@@ -61,7 +61,7 @@ def from_short(rows: Sequence[bytes]) -> list[Report] | None:
     return [Report("ok", "", int.from_bytes(row[32:40], "little")) for row in rows]
 
 
-class Line(Protocol):
+class Transport(Protocol):
     """Messages among `size` processes, a worker each; rank 0 is the master where one process leads."""
 
     rank: int
@@ -193,7 +193,7 @@ class Watch:
 # ---------------------------------------------------------------- MPI
 
 
-class MpiLine:
+class MpiTransport:
     """Over a communicator of its own, polled without spinning."""
 
     def __init__(self, control: MpiProcesses, is_led: bool) -> None:
@@ -351,7 +351,7 @@ class WorkerDied(OutOfStep):
 LOOKS_S = 0.002  # before sleeping: in a loop the next message comes soon, and a core that sleeps takes 0.1 ms to wake
 
 
-class SocketLine:
+class SocketTransport:
     """The master's end of a socket to each worker, or a worker's end of one; also the control plane of `SharedSum`."""
 
     def __init__(self, rank: int, size: int, ends: dict[int, Connection], jobs: dict[int, subprocess.Popen]) -> None:

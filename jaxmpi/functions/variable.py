@@ -17,7 +17,7 @@ from jaxmpi.functions.random_keys import check_op, check_rows, key_leaves, packe
 from jaxmpi.functions.reductions import Output, check_reducible, combine, named
 from jaxmpi.functions.shared_array import check_jax_takes, check_unmasked, is_shared
 from jaxmpi.functions.worker_call import as_jax_has, take
-from jaxmpi.functions.worker_group import Order, Team
+from jaxmpi.functions.worker_group import Order, WorkerGroup
 
 
 class Variable:
@@ -27,7 +27,7 @@ class Variable:
     script that leads workers calls them once.
     """
 
-    def __init__(self, team: Team, structure: Any, number: int | None = None) -> None:
+    def __init__(self, team: WorkerGroup, structure: Any, number: int | None = None) -> None:
         self.team, self.structure = team, structure
         self.number = team.new_number() if number is None else number
 
@@ -197,7 +197,7 @@ def indices_of(rows: Rows, span: tuple[int, int]) -> list[np.ndarray]:
     return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
 
 
-def check_one_host(team: Team, shares: bool = True) -> None:
+def check_one_host(team: WorkerGroup, shares: bool = True) -> None:
     """Refuse shared memory that waiting workers on other hosts cannot see."""
     check(
         not shares or not team.is_serial or team.is_on_one_host,
@@ -231,7 +231,7 @@ def numbers(tree: PyTree) -> list[np.ndarray]:
     return [as_jax_has(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
 
 
-def make(team: Team, tree: PyTree) -> Variable:
+def make(team: WorkerGroup, tree: PyTree) -> Variable:
     """A variable with this tree on every worker."""
     made = Variable(team, jax.tree.structure(packed(tree)))
     made._put("variable", lambda: numbers(tree), None)

@@ -14,7 +14,7 @@ from jaxmpi.functions.partitioning import Picked, Rows, choose, pieces
 from jaxmpi.functions.reductions import OPS, check_reducible, wide
 from jaxmpi.functions.shared_array import SharedArray, from_ticket
 from jaxmpi.functions.transport import Report
-from jaxmpi.functions.worker_group import Leaf, Leaves, Order, Program, Station, Team
+from jaxmpi.functions.worker_group import Leaf, Leaves, Order, Program, WorkerGroup, WorkerSlot
 
 
 class Source(NamedTuple):
@@ -25,7 +25,7 @@ class Source(NamedTuple):
     fetch: Callable[[int, int], Any]
 
 
-def compute(station: Station, order: Order, team: Team) -> Report:
+def compute(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
     """Fill the station with this worker's results, unless it has them when an order comes again.
 
     The report says what must be the same on all workers.
@@ -36,7 +36,7 @@ def compute(station: Station, order: Order, team: Team) -> Report:
     return station.done
 
 
-def computed(station: Station, order: Order, team: Team) -> Report:
+def computed(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
     """The same, now. No program runs before all are there."""
     header = order.header
     spans, sources = rows_of(station, order, team)
@@ -63,7 +63,7 @@ def computed(station: Station, order: Order, team: Team) -> Report:
 WHOLE = ("kept", "whole", "read")
 
 
-def rows_of(station: Station, order: Order, team: Team) -> tuple[list[tuple[int, int]], dict[int, Source]]:
+def rows_of(station: WorkerSlot, order: Order, team: WorkerGroup) -> tuple[list[tuple[int, int]], dict[int, Source]]:
     """The pieces [a, b) that this worker computes, and where their rows come from, by input."""
     header, sources = order.header, {}
     spans, slices = [(0, 1)], header["slices"]
@@ -93,19 +93,19 @@ def picker(order: Order, first: int) -> Callable[[int, int], Picked]:
     return Rows(order.header["n"], *order.header["rows"]).of
 
 
-def received(station: Station, share: np.ndarray, first: int) -> Source:
+def received(station: WorkerSlot, share: np.ndarray, first: int) -> Source:
     """This worker's rows, which have come from the master."""
     return Source(share.shape[1:], share.dtype, lambda a, b: station.given(share[a - first : b - first]))
 
 
-def given(station: Station, name: str, array: Any, pick: Callable[[int, int], Picked]) -> Source:
+def given(station: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> Source:
     """Rows of an array that this process sees whole; `name` is for messages."""
     fetch = lambda a, b: station.given(as_jax_has(name, take(array, pick(a, b))))  # noqa: E731
     return Source(array.shape[1:], canonical(array.dtype), fetch)
 
 
 def add_resident(
-    station: Station, order: Order, sources: dict[int, Source], inputs: list[int], spans: Any
+    station: WorkerSlot, order: Order, sources: dict[int, Source], inputs: list[int], spans: Any
 ) -> list[tuple[int, int]]:
     """The rows of variables that are scattered already."""
     arrays = {i: station.held(order.header["inputs"][i][1])[order.header["inputs"][i][2]] for i in inputs}
@@ -181,14 +181,14 @@ def as_jax_has(name: str, array: Any) -> Any:
     return array.astype(dtype)
 
 
-def keep(station: Station, order: Order) -> None:
+def keep(station: WorkerSlot, order: Order) -> None:
     """Put broadcast inputs that are new where later calls find them."""
     for i in order.header["fresh"]:
         value = order.given.fresh[i] if order.given is not None else next(order.received)
         station.kept[order.header["f"], i] = station.put(value)
 
 
-def whole(station: Station, order: Order, i: int) -> Any:
+def whole(station: WorkerSlot, order: Order, i: int) -> Any:
     """Input number i, that a worker sees whole."""
     entry = order.header["inputs"][i]
     if entry[0] == "kept":
@@ -203,7 +203,7 @@ def whole(station: Station, order: Order, i: int) -> Any:
 
 
 def run_pieces(
-    station: Station,
+    station: WorkerSlot,
     spans: list[tuple[int, int]],
     programs: dict[int, Program],
     sources: dict[int, Source],
@@ -230,7 +230,7 @@ def run_pieces(
     return finish_pieces(station.program.leaves, total, parts, [x.dtype for x in out])
 
 
-def add_to_old(station: Station) -> None:
+def add_to_old(station: WorkerSlot) -> None:
     """What updates add becomes the new value, while nothing is stored yet."""
     for i, leaf in enumerate(station.program.leaves):
         if leaf.op == "add":

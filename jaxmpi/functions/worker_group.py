@@ -29,7 +29,7 @@ from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
 from jaxmpi.functions.fork_comm import ForkComm
 from jaxmpi.functions.shared_array import FREED, SharedArray
-from jaxmpi.functions.transport import Line, OutOfStep, Report, SocketLine, WorkerDied, in_order, pack, unpack
+from jaxmpi.functions.transport import OutOfStep, Report, SocketTransport, Transport, WorkerDied, in_order, pack, unpack
 
 AXIS = "workers"
 Leaves = list[jax.Array]
@@ -90,7 +90,7 @@ class Program(NamedTuple):
 NO_PROGRAM = Program(lambda: [], (), "")
 
 
-class Station:
+class WorkerSlot:
     """One worker: its rank, its device, and what it holds."""
 
     def __init__(self, rank: int, device: Device) -> None:
@@ -152,11 +152,11 @@ class Library(Protocol):
 # ---------------------------------------------------------------- teams
 
 
-class Team:
+class WorkerGroup:
     """Workers that compute together; some or all of them in this process."""
 
     size: int
-    stations: list[Station]  # this process's workers
+    stations: list[WorkerSlot]  # this process's workers
     is_the_world = False  # whether its workers are the job's ranks, each of which runs the script
     leads = True  # whether results are wanted in this process
     is_serial = False  # whether one process leads and the others wait for its orders
@@ -212,7 +212,7 @@ class Team:
         return numbers
 
     @property
-    def mine(self) -> Station:
+    def mine(self) -> WorkerSlot:
         """This process's first worker."""
         return self.stations[0]
 
@@ -243,7 +243,7 @@ class Team:
         """Refuse a team that has been closed or broken."""
         check(not self.gone, self.gone)
 
-    def program(self, station: Station, function: int, form: int, shapes: tuple) -> Program:
+    def program(self, station: WorkerSlot, function: int, form: int, shapes: tuple) -> Program:
         """The function's program for these shapes.
 
         Raises:
@@ -259,7 +259,7 @@ class Team:
             station.known[key] = station.programs[text]
         return station.known[key]
 
-    def attempt(self, what: str, work: Callable[[Station], Report]) -> list[Report]:
+    def attempt(self, what: str, work: Callable[[WorkerSlot], Report]) -> list[Report]:
         """Every worker's own part of an order; then all learn how it went, and raise the same or go on.
 
         Raises:
@@ -299,7 +299,7 @@ class Team:
             self.is_exchanging or isinstance(error, OutOfStep) or not isinstance(error, Exception)
         )
         self.is_exchanging = False
-        if not agreed and self.size > 1 and not isinstance(self, DeviceTeam):
+        if not agreed and self.size > 1 and not isinstance(self, DeviceGroup):
             way_out = "" if isinstance(error, WorkerDied) else f"; {self.way_out}"
             self.gone = f"the workers are no longer in step: {named(error):.500}{way_out}"
 
@@ -315,7 +315,7 @@ class Team:
         judged(what, reports, {station.rank: error for station in self.stations})
 
 
-def tried(station: Station, work: Callable[[Station], Report]) -> tuple[Report, Exception | None]:
+def tried(station: WorkerSlot, work: Callable[[WorkerSlot], Report]) -> tuple[Report, Exception | None]:
     """A worker's report, and the error where there was one."""
     try:
         return work(station), None
@@ -325,7 +325,7 @@ def tried(station: Station, work: Callable[[Station], Report]) -> tuple[Report, 
         return failure(error), error
 
 
-def finished(station: Station) -> Report:
+def finished(station: WorkerSlot) -> Report:
     """Wait for what the worker computes."""
     jax.block_until_ready(station.out)
     return Report("ok", "")
@@ -376,10 +376,10 @@ def wanted(function: int, form: int, shapes: Iterable[tuple]) -> str:
 # ---------------------------------------------------------------- processes
 
 
-class ProcessTeam(Team):
+class ProcessGroup(WorkerGroup):
     """One worker a process: ranks of MPI, or processes made by fork."""
 
-    def __init__(self, line: Line, comm: MpiComm | ForkComm, strategy: str, is_serial: bool) -> None:
+    def __init__(self, line: Transport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool) -> None:
         """Take how processes talk and exchange.
 
         Args:
@@ -388,7 +388,7 @@ class ProcessTeam(Team):
         """
         super().__init__()
         self.line, self.comm, self.size, self.is_serial = line, comm, line.size, is_serial
-        self.stations = [Station(line.rank, jax.local_devices()[0])]
+        self.stations = [WorkerSlot(line.rank, jax.local_devices()[0])]
         self.leads, self.is_the_world = not is_serial or line.rank == 0, not is_serial
         self.default_strategy = strategy
 
@@ -448,10 +448,10 @@ class ProcessTeam(Team):
             self.tell(Order("close", {}))
 
 
-class SocketTeam(ProcessTeam):
+class ForkedGroup(ProcessGroup):
     """Processes made by fork: the master knows when one ends."""
 
-    line: SocketLine
+    line: SocketTransport
     comm: ForkComm
     cores: Sequence[int] = ()  # that this process had before the fork
     way_out = "jaxmpi.close(), then fork again"
@@ -498,14 +498,14 @@ def laid_out(parcels: list[list[Any]]) -> list[list[np.ndarray]]:
 # ---------------------------------------------------------------- devices of one process
 
 
-class DeviceTeam(Team):
+class DeviceGroup(WorkerGroup):
     """One worker a local device."""
 
     def __init__(self, devices: list[Device]) -> None:
         """Take the devices, by rank."""
         super().__init__()
         self.size = len(devices)
-        self.stations = [Station(rank, device) for rank, device in enumerate(devices)]
+        self.stations = [WorkerSlot(rank, device) for rank, device in enumerate(devices)]
         self.mesh = Mesh(np.array(devices), (AXIS,))
         self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
 

@@ -8,7 +8,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxmpi.functions.transport import SocketLine, WorkerDied
+from jaxmpi.functions.transport import SocketTransport, WorkerDied
 from jaxmpi.runtime import affinity, allocator, caches
 
 
@@ -25,7 +25,7 @@ def main(master: Connection) -> None:
     caches.use_compilation_cache()
     from jaxmpi.functions import lifecycle
 
-    line = SocketLine(told["rank"], told["size"], {0: master}, {})
+    line = SocketTransport(told["rank"], told["size"], {0: master}, {})
     try:
         lifecycle.serve(lifecycle.forked_team(line, told["fork"]))
     except WorkerDied:

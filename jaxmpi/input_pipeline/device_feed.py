@@ -23,12 +23,12 @@ from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, check
 from jaxmpi.data.augment import load_mean_image
 from jaxmpi.data.batch_loader import Batch, Loader
-from jaxmpi.data.loader_pool import Crew, kind_for
+from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import FileSampler, Sampler
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.input_pipeline import mpi_loaders as mpi_loaders  # a kind of loaders
-from jaxmpi.input_pipeline.memory_shuffle import Memory, keep
+from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep
 from jaxmpi.model.contract import Model
 
 NOT_MIXED = (
@@ -38,18 +38,18 @@ NOT_MIXED = (
 
 
 @dataclass
-class Feed:
+class DeviceFeed:
     """A source, and the share of it that this process's workers read at each step."""
 
     source: Source
     samplers: tuple[Sampler, ...]  # of this process's workers
     data: Data
     train: bool
-    crew: Crew  # the loaders of all feeds of this process
+    crew: LoaderPool  # the loaders of all feeds of this process
     mesh: Mesh | None = None  # of all workers, where XLA exchanges between them
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
-    memory: Memory | None = None  # what keeps the source's records in memory
+    memory: MemoryShuffle | None = None  # what keeps the source's records in memory
     classes: int = 0  # that labels may name where the source does not say; 0: any number
     model: Any = None  # a Model, which the source's classes fit
 
@@ -148,8 +148,8 @@ def open_feed(
     effective_batch: int,
     workers: Workers,
     micro_batch: int = 0,
-    crew: Crew | None = None,
-) -> Feed:
+    crew: LoaderPool | None = None,
+) -> DeviceFeed:
     """The source of a split, checked against the model.
 
     Args:
@@ -157,7 +157,7 @@ def open_feed(
         crew: of another feed, which this one shares where loaders of that kind suit it; else it has one of its own, of
             `data.loaders` loaders a worker.
 
-    Training data of another number of classes makes the model anew, where it knows how: `Feed.model`.
+    Training data of another number of classes makes the model anew, where it knows how: `DeviceFeed.model`.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
@@ -182,9 +182,9 @@ def open_feed(
         )
     kind = kind_for(data, source)
     if crew is None or crew.kind != kind:
-        crew = Crew(kind, data.loaders * len(workers.mine), data.stall_s)
+        crew = LoaderPool(kind, data.loaders * len(workers.mine), data.stall_s)
     classes = 0 if experiment.loss else model.classes  # to a loss of its own labels may be anything
-    return Feed(source, samplers, data, is_train, crew, workers.mesh, memory=memory, classes=classes, model=model)
+    return DeviceFeed(source, samplers, data, is_train, crew, workers.mesh, memory=memory, classes=classes, model=model)
 
 
 def fitted(model: Model, source: Source, is_train: bool) -> Model:
@@ -232,7 +232,7 @@ def is_mixed(source: Source) -> bool:
     return float(np.mean(labels[1:] != labels[:-1])) >= 0.5 * (1 - float(np.sum(shares**2)))
 
 
-def dealt_anew(feed: Feed, workers: Workers, micro_batch: int = 0) -> Feed:
+def dealt_anew(feed: DeviceFeed, workers: Workers, micro_batch: int = 0) -> DeviceFeed:
     """The same examples in the same order, between other workers; what was counted so far stays counted."""
     deal = partial(dataclasses.replace, feed.samplers[0], size=workers.size, multiple=micro_batch or 1)
     return dataclasses.replace(feed, samplers=tuple(deal(rank=rank) for rank in workers.mine))

@@ -38,7 +38,7 @@ from jaxmpi.data.group_cache import (
 )
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source
-from jaxmpi.input_pipeline.peer_memory import Neighbours, Remote, addresses
+from jaxmpi.input_pipeline.peer_memory import PeerArena, PeerMemory, addresses
 
 THREAD = "jaxmpi shuffle"
 POLL_S = 0.0002  # between looks at what travels
@@ -50,7 +50,7 @@ FORBIDDEN = (
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
-class Memory:
+class MemoryShuffle:
     """What keeps the records of one split in memory where they are read.
 
     Args:
@@ -79,7 +79,7 @@ class Memory:
         self.sent_bytes: list[int] = []  # by this worker in each, what stayed here included
         if group is not None:
             first = control.rank - group.rank
-            self.neighbours = Neighbours(group, control.hosts[first : first + group.size])
+            self.neighbours = PeerMemory(group, control.hosts[first : first + group.size])
             if self.neighbours.is_forbidden and control.rank == 0:
                 print(FORBIDDEN, file=sys.stderr)
         self._is_loaded = False
@@ -203,13 +203,13 @@ class Memory:
         while under_way:
             self._wait(under_way.popleft()[0])
 
-    def _old(self) -> dict[int, Arena | Remote]:
+    def _old(self) -> dict[int, Arena | PeerArena]:
         """The complete arenas of this member and those near it."""
         group, source, neighbours = self.group, self.source, self.neighbours
         rows = np.empty((group.size, 4), np.int64)
         self._wait(group.Iallgather(addresses(source.newest()), rows))
         near = np.roll(np.flatnonzero(neighbours.near), -group.rank)  # not all read the same one first
-        old = {m: Remote(int(neighbours.pids[m]), rows[m], source.lengths) for m in near.tolist() if m != group.rank}
+        old = {m: PeerArena(int(neighbours.pids[m]), rows[m], source.lengths) for m in near.tolist() if m != group.rank}
         return old | {group.rank: source.newest()}
 
     def _sent(self, move: Move, is_far: np.ndarray, received: np.ndarray, begins: np.ndarray) -> tuple[Any, np.ndarray]:
@@ -254,7 +254,7 @@ def keep(
     train: bool,
     workers: Workers,
     multiple: int = 1,
-) -> tuple[Memory, tuple[Sampler, ...]]:
+) -> tuple[MemoryShuffle, tuple[Sampler, ...]]:
     """A source's records in the memory of this job, not yet loaded, and the order in which its workers read them.
 
     Examples of an evaluation are read in one order for ever: each worker keeps those that it reads.
@@ -271,8 +271,8 @@ def keep(
     control, inside = workers.processes, MemorySource(source, data)
     if not train:
         own = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
-        return Memory(inside, control, own, None, samplers[0]), samplers
+        return MemoryShuffle(inside, control, own, None, samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= each:
-        return Memory(inside, control, np.arange(n), None, samplers[0]), samplers
+        return MemoryShuffle(inside, control, np.arange(n), None, samplers[0]), samplers
     group = control.world.Split(control.rank // (parts // each), control.rank)
-    return Memory(inside, control, None, group, samplers[0], each, control.may_overlap), samplers
+    return MemoryShuffle(inside, control, None, group, samplers[0], each, control.may_overlap), samplers

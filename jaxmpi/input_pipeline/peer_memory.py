@@ -51,7 +51,7 @@ def read(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> 
         at += copied
 
 
-class Neighbours:
+class PeerMemory:
     """The members of a group whose records this process reads out of their memory, and which read its own.
 
     Communicates: once when made, two allgathers over the group.
@@ -84,7 +84,7 @@ def addresses(arena: Arena) -> np.ndarray:
     return np.array([*at, arena.records.size], np.int64)
 
 
-class Remote:
+class PeerArena:
     """An arena in the memory of another process, which keeps it while this is used.
 
     Args:

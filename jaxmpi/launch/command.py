@@ -14,7 +14,7 @@ from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import flags, unknown_flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, lookup, nearest
-from jaxmpi.launch.supervisor import PROBE_S, Asked, keep_going
+from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going
 from jaxmpi.rules import registry
 from jaxmpi.runtime import affinity, failures, job_folder
 
@@ -204,7 +204,7 @@ def main(argv: list[str]) -> NoReturn:
         os.execv(line[0], line)
     if options.restarts and begins_anew(options.train_args):
         plain = (options.launcher_args, (*options.train_args, "--from-start"))
-    asked = Asked(options.workers, options.least or options.workers, options.restarts, *plain)
+    asked = SupervisedJob(options.workers, options.least or options.workers, options.restarts, *plain)
     raise SystemExit(keep_going(asked, printed, lambda host: answers(host, options, **facts)))
 
 

@@ -193,7 +193,7 @@ def end_with_parent(parent: int) -> None:
 # ---------------------------------------------------------------- again
 
 
-class Asked(NamedTuple):
+class SupervisedJob(NamedTuple):
     """What is to be kept going."""
 
     workers: int
@@ -206,7 +206,7 @@ class Asked(NamedTuple):
 Line = Callable[[int, Sequence[str], Sequence[str]], list[str]]  # (workers, launcher_args, train_args) -> line
 
 
-def keep_going(asked: Asked, line: Line, probe: Callable[[str], bool]) -> int:
+def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> int:
     """Run a job to its end, starting it again where it dies.
 
     Args:
@@ -351,7 +351,7 @@ def wait_for_lock(folder: Path) -> None:
             time.sleep(0.2)
 
 
-def with_those_left(asked: Asked, probe: Callable[[str], bool]) -> Asked:
+def with_those_left(asked: SupervisedJob, probe: Callable[[str], bool]) -> SupervisedJob:
     """As many workers as hosts that answer have slots; without a list of hosts, one worker fewer."""
     if asked.least == asked.workers:
         return asked

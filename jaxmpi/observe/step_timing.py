@@ -42,7 +42,7 @@ ESTIMATED = ("compute", "exchange", "sync")  # parts that are estimates if their
 
 
 @dataclass
-class Row:
+class StepTimes:
     """An iteration of the loop; seconds of `time.perf_counter`."""
 
     step: int
@@ -65,7 +65,7 @@ class Window(NamedTuple):
     spans: list[Span]
 
 
-class Anatomy:
+class StepTimer:
     """Follows the training loop of this process."""
 
     def __init__(self, workers: int, to_device: Callable[[PyTree], PyTree] | None = None) -> None:
@@ -76,7 +76,7 @@ class Anatomy:
         """
         self.has_exchange, self.to_device = workers > 1, to_device
         self._lone_s: deque[float] = deque(maxlen=3)  # of steps without exchange
-        self._rows: list[Row] = []
+        self._rows: list[StepTimes] = []
         self._noted: list[Span] = []  # of a long window
         self._under_way: Any = None  # a result of the last step
         self._step_s: float | None = None  # of a step, as last known
@@ -105,13 +105,13 @@ class Anatomy:
                 row.handed_s = row.start_s = time.perf_counter()
             yield batch
 
-    def _begin(self, step: int) -> Row:
+    def _begin(self, step: int) -> StepTimes:
         now = time.perf_counter()
         if self._rows and not self._rows[-1].end_s:
             self._rows[-1].end_s = now
         if spans.is_crowded() and len(self._noted) < MOST_SPANS:
             self._noted += spans.drain()
-        row = Row(step, now, gap_s=now - (self._last_s or now))
+        row = StepTimes(step, now, gap_s=now - (self._last_s or now))
         self._last_s = None
         return row
 
@@ -155,7 +155,7 @@ class Anatomy:
 
 
 def taken_apart(
-    rows: Sequence[Row], step_s: float | None, lone_s: float | None, has_exchange: bool, noted: list[Span]
+    rows: Sequence[StepTimes], step_s: float | None, lone_s: float | None, has_exchange: bool, noted: list[Span]
 ) -> Window:
     """Idle, busy and waiting seconds of these iterations.
 
@@ -187,7 +187,7 @@ def taken_apart(
     return Window(len(rows), parts, folded(spent[:, LOCAL.index("exposed")]), source, noted)
 
 
-def ends_of(rows: Sequence[Row], step_s: float | None) -> list[float]:
+def ends_of(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
     """When the step before each of these iterations ended, as far as that is known."""
     ends, busy_from = [], 0.0
     for row in rows:
@@ -202,12 +202,12 @@ def shared(a: Interval, b: Interval) -> float:
     return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
-def waits_of(row: Row) -> tuple[Interval, Interval]:
+def waits_of(row: StepTimes) -> tuple[Interval, Interval]:
     """When an iteration waited for its batch, and handed it over."""
     return (row.begin_s, row.batch_s), (row.batch_s, row.handed_s)
 
 
-def pieces_of(row: Row, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
+def pieces_of(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
     """When the device was at work in an iteration, and at which step: the one before it, then its own.
 
     Args:
@@ -233,7 +233,7 @@ def folded(values: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values, np.arange(0, len(values), per)) if per > 1 else values
 
 
-class Lone(NamedTuple):
+class ComputeOnlyStep(NamedTuple):
     """A step that exchanges nothing; what it gives is thrown away."""
 
     step: Callable[[PyTree, PyTree], Any]  # (state, batch); may donate its state
@@ -261,10 +261,10 @@ def copied(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
-class LoneSteps:
+class ComputeOnlyProbe:
     """Has a step made without exchange now and then, where nothing else tells the time of one."""
 
-    def __init__(self, lone: Lone | None, start: int, every: int, log_every: int) -> None:
+    def __init__(self, lone: ComputeOnlyStep | None, start: int, every: int, log_every: int) -> None:
         """Of a run that begins after step `start`.
 
         Args:
@@ -276,7 +276,7 @@ class LoneSteps:
         if lone is not None and every:
             self.due = start + (min(every, log_every + 1) if lone.is_compiled else every)
 
-    def now(self, anatomy: Anatomy, step: int, source: str, state: PyTree, batch: PyTree) -> None:
+    def now(self, anatomy: StepTimer, step: int, source: str, state: PyTree, batch: PyTree) -> None:
         """Make one where it is due; `source` is how the time of exchanges was known last."""
         if self.lone is not None and step >= self.due and source in ("unknown", "estimated"):
             anatomy.lone(self.lone.seconds(state, batch))

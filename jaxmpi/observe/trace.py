@@ -56,7 +56,7 @@ class Tracer:
         return merged(ranks, offsets, self.hosts)
 
 
-class Apart:
+class UncoordinatedTrace:
     """The trace of workers that do not keep step: each writes its part, worker 0 brings them together in the end."""
 
     def __init__(self, steps: Steps, processes: Processes, path: Path) -> None:

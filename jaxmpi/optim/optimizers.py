@@ -12,21 +12,21 @@ from jaxmpi.core.errors import check, lookup
 from jaxmpi.core.pytrees import PyTree
 
 
-class Row(NamedTuple):
+class OptimizerSpec(NamedTuple):
     """Direction from gradient, and whether it is linear in it."""
 
     direction: Callable[[Optim], optax.GradientTransformation]
     linear: bool
 
 
-OPTIMIZERS: dict[str, Row] = {
-    "sgd": Row(lambda c: optax.identity(), True),
-    "momentum": Row(lambda c: optax.trace(c.momentum), True),
-    "nesterov": Row(lambda c: optax.trace(c.momentum, nesterov=True), True),
-    "adam": Row(lambda c: optax.scale_by_adam(), False),
-    "adamw": Row(lambda c: optax.scale_by_adam(), False),
-    "rmsprop": Row(lambda c: optax.scale_by_rms(), False),
-    "adagrad": Row(lambda c: optax.scale_by_rss(), False),
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "sgd": OptimizerSpec(lambda c: optax.identity(), True),
+    "momentum": OptimizerSpec(lambda c: optax.trace(c.momentum), True),
+    "nesterov": OptimizerSpec(lambda c: optax.trace(c.momentum, nesterov=True), True),
+    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(), False),
+    "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(), False),
+    "rmsprop": OptimizerSpec(lambda c: optax.scale_by_rms(), False),
+    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(), False),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import AgreedError, NotFinite
-from jaxmpi.recover.signals import Notice
+from jaxmpi.recover.signals import PreemptionNotice
 from jaxmpi.runtime import failures
 
 LOSS = 0  # in a ballot: not a leaf of the gradients but the loss; leaf i is i + 1
@@ -47,13 +47,13 @@ class Failure(NamedTuple):
         return f"the {self.what} of worker {self.rank} is not finite at step {self.step}"
 
 
-class Votes:
+class StepConsensus:
     """One vote a step, counted while the next step runs: the device waits for neither.
 
     Communicates: the largest of three integers over all ranks, once a step.
     """
 
-    def __init__(self, processes: Processes, notice: Notice, leaves: list[str]) -> None:
+    def __init__(self, processes: Processes, notice: PreemptionNotice, leaves: list[str]) -> None:
         """Args: `leaves`, the paths of the params."""
         self._processes, self._notice, self._leaves = processes, notice, leaves
         self._open: tuple[int, Callable[[], np.ndarray]] | None = None

@@ -15,7 +15,7 @@ from jaxmpi.allreduce import compression
 from jaxmpi.checkpoint.manager import Saver
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.mpi_fault_tolerant import MortalComm
+from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.schema import Experiment
@@ -28,7 +28,7 @@ class Lost(Exception):
     """A vote has failed, on all ranks that live."""
 
 
-class Held(NamedTuple):
+class CommittedState(NamedTuple):
     """What no death takes away: the state after the last step that all voted for."""
 
     step: int
@@ -38,14 +38,14 @@ class Held(NamedTuple):
 
 
 @dataclass
-class Pact:
+class ShrinkCoordinator:
     """What ranks that go on without each other agree on, step by step."""
 
     control: MpiProcesses
     comm: Comm
     began: int  # how many ranks there were
     recorder: Recorder | None  # of the rank that keeps the record
-    held: Held | None = None
+    held: CommittedState | None = None
     is_unsaved: bool = False  # whether a checkpoint was dropped here since
     gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
 
@@ -56,7 +56,7 @@ class Pact:
         """
         jax.block_until_ready(state)
         self.vote()
-        self.held = Held(step, state, sums.copy(), is_settled)
+        self.held = CommittedState(step, state, sums.copy(), is_settled)
 
     def settle(self, sums: np.ndarray) -> None:
         """All that was due after the step is done here."""
@@ -65,7 +65,7 @@ class Pact:
 
     def vote(self) -> None:
         """Go on together; raises `Lost` where a rank is gone."""
-        is_whole = not (isinstance(self.comm, MortalComm) and self.comm.is_lost)
+        is_whole = not (isinstance(self.comm, FaultTolerantComm) and self.comm.is_lost)
         if not self.control.vote(is_whole):
             raise Lost
 
@@ -89,7 +89,7 @@ class Pact:
 
     def renew(self, workers: Workers) -> None:
         """Go on as these."""
-        if isinstance(self.comm, MortalComm):
+        if isinstance(self.comm, FaultTolerantComm):
             self.comm.close()
         self.comm = workers.comm
 
@@ -98,7 +98,7 @@ class Pact:
         return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
 
 
-def pact(experiment: Experiment, workers: Workers, recorder: Recorder | None) -> Pact | None:
+def pact(experiment: Experiment, workers: Workers, recorder: Recorder | None) -> ShrinkCoordinator | None:
     """What `--ft shrink` needs between several ranks; else None.
 
     Args: recorder: None on ranks that do not keep the record.
@@ -106,8 +106,8 @@ def pact(experiment: Experiment, workers: Workers, recorder: Recorder | None) ->
     control = workers.processes
     if experiment.ft != "shrink" or not isinstance(control, MpiProcesses):
         return None
-    assert isinstance(workers.comm, MortalComm)
-    return Pact(control, workers.comm, control.size, recorder)
+    assert isinstance(workers.comm, FaultTolerantComm)
+    return ShrinkCoordinator(control, workers.comm, control.size, recorder)
 
 
 def check_fits(experiment: Experiment) -> None:

@@ -6,7 +6,7 @@ from types import FrameType
 from jaxmpi.runtime import failures, launchers
 
 
-class Notice:
+class PreemptionNotice:
     """Requests to this process to save and leave: SIGTERM, SIGUSR1, Ctrl-C's SIGINT, and SIGHUP, unless under nohup."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from jaxmpi.comm.control import MpiProcesses, Processes
-from jaxmpi.comm.mailbox import Post
+from jaxmpi.comm.mailbox import Mailbox
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
 from jaxmpi.config.schema import ON_STALL
 from jaxmpi.core.errors import lookup
@@ -34,7 +34,7 @@ STALLED = 1  # exit code: to start again may help
 
 
 @dataclass
-class Heard:
+class RankStatus:
     """What is known of a rank; seconds of `time.monotonic`."""
 
     beat: dict[str, Any]
@@ -46,13 +46,13 @@ class Heard:
 class Watchdog:
     """One rank's part."""
 
-    post: Post
+    post: Mailbox
     rank: int
     size: int
     stall_s: float
     on_stall: str = "abort"
     out: TextIO = field(default_factory=lambda: sys.stderr)
-    known: dict[int, Heard] = field(default_factory=dict)
+    known: dict[int, RankStatus] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     told_s: float | None = None  # when it last told of a stall that is not over
     now_s: float = field(default_factory=time.monotonic)
@@ -106,9 +106,9 @@ class Watchdog:
         before = self.known.get(beat["rank"])
         has_moved = before is None or before.beat["count"] != beat["count"]
         moved_s = self.now_s if before is None or has_moved else before.moved_s
-        self.known[beat["rank"]] = Heard(beat, self.now_s, moved_s)
+        self.known[beat["rank"]] = RankStatus(beat, self.now_s, moved_s)
 
-    def _is_silent(self, heard: Heard) -> bool:
+    def _is_silent(self, heard: RankStatus) -> bool:
         return self.now_s - heard.heard_s > SILENT_BEATS * self.beat_s
 
     def _judge(self) -> None:
@@ -155,7 +155,7 @@ class Watchdog:
         self._say(f"on_stall {self.on_stall}: {ON_STALL[self.on_stall]}")
         return late
 
-    def _described(self, heard: Heard) -> str:
+    def _described(self, heard: RankStatus) -> str:
         beat = heard.beat
         at = f"{beat['phase']}, {', '.join(beat['open']) or 'computes'}"
         since_s = self.now_s - heard.moved_s

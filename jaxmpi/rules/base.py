@@ -23,7 +23,7 @@ class Exchange(NamedTuple):
 
 
 @dataclass
-class Mute:
+class NoExchange:
     """A switch that leaves exchanges out, for steps that are timed and thrown away."""
 
     is_on: bool = False

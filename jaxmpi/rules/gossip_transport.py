@@ -27,14 +27,14 @@ class Parcel(NamedTuple):
     body: np.ndarray  # u8[..], as the wire has it
 
 
-class Coming(NamedTuple):
+class IncomingParcel(NamedTuple):
     """A parcel whose parts are expected."""
 
     parcel: Parcel
     requests: list[Any]
 
 
-class Gossiper:
+class GossipThread:
     """A thread that carries parcels, so that they travel while this rank computes."""
 
     def __init__(self, mpi: Any, worker: int, workers: int, body_bytes: int) -> None:
@@ -49,7 +49,7 @@ class Gossiper:
         self._pushed, self._begun, self._out = (dict.fromkeys(self._peers, 0) for _ in range(3))  # parcels so far
         self._is_ending = False
         self._heads = {peer: self._expect(peer) for peer in self._peers}
-        self._coming: dict[int, Coming] = {}
+        self._coming: dict[int, IncomingParcel] = {}
         self._thread = threading.Thread(target=self._run, name="jaxmpi gossip", daemon=True)
         self._thread.start()
 
@@ -133,7 +133,7 @@ class Gossiper:
             return True
         parcel = Parcel(float(head[1]), np.empty(self.body_bytes, np.uint8))
         parts = [self.mpi.Irecv(part, peer) for part in host_algorithms.cut(parcel.body)]
-        self._coming[peer] = Coming(parcel, parts)
+        self._coming[peer] = IncomingParcel(parcel, parts)
         return True
 
     def _guarded(self, peer: int, act: Callable[[], Any]) -> Any:

@@ -24,7 +24,7 @@ def local_sgd(tx: optax.GradientTransformation, exchange: Exchange, config: Rule
     return every(config.local_steps, tx, exchange, optax.sgd(1.0))
 
 
-class Apart(NamedTuple):
+class LocalState(NamedTuple):
     """What a worker holds beside its weights."""
 
     steps: Any  # i32[]: so far
@@ -48,7 +48,7 @@ def every(
 
     def init(params: PyTree) -> PyTree:
         agreed, far = jax.tree.map(jnp.array, params), np.zeros((), np.float32)
-        return Apart(np.zeros((), np.int32), agreed, outer.init(params), tx.init(params), far)
+        return LocalState(np.zeros((), np.int32), agreed, outer.init(params), tx.init(params), far)
 
     def meet(params: PyTree, agreed: PyTree, state: PyTree, _: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         mine = gone(agreed, params)
@@ -57,14 +57,14 @@ def every(
         agreed, state = step_outer(mean, state, agreed)
         return copy(agreed), agreed, state, distance
 
-    def update(grads: PyTree, state: Apart, params: PyTree) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, state: LocalState, params: PyTree) -> tuple[PyTree, PyTree]:
         params, inner = step(grads, state.inner, params)
         steps = state.steps + 1
         is_due, held = steps % period == 0, (state.agreed, state.outer, state.distance)
         params, agreed, outer, distance = either(is_due, meet, params, *held)
-        return params, Apart(steps, agreed, outer, inner, distance)
+        return params, LocalState(steps, agreed, outer, inner, distance)
 
-    def mean(params: PyTree, state: Apart) -> PyTree:
+    def mean(params: PyTree, state: LocalState) -> PyTree:
         return gone(state.agreed, exchange.mean(gone(state.agreed, params)))
 
     return Rule(init, update, False, mean, params_are_replicated=False, distance=lambda state: state.distance)

@@ -63,7 +63,7 @@ class Layout(NamedTuple):
 # ---------------------------------------------------------------- the books
 
 
-class Tally(NamedTuple):
+class Counters(NamedTuple):
     """What workers have done, in numbers that add up."""
 
     steps: float = 0.0
@@ -77,12 +77,12 @@ class Tally(NamedTuple):
     distance: float = 0.0  # L2, of a worker from what it met, summed over exchanges
     square: float = 0.0  # of the norms of gradients, summed over steps
 
-    def plus(self, other: Sequence[float]) -> "Tally":
+    def plus(self, other: Sequence[float]) -> "Counters":
         """The sum."""
-        return Tally(*(a + b for a, b in zip(self, other, strict=True)))
+        return Counters(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Spent(NamedTuple):
+class TimeSpent(NamedTuple):
     """Where a worker's time went, in seconds; parts as in `step_timing.PARTS`."""
 
     steps: float = 0.0
@@ -94,9 +94,9 @@ class Spent(NamedTuple):
     other: float = 0.0
     gone: float = 0.0  # 1: the worker is gone, and made these steps before
 
-    def plus(self, other: Sequence[float]) -> "Spent":
+    def plus(self, other: Sequence[float]) -> "TimeSpent":
         """The sum."""
-        return Spent(*(a + b for a, b in zip(self, other, strict=True)))
+        return TimeSpent(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Report(NamedTuple):
@@ -110,7 +110,7 @@ class Report(NamedTuple):
     closing: float = 0.0  # worker 0 only: all is over
 
 
-class Books(NamedTuple):
+class GlobalStatus(NamedTuple):
     """What a worker hears."""
 
     stop: float  # 1: enough examples have been seen; 2: the run is to be left and resumed later
@@ -124,19 +124,19 @@ class Books(NamedTuple):
 class Answer(NamedTuple):
     """An answer to a report."""
 
-    books: Books
-    tally: Tally  # of all workers
+    books: GlobalStatus
+    tally: Counters  # of all workers
     staleness: tuple[float, ...]  # exchanges by how many others came between, [LONGEST + 1]
 
 
-ANSWER_FLOATS = len(Books._fields) + len(Tally._fields) + LONGEST + 1
-REPORT_FLOATS = len(Report._fields) + len(Tally._fields) + len(Spent._fields)
+ANSWER_FLOATS = len(GlobalStatus._fields) + len(Counters._fields) + LONGEST + 1
+REPORT_FLOATS = len(Report._fields) + len(Counters._fields) + len(TimeSpent._fields)
 
 
-class Ledger:
+class GlobalProgress:
     """Server 0's books: who has done what; when to stop, to wait, to save."""
 
-    def __init__(self, workers: int, target: float, bound: int, tally: Tally | None = None) -> None:
+    def __init__(self, workers: int, target: float, bound: int, tally: Counters | None = None) -> None:
         """Open the books.
 
         Args:
@@ -144,12 +144,12 @@ class Ledger:
             bound: steps that a worker may be ahead of the slowest before its report is not answered; 0: none.
             tally: of the parts of the run before.
         """
-        self.workers, self.target, self.bound, self.tally = workers, target, bound, tally or Tally()
+        self.workers, self.target, self.bound, self.tally = workers, target, bound, tally or Counters()
         self.reports = {worker: Report(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
         self.absent = set(range(workers))  # who has not said a first word: nobody is answered before all have
         self.told: set[int] = set()  # who has heard that all is over
         self.staleness = Counter[int]()
-        self.spent = np.zeros((workers, len(Spent._fields)))
+        self.spent = np.zeros((workers, len(TimeSpent._fields)))
         self._exchanges, self._last = 0, dict[int, int]()
         self._held: set[int] = set()
         self.save = self.closing = self.leaving = self.stop = 0.0
@@ -161,7 +161,7 @@ class Ledger:
         self._exchanges += 1
         self._last[worker] = self._exchanges
 
-    def report(self, worker: int, report: Report, tally: Sequence[float], spent: Sequence[float] = Spent()) -> None:
+    def report(self, worker: int, report: Report, tally: Sequence[float], spent: Sequence[float] = TimeSpent()) -> None:
         """Note what a worker says; its answer is due as soon as `answers` gives it."""
         self.absent.discard(worker)
         self.tally = self.tally.plus(tally)
@@ -177,7 +177,7 @@ class Ledger:
         self.reports.pop(worker, None)
         self.absent.discard(worker)
         self._held.discard(worker)
-        self.spent[worker, Spent._fields.index("gone")] = 1.0
+        self.spent[worker, TimeSpent._fields.index("gone")] = 1.0
         if worker == 0:
             self.closing = 2.0
 
@@ -202,7 +202,7 @@ class Ledger:
         done = sum(report.is_done for report in reports)
         # The first reason holds, so that all leave with the same exit code.
         self.stop = self.stop or float(self.tally.examples >= self.target) or 2.0 * self.leaving
-        books = Books(self.stop, self.save, self.closing, saved, len(reports), done)
+        books = GlobalStatus(self.stop, self.save, self.closing, saved, len(reports), done)
         return Answer(books, self.tally, tuple(float(self.staleness[late]) for late in range(LONGEST + 1)))
 
     def awaited(self) -> set[int]:
@@ -220,7 +220,9 @@ class Ledger:
 class Server:
     """One shard of the center; server 0 has the books too. A function of the messages that come, in their order."""
 
-    def __init__(self, layout: Layout, number: int, center: np.ndarray, serve: Serve, ledger: Ledger | None) -> None:
+    def __init__(
+        self, layout: Layout, number: int, center: np.ndarray, serve: Serve, ledger: GlobalProgress | None
+    ) -> None:
         """Take the shard.
 
         Args:
@@ -282,7 +284,7 @@ class Server:
     def _report(self, worker: int, body: np.ndarray) -> None:
         assert self.ledger is not None
         values = body[: 8 * REPORT_FLOATS].view(np.float64).tolist()
-        cut, end = len(Report._fields), len(Report._fields) + len(Tally._fields)
+        cut, end = len(Report._fields), len(Report._fields) + len(Counters._fields)
         self.ledger.report(worker, Report(*values[:cut]), values[cut:end], values[end:])
         self._answer()
 
@@ -304,7 +306,7 @@ class Sending(NamedTuple):
     answer_bytes: int
 
 
-class Talk:
+class ServerExchange:
     """A worker's conversation with all servers: what to send next, given what has been answered."""
 
     def __init__(
@@ -316,7 +318,7 @@ class Talk:
             kind: PUSH or READ; with neither vector nor report: TIMES asks for those of all workers, END lets servers
                 go.
             vector: f32[n] to push; only its shape counts where the center is read; None: a report only.
-            report: the numbers of a Report, a Tally and a Spent, for server 0; the last thing said to it.
+            report: the numbers of a Report, of Counters and of TimeSpent, for server 0; the last thing said to it.
             workers: of the job, where their times are asked for.
         """
         self.layout, self._wire = layout, layout.host_wire()
@@ -324,7 +326,7 @@ class Talk:
         self.seen = nothing if vector is None else np.empty(layout.n, np.float32)
         self.sent = nothing if vector is None else vector if self._wire.is_exact else np.empty_like(vector)
         self.answer: Answer | None = None
-        self.times = np.zeros((workers, len(Spent._fields)))  # what was asked for
+        self.times = np.zeros((workers, len(TimeSpent._fields)))  # what was asked for
         self.sent_bytes = 0
         self._todo = [deque(self._messages(server, kind, vector, report)) for server in range(layout.servers)]
         self._open: list[deque[Any]] = [deque() for _ in range(layout.servers)]
@@ -391,5 +393,5 @@ def packed(kind: int, number: int, body: np.ndarray) -> np.ndarray:
 def unpacked(answer: np.ndarray) -> Answer:
     """An answer to a report out of u8[..]."""
     numbers = answer.view(np.float64).tolist()
-    books, rest = numbers[: len(Books._fields)], numbers[len(Books._fields) :]
-    return Answer(Books(*books), Tally(*rest[: len(Tally._fields)]), tuple(rest[len(Tally._fields) :]))
+    books, rest = numbers[: len(GlobalStatus._fields)], numbers[len(GlobalStatus._fields) :]
+    return Answer(GlobalStatus(*books), Counters(*rest[: len(Counters._fields)]), tuple(rest[len(Counters._fields) :]))

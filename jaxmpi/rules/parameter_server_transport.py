@@ -18,7 +18,7 @@ from jaxmpi.allreduce.comm_thread import TIMEOUT_S
 from jaxmpi.comm.polling import is_loss
 from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.rules.parameter_server import WINDOW, Server, Talk
+from jaxmpi.rules.parameter_server import WINDOW, Server, ServerExchange
 from jaxmpi.runtime import failures
 
 HURRY_S, CALM_S, IDLE_S = 0.0003, 0.002, 0.005  # between looks: something has just come; for a while nothing has
@@ -77,7 +77,7 @@ def is_complete(request: Any) -> bool:
 # ---------------------------------------------------------------- at a server
 
 
-class Counter:
+class ServerEndpoint:
     """Where a server's workers are served: in the main thread of its rank, or in one beside a worker.
 
     A round takes one message of each worker that has sent any, and rounds begin with another worker each time. A worker
@@ -169,7 +169,7 @@ class Counter:
 # ---------------------------------------------------------------- at a worker
 
 
-class Line:
+class ServerChannel:
     """A worker's way to one server, on this rank or another."""
 
     def __init__(self, mpi: Any, server_rank: int) -> None:
@@ -191,7 +191,7 @@ class Line:
         return self._coming.popleft()[1]
 
 
-def converse(talk: Talk, lines: Sequence[Line]) -> float:
+def converse(talk: ServerExchange, lines: Sequence[ServerChannel]) -> float:
     """Have a talk with all servers, to its end; polled.
 
     Returns: seconds at its end in which nothing but the answer to the report was missing.
@@ -223,7 +223,7 @@ def converse(talk: Talk, lines: Sequence[Line]) -> float:
     return 0.0 if since_s is None else time.perf_counter() - since_s
 
 
-def go_on(talk: Talk, lines: Sequence[Line]) -> bool:
+def go_on(talk: ServerExchange, lines: Sequence[ServerChannel]) -> bool:
     """Send what may be sent, take what has come; False where nothing has."""
     for sending in talk.ready():
         lines[sending.server].send(sending.message, sending.answer_bytes)

@@ -22,7 +22,7 @@ Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
 ALL_SETTINGS = tuple(field.name for field in dataclasses.fields(RuleConfig))
 
 
-class Row(NamedTuple):
+class RuleSpec(NamedTuple):
     """A rule and its learning-rate contract."""
 
     build: Build
@@ -37,16 +37,16 @@ class Row(NamedTuple):
 CENTER, LOCAL = ("tau", "staleness", "servers"), ("local_steps",)
 SPRING, OUTER = ("alpha", "server_alpha", "momentum"), ("outer_lr", "outer_momentum")
 AVERAGE, NOISE = ("average_momentum",), ("noise_scale",)
-RULES: dict[str, Row] = {
-    "gradients": Row(lambda tx, x, c: gradients(tx, x, c.noise_scale), "linear", False, True, settings=NOISE),
-    "subgd": Row(lambda tx, x, c: subgd(tx, x), "none", True, False, settings=()),
-    "awagd": Row(lambda tx, x, c: awagd(tx, x, c.average_momentum), "linear", False, False, settings=AVERAGE),
-    "local_sgd": Row(local_sgd, "linear", False, True, is_periodic=True, settings=LOCAL),
-    "diloco": Row(diloco, "none", False, True, is_periodic=True, settings=LOCAL + OUTER),
-    "easgd": Row(easgd, "none", False, False, is_asynchronous=True, settings=SPRING + CENTER),
-    "easgd_sync": Row(easgd_sync, "none", False, False, is_periodic=True, settings=("alpha", "tau")),
-    "asgd": Row(asgd, "none", True, False, is_asynchronous=True, settings=CENTER),
-    "gosgd": Row(gosgd, "none", False, False, is_asynchronous=True, settings=("p",)),
+RULES: dict[str, RuleSpec] = {
+    "gradients": RuleSpec(lambda tx, x, c: gradients(tx, x, c.noise_scale), "linear", False, True, settings=NOISE),
+    "subgd": RuleSpec(lambda tx, x, c: subgd(tx, x), "none", True, False, settings=()),
+    "awagd": RuleSpec(lambda tx, x, c: awagd(tx, x, c.average_momentum), "linear", False, False, settings=AVERAGE),
+    "local_sgd": RuleSpec(local_sgd, "linear", False, True, is_periodic=True, settings=LOCAL),
+    "diloco": RuleSpec(diloco, "none", False, True, is_periodic=True, settings=LOCAL + OUTER),
+    "easgd": RuleSpec(easgd, "none", False, False, is_asynchronous=True, settings=SPRING + CENTER),
+    "easgd_sync": RuleSpec(easgd_sync, "none", False, False, is_periodic=True, settings=("alpha", "tau")),
+    "asgd": RuleSpec(asgd, "none", True, False, is_asynchronous=True, settings=CENTER),
+    "gosgd": RuleSpec(gosgd, "none", False, False, is_asynchronous=True, settings=("p",)),
 }
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.manager import refuge, written
-from jaxmpi.checkpoint.uncoordinated import Apart
+from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
 from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
 from jaxmpi.comm.topology import Workers, to_device
 from jaxmpi.config.rule_config import RuleConfig
@@ -34,13 +34,13 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe import trace
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.step_timing import Anatomy, Window, by_name, summary_apart
+from jaxmpi.observe.step_timing import StepTimer, Window, by_name, summary_apart
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
 from jaxmpi.recover.watchdog import STALLED
 from jaxmpi.rules.base import Asynchronous, Rule
 from jaxmpi.rules.gosgd import Gossip
-from jaxmpi.rules.gossip_transport import Gossiper
+from jaxmpi.rules.gossip_transport import GossipThread
 from jaxmpi.rules.parameter_server import (
     END,
     LEAVE,
@@ -48,15 +48,15 @@ from jaxmpi.rules.parameter_server import (
     READ,
     TIMES,
     Answer,
+    Counters,
+    GlobalProgress,
     Layout,
-    Ledger,
     Report,
     Server,
-    Spent,
-    Talk,
-    Tally,
+    ServerExchange,
+    TimeSpent,
 )
-from jaxmpi.rules.parameter_server_transport import Counter, Line, converse
+from jaxmpi.rules.parameter_server_transport import ServerChannel, ServerEndpoint, converse
 from jaxmpi.runtime import failures, fault_injection, spans
 
 MANY = 50  # steps of a worker, before it is told who has made few
@@ -146,7 +146,7 @@ class Duties(NamedTuple):
     check_skipped: Callable[[int, int], None]  # (corrupt examples of all workers, epochs begun)
 
 
-class Course(NamedTuple):
+class Timetable(NamedTuple):
     """When what is due, in steps: a step is as many examples, of all workers, as one of a synchronous run."""
 
     effective_batch: int
@@ -170,7 +170,7 @@ class Start:
 
     center: np.ndarray  # f32[n]
     state: TrainState
-    tally: Tally
+    tally: Counters
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     weight: float = 0.0  # of this worker in gossip
@@ -188,7 +188,7 @@ def starting(
     read = partial(start_of, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
     found = format.first_whole(folder, workers.processes, read, say) if resume else None
     workers.processes.same("the checkpoint to resume from", {"step": found.step if found else 0})
-    return found or Start(Flat.of(state.params).vector(state.params), state, Tally())
+    return found or Start(Flat.of(state.params).vector(state.params), state, Counters())
 
 
 def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> Start:
@@ -212,10 +212,10 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
     extra = manifest["extra"]
     tally = extra.get("tally")
     # Of an older version: what it did not count begins at 0.
-    is_tally = isinstance(tally, list) and len(tally) <= len(Tally._fields) and all(type(x) is float for x in tally)
-    most = len(Tally._fields)
+    is_tally = isinstance(tally, list) and len(tally) <= len(Counters._fields) and all(type(x) is float for x in tally)
+    most = len(Counters._fields)
     format.undamaged(is_tally, f"{path}: tally: got {tally!r:.80}; expected at most {most} numbers: damaged")
-    return Start(Flat.of(state.params).vector(center), mine, Tally(*extra["tally"]), manifest["step"], extra, weight)
+    return Start(Flat.of(state.params).vector(center), mine, Counters(*extra["tally"]), manifest["step"], extra, weight)
 
 
 # ---------------------------------------------------------------- ranks and what they keep
@@ -225,9 +225,9 @@ class Post(NamedTuple):
     """How this rank reaches the others."""
 
     layout: Layout
-    lines: Sequence[Line]  # a worker's, to all servers
-    counter: Counter | None  # where this rank keeps a shard
-    gossiper: Gossiper | None
+    lines: Sequence[ServerChannel]  # a worker's, to all servers
+    counter: ServerEndpoint | None  # where this rank keeps a shard
+    gossiper: GossipThread | None
 
 
 def open_post(config: RuleConfig, rule: Asynchronous, workers: Workers, wire: str, start: Start, target: int) -> Post:
@@ -246,18 +246,20 @@ def open_post(config: RuleConfig, rule: Asynchronous, workers: Workers, wire: st
     layout = Layout(n + 1, 1, "32") if rule.is_gossip else Layout(n, servers, wire)
     counter = None
     if 0 <= rank - first < servers:
-        ledger = Ledger(workers.size, target, config.staleness, start.tally) if rank == first else None
+        ledger = GlobalProgress(workers.size, target, config.staleness, start.tally) if rank == first else None
         server = open_server(layout, rank - first, rule, start.center, ledger)
-        counter = Counter(to_center, server, range(workers.size), layout.message_bytes())
+        counter = ServerEndpoint(to_center, server, range(workers.size), layout.message_bytes())
     if rank >= workers.size:
         return Post(layout, [], counter, None)
-    lines = [Line(to_center, first + s) for s in range(servers)]
+    lines = [ServerChannel(to_center, first + s) for s in range(servers)]
     body_bytes = Layout(n, 1, wire).host_wire().size_bytes(n)
-    gossiper = Gossiper(between_workers, rank, workers.size, body_bytes) if rule.is_gossip else None
+    gossiper = GossipThread(between_workers, rank, workers.size, body_bytes) if rule.is_gossip else None
     return Post(layout, lines, counter, gossiper)
 
 
-def open_server(layout: Layout, number: int, rule: Asynchronous, center: np.ndarray, ledger: Ledger | None) -> Server:
+def open_server(
+    layout: Layout, number: int, rule: Asynchronous, center: np.ndarray, ledger: GlobalProgress | None
+) -> Server:
     """A shard of the center; in gossip nothing, to which workers will add."""
     begin, end = layout.bounds(number)
     shard = np.zeros(end - begin, np.float32) if rule.is_gossip else center[begin:end].copy()
@@ -270,14 +272,14 @@ def open_server(layout: Layout, number: int, rule: Asynchronous, center: np.ndar
 class Worker:
     """One worker's part in a run, between its steps."""
 
-    def __init__(self, job: "Job", rule: Asynchronous, post: Post, tracer: trace.Apart) -> None:
+    def __init__(self, job: "Job", rule: Asynchronous, post: Post, tracer: trace.UncoordinatedTrace) -> None:
         """Take up what the run starts with."""
         self.tracer = tracer
         self.rule, self.post, start, size = rule, post, job.start, job.workers.size
         self.number, self.workers, self.flat = job.workers.mine[0], size, Flat.of(start.state.params)
         self.wire = Layout(self.flat.n, 1, job.wire).host_wire()
         self.base = start.center  # f32[n]: the center as this worker last knew it
-        self.new, self.spent = Tally(), Spent()  # since the last report
+        self.new, self.spent = Counters(), TimeSpent()  # since the last report
         self.clock, self.saved = 0, 0.0
         self._held_s = 0.0  # of the last talk: waited for nothing but the answer to its report
         self.is_done = False
@@ -290,14 +292,14 @@ class Worker:
         """Steps that were done: [loss, examples, |g|^2], and what feed counts since its start."""
         loss, examples, square = map(float, sums[:3])
         before, self._waited = self._waited, (skipped, wait_s)
-        new = Tally(steps, examples, loss, skipped - before[0], wait_s - before[1], square=square)
+        new = Counters(steps, examples, loss, skipped - before[0], wait_s - before[1], square=square)
         self.new = self.new.plus(new)
 
     def spend(self, window: Window) -> None:
         """Count where the time of steps went."""
         part = by_name(window)
         alike = {name: part[name] for name in ("data", "transfer", "compute", "other")}
-        self.spent = self.spent.plus(Spent(window.steps, exchange=part["exposed"], **alike))
+        self.spent = self.spent.plus(TimeSpent(window.steps, exchange=part["exposed"], **alike))
 
     def begin_with_all(self) -> None:
         """Say that this worker is ready, and wait until all are that live; before its first step."""
@@ -309,7 +311,7 @@ class Worker:
         """A report without an exchange."""
         begin = time.perf_counter()
         talk = self._talk(PUSH, None, self._report(asks))
-        self.spent = self.spent.plus(Spent(sync=time.perf_counter() - begin))
+        self.spent = self.spent.plus(TimeSpent(sync=time.perf_counter() - begin))
         return self._answer(talk)
 
     def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, Answer]:
@@ -322,7 +324,7 @@ class Worker:
         state = state._replace(params=self._params(w, state))
         took_s = time.perf_counter() - begin
         self._met(distance, talk.sent_bytes, took_s)
-        self.spent = self.spent.plus(Spent(exchange=took_s - self._held_s, sync=self._held_s))
+        self.spent = self.spent.plus(TimeSpent(exchange=took_s - self._held_s, sync=self._held_s))
         return state, self._answer(talk)
 
     def gossip_step(self, state: TrainState) -> TrainState:
@@ -344,10 +346,10 @@ class Worker:
             begin = begin or end_s(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
             gossiper.push(push.to, push.share, body)
-            self.new = self.new.plus(Tally(sent_bytes=body.size))
+            self.new = self.new.plus(Counters(sent_bytes=body.size))
         if push or w is not None:
             spans.note("wait", "gossip", begin, time.perf_counter())
-            self.new = self.new.plus(Tally(exchange_s=time.perf_counter() - begin))
+            self.new = self.new.plus(Counters(exchange_s=time.perf_counter() - begin))
         return state
 
     def end(self, state: TrainState) -> TrainState:
@@ -371,10 +373,12 @@ class Worker:
         return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
 
     def times(self) -> np.ndarray:
-        """f64[workers, Spent]: where the time of all has gone, as last reported."""
+        """f64[workers, TimeSpent]: where the time of all has gone, as last reported."""
         return self._talk(TIMES, None, None).times
 
-    def write_if_asked(self, apart: Apart, home: HeldFolder, state: TrainState, answer: Answer) -> None:
+    def write_if_asked(
+        self, apart: UncoordinatedCheckpoint, home: HeldFolder, state: TrainState, answer: Answer
+    ) -> None:
         """This worker's part of a checkpoint that has been begun."""
         save = answer.books.save
         if save <= self.saved:
@@ -393,27 +397,27 @@ class Worker:
         self.tell({"closing": 1.0})
         self._talk(LEAVE if is_left else END, None, None)
 
-    def _talk(self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> Talk:
-        talk = Talk(self.post.layout, kind, vector, report, self.workers)
+    def _talk(self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> ServerExchange:
+        talk = ServerExchange(self.post.layout, kind, vector, report, self.workers)
         with spans.span("wait", "the center"):
             self._held_s = converse(talk, self.post.lines)
         return talk
 
-    def _answer(self, talk: Talk) -> Answer:
+    def _answer(self, talk: ServerExchange) -> Answer:
         assert talk.answer is not None
         check_alive(talk.answer)
         return talk.answer
 
     def _report(self, asks: Mapping[str, float]) -> list[float]:
         said = [*Report(self.clock, self.saved, self.is_done, **asks), *self.new, *self.spent]
-        self.new, self.spent = Tally(), Spent()
+        self.new, self.spent = Counters(), TimeSpent()
         return said
 
     def _params(self, w: np.ndarray, state: TrainState) -> PyTree:
         return self.rule.inward(on_device(self.flat.tree(w)), state.rule_state)
 
     def _met(self, distance: float, sent_bytes: int, seconds: float) -> None:
-        self.new = self.new.plus(Tally(exchanges=1, exchange_s=seconds, sent_bytes=sent_bytes, distance=distance))
+        self.new = self.new.plus(Counters(exchanges=1, exchange_s=seconds, sent_bytes=sent_bytes, distance=distance))
 
 
 def end_s(state: TrainState) -> float:
@@ -431,7 +435,7 @@ def check_alive(answer: Answer) -> None:
 # ---------------------------------------------------------------- worker 0's duties
 
 
-class Keeper:
+class ChiefWorker:
     """The record, evaluations and checkpoints, when the examples of all workers make them due. Worker 0 only."""
 
     def __init__(self, worker: Worker, job: "Job") -> None:
@@ -442,7 +446,7 @@ class Keeper:
         self.logged, self.evaluated, self.begun = -1, start.step, start.step  # steps
         self.number = 0.0  # of the last checkpoint: its step + 1, and 1/2 more for that of the end, maybe of that step
         self.is_writing = False  # a checkpoint, whose parts workers still write
-        self.alive, self.times = 0, np.zeros((worker.workers, len(Spent._fields)))  # as at the last line
+        self.alive, self.times = 0, np.zeros((worker.workers, len(TimeSpent._fields)))  # as at the last line
         self.behind: frozenset[int] = frozenset()  # workers that were, at the last line
         self.result: dict[str, float] = {}
 
@@ -518,12 +522,12 @@ class Keeper:
     def log(self, step: int, answer: Answer) -> None:
         """Lines of what was done since the last ones."""
         now, alive = answer.tally, int(answer.books.alive)
-        since = Tally(*(a - b for a, b in zip(now, self.before, strict=True)))
+        since = Counters(*(a - b for a, b in zip(now, self.before, strict=True)))
         if not since.examples:
             return
         before, self.times = self.times, self.worker.times()
-        spent = dict(zip(Spent._fields, (self.times - before).T, strict=True))
-        made = dict(zip(Spent._fields, self.times.T, strict=True))
+        spent = dict(zip(TimeSpent._fields, (self.times - before).T, strict=True))
+        made = dict(zip(TimeSpent._fields, self.times.T, strict=True))
         worker_steps = made["steps"].astype(int).tolist()
         self.recorder.train(
             step=step,
@@ -611,19 +615,19 @@ class Job(NamedTuple):
     rule: Rule
     workers: Workers
     wire: str
-    course: Course
+    course: Timetable
     start: Start
     duties: Duties
     recorder: Recorder
-    apart: Apart
+    apart: UncoordinatedCheckpoint
     home: HeldFolder  # the run directory
     traced: trace.Steps  # of each worker's own count
     profiler: trace.Profiler
-    lookout: "Lookout"
+    lookout: "HeartbeatMonitor"
 
 
 @dataclass
-class Lookout:
+class HeartbeatMonitor:
     """What the rank that keeps the books looks out for: workers that hang, which no other would notice, and signals.
 
     A worker reports every tau steps or so. Worker 0 evaluates and saves in between, and is given more time.
@@ -644,7 +648,7 @@ class Lookout:
             return self.start_s()
         return (self.stall_s or math.inf) * (1.0 if worker else failures.LONG)
 
-    def look(self, counter: Counter, is_called_away: bool) -> None:
+    def look(self, counter: ServerEndpoint, is_called_away: bool) -> None:
         """Name workers that have fallen silent, and end the job where it is to; pass on a signal to leave."""
         ledger = counter.server.ledger
         if ledger is None:
@@ -674,7 +678,7 @@ def run(job: Job) -> dict[str, float]:
     """
     rule = job.rule.asynchronous
     assert rule is not None
-    tracer = trace.Apart(job.traced, job.workers.processes, job.home.path / "trace.json")
+    tracer = trace.UncoordinatedTrace(job.traced, job.workers.processes, job.home.path / "trace.json")
     post = open_post(job.config, rule, job.workers, job.wire, job.start, job.course.target)
     source = job.duties.batches(int(job.start.state.step)) if post.lines else None
     serve = partial(kept_open, job, post.counter) if post.counter else None
@@ -687,7 +691,7 @@ def run(job: Job) -> dict[str, float]:
         thread.start()  # before anything is compiled: it names who is late
     worker = Worker(job, rule, post, tracer)
     step, state, batches = compiled_in_turn(job, source)
-    keeper = Keeper(worker, job) if worker.number == 0 else None
+    keeper = ChiefWorker(worker, job) if worker.number == 0 else None
     if keeper:
         job.duties.rehearse(state)  # else the others would go on while it compiles the first evaluation
     worker.begin_with_all()
@@ -708,7 +712,7 @@ def run(job: Job) -> dict[str, float]:
     return keeper.result
 
 
-def kept_open(job: Job, counter: Counter) -> None:
+def kept_open(job: Job, counter: ServerEndpoint) -> None:
     """Serve to the end, in this thread.
 
     Raises:
@@ -735,10 +739,10 @@ def compiled_in_turn(job: Job, batches: Iterator[Any]) -> tuple[Callable, TrainS
 
 
 def work(
-    job: Job, worker: Worker, keeper: Keeper | None, step: Callable, state: TrainState, batches: Iterator[Any]
+    job: Job, worker: Worker, keeper: ChiefWorker | None, step: Callable, state: TrainState, batches: Iterator[Any]
 ) -> tuple[TrainState, Answer]:
     """Steps, until enough examples have been seen by all workers together."""
-    pending, often, anatomy = [], job.course.log_every, Anatomy(job.workers.size, to_device(job.workers))
+    pending, often, anatomy = [], job.course.log_every, StepTimer(job.workers.size, to_device(job.workers))
     if not worker.rule.is_gossip:
         often = min(often, job.config.tau)
     first = int(job.start.state.step) + 1

@@ -27,8 +27,8 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors, train_state
 from jaxmpi.core.pytrees import PyTree, tree_digest
 from jaxmpi.core.train_state import TrainState, create
-from jaxmpi.input_pipeline.device_feed import Feed, dealt_anew, open_feed
-from jaxmpi.observe.step_timing import Lone
+from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
+from jaxmpi.observe.step_timing import ComputeOnlyStep
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
@@ -38,11 +38,11 @@ from jaxmpi.trainer import step as steps
 # ---------------------------------------------------------------- its plan
 
 
-class Plan(NamedTuple):
+class TrainingPlan(NamedTuple):
     """An experiment's durations and rates in numbers."""
 
-    feed: Feed
-    validation: Feed
+    feed: DeviceFeed
+    validation: DeviceFeed
     clock: schedules.Clock
     eval_every: int  # steps
     save_every: int  # steps
@@ -63,7 +63,9 @@ class Plan(NamedTuple):
         return step / self.clock.steps_per_epoch
 
 
-def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: Plan | None = None) -> Plan:
+def make_plan(
+    experiment: Experiment, workers: Workers, scaled_for: int = 0, before: TrainingPlan | None = None
+) -> TrainingPlan:
     """Batches, steps and learning rate; `feed.model` is the experiment's, made to fit the data's classes.
 
     Args:
@@ -111,7 +113,7 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
         headline += f", as with the {scaled_for} workers that the run began with" + (
             f"; in slices of {micro_batch}" * bool(micro_batch)
         )
-    return Plan(
+    return TrainingPlan(
         feed,
         validation,
         clock,
@@ -148,7 +150,7 @@ class Functions(NamedTuple):
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
     why: str = ""  # what `auto` came to, for the log
-    lone: Lone | None = None  # where nothing else tells the time of an exchange
+    lone: ComputeOnlyStep | None = None  # where nothing else tells the time of an exchange
 
     @property
     def exchanges(self) -> bool:
@@ -157,7 +159,7 @@ class Functions(NamedTuple):
 
 
 def settle_exchange(
-    experiment: Experiment, plan: Plan, workers: Workers, kept: run_directory.Stored | None
+    experiment: Experiment, plan: TrainingPlan, workers: Workers, kept: run_directory.Stored | None
 ) -> tuple[Experiment, str]:
     """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty where nothing was left open.
 
@@ -217,7 +219,7 @@ def to_center(asked: exchange_config.ExchangeConfig) -> str:
     return f"root:{algorithms.parse(asked.strategy).name.partition(':')[2]}"
 
 
-def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Functions:
+def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> Functions:
     """The step in the form that suits these workers.
 
     fused: one jit; only here can the exchange run beside the backward pass. split: gradients, exchange and update are
@@ -239,13 +241,13 @@ def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Fun
     gradients = steps.marked(gradients) if skips else gradients
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
-        mute = base.Mute()
+        mute = base.NoExchange()
         rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
         compiled = order.shared(to_share(order.of(gradients)), workers.processes)
         checked = once(steps.or_before) if skips else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
-        eval_params, lone = rule.eval_params or own_params, Lone(mute.during(step), True)
+        eval_params, lone = rule.eval_params or own_params, ComputeOnlyStep(mute.during(step), True)
         hashed = fingerprints_by(once, workers)
         return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
@@ -253,18 +255,18 @@ def build_functions(experiment: Experiment, workers: Workers, plan: Plan) -> Fun
     eval_params = rule.eval_params or own_params
     checked = steps.or_before if skips else None
     step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
-    still = base.Mute(is_on=True).of(exchange_of(False))
+    still = base.NoExchange(is_on=True).of(exchange_of(False))
     quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=() if experiment.ft == "shrink" else (0,))
-        form, lone = f"fused form: one jit; {why}", None if is_beside else Lone(jax.jit(quiet), False)
+        form, lone = f"fused form: one jit; {why}", None if is_beside else ComputeOnlyStep(jax.jit(quiet), False)
         hashed = fingerprints_by(once, workers)
         return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
     evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
     hashed = fingerprints_by(over, workers)
-    train_step, lone = over(step, donate=(0,)), Lone(over(quiet), False)
+    train_step, lone = over(step, donate=(0,)), ComputeOnlyStep(over(quiet), False)
     return Functions(rule, train_step, evaluate, mean, params, hashed, strategy, form, lone=lone)
 
 
@@ -305,7 +307,7 @@ def exchange_for(
     )
 
 
-def unfit_for_overlap(experiment: Experiment, plan: Plan) -> str:
+def unfit_for_overlap(experiment: Experiment, plan: TrainingPlan) -> str:
     """Why this step cannot hide an exchange; empty where it can."""
     if experiment.form == "split":
         return "the step is split (form split)"
@@ -338,7 +340,7 @@ def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
     return params
 
 
-def pieces(experiment: Experiment, workers: Workers, plan: Plan) -> tuple[Callable, Callable]:
+def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tuple[Callable, Callable]:
     """The local gradients and the evaluation step, not yet compiled."""
     is_synchronised = experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
@@ -358,7 +360,7 @@ def is_split(experiment: Experiment, workers: Workers) -> bool:
     return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 
-def build_rule(experiment: Experiment, plan: Plan, workers: Workers, exchange: base.Exchange) -> Rule:
+def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exchange: base.Exchange) -> Rule:
     """The rule over this run's optimizer and exchange.
 
     Noise is measured between several workers with equal shares: with one there is none to see.

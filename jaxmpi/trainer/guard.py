@@ -8,7 +8,7 @@ from jaxmpi.checkpoint.manager import Saver
 from jaxmpi.comm.topology import Workers, rows
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.recover.decisions import Failure, Recovery, Votes, not_finite
+from jaxmpi.recover.decisions import Failure, Recovery, StepConsensus, not_finite
 from jaxmpi.recover.replica_check import compare_replicas
 from jaxmpi.runtime import failures
 from jaxmpi.trainer.build import Functions
@@ -19,7 +19,7 @@ from jaxmpi.trainer.step import Metrics
 class Guard:
     """What a run asks of all that is above."""
 
-    votes: Votes
+    votes: StepConsensus
     recovery: Recovery
     workers: Workers
     functions: Functions

@@ -18,7 +18,7 @@ from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.train_state import TrainState, worker_key
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.step_timing import Anatomy, LoneSteps
+from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures, fault_injection
 from jaxmpi.trainer import step as steps
@@ -29,22 +29,26 @@ from jaxmpi.trainer.resume import note_saved, save, skipped_of, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
 
 
-class Begin(NamedTuple):
+class Position(NamedTuple):
     """Where the loop begins."""
 
     step: int
     state: TrainState  # after it
     sums: np.ndarray  # f64[SUMS], since the last progress line
-    late: "Due | None" = None  # what was due after the step, and is not done
+    late: "DueEvents | None" = None  # what was due after the step, and is not done
 
 
-def run_to_end(run: Run, states: dict[int, TrainState], start: int, late: "Due | None") -> dict[str, float]:
+def run_to_end(run: Run, states: dict[int, TrainState], start: int, late: "DueEvents | None") -> dict[str, float]:
     """The loop, again from the newest checkpoint as often as `recover` has it go back, or without ranks that died.
 
     Args:
         late: is to be done before the first step.
     """
-    begin: Callable[[], tuple[Run, Begin]] = lambda: (run, Begin(start, put(states, run.workers), np.zeros(SUMS), late))  # noqa: E731
+
+    def at_start() -> tuple[Run, Position]:
+        return run, Position(start, put(states, run.workers), np.zeros(SUMS), late)
+
+    begin: Callable[[], tuple[Run, Position]] = at_start
     with contextlib.ExitStack() as ends:
         ends.callback(run.profiler.close)
         ends.callback(run.recorder.close)
@@ -61,7 +65,7 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, late: "Due |
                 begin = partial(gone_on, run, ends)
 
 
-def rolled_back(run: Run, back: decisions.RollBack) -> tuple[Run, Begin]:
+def rolled_back(run: Run, back: decisions.RollBack) -> tuple[Run, Position]:
     """From the newest checkpoint; the record is cut there.
 
     Raises:
@@ -80,10 +84,10 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[Run, Begin]:
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
-    return run, Begin(start, put(states, run.workers), np.zeros(SUMS))
+    return run, Position(start, put(states, run.workers), np.zeros(SUMS))
 
 
-def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[Run, Begin]:
+def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[Run, Position]:
     """The run of those that are left, from the state that they hold."""
     pact = run.pact
     assert pact is not None
@@ -111,9 +115,9 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[Run, Begin]:
     recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
     recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
     pact.gone, pact.is_unsaved = [], False
-    late = due(run, step, is_first=False, leaving=False) if is_late else Due()
+    late = due(run, step, is_first=False, leaving=False) if is_late else DueEvents()
     late = late._replace(save=late.save or is_unsaved)
-    return run, Begin(step, put(states, workers), sums, late if any(late) else None)
+    return run, Position(step, put(states, workers), sums, late if any(late) else None)
 
 
 def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitStack) -> Recorder:
@@ -139,7 +143,7 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     return pact.recorder
 
 
-class Due(NamedTuple):
+class DueEvents(NamedTuple):
     """What is to be done after a step."""
 
     log: bool = False
@@ -149,11 +153,11 @@ class Due(NamedTuple):
     leave: bool = False
 
 
-def due(run: Run, k: int, is_first: bool, leaving: bool) -> Due:
+def due(run: Run, k: int, is_first: bool, leaving: bool) -> DueEvents:
     """After step k."""
     plan, is_last = run.plan, k == run.plan.clock.total_steps
     save = k % plan.save_every == 0 or is_last or leaving
-    return Due(
+    return DueEvents(
         is_first or k % run.experiment.log_every == 0 or is_last,
         k % plan.eval_every == 0 or is_last,
         save,
@@ -162,7 +166,7 @@ def due(run: Run, k: int, is_first: bool, leaving: bool) -> Due:
     )
 
 
-def loop(run: Run, begin: Begin) -> dict[str, float]:
+def loop(run: Run, begin: Position) -> dict[str, float]:
     """Steps begin.step + 1 to the last; progress, evaluations and checkpoints when they are due."""
     plan, pact, start, last = run.plan, run.pact, begin.step, run.plan.clock.total_steps
     state, sums, result = begin.state, begin.sums, {}  # sums: since the last progress line
@@ -171,11 +175,11 @@ def loop(run: Run, begin: Begin) -> dict[str, float]:
     run.guard.compare(state, start)  # as it came to the devices; what must be compiled for it is so from now on
     run.recorder.start_window(plan.examples(start))
     pending: list[tuple[int, steps.Metrics | None]] = []  # dispatched, not yet looked at
-    anatomy = Anatomy(run.workers.size, to_device(run.workers))
+    anatomy = StepTimer(run.workers.size, to_device(run.workers))
     if begin.late:
         result = after_step(run, start, state, sums, begin.late, anatomy) or result
         sums = np.zeros(SUMS) if begin.late.log else sums
-    lone = LoneSteps(
+    lone = ComputeOnlyProbe(
         run.functions.lone if run.functions.exchanges else None,
         start,
         run.experiment.lone_every,
@@ -222,9 +226,9 @@ def after_step(
     k: int,
     state: TrainState,
     sums: np.ndarray,
-    now: Due,
-    anatomy: Anatomy,
-    look: Callable[[Anatomy, int, str, TrainState], None] | None = None,
+    now: DueEvents,
+    anatomy: StepTimer,
+    look: Callable[[StepTimer, int, str, TrainState], None] | None = None,
 ) -> dict[str, float] | None:
     """What is due after step k; the evaluation, where there is one.
 

@@ -36,9 +36,9 @@ from jaxmpi.rules import registry
 from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, prepare, provenance
 from jaxmpi.trainer import async_loop
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.build import Functions, Plan, build_functions, make_plan, settle_exchange
+from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, settle_exchange
 from jaxmpi.trainer.evaluate import evaluate
-from jaxmpi.trainer.loop import Due, run_to_end
+from jaxmpi.trainer.loop import DueEvents, run_to_end
 from jaxmpi.trainer.progress import SUMS, open_recorder
 from jaxmpi.trainer.resume import extra_of, say_changes, skipped_of, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
@@ -87,7 +87,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         guard.Preempted: a signal asked to leave, and the run has been saved.
     """
     failures.doing("start", failures.LONG)
-    notice = signals.Notice()
+    notice = signals.PreemptionNotice()
     try:
         return train_until(notice, experiment, name, root, digest)
     except decisions.Preempted as left:
@@ -97,7 +97,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
 
 
 def train_until(
-    notice: signals.Notice, experiment: Experiment, name: str, root: Path | None, digest: str
+    notice: signals.PreemptionNotice, experiment: Experiment, name: str, root: Path | None, digest: str
 ) -> dict[str, float]:
     """`train`, until it is noticed that it is to leave."""
     is_apart = registry.is_asynchronous(experiment.rule)
@@ -169,10 +169,10 @@ def run_in(
     home: HeldFolder,
     experiment: Experiment,
     workers: Workers,
-    plan: Plan,
+    plan: TrainingPlan,
     functions: Functions,
     root: Path | None,
-    notice: signals.Notice,
+    notice: signals.PreemptionNotice,
 ) -> dict[str, float]:
     """Start or resume in a run directory, and go on to the end."""
     is_first, folder = workers.processes.rank == 0, home.path
@@ -218,16 +218,18 @@ def run_in(
     if isinstance(saved, async_loop.Start):
         with contextlib.closing(recorder):
             return async_loop.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
-    return run_to_end(run, states, start, Due(save=True) if there is not None else None)
+    return run_to_end(run, states, start, DueEvents(save=True) if there is not None else None)
 
 
-def apart(run: "Run", start: async_loop.Start, notice: signals.Notice, hosts: Sequence[str]) -> async_loop.Job:
+def apart(
+    run: "Run", start: async_loop.Start, notice: signals.PreemptionNotice, hosts: Sequence[str]
+) -> async_loop.Job:
     """The run of workers that do not wait for each other, as this rank has it."""
     plan, feed, functions = run.plan, run.plan.feed, run.functions
     solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
     leaves = [path for path, _ in named_leaves(start.state.params)]
-    votes = decisions.Votes(solo.processes, notice, leaves)
-    told = run.recorder if run.workers.processes.rank == 0 else Aside(None)
+    votes = decisions.StepConsensus(solo.processes, notice, leaves)
+    told = run.recorder if run.workers.processes.rank == 0 else StderrRecorder(None)
     judge = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=told)
     by_itself = run._replace(workers=solo)
 
@@ -250,7 +252,7 @@ def apart(run: "Run", start: async_loop.Start, notice: signals.Notice, hosts: Se
             skipped, len(feed.source), epochs, run.experiment.data.max_skipped
         ),
     )
-    course = async_loop.Course(
+    course = async_loop.Timetable(
         plan.clock.effective_batch,
         len(feed.source),
         plan.clock.steps_per_epoch,
@@ -260,18 +262,18 @@ def apart(run: "Run", start: async_loop.Start, notice: signals.Notice, hosts: Se
         plan.eval_every,
         plan.save_every,
     )
-    keep = format.Kept(run.experiment.keep_checkpoints, run.experiment.keep_best)
-    home = uncoordinated.Apart(run.folder / "checkpoints", run.workers.size, keep)
+    keep = format.Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
+    home = uncoordinated.UncoordinatedCheckpoint(run.folder / "checkpoints", run.workers.size, keep)
     run.recorder.start_window(int(start.tally.examples))
     wire = functions.strategy.partition(":")[2]
-    lookout = async_loop.Lookout(run.experiment.stall_s, run.experiment.on_stall, hosts)
+    lookout = async_loop.HeartbeatMonitor(run.experiment.stall_s, run.experiment.on_stall, hosts)
     return async_loop.Job(
         *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
         *(run.saver.home, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
     )
 
 
-class Aside(Recorder):
+class StderrRecorder(Recorder):
     """Of a rank that keeps no record: what it alone can say goes to standard error."""
 
     def say(self, text: str) -> None:
@@ -290,7 +292,7 @@ def rehearse(run: Run, state: TrainState) -> None:
 # ---------------------------------------------------------------- state in and out
 
 
-def say_continued(recorder: Recorder, experiment: Experiment, saved: format.Saved, plan: Plan) -> None:
+def say_continued(recorder: Recorder, experiment: Experiment, saved: format.Saved, plan: TrainingPlan) -> None:
     """Say, and record, which run this one continues, and how its steps are counted anew."""
     was, now, source = (
         saved.extra["experiment"]["effective batch"],

@@ -15,17 +15,17 @@ from jaxmpi.observe.step_timing import Summary, Window, flat, summary
 from jaxmpi.observe.terminal import open_terminal
 from jaxmpi.observe.trace import Tracer
 from jaxmpi.recover.decisions import check_budget
-from jaxmpi.trainer.build import Plan
+from jaxmpi.trainer.build import TrainingPlan
 from jaxmpi.trainer.step import Metrics
 
 SUMS = 6  # over workers: loss, examples, |g_i|^2; and where |g|^2 was measured |g_i|^2, |g|^2, steps
 
 
 @dataclass
-class Log:
+class ProgressLog:
     """Progress lines of a run."""
 
-    plan: Plan
+    plan: TrainingPlan
     workers: Workers
     recorder: Recorder
     tracer: Tracer

@@ -20,11 +20,11 @@ from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import async_loop
-from jaxmpi.trainer.build import Functions, Plan, initial_states
+from jaxmpi.trainer.build import Functions, TrainingPlan, initial_states
 from jaxmpi.trainer.run import Run
 
 
-def extra_of(experiment: Experiment, plan: Plan, functions: Functions, elapsed_s: float) -> dict[str, Any]:
+def extra_of(experiment: Experiment, plan: TrainingPlan, functions: Functions, elapsed_s: float) -> dict[str, Any]:
     """What a checkpoint keeps beside the state."""
     return {
         "elapsed_s": elapsed_s,
@@ -40,7 +40,7 @@ def extra_of(experiment: Experiment, plan: Plan, functions: Functions, elapsed_s
     }
 
 
-def identity(experiment: Experiment, plan: Plan) -> dict[str, Any]:
+def identity(experiment: Experiment, plan: TrainingPlan) -> dict[str, Any]:
     """What makes a run the same run."""
     return run_directory.identity(experiment, plan.clock.effective_batch, plan.data)
 
@@ -81,7 +81,7 @@ def restored(
 
 
 def continued(
-    source: Path, states: dict[int, TrainState], workers: Workers, rule: Rule, plan: Plan, now: dict[str, Any]
+    source: Path, states: dict[int, TrainState], workers: Workers, rule: Rule, plan: TrainingPlan, now: dict[str, Any]
 ) -> format.Saved:
     """The newest checkpoint of another run, at the step of this one that has seen as many examples.
 
@@ -109,7 +109,7 @@ def continued(
     return saved._replace(states=moved, step=step, step_there=saved.step)
 
 
-def step_for(step: int, effective_batch: int, plan: Plan) -> int:
+def step_for(step: int, effective_batch: int, plan: TrainingPlan) -> int:
     """The last step of a plan at which it has seen no more examples than another run after `step` steps.
 
     Args:
@@ -123,7 +123,7 @@ def step_for(step: int, effective_batch: int, plan: Plan) -> int:
 
 
 def starting_states(
-    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: Plan
+    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: TrainingPlan
 ) -> tuple[dict[int, TrainState], format.Saved | async_loop.Start | None]:
     """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each.
 
@@ -145,7 +145,9 @@ def starting_states(
     return (saved.states if saved else states), saved
 
 
-def say_changes(recorder: Recorder, extra: dict[str, Any], experiment: Experiment, plan: Plan, start: int) -> None:
+def say_changes(
+    recorder: Recorder, extra: dict[str, Any], experiment: Experiment, plan: TrainingPlan, start: int
+) -> None:
     """Say, and record, by which settings and from which learning rate a resumed run departs from its checkpoint.
 
     A decay that spans the run has another rate at the same step where the run is made longer or shorter.

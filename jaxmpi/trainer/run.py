@@ -20,8 +20,8 @@ from jaxmpi.observe.trace import Profiler, Tracer
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.trainer import guard
-from jaxmpi.trainer.build import Functions, Plan
-from jaxmpi.trainer.progress import Log
+from jaxmpi.trainer.build import Functions, TrainingPlan
+from jaxmpi.trainer.progress import ProgressLog
 
 
 def open_saver(
@@ -37,7 +37,7 @@ def open_saver(
     if workers.processes.rank == 0 and functions.exchanges:
         needed_bytes = total_bytes(states, replicated, workers.size, same_params)
         check_disk(home.path / "checkpoints", needed_bytes, shutil.disk_usage(home.path).free)
-    keep = format.Kept(experiment.keep_checkpoints, experiment.keep_best)
+    keep = format.Retention(experiment.keep_checkpoints, experiment.keep_best)
     equal = {"replicated": replicated, "same_params": same_params}
     return Saver(home, workers.processes, workers=workers.size, keep=keep, **equal)
 
@@ -60,27 +60,27 @@ def assembled(
     home: HeldFolder,
     experiment: Experiment,
     workers: Workers,
-    plan: Plan,
+    plan: TrainingPlan,
     functions: Functions,
     recorder: Recorder,
     states: dict[int, TrainState],
-    notice: signals.Notice,
+    notice: signals.PreemptionNotice,
     recovery: decisions.Recovery,
     profiler: Profiler,
-    pact: shrink.Pact | None,
+    pact: shrink.ShrinkCoordinator | None,
 ) -> "Run":
     """All that the loop needs, for these workers; all ranks come here together."""
     control = workers.processes
     hosts = control.gather(socket.gethostname())
     saver = open_saver(experiment, workers, functions, home, states)
     leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
-    votes = decisions.Votes(control, notice, leaves)
+    votes = decisions.StepConsensus(control, notice, leaves)
     tracer = Tracer(step_range(experiment.trace, "trace"), control, hosts, home.path / "trace.json")
     noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None
     return Run(
         *(experiment, workers, plan, functions, recorder, home.path, saver, notice),
         guard.Guard(votes, recovery, workers, functions, saver, recorder),
-        Log(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
+        ProgressLog(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
         profiler,
         pact,
     )
@@ -91,13 +91,13 @@ class Run(NamedTuple):
 
     experiment: Experiment
     workers: Workers
-    plan: Plan
+    plan: TrainingPlan
     functions: Functions
     recorder: Recorder
     folder: Path
     saver: Saver
-    notice: signals.Notice
+    notice: signals.PreemptionNotice
     guard: guard.Guard
-    log: Log
+    log: ProgressLog
     profiler: Profiler
-    pact: shrink.Pact | None  # between ranks that go on without each other
+    pact: shrink.ShrinkCoordinator | None  # between ranks that go on without each other

@@ -11,9 +11,20 @@ import jaxmpi
 from jaxmpi.allreduce.host_wires import HOST_WIRES
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.rules.gosgd import Gossip
-from jaxmpi.rules.gossip_transport import MOST, Gossiper
-from jaxmpi.rules.parameter_server import END, PUSH, READ, Layout, Ledger, Report, Server, Spent, Talk, Tally
-from jaxmpi.rules.parameter_server_transport import Counter, Line, converse
+from jaxmpi.rules.gossip_transport import MOST, GossipThread
+from jaxmpi.rules.parameter_server import (
+    END,
+    PUSH,
+    READ,
+    Counters,
+    GlobalProgress,
+    Layout,
+    Report,
+    Server,
+    ServerExchange,
+    TimeSpent,
+)
+from jaxmpi.rules.parameter_server_transport import ServerChannel, ServerEndpoint, converse
 from tolerances import U
 
 COMM = jaxmpi.world()
@@ -41,28 +52,28 @@ def test_center_and_workers_keep_their_sum(servers, wire):
     counter: Any = None
     thread = None
     if where == RANK:
-        server = Server(layout, 0, np.ones(N, np.float32), elastic, Ledger(workers, 1e9, 0))
-        counter = Counter(mpi, server, range(workers), layout.message_bytes())
+        server = Server(layout, 0, np.ones(N, np.float32), elastic, GlobalProgress(workers, 1e9, 0))
+        counter = ServerEndpoint(mpi, server, range(workers), layout.message_bytes())
         thread = threading.Thread(target=counter.run)
         thread.start()
     w = np.random.default_rng(RANK).standard_normal(N).astype(np.float32) * (workers > RANK)
     before = total(w)
     seen = np.zeros(N, np.float32)
     if workers > RANK:
-        line = Line(mpi, where)
+        line = ServerChannel(mpi, where)
         for _ in range(ROUNDS):
-            talk = Talk(layout, PUSH, w, None)
+            talk = ServerExchange(layout, PUSH, w, None)
             converse(talk, [line])
             assert talk.sent_bytes >= layout.host_wire().size_bytes(N)
             w = w - np.float32(0.5) * (talk.sent - talk.seen)
         if RANK == 0:
             until(line, layout, lambda books: books.done == workers - 1)
-            talk = Talk(layout, READ, np.empty(N, np.float32), None)
+            talk = ServerExchange(layout, READ, np.empty(N, np.float32), None)
             converse(talk, [line])
             seen = talk.seen if wire == "32" else seen
         until(line, layout, lambda books: books.closing, is_done=1, closing=float(RANK == 0))
         if RANK == 0:
-            converse(Talk(layout, END, None, None), [line])
+            converse(ServerExchange(layout, END, None, None), [line])
     if thread:
         thread.join(30)
         assert not thread.is_alive()
@@ -80,7 +91,7 @@ def elastic(center, sent, seen):
 def until(line, layout, holds, **report) -> None:
     """Report until the books say so; nobody speaks any more after hearing the end."""
     while True:
-        talk = Talk(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Tally(), *Spent()])
+        talk = ServerExchange(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Counters(), *TimeSpent()])
         converse(talk, [line])
         assert talk.answer
         if holds(talk.answer.books):
@@ -91,7 +102,7 @@ def until(line, layout, holds, **report) -> None:
 def test_all_push_to_each_other_at_once_and_nothing_is_lost():
     """Messages of 1.2 MB, which MPI sends only when the receiver is ready: blocking sends would wait for ever."""
     begin = time.monotonic()
-    gossiper = Gossiper(control().clone(), RANK, SIZE, 4 * N)
+    gossiper = GossipThread(control().clone(), RANK, SIZE, 4 * N)
     gossip = Gossip(RANK, SIZE, 1.0, seed=3)
     w = np.full(N, RANK, np.float32)
 
@@ -117,7 +128,7 @@ def test_all_push_to_each_other_at_once_and_nothing_is_lost():
 
 def test_a_worker_that_takes_nothing_is_pushed_nothing_more_and_no_memory_fills():
     """All push for a second and take nothing, as in an evaluation; in the end nothing is lost."""
-    gossiper, gossip = Gossiper(control().clone(), RANK, SIZE, 4 * N), Gossip(RANK, SIZE, 1.0, seed=3)
+    gossiper, gossip = GossipThread(control().clone(), RANK, SIZE, 4 * N), Gossip(RANK, SIZE, 1.0, seed=3)
     body, pushed, end_s = np.full(N, RANK, np.float32).view(np.uint8), 0, time.monotonic() + 1
     while time.monotonic() < end_s:
         if push := gossip.draw(gossiper.shut()):

@@ -17,10 +17,10 @@ from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import AgreedError, UsageError
-from jaxmpi.data import ArraySource, Crew, Loader, Sampler, group_cache, kind_for
+from jaxmpi.data import ArraySource, Loader, LoaderPool, Sampler, group_cache, kind_for
 from jaxmpi.data.group_cache import SEGMENT_BYTES
 from jaxmpi.input_pipeline import peer_memory
-from jaxmpi.input_pipeline.device_feed import Feed
+from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.input_pipeline.memory_shuffle import THREAD, keep
 
 if isinstance(processes(), SoloProcesses):
@@ -55,8 +55,8 @@ def kept(source, train: bool = True, **data):
     """A feed whose source is in memory."""
     options = Data(memory="partition", **data)
     memory, samplers = keep(source, options, 3, LOCAL * SIZE, train, WORKERS)
-    crew = Crew(kind_for(options, memory.source), options.loaders, options.stall_s)
-    return Feed(memory.source, samplers, options, train, crew, memory=memory)
+    crew = LoaderPool(kind_for(options, memory.source), options.loaders, options.stall_s)
+    return DeviceFeed(memory.source, samplers, options, train, crew, memory=memory)
 
 
 def from_files(source, train: bool = True, start: int = 0, stop: int | None = None):
