@@ -5,6 +5,11 @@
 The two take turns in one process, each for a few steps, batches and progress metrics included: the trainer with its
 loader, the hand-written loop with NumPy indexing. Printed: median milliseconds a step of both, the median
 of the ratio pair by pair and between what it lies with 95 %.
+
+    mpirun -n 2 python scripts/bench_step.py --comparison [--model googlenet | digits_cnn]
+
+Of several workers: the trainer's step, and in turns with it programs that only compare, a thousand times, which
+exchange ranks have come to. Printed: median milliseconds a step, microseconds a comparison, and its share of the step.
 """
 
 import argparse
@@ -20,7 +25,9 @@ import optax
 from flax import nnx
 
 from jaxmpi import data
+from jaxmpi.allreduce.call_order import check_in_program
 from jaxmpi.bench.results import middle
+from jaxmpi.comm.mpi import world
 from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
@@ -119,6 +126,46 @@ def by_hand(config: Experiment) -> Steps:
     return run
 
 
+def comparisons(count: int) -> Steps:
+    """Programs in which ranks compare `count` times which exchange they have come to, and do nothing else."""
+    comm = world()
+
+    @jax.jit
+    def compare(x: jax.Array) -> jax.Array:
+        def once(_: Any, x: jax.Array) -> jax.Array:
+            check_in_program(comm, "a comparison alone")
+            return x + 1
+
+        return jax.lax.fori_loop(0, count, once, x)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            compare(jnp.zeros(())).block_until_ready()
+        jax.effects_barrier()
+
+    return run
+
+
+def share_of_comparisons(config: Experiment, pairs: int, steps: int) -> None:
+    """Time the trainer's step and comparisons in turns, on all ranks; rank 0 prints."""
+    count = 1000
+    runs = {"step": trainer(config), "comparison": comparisons(count)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(pairs + 2):  # two to compile and settle
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run(steps if name == "step" else 1)
+            times[name].append((time.perf_counter() - begin) / (steps if name == "step" else count))
+    step_s, comparison_s = (np.array(values[2:]) for values in times.values())
+    share, low, high = middle(comparison_s / step_s)
+    if world().rank == 0:
+        print(
+            f"{config.model.name}, {world().size} workers, batch {BATCH} each, {pairs} pairs, {jax.default_backend()}"
+        )
+        print(f"a step {1e3 * np.median(step_s):.2f} ms, a comparison {1e6 * np.median(comparison_s):.1f} us")
+        print(f"share {100 * share:.3f} % ({100 * low:.3f} to {100 * high:.3f})")
+
+
 def epochs(examples: int) -> Iterator[np.ndarray]:
     """Batches of indices, shuffled every epoch, the short last one left out."""
     rng = np.random.default_rng(0)
@@ -133,9 +180,12 @@ def main() -> None:
     parser.add_argument("--model", choices=["googlenet", "digits_cnn"], default="googlenet")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--comparison", action="store_true")
     options = parser.parse_args()
     prepare.prepare()
     config = experiment(options.model)
+    if options.comparison:
+        return share_of_comparisons(config, options.pairs, options.steps)
     runs = {"trainer": trainer(config), "by hand": by_hand(config)}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for pair in range(options.pairs + 2):  # two to compile and settle

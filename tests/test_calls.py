@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from launching import mpirun
+from launching import ROOT, mpirun, run
+from test_cluster import CLUSTER, NOT_PERMITTED
 
 PREAMBLE = """
 import threading
@@ -29,6 +30,18 @@ f(x).block_until_ready(), g(x).block_until_ready()
 print("both have run", flush=True)
 print("numbers", (f, g)[rank](x), flush=True)
 """
+BESIDE = """
+from jaxmpi.allreduce.overlap import exchange as beside
+exchanged = lambda x: beside({"w": x}, strategy)["w"]
+f = jax.jit(lambda x: jnp.sin(exchanged(x)))
+g = jax.jit(
+    lambda x: jnp.cos(exchanged(x)))
+for _ in range(3):
+    f(x).block_until_ready(), g(x).block_until_ready()
+print("both have run", flush=True)
+first, second = (f, g) if rank == 0 else (g, f)
+print("numbers", first(x).sum(), second(x).sum(), flush=True)
+"""
 IN_A_BRANCH = """
 @jax.jit
 def h(x, taken):
@@ -47,6 +60,7 @@ print("numbers", h(x, rank == 0), flush=True)
         ("asa32", IN_ANOTHER_ORDER),
         ("shm", IN_A_BRANCH),
         ("topk5/ring32", COMPRESSED),
+        ("ring32", BESIDE),
     ],
 )
 def test_ranks_at_different_exchanges_are_named(strategy, script):
@@ -55,11 +69,29 @@ def test_ranks_at_different_exchanges_are_named(strategy, script):
     assert ended.code == 2, ended.out
     assert ended.out.count("both have run") == 2, ended.out
     assert "numbers" not in ended.out
+    check_both_are_named(ended.out)
+
+
+def check_both_are_named(said: str) -> None:
     found = re.search(
-        r"rank 0 to 'exchange (\d+) of the job \(.*<string>:\d+ in .*rank 1 to 'exchange (\d+) ", ended.out
+        r"rank 0 to '(exchange .*<string>:\d+ in .*)', rank 1 to '(exchange .*<string>:\d+ in .*)';", said
     )
-    assert found, ended.out
+    assert found, said
     assert found[1] != found[2]
+
+
+def test_ranks_of_two_hosts_at_different_exchanges_are_named():
+    """No memory is shared, so a message compares."""
+    script = PREAMBLE.format(strategy="ring32") + IN_ANOTHER_ORDER
+    command = [*CLUSTER, "--hosts", "2", "--", "mpirun", "-n", "2", "python", "-c", script]
+    ended = run(command, timeout_s=120, cwd=ROOT)
+    if ended.code == NOT_PERMITTED:
+        pytest.skip("no network namespaces here")
+    assert not ended.timed_out, ended.out
+    assert ended.code != 0, ended.out
+    assert ended.out.count("both have run") == 2, ended.out
+    assert "numbers" not in ended.out
+    check_both_are_named(ended.out)
 
 
 def test_a_second_thread_is_refused_while_one_exchanges():

@@ -138,3 +138,15 @@ def test_a_forked_child_ends_without_its_parents_job(tmp_path):
     assert "child of 0: 3, sum 2.0" in ended.out
     assert "child of 1: 1, sum 2.0" in ended.out
     assert "jaxmpi: rank" not in ended.out
+
+
+def test_a_script_may_end_with_exchanges_that_nobody_has_waited_for(tmp_path):
+    """MPI ends after mpi4jax's hook, which waits for them; before it, ranks would end each other."""
+    (tmp_path / "job.py").write_text(
+        "import jax, jax.numpy as jnp, jaxmpi\n"
+        "f, x = jax.jit(lambda x: jaxmpi.exchange(x, 'asa32')), jnp.ones(1 << 22)\n"
+        "f(x).block_until_ready()\n"
+        "for _ in range(30):\n    y = f(x)\n"
+    )
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
+    assert (ended.code, ended.timed_out, ended.out) == (0, False, "")

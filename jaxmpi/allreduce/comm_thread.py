@@ -7,6 +7,10 @@ until a bucket holds the sum. The bucket passes through both in one buffer, whic
 is copied, and XLA, for which only these calls use the buffer, leaves it alone.
 
 An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
+
+Messages have no names, so ranks that run two programs of equal shapes in different orders would add up gradients of
+different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
+for that. The comparison travels while the program computes; waiting for it in `open` would put it before each step.
 """
 
 import atexit
@@ -24,12 +28,12 @@ import numpy as np
 
 from jaxmpi.allreduce import host_algorithms
 from jaxmpi.allreduce.host_algorithms import HostComm, HostSum, Requests
-from jaxmpi.comm.agreement import statement
+from jaxmpi.comm.agreement import different_calls, statement
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core import scheduling
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import host_callbacks, spans
 
 THREAD = "jaxmpi exchange"
@@ -38,6 +42,8 @@ OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "st
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S = 0.002, 0.0003
 WINDOW = 16  # segments of a bucket under way at once
+WHAT_BYTES = 256  # of an exchange's name, as ranks compare it
+OPENINGS = 64  # exchanges of which it is known whether ranks have agreed on them; fewer are under way
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
 
@@ -49,9 +55,19 @@ class Job:
     label: str
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed
     waiting: Iterator[Iterator[Requests]]  # segments not yet begun
+    opening: "Opening | None" = None  # the exchange's, where ranks compare which it is
     under_way: int = 0  # segments
     start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(eq=False)
+class Opening:
+    """An exchange that ranks have come to, while they compare which it is."""
+
+    what: str
+    is_agreed: bool = False
+    held: list[Job] = field(default_factory=list)  # buckets that are ready, and wait for the comparison
 
 
 class Segment(NamedTuple):
@@ -82,10 +98,12 @@ class CommThread:
             hosts: of every rank.
         """
         self.control, self.comm = control, HostComm(control.world.Clone(), order, hosts)
+        self._openings_comm = control.world.Clone()
         self.count = 0  # segments so far, in all programs; equal on all ranks
         self.jobs: dict[tuple[int, ...], Job] = {}  # that nobody has waited for yet
         self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
         self._agreed: set[str] = set()  # plans
+        self._openings: dict[int, Opening] = {}  # by ticket, of exchanges that ranks compare
         self._arrived: deque[Job] = deque()
         self._segments: list[Segment] = []
         self._wake = threading.Condition()
@@ -110,15 +128,19 @@ class CommThread:
 
     # ------------------------------------------------------------ called by programs
 
-    def _open(self, operands: list, results: list, segments: int, plan: str) -> None:
+    def _open(self, operands: list, results: list, segments: int, plan: str, what: str) -> None:
         """Ticket u32[]: the number of the exchange's first segment.
 
-        Ranks compare a plan, which is JSON, when it is first used.
+        Ranks compare a plan, which is JSON, when it is first used, and `what` whenever they come here, if it is given.
         """
         self._note("open")
         if plan not in self._agreed:
             self.control.compare(statement("the exchange beside a program", json.loads(plan)))
             self._agreed.add(plan)
+        if what:
+            opening = Opening(what)
+            self._openings = {**dict(list(self._openings.items())[-OPENINGS:]), self.count: opening}
+            self._hand_over(Job("comparison of exchanges", np.empty(0), iter([self._compared(opening)])))
         results[0][...] = self.count
         self.count = (self.count + segments) % 2**32
 
@@ -157,8 +179,11 @@ class CommThread:
     ) -> None:
         total = HostSum(strategy, self.comm)
         tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
-        job = self.jobs[key] = Job(label, x, total.of(x, tags))
+        job = self.jobs[key] = Job(label, x, total.of(x, tags), self._openings.get(number))
         self._note("start", label)
+        self._hand_over(job)
+
+    def _hand_over(self, job: Job) -> None:
         with self._wake:
             self._arrived.append(job)
             self._wake.notify()
@@ -194,8 +219,27 @@ class CommThread:
                 self._moved_s = time.monotonic()
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         for job in arrived:
-            self._begin(job)
+            if job.opening is None or job.opening.is_agreed:
+                self._begin(job)
+            else:
+                job.opening.held.append(job)
         return bool(self._segments or not self._is_ending)
+
+    def _compared(self, opening: Opening) -> Iterator[Requests]:
+        """Compare over ranks which exchange each has come to; then buckets that are held begin.
+
+        Raises:
+            UsageError: ranks have come to different exchanges.
+        """
+        mine = np.frombuffer(opening.what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES), np.uint8)
+        rows = np.empty((self.comm.size, WHAT_BYTES), np.uint8)
+        yield [self._openings_comm.Iallgather(mine, rows)]
+        whats = [row.tobytes().decode(errors="replace").rstrip() for row in rows]
+        if len(set(whats)) > 1:
+            raise UsageError(different_calls(whats))
+        opening.is_agreed = True
+        for job in opening.held:
+            self._begin(job)
 
     def _begin(self, job: Job) -> None:
         """Have up to WINDOW segments of a job under way; it is summed where none is left."""

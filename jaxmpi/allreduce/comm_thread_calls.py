@@ -41,13 +41,21 @@ class Calls(NamedTuple):
     """What the calls of one exchange must know."""
 
     plan: str  # JSON: what must be the same on all ranks
+    what: str  # this exchange's name, which ranks compare whenever a program comes to it; empty: they do not
     buckets: list[dict[str, Any]]  # of each: strategy, number of its first segment, label
     segments: int  # of all buckets
     effect: Any  # what orders exchanges among other calls
 
     @classmethod
     def of(
-        cls, strategy: str, comm: Comm, plan: Any, vectors: Sequence[jax.Array], labels: Sequence[str], portable: bool
+        cls,
+        strategy: str,
+        comm: Comm,
+        plan: Any,
+        vectors: Sequence[jax.Array],
+        labels: Sequence[str],
+        portable: bool,
+        what: str = "",
     ) -> "Calls":
         """Of vectors; the effect is that of mpi4jax, so that none of its calls waits for one behind it.
 
@@ -56,6 +64,7 @@ class Calls(NamedTuple):
             plan: what must be the same on all ranks, JSON.
             labels: of the vectors, for messages.
             portable: the program can be exported.
+            what: the exchange's name, for ranks to compare at each run.
         """
         total = HostSum(strategy, courier().comm)
         ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
@@ -64,7 +73,11 @@ class Calls(NamedTuple):
         each = zip(ends[:-1], labels, strict=True)
         buckets = [{"strategy": strategy, "first": first, "label": label} for first, label in each]
         effect = host_callbacks.ORDERED if portable else mpi_effect(comm)
-        return cls(json.dumps(plan), buckets, ends[-1], effect)
+        return cls(json.dumps(plan), what, buckets, ends[-1], effect)
+
+    def opened(self, segments: int) -> dict[str, Any]:
+        """Attributes of the call that opens this exchange, whose messages take so many numbers."""
+        return {"segments": segments, "plan": self.plan, "what": self.what}
 
 
 def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:
@@ -82,7 +95,7 @@ def mpi_effect(comm: Comm) -> Any:
 
 def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
     """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn."""
-    [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, segments=calls.segments, plan=calls.plan)
+    [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(calls.segments))
     started = [
         host_callbacks.call(START, [vector, ticket], [like(vector), TICKET], [(0, 0)], None, **bucket)
         for vector, bucket in zip(vectors, calls.buckets, strict=True)

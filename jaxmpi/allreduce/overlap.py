@@ -20,12 +20,14 @@ from jaxmpi.allreduce.api import (
     check_leaves,
     check_op,
     check_strategy,
+    count_of,
     guarded,
     is_traced,
     settle,
 )
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, fuse, split_all
+from jaxmpi.allreduce.call_order import callers
 from jaxmpi.allreduce.comm_thread import COLLECT, OPEN, SEND
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls, labelled, like, travelled, why_not
 from jaxmpi.comm.base import Comm
@@ -141,7 +143,9 @@ def means(sums: Sequence[jax.Array], tree: PyTree, choice: Choice) -> PyTree:
 def calls_of(choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portable: bool) -> Calls:
     """The calls that carry a tree's buckets."""
     labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(jax.tree.leaves(tree)))
-    return Calls.of(choice.strategy, choice.comm, choice.statement(tree).value, vectors, labels, portable)
+    amount = f"{choice.strategy}, {choice.op} of {count_of(jax.tree.leaves(tree))}"
+    what = "" if portable else f"exchange beside a program ({amount}, {callers()})"
+    return Calls.of(choice.strategy, choice.comm, choice.statement(tree).value, vectors, labels, portable, what)
 
 
 # ---------------------------------------------------------------- one step late
@@ -193,8 +197,7 @@ def relayed(
     vectors: Sequence[jax.Array], last: Sequence[jax.Array], number: jax.Array, late: int, calls: Calls
 ) -> list[jax.Array]:
     """f32[n] each, and those of the last step, u32[] -> the last step's sums over workers."""
-    numbers = {"segments": 2 * calls.segments, "plan": calls.plan}
-    [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **numbers)
+    [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(2 * calls.segments))
     sent = [
         host_callbacks.call(SEND, [vector, ticket, number + 1], [TICKET], effect=None, late=late, **bucket)[0]
         for vector, bucket in zip(vectors, calls.buckets, strict=True)

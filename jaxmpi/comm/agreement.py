@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmpi.core.errors import UsageError
@@ -13,6 +14,14 @@ class Fingerprint(NamedTuple):
     what: str
     value: Any
     digest: bytes
+
+
+def different_calls(calls: Sequence[str]) -> str:
+    """Name the calls that ranks have come to, of which some differ from rank 0's."""
+    odd = [rank for rank, call in enumerate(calls) if call != calls[0]]
+    others = ", ".join(f"rank {rank} to {calls[rank]!r}" for rank in odd[:8])
+    order = "all must make the same calls in the same order"
+    return f"ranks came to different calls: rank 0 to {calls[0]!r}, {others}; {order}"
 
 
 def statement(what: str, value: Any) -> Fingerprint:

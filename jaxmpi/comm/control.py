@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import Fingerprint, statement
+from jaxmpi.comm.agreement import Fingerprint, different_calls, statement
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
@@ -509,12 +509,7 @@ class MpiProcesses:
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
             places = self.gather(mine.what)
-            apart = [f"rank {rank} to {places[rank]!r}" for rank in odd[:8] if places[rank] != places[0]]
-            check(
-                not apart,
-                f"ranks came to different calls: rank 0 to {places[0]!r}, {', '.join(apart)}; all must make the same "
-                "calls in the same order",
-            )
+            check(len(set(places)) == 1, different_calls(places))
             texts = self.gather(json.dumps(mine.value))
             lines = [line for rank in odd[:8] for line in differences(rank, texts[0], texts[rank])]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
