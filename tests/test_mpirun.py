@@ -96,6 +96,14 @@ def test_absent_rank_is_named_within_the_time_limit(case, tmp_path):
     assert message in ended.out, ended.out[-3000:]
 
 
+def test_a_rank_that_does_not_come_to_a_barrier_of_its_host_is_named(tmp_path):
+    code = "time.sleep(100 * comm.rank)\ncomm.processes.host_barrier()\n"
+    (tmp_path / "job.py").write_text(HEAD + code)
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": "1.5"})
+    assert not ended.timed_out
+    assert "a barrier of this host: rank [1] did not answer in time" in ended.out, ended.out[-3000:]
+
+
 # When the first of the ranks that come gives up, the second has not waited as long by more than it is given to answer.
 @pytest.mark.parametrize(("first", "limit_s", "later_s"), [(0, 6, 4), pytest.param(1, 12, 10, marks=pytest.mark.slow)])
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(first, limit_s, later_s, tmp_path):

@@ -370,9 +370,18 @@ class MpiProcesses:
         self._arrive(self.world.Ibarrier(), "a barrier")
 
     def host_barrier(self) -> None:
-        """Wait for all ranks of this host."""
+        """Wait for all ranks of this host, of which one may compile meanwhile.
+
+        Raises:
+            TrainingError: not all have come within 6 AGREE_TIMEOUT_S; those absent are named where all ranks are here.
+        """
         self._let_exchanges_end()
-        wait(self._local.Ibarrier(), float("inf"))
+        here, limit_s = self._local.Ibarrier(), failures.LONG * AGREE_TIMEOUT_S
+        if self.local_size == self.size:
+            self._arrive(here, "a barrier of this host", limit_s)
+        elif not wait(here, limit_s):
+            ranks = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+            raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
 
     def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
         """What each rank of this host makes, the first one before the others, who find what it has left in a cache.
