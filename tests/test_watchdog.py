@@ -265,6 +265,33 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
         job.wait(timeout=20)
 
 
+@pytest.mark.parametrize(
+    "rule", [(), ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0")]
+)
+def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
+    """Ctrl-Z for longer than --stall-s, and fg."""
+    line = [*mpirun_line(2), sys.executable, *TRAIN, *rule, "--train-for", "300st", "--stall-s", "2"]
+    said, record = tmp_path / "said.txt", tmp_path / "run" / "record.jsonl"
+    with said.open("w") as out:
+        job = subprocess.Popen(
+            [*line, "--run-dir", str(record.parent)], stdout=out, stderr=out, cwd=ROOT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 100
+        while not (record.exists() and '"kind": "train"' in record.read_text()):
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+        everybody = [job.pid, *ranks_of(record.parent).values()]
+        for word, after_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 0)):
+            for pid in everybody:
+                os.kill(pid, word)
+            time.sleep(after_s)
+        assert job.wait(timeout=100) == 0, said.read_text()
+        assert "late:" not in said.read_text()
+    finally:
+        kill_session(job.pid)
+
+
 CASES = [(1, ()), pytest.param(0, ("--on-stall", "warn"), marks=pytest.mark.slow)]
 
 

@@ -97,7 +97,7 @@ class Watchdog:
 
     def _allow_for_sleep(self, gap_s: float) -> None:
         """Where this process was stopped itself, or its clock jumped, nobody else is late on that account."""
-        if gap_s > 10 * self.beat_s:
+        if gap_s > 2 * self.beat_s:
             for heard in self.known.values():
                 heard.heard_s += gap_s
                 heard.moved_s += gap_s

@@ -108,11 +108,15 @@ class ServerEndpoint:
         scheduling.take_short_turns()
         pauses = Pauses()
         with np.errstate(all="ignore"):  # NaN and infinity pass through; workers look for them
-            looked_s = time.monotonic()
+            looked_s = polled_s = time.monotonic()
             while not (self.server.is_over() and self._outbox.is_empty()):
                 pauses.after(self.poll())
-                if time.monotonic() - looked_s > LOOK_S:
-                    looked_s = time.monotonic()
+                now_s, before_s = time.monotonic(), polled_s
+                polled_s = now_s
+                if now_s - before_s > LOOK_S:  # this process was stopped itself: nobody is late on that account
+                    self.heard_s = {worker: s + now_s - before_s for worker, s in self.heard_s.items()}
+                if now_s - looked_s > LOOK_S:
+                    looked_s = now_s
                     look()
 
     def silent_s(self) -> dict[int, float]:
