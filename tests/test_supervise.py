@@ -16,8 +16,8 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command, supervisor
 from jaxmpi.launch.postmortem import Culprit, culprit
 from jaxmpi.launch.supervisor import SupervisedJob
-from jaxmpi.runtime import failures, job_folder
-from launching import ROOT, wait_until
+from jaxmpi.runtime import failures, job_folder, launchers
+from launching import ROOT, run, wait_until
 
 RULE = "-" * 74 + "\n"
 KILLED = RULE + "prterun noticed that process rank 2 with PID 24043 on node vm exited on\nsignal 9 (Killed).\n" + RULE
@@ -155,7 +155,7 @@ SUPERVISED = """
 import sys
 from jaxmpi.launch import supervisor
 print("began", flush=True)
-asked = supervisor.Asked(4, 4, int(sys.argv[2]), (), ("a.py", "--run-dir", sys.argv[1]))
+asked = supervisor.SupervisedJob(4, 4, int(sys.argv[2]), (), ("a.py", "--run-dir", sys.argv[1]))
 sys.exit(supervisor.keep_going(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
 """
 
@@ -340,6 +340,46 @@ def test_a_job_ends_with_its_supervisor(tmp_path):
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")
     job.communicate(timeout=30)
+
+
+LEAVES = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    os._exit(0)\n"
+
+
+def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(tmp_path):
+    """Open MPI's launcher would wait for it for ever."""
+    text = (ROOT / "experiments" / "digits.py").read_text()
+    (tmp_path / "leaves.py").write_text(LEAVES + text)
+    ended = run(
+        [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(tmp_path / "leaves.py")], timeout_s=90
+    )
+    assert not ended.timed_out, ended.out
+    assert ended.code != 0
+    assert "which has not ended the job for 15 s after rank [1] had left it" in ended.out
+
+
+def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
+    """It is stopped, so that it cannot see that a rank is killed."""
+    args = ("experiments/digits.py", "--train-for", "400st", "--checkpoint-every", "10st", "--run-dir", str(tmp_path))
+    command = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", "--restarts", "1", *args]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    try:
+        record = tmp_path / "record.jsonl"
+        while not (record.exists() and '"kind": "checkpoint"' in record.read_text()):
+            assert job.poll() is None
+            time.sleep(0.1)
+        [launcher] = [pid for pid in children_of(job.pid) if launchers.ranks_below(pid)]
+        os.kill(launcher, signal.SIGSTOP)
+        os.kill(launchers.ranks_below(launcher)[1], signal.SIGKILL)
+        out, _ = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    assert job.returncode == 0, out
+    assert "after rank [1] had left it" in out
+
+
+def children_of(pid):
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for text in texts for child in text.split()]
 
 
 def read_until(job, words, timeout_s=60):

@@ -22,7 +22,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
-from jaxmpi.runtime import failures, job_folder
+from jaxmpi.runtime import failures, job_folder, launchers
 
 # What a job ends with that starting it again would not mend: done, misused, to be resumed later, interrupted.
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
@@ -106,7 +106,7 @@ class Watch:
                 self._send(self._request())
             said.start()
             told.start()
-            code = end_of(job, setting)
+            code = end_of(job, setting, "--with-ft" in line)
             text = told.tail()
             if code == 0 and is_unfinished(setting):
                 code = 128 + signal.SIGKILL
@@ -118,15 +118,30 @@ class Watch:
         return (code if code >= 0 else 128 - code), text
 
 
-def end_of(job: subprocess.Popen, setting: Mapping[str, str]) -> int:
-    """The exit code of a launcher, which is killed where it does not end a job that one of its ranks has ended."""
-    asked, asked_s = job_folder.words(setting) / job_folder.ENDING, 0.0
+def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bool) -> int:
+    """The exit code of a launcher, which is killed if it does not end a job that a rank has ended or left.
+
+    Open MPI's launcher waits for ever where a rank leaves with code 0 before it has started MPI, and the others wait
+    for it there; a launcher that hangs itself would hold up a restart as long.
+
+    Args:
+        outlives_ranks: the job goes on without ranks that end.
+    """
+    words, asked_s, seen, here = job_folder.words(setting), 0.0, {}, {}
     while asked_s < ENDS_S:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(LOOK_S)
-        asked_s += LOOK_S * asked.exists()
-    say(f"killing the launcher, which has not ended the job for {ENDS_S:.0f} s")
+        here = launchers.ranks_below(job.pid)
+        seen |= here
+        has_left = seen.keys() > here.keys() and not outlives_ranks and not (words / job_folder.FINISHED).exists()
+        is_over = has_left or (words / job_folder.ENDING).exists()
+        asked_s = asked_s + LOOK_S if is_over else 0.0
+    left = f" after rank {sorted(seen.keys() - here.keys())} had left it" if seen.keys() > here.keys() else ""
+    say(f"killing the launcher, which has not ended the job for {ENDS_S:.0f} s{left}")
     job.kill()
+    for pid in here.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return job.wait()
 
 

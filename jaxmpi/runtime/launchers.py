@@ -1,6 +1,8 @@
 """Launchers: which one started this process, its rank and the job's size."""
 
+import contextlib
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -65,3 +67,24 @@ def launched_workers() -> int:
     """Ranks of this job by the launcher's word, 1 where there is none; needs no MPI. For recipes that depend on it."""
     here = launched()
     return here.size if here else 1
+
+
+def ranks_below(pid: int) -> dict[int, int]:
+    """Processes by rank that a launcher has on this host, without those that ranks spawn by MPI. Linux only."""
+    variables = tuple(f"{names[0]}=".encode() for names in LAUNCHERS.values())
+    jobs = b"PMIX_NAMESPACE="  # of Open MPI: the launcher's own ends with @1, of spawned processes with @2, ...
+    found: dict[int, int] = {}
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            for children in Path(f"/proc/{parent}/task").glob("*/children"):
+                for child in map(int, children.read_text().split()):
+                    environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                    ranks = [int(line.partition(b"=")[2]) for line in environ if line.startswith(variables)]
+                    is_spawned = any(line.startswith(jobs) and not line.endswith(b"@1") for line in environ)
+                    if not ranks:
+                        waiting.append(child)
+                    elif not is_spawned:
+                        found[ranks[0]] = child
+    return found
