@@ -1,7 +1,9 @@
 import importlib.metadata
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,29 @@ def table_of(text: str, bar: str) -> dict[str, list[str]]:
     """The cells of every model's row, by model."""
     rows = [[cell.strip(" `") for cell in line.strip(bar).split(bar)] for line in text.splitlines()]
     return {row[0]: row for row in rows if len(row) == 6 and row[1].isdigit()}
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize("command", [["jaxmpi.tools.cli", "train", "-n", "2"], ["jaxmpi.train"]])
+def test_ctrl_c_in_the_first_second_is_one_line(command, after_s, tmp_path):
+    """While Python imports; a job that runs by then may say how it is saved."""
+    line = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        *command,
+        "experiments/digits.py",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert job.stderr
+    while "jax._src.config" not in (imported := job.stderr.readline()):
+        assert imported
+    time.sleep(after_s)
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 130, said
+    assert "interrupted" in said
+    assert "Traceback" not in said

@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn, TextIO
 
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
+from jaxmpi.runtime.interrupts import INTERRUPTED as INTERRUPTED
 from jaxmpi.runtime.job_folder import ENDED_WITH, ENDING, is_marked, mark
 from jaxmpi.runtime.launchers import launched, my_rank
 from jaxmpi.runtime.prepare import _prepared
@@ -33,7 +34,6 @@ READ_S, PASSED_ON_S = 1.0, 0.1
 # How long another rank leaves rank 0 the word when both may hold the same error; longer where ranks came up slowly.
 RANK_0_FIRST_S, RANK_0_FIRST_MOST_S = 4.0, 30.0
 LOADED_S = time.monotonic()  # nearly when this process began
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 MISUSED = 2  # exit code where what was asked for cannot be
 PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
 # How to come by an MPI, for errors that miss one.
