@@ -75,7 +75,6 @@ _NAMES = {
     ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -59,9 +59,9 @@ DROPPED = (
     HEAD
     + """
 from jaxmpi.functions.lifecycle import team
-from jaxmpi.functions.transport import SocketLine
+from jaxmpi.functions.transport import SocketTransport
 
-sent, send = [0], SocketLine._send
+sent, send = [0], SocketTransport._send
 
 def counted(line, rank, data):
     sent[0] += memoryview(data).nbytes
@@ -83,7 +83,7 @@ if __name__ == "__main__":
 
     w = jm.shared(np.ones(1 << 20, np.float32))
     f = jm.function(lambda x, w: x.sum() + w.sum(), (jm.scatter, jm.broadcast), jm.max)
-    SocketLine._send = counted
+    SocketTransport._send = counted
     for value in (1, 2):
         w[:] = value
         assert float(f(x, w)) == 1 + (value << 20)

@@ -224,7 +224,7 @@ def state(step):
 
 def save(step):
     files = format.files_of({0: state(step)}, True)
-    options = dict(step=step, workers=1, extra={}, keep=format.Kept(2, 1), score=float(-step))
+    options = dict(step=step, workers=1, extra={}, keep=format.Retention(2, 1), score=float(-step))
     format.save(folder, files, SoloProcesses(), **options)
 
 def newest():

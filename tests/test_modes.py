@@ -19,9 +19,7 @@ STEPS, EVAL_EVERY, SAVE_EVERY = 13, 5, 4
 EXPERIMENT = f"""
 import numpy as np
 
-from jaxmpi.config.data import Data
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
+from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
 from models.cnn import digits_cnn_tiny
 
 pixels = np.random.default_rng(0)
@@ -32,7 +30,7 @@ experiment = Experiment(
     data=Data("array", channels=1, train=examples, validation=examples[:17], loaders=1),
     optim=Optim("momentum", lr=0.01, lr_scaling="none"),
     effective_batch=16, train_for="{STEPS}st", eval_every="{EVAL_EVERY}st", checkpoint_every="{SAVE_EVERY}st",
-    compare_every="3st", lone_every=2, log_every=2,
+    exchange=ExchangeConfig("asa32"), compare_every="3st", lone_every=2, log_every=2,
 )
 """
 

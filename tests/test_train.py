@@ -694,14 +694,14 @@ def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
     """Only the first rank of a host traces the model, and only rank 0 makes the checkpoint's folder."""
     path = tmp_path / "raises.py"
     path.write_text((ROOT / DIGITS).read_text() + (RAISES_IN_APPLY if where == "apply" else ""))
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     if where == "save":
-        (tmp_path / "run" / "checkpoints").write_text("a file where a folder should be")
+        (tmp_path / "run" / "checkpoints" / "step_00000002").write_text("a file")
     ended = train(3, str(path), "--effective-batch", "30", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
     assert ended.code != 0
     assert (
-        "ArithmeticError: in apply" if where == "apply" else "cannot be written: [Errno 17] File exists"
+        "ArithmeticError: in apply" if where == "apply" else "cannot be written: [Errno 20] Not a directory"
     ) in ended.out
     assert "rank 0/3 on " in ended.out
 

@@ -140,7 +140,7 @@ class CommThread:
         if what:
             opening = Opening(what)
             self._openings = {**dict(list(self._openings.items())[-OPENINGS:]), self.count: opening}
-            self._hand_over(Job("comparison of exchanges", np.empty(0), iter([self._compared(opening)])))
+            self._hand_over(Job(f"the comparison of {what}", np.empty(0), iter([self._compared(opening)])))
         results[0][...] = self.count
         self.count = (self.count + segments) % 2**32
 

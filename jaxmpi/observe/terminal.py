@@ -72,7 +72,7 @@ class Progress(NamedTuple):
 
 def percents(shares: Mapping[str, float], estimated: bool) -> list[tuple[str, str]]:
     """(part, its text) of the parts that can be seen; an estimate has `~` before it."""
-    marks = dict.fromkeys(ESTIMATED, "~") if estimated else {}
+    marks: dict[str, str] = dict.fromkeys(ESTIMATED, "~") if estimated else {}
     return [(part, f"{part} {marks.get(part, '')}{100 * x:.0f} %") for part, x in shares.items() if x >= 0.005]
 
 
