@@ -52,6 +52,9 @@ h(x, True).block_until_ready(), h(x, False).block_until_ready()
 print("both have run", flush=True)
 print("numbers", h(x, rank == 0), flush=True)
 """
+BESIDE_IN_A_BRANCH = IN_A_BRANCH.replace(
+    "@jax.jit", "from jaxmpi.allreduce import overlap\njaxmpi.exchange = overlap.exchange\n@jax.jit"
+)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,7 @@ print("numbers", h(x, rank == 0), flush=True)
         ("shm", IN_A_BRANCH),
         ("topk5/ring32", COMPRESSED),
         ("ring32", BESIDE),
+        ("ring32", BESIDE_IN_A_BRANCH),
     ],
 )
 def test_ranks_at_different_exchanges_are_named(strategy, script):
