@@ -14,13 +14,14 @@ ROOT = Path(__file__).parent.parent
 # The menu, by section; pages that are not named come last.
 MENU = {
     "Start": ("index", "quickstart"),
-    "Run": ("choosing", "launching", "gpu", "seeing", "reliability"),
+    "Run": ("choosing", "combining", "launching", "gpu", "seeing", "reliability"),
     "Data and models": ("data", "packed", "text", "models"),
     "Functions": ("functions",),
     "Inside": ("strategies", "exchange", "plan", "rules"),
     "Figures": ("results", "performance", "papers"),
     "Extend": ("extending", "api", "design"),
 }
+DECISIONS = "decisions"  # a section of its own: its README, then records by number
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -30,6 +31,8 @@ def on_config(config: Any) -> Any:
     config.nav = [{title: [f"{name}.md" for name in names if name in pages]} for title, names in MENU.items()]
     others = sorted(pages.difference(*MENU.values()))
     config.nav += [{"More": [f"{name}.md" for name in others]}] if others else []
+    records = sorted((Path(config.docs_dir) / DECISIONS).glob("*.md"), key=lambda path: (path.stem != "README", path))
+    config.nav += [{"Decisions": [f"{DECISIONS}/{path.name}" for path in records]}]
     return config
 
 
@@ -47,11 +50,16 @@ def from_docs(target: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links to README lead to the first page; of those to other files outside docs/ the words stay."""
+    folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
 
     def followed(match: re.Match[str]) -> str:
         words, target = match.groups()
         if "://" in target or not target.startswith("../"):
             return match[0]
-        return f"[{words}](index.md{target[len('../README.md') :]})" if target.startswith("../README.md") else words
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path.startswith("docs/"):
+            return match[0]
+        first, is_first = posixpath.relpath("docs/index.md", folder), path.partition("#")[0] == "README.md"
+        return f"[{words}]({first}{path.removeprefix('README.md')})" if is_first else words
 
     return LINK.sub(followed, markdown)

@@ -48,8 +48,9 @@ def test_hosts_have_names_slots_and_shared_memory_of_their_own():
 
 
 def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
-    """As the README has it; `:oversubscribe` alone puts all on the first."""
-    said = re.search(r"^export (PRTE_MCA_rmaps_default_mapping_policy)=(\S+)$", (ROOT / "README.md").read_text(), re.M)
+    """As docs/launching.md has it; `:oversubscribe` alone puts all on the first."""
+    page = (ROOT / "docs" / "launching.md").read_text()
+    said = re.search(r"^export (PRTE_MCA_rmaps_default_mapping_policy)=(\S+)$", page, re.M)
     assert said is not None
     ended = on_cluster("--hosts", "3", "--", "mpirun", "-n", "3", "hostname", env={said[1]: said[2]})
     assert sorted(re.findall(r"^node\d$", ended.out, re.M)) == ["node0", "node1", "node2"]

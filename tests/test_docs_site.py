@@ -17,7 +17,9 @@ def test_the_site_builds_without_warnings(tmp_path):
     built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
     assert not re.findall(r"^(?:WARNING|ERROR).*", built.stderr, re.M)
-    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs).with_suffix("")).removesuffix("/README") for page in docs.rglob("*.md")}
+    assert "decisions" in pages
     assert all((tmp_path / "site" / page / "index.html").is_file() for page in pages)
     first = (tmp_path / "site" / "index.html").read_text()
     assert all(f'href="{page}/"' in first for page in pages), "a page is not in the menu"

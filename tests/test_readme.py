@@ -1,7 +1,7 @@
-"""The blocks of README, docs/models.md and docs/functions.md run, and what README and docs name exists.
+"""The blocks of README and of the pages for users run, and what README and docs name exists.
 
 A block is a fence under `<!-- block: NAME -->`. One whose name ends in .py is a file; the others are shell lines. Every
-block is in SCENARIOS, which run here, or in NOT_RUN, with the reason.
+block is in SCENARIOS, which run here, or in NOT_RUN, with the reason. The quickstart repeats some without a name.
 """
 
 import ast
@@ -28,13 +28,15 @@ from jaxmpi.runtime import fault_injection
 from jaxmpi.tools import cli, scaling_forecast
 from launching import ROOT, run
 
-RUNNABLE = (ROOT / "README.md").read_text() + (ROOT / "docs" / "models.md").read_text()
-RUNNABLE += (ROOT / "docs" / "functions.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMED = {
-    name: (language, text)
-    for name, language, text in re.findall(r"<!-- block: (\S+) -->\n```(\w+)\n(.*?)^```$", RUNNABLE, re.S | re.M)
-}
+DOCS = ROOT / "docs"
+RUN = ("quickstart", "extending", "launching", "data", "packed", "plan", "models", "functions")
+BLOCKS = [
+    (page.stem, *block)
+    for page in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in RUN))
+    for block in re.findall(r"(?:<!-- block: (\S+) -->\n)?^```(\w+)\n(.*?)^```$", page.read_text(), re.S | re.M)
+]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+NAMED = {name: (language, text) for _, name, language, text in BLOCKS if name}
 FENCES = [
     pytest.param(language, text, id=f"{page.stem}-{i}")
     for page in PAGES
@@ -93,6 +95,7 @@ SCENARIOS = [
         ("train: 1437 records", "validation: all is well", "2 workers", "step 3/3", "top-1"),
         (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
     ),
+    Scenario(("batch_files.py",), ()),
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]
@@ -101,8 +104,14 @@ NOT_RUN = {
     "imagenet": "needs ImageNet",
     "srun": "needs Slurm",
     "sbatch": "needs Slurm",
+    "pbs": "needs PBS",
+    "docker": "starts a container",
+    "apptainer": "needs Slurm and Apptainer",
     "hosts": "needs several hosts",
     "own_mpi": "installs, and needs an MPI other than the one that comes along",
+    "own_mpi_uv": "the same",
+    "comm_xla": "its flag runs in test_comm_xla.py",
+    "over_xla.py": "runs in test_comm_xla.py",
     "cuda": "installs, and needs GPUs",
     **{f"use_{name}.py": "runs in test_export.py" for name in ("nnx", "linen", "equinox", "functions")},
 }
@@ -152,7 +161,9 @@ def test_blocks_run(scenario, clone):
 
 
 def test_every_block_runs_or_says_why_not():
-    assert len(NAMED) == len(re.findall(r"^```\w+$", RUNNABLE, re.M)), "a fence without a name"
+    names = [name for page, name, _, _ in BLOCKS if name or page != "quickstart"]
+    assert all(names), "a fence without a name"
+    assert len(names) == len(set(names)), "two fences of one name"
     ran = {name for scenario in SCENARIOS for name in scenario.blocks}
     assert ran | set(NOT_RUN) == set(NAMED)
     assert not ran & set(NOT_RUN)
@@ -204,13 +215,15 @@ def test_every_row_of_a_table_is_named(kind):
     assert not [name for name in TABLES[kind] if f"`{name}`" not in text]
 
 
-def test_the_quickstart_has_no_line_that_readme_has_not():
-    """README's run."""
-    page = (ROOT / "docs" / "quickstart.md").read_text()
-    blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.S | re.M)
+def test_the_quickstart_has_no_line_that_is_not_a_block_with_a_name():
+    blocks = [text for page, _, language, text in BLOCKS if (page, language) == ("quickstart", "bash")]
     known = "\n".join(text for _, text in NAMED.values())
     assert len(blocks) > 5
-    assert not [block for block in blocks if block not in known]
+    assert not [text for text in blocks if text not in known]
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
 def test_every_command_is_named():
