@@ -1,4 +1,4 @@
-"""Checkpoints and run directories: what is on disk is whole, checked and its owner's.
+"""Checkpoints and run directories: atomic, checksummed, and locked by one job.
 
 In reading order: `format`, `uncoordinated`, `run_directory`, `manager`, `orbax_export`.
 

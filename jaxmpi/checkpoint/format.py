@@ -1,11 +1,12 @@
-"""Checkpoints: everything a worker needs to go on bit-exactly, written aside and renamed when whole.
+"""Checkpoint format: all state for a bit-exact resume, written to a temporary folder and renamed when whole.
 
     RUN/checkpoints/step_00000125/
         manifest.json       step, workers, and for each file its leaves: path, shape, dtype, offset, crc32; a crc32
-        common.bin          what is equal on all workers
-        worker_00003.bin    what is worker 3's own
+        common.bin          state that is equal on all workers
+        worker_00003.bin    worker 3's own state
 
-No pickle: leaves are raw bytes, read only where the manifest and the running model agree on paths, shapes and dtypes.
+No pickle: leaves are raw bytes. They are read only if the manifest and the running model agree on paths, shapes and
+dtypes.
 """
 
 import json
@@ -32,13 +33,13 @@ from jaxmpi.runtime import fault_injection
 
 T = TypeVar("T")
 FORMAT = 2
-MANIFEST_BYTES = 1 << 28  # more is no manifest of ours: a leaf takes some hundred bytes
+MANIFEST_BYTES = 1 << 28  # limit of a plausible manifest: a leaf takes some hundred bytes
 _NAME = re.compile(r"step_(\d{8,18})")
-Files = dict[str, PyTree]  # name of a file: what is in it
+Files = dict[str, PyTree]  # contents by file name
 
 
 class Damaged(UsageError):
-    """A checkpoint that is not what was written: the one before may do."""
+    """A checkpoint that differs from what was written; an older one may still be whole."""
 
 
 class Saved(NamedTuple):
@@ -48,11 +49,11 @@ class Saved(NamedTuple):
     step: int
     extra: dict[str, Any]
     workers: int  # that wrote it
-    step_there: int | None = None  # its own number in the run that wrote it, if another run continues that
+    step_there: int | None = None  # its step in the run that wrote it, if another run continues that
 
 
 class Retention(NamedTuple):
-    """How many checkpoints stay."""
+    """Number of checkpoints to keep."""
 
     newest: int
     best: int = 0  # of lowest score, beside the newest
@@ -62,12 +63,12 @@ class Retention(NamedTuple):
 
 
 def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bool = True) -> Files:
-    """The files that this process writes, and what belongs into each.
+    """The files that this process writes, with the contents of each.
 
     Args:
-        states: this process's workers.
-        replicated: whether the rule's state is equal on all workers; then it is written once.
-        same_params: whether params are.
+        states: of this process's workers.
+        replicated: the rule's state is equal on all workers, and so is written once.
+        same_params: likewise for params.
     """
     files = {}
     for worker, state in states.items():
@@ -99,7 +100,7 @@ def save(
         folder: RUN/checkpoints, the same for all ranks.
         files: this process's, of `files_of`.
         extra: JSON values kept beside.
-        score: by which the best are kept: the lowest; None where this step was not evaluated.
+        score: checkpoints with the lowest are kept as the best; None if this step was not evaluated.
 
     Communicates: a gather of the files' indices, then a barrier.
     """
@@ -117,7 +118,7 @@ def save(
 
 
 def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
-    """Make what lies in step_N.tmp a checkpoint, and drop those beyond `keep`."""
+    """Turn step_N.tmp into a checkpoint, and drop those beyond `keep`."""
     final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
     write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
     sync_folder(aside)
@@ -126,14 +127,14 @@ def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -
 
 
 def make_aside(aside: Path) -> None:
-    """Make the folder in which a checkpoint is written, but not the run directory: if that is gone it stays gone."""
+    """Make the temporary folder of a checkpoint, but not the run directory: if removed, that stays so."""
     aside.parent.mkdir(exist_ok=True)
     drop_cut_off(aside.parent)
     aside.mkdir()
 
 
 def drop_cut_off(folder: Path) -> None:
-    """Remove what was being written when a run ended; of a link, the link."""
+    """Remove partial checkpoints of a run that has ended; of a link, only the link."""
     for cut_off in folder.glob("step_*.tmp"):
         if cut_off.is_dir() and not cut_off.is_symlink():
             shutil.rmtree(cut_off)
@@ -142,7 +143,7 @@ def drop_cut_off(folder: Path) -> None:
 
 
 def put_in_place(aside: Path, final: Path) -> None:
-    """Rename what is whole; an older one of the same step goes only then."""
+    """Rename a whole checkpoint; only then remove an older one of the same step."""
     before = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
         final.rename(before)
@@ -163,10 +164,10 @@ def prune(folder: Path, step: int, keep: Retention) -> None:
 
 
 def score_of(path: Path) -> float | None:
-    """The score of a checkpoint; None where it has none that can be read, or that is no number to compare."""
+    """The score of a checkpoint; None if it is absent, unreadable or not a finite number."""
     try:
         score = read_manifest(path).get("score")
-    except (UsageError, OSError):  # damaged: it is kept as one of the newest or goes, and resuming names it
+    except (UsageError, OSError):  # damaged: kept only as one of the newest; resuming reports it
         return None
     return score if isinstance(score, float) and math.isfinite(score) else None
 
@@ -177,19 +178,19 @@ def sealed(manifest: dict[str, Any]) -> str:
 
 
 def checksum(manifest: dict[str, Any]) -> int:
-    """CRC-32 of a manifest's fields but this one."""
+    """CRC-32 of a manifest's fields except `crc32`."""
     return zlib.crc32(json.dumps({k: v for k, v in manifest.items() if k != "crc32"}).encode())
 
 
 def halves(state: TrainState, replicated: bool, same_params: bool = True) -> tuple[PyTree, PyTree]:
-    """(what is equal on all workers, what is this worker's own), as dicts of the state's fields."""
+    """(fields equal on all workers, this worker's own fields), as dicts."""
     fields = state._asdict()
     equal = ("step", *(("params",) if same_params else ()), *(("rule_state",) if replicated else ()))
     return {k: fields[k] for k in equal}, {k: v for k, v in fields.items() if k not in equal}
 
 
 def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
-    """Leaves one after another, and their index."""
+    """Write leaves one after another; return their index."""
     index, offset = [], 0
     with path.open("wb") as file:
         for name, leaf in named_leaves(tree):
@@ -213,7 +214,7 @@ def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write and make sure that it is on disk."""
+    """Write a text and fsync it."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -221,21 +222,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make sure that names in the folder are on disk."""
+    """Fsync a folder, so that the names in it are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def found(folder: Path) -> list[Path]:
-    """Checkpoints with a manifest, oldest first; what a link leads to is none of this folder's."""
+    """Checkpoints with a manifest, oldest first; links are not followed."""
     return [path for path in candidates(folder) if (path / "manifest.json").is_file()]
 
 
 def candidates(folder: Path) -> list[Path]:
     """Folders with a checkpoint's name, oldest first.
 
-    A checkpoint gets its name when it is whole, so one without a manifest is damaged.
+    A checkpoint is renamed to this name when it is whole, so one without a manifest is damaged.
     """
     if not folder.is_dir():
         return []
@@ -245,7 +246,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name tells."""
+    """The step in a checkpoint's name."""
     return int(path.name.removeprefix("step_"))
 
 
@@ -253,11 +254,11 @@ def step_of(path: Path) -> int:
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of the newest checkpoint that has a whole one; None where there is none."""
+    """The newest manifest that is whole; None if there is none."""
     for path in reversed(found(folder)):
         try:
             return read_manifest(path)
-        except Damaged:  # told of where it is restored
+        except Damaged:  # `restore` reports it
             continue
     return None
 
@@ -272,11 +273,11 @@ def restore(
     same_params: bool = True,
     say: Callable[[str], None] = print,
 ) -> Saved | None:
-    """The newest checkpoint that is whole on all ranks, for this process's workers; None where there is none.
+    """Read the newest checkpoint that is whole on all ranks, for this process's workers; None if there is none.
 
     Args:
         like: states of the same structure, shapes and dtypes, as the run starts with.
-        say: is told of damaged ones that are passed over.
+        say: receives a line for each damaged checkpoint that is skipped.
 
     Communicates, raises: see `first_whole`.
     """
@@ -292,12 +293,12 @@ def restore(
 
 
 def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], say: Callable[[str], None]) -> T | None:
-    """What `read` gives of the newest checkpoint that is whole on all ranks; None where there is none.
+    """Return `read` of the newest checkpoint that is whole on all ranks; None if there is no checkpoint.
 
     Args:
-        say: is told of damaged ones that are passed over.
+        say: receives a line for each damaged checkpoint that is skipped.
 
-    Communicates: two gathers of short texts for each checkpoint that is tried.
+    Communicates: a gather of rank 0's list, then one of short texts for each checkpoint that is tried.
 
     Raises:
         UsageError: it is of another model or optimizer (path, got, expected), or all are damaged (leaf); on all ranks.
@@ -323,7 +324,7 @@ AGAIN = "bring them back, or begin again at step 0 with --from-start in place of
 
 
 def attempt(path: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[bool, str] | None]:
-    """A checkpoint, or (whether it is damaged, what is wrong with it)."""
+    """Read a checkpoint; return (it, None) or (None, (is it damaged, error text))."""
     try:
         return read(path), None
     except OSError as error:
@@ -339,10 +340,10 @@ def undamaged(holds: bool, message: str) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A file to read that is neither a link nor a device.
+    """Open a regular file to read; refuse links and devices.
 
     Raises:
-        Damaged: it is, or there is none.
+        Damaged: it is not a regular file, or there is none.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -356,8 +357,8 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 _FIELDS = {"step": int, "workers": int, "files": dict, "extra": dict}
-COUNT = 1 << 53  # more of anything is no count of ours
-_EXTRA: dict[str, Callable[[Any], bool]] = {  # what a run goes on with, where it is there
+COUNT = 1 << 53  # limit of a plausible count
+_EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which a run resumes, if present
     "elapsed_s": lambda got: is_count(got) or (type(got) is float and 0 <= got < COUNT),
     "skipped": lambda got: is_count(got),
     "experiment": lambda got: isinstance(got, dict),
@@ -367,10 +368,10 @@ _ROW = {"path": str, "shape": list, "dtype": str, "offset": int, "crc32": int}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, with everything in it of the kind that `save` writes.
+    """Read the manifest and check that every field has the type that `save` writes.
 
     Raises:
-        Damaged: it is not what was written.
+        Damaged: it differs from what was written.
         UsageError: another format.
     """
     file = path / "manifest.json"
@@ -392,7 +393,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_fields(file: Path, manifest: dict[str, Any]) -> None:
-    """Raise `Damaged` where a field of a manifest is not of its kind."""
+    """Raise `Damaged` if a field of a manifest has a wrong type or value."""
     for name, kind in _FIELDS.items():
         got = manifest.get(name)
         undamaged(type(got) is kind, f"{file}: {name}: got {got!r:.80}; expected {kind}")
@@ -415,18 +416,18 @@ def check_fields(file: Path, manifest: dict[str, Any]) -> None:
 
 
 def is_count(got: Any) -> bool:
-    """Whether this can be a count."""
+    """Return True for a plausible count."""
     return type(got) is int and 0 <= got < COUNT
 
 
 def is_row(row: Any) -> bool:
-    """Whether this can be a leaf's line in the index."""
+    """Return True for a well-formed leaf entry of the index."""
     typed = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in _ROW.items())
     return typed and row["offset"] >= 0 and all(type(n) is int for n in row["shape"])
 
 
 def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree) -> TrainState:
-    """One worker's state out of common.bin and its own file, which hold what `halves` says."""
+    """Read one worker's state from common.bin and its own file, split as by `halves`."""
     fields = read_file(path, manifest, "common.bin", common) | read_file(path, manifest, own_file(worker), own)
     return TrainState(**fields)
 
@@ -434,10 +435,10 @@ def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, common:
 def mean_worker_of(
     path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree
 ) -> TrainState:
-    """The state of a worker among another number of them: the mean of what all had of their own.
+    """Read the state for another number of workers: the mean over all workers' own files.
 
-    So batch statistics, moments and what error feedback owes keep their means over workers. Leaves that are no floats
-    are those of worker 0; the random stream is this worker's.
+    So batch statistics, moments and the residuals of error feedback keep their means over workers. Leaves that are not
+    floats are worker 0's; the random stream is this worker's.
     """
     fields = read_file(path, manifest, "common.bin", common)
     count = manifest["workers"]
@@ -451,19 +452,19 @@ def mean_worker_of(
 
 
 def is_float(leaf: np.ndarray) -> bool:
-    """Whether a leaf holds floating-point numbers, of ml_dtypes too."""
+    """Return True if a leaf holds floating-point numbers, including those of ml_dtypes."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def read_file(path: Path, manifest: dict, name: str, like: PyTree) -> PyTree:
-    """What a checkpoint has in one of its files, in the structure of `like`."""
+    """Read one file of a checkpoint, in the structure of `like`."""
     index = manifest["files"].get(name)
     undamaged(index is not None, f"{path}: no {name} in the manifest")
     return read_leaves(path / name, index, like)
 
 
 def read_leaves(path: Path, index: list[dict[str, Any]], like: PyTree) -> PyTree:
-    """Leaves in the structure of `like`; sizes are checked before anything is read."""
+    """Read leaves in the structure of `like`; sizes are checked first."""
     rows = {row["path"]: row for row in index}
     expected = named_leaves(like)
     unknown = sorted(set(rows) - {name for name, _ in expected})
@@ -474,26 +475,26 @@ def read_leaves(path: Path, index: list[dict[str, Any]], like: PyTree) -> PyTree
 
 
 def described(path: Path, file: BufferedReader, row: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """Shape and type of a leaf by its line in the index, for those who have no model to compare with.
+    """Shape and dtype of a leaf from its index entry, for callers without a model to compare with.
 
     Raises:
-        Damaged: a type that is no number's, or more than the file holds.
+        Damaged: a dtype that is not numeric, or more bytes than the file holds.
     """
     try:
         dtype = np.dtype(jnp.dtype(row["dtype"]))
-    except (TypeError, ValueError):  # no type has this name
+    except (TypeError, ValueError):  # unknown dtype
         dtype = np.dtype(object)
     shape = row["shape"]
     size = math.prod(shape) * dtype.itemsize
     known = (dtype.kind in "biufc" or jnp.issubdtype(dtype, jnp.number)) and str(dtype) == row["dtype"]
-    # What is empty may be large in other directions, beyond what NumPy takes.
+    # An empty array may have other axes longer than NumPy allows.
     known = known and len(shape) <= 32 and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < COUNT
     undamaged(known and size <= os.fstat(file.fileno()).st_size, f"{path}: {row['path']:.80}: damaged, no such leaf")
     return jax.ShapeDtypeStruct(tuple(row["shape"]), dtype)
 
 
 def read_leaf(path: Path, file: BufferedReader, name: str, row: dict[str, Any] | None, like: Any) -> np.ndarray:
-    """One leaf, if it is what is expected and undamaged."""
+    """Read one leaf; raise if its shape, dtype or checksum is wrong."""
     expected = f"{np.dtype(like.dtype)}{list(like.shape)}"
     got = f"{row['dtype']}{row['shape']}" if row else "nothing"
     if row is None or got != expected:

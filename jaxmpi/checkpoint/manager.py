@@ -1,4 +1,7 @@
-"""Checkpoints in the background: a step waits for the copy in memory, a thread writes it."""
+"""Checkpoints in the background: training blocks for the copy in memory, a thread writes it.
+
+A write error surfaces in a later call, so a `Saver` is polled. All ranks save the same checkpoints in the same order.
+"""
 
 import contextlib
 import itertools
@@ -21,7 +24,7 @@ from jaxmpi.core.train_state import TrainState
 
 
 class Saver:
-    """Writes one checkpoint at a time. All ranks ask for the same ones in the same order."""
+    """Background writer, one checkpoint at a time. All ranks request the same ones in the same order."""
 
     def __init__(
         self,
@@ -33,28 +36,28 @@ class Saver:
         keep: Retention,
         same_params: bool = True,
     ) -> None:
-        """Ranks that may send from two threads get a communicator for it; others write in the foreground.
+        """Take a communicator of its own if MPI allows two threads to send; else write in the foreground.
 
         Args:
             home: the run directory.
-            replicated: whether the rule's state is equal on all workers.
-            same_params: whether params are.
+            replicated: the rule's state is equal on all workers.
+            same_params: likewise for params.
         """
         self.home, self._folder = home, home.path / "checkpoints"
         self._workers, self._equal, self._keep = workers, (replicated, same_params), keep
         self._processes = processes.apart() if processes.may_overlap else processes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._saved: int | None = None  # step of a whole checkpoint that nobody has taken note of
-        self._is_whole = True  # what was saved last, on this rank
+        self._saved: int | None = None  # step of a whole checkpoint that `taken` has not returned yet
+        self._is_whole = True  # the last checkpoint, on this rank
 
     def save(self, states: Mapping[int, TrainState], extra: dict[str, Any], score: float | None) -> None:
-        """Copy what this process writes, and have it written; what went wrong is raised by a later call.
+        """Copy this process's state and start to write it; a later call raises errors of the write.
 
         Args:
             states: of this process's workers, in host memory that may change once this returns.
             extra: JSON values kept beside.
-            score: by which the best are kept: the lowest.
+            score: checkpoints with the lowest are kept as the best.
         """
         self.wait()
         step = int(next(iter(states.values())).step)
@@ -79,7 +82,7 @@ class Saver:
         format.save(folder, files, self._processes, step=step, **facts)
 
     def fate(self) -> str:
-        """A sentence without its subject if the run directory is no longer this run's on any rank; empty if it is.
+        """Predicate of a sentence ("has been ...") if any rank has lost the run directory; else empty.
 
         Communicates: a gather of short texts; all ranks call it, and return the same.
         """
@@ -89,7 +92,7 @@ class Saver:
     def save_elsewhere(
         self, states: Mapping[int, TrainState], extra: dict[str, Any], copy: Callable[[Path], None]
     ) -> Path:
-        """Save at once in the run directory's `refuge`, and return that.
+        """Save in the foreground, in the run directory's `refuge`; return that directory.
 
         Args:
             states: of this process's workers, in host memory.
@@ -103,11 +106,11 @@ class Saver:
         return place
 
     def last_good(self) -> str:
-        """The newest checkpoint, for errors."""
+        """Name of the newest checkpoint, for errors."""
         return last_good(self._folder)
 
     def poll(self) -> None:
-        """Raise what went wrong since the last call.
+        """Raise the error of a write since the last call.
 
         Raises:
             TrainingError: a checkpoint cannot be written, or its state is not finite; those before it stay.
@@ -117,31 +120,31 @@ class Saver:
             raise error
 
     def taken(self) -> int | None:
-        """The step of the checkpoint that has become whole since the last call; None if none has."""
+        """Return the step of the checkpoint that became whole since the last call; None if none did."""
         step, self._saved = self._saved, None
         return step
 
     def abandon(self) -> bool:
-        """Drop what is being written, once its messages have failed; whether there was something that is not whole."""
+        """Drop the current write after its messages have failed; return True if it was incomplete."""
         if self._thread:
             self._thread.join()
         is_half, self._thread, self._error, self._is_whole = not self._is_whole, None, None, True
         return is_half
 
     def wait(self) -> None:
-        """`poll`, once what is being written is on disk."""
+        """Wait until the current write is on disk, then `poll`."""
         while self._thread and self._thread.is_alive():
-            self._thread.join(0.5)  # so that signals are heard
+            self._thread.join(0.5)  # so that signal handlers run
         self._thread = None
         self.poll()
 
 
 @contextlib.contextmanager
 def written(step: int, home: HeldFolder) -> Iterator[None]:
-    """Have an error of the file system say which checkpoint is not written, and which is there.
+    """Turn an OSError into an error that names the failed checkpoint and the last good one.
 
     Raises:
-        TrainingError: in the place of OSError.
+        TrainingError: in place of OSError.
     """
     try:
         yield
@@ -152,7 +155,7 @@ def written(step: int, home: HeldFolder) -> Iterator[None]:
 
 
 def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
-    """The directory for the last checkpoint of a run that has lost its own: where that is now, or a new one beside it.
+    """Directory for the last checkpoint of a run that has lost its own: its new place, or a new one beside it.
 
     Args:
         copy: puts the record into a new directory.
@@ -176,7 +179,7 @@ def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
 
 
 def refuse_not_finite(files: Files, step: int, folder: Path) -> None:
-    """Keep from disk what no run could go on from.
+    """Refuse to write a state from which no run could resume.
 
     Raises:
         TrainingError: the first leaf that is NaN or infinite.
@@ -191,7 +194,7 @@ def refuse_not_finite(files: Files, step: int, folder: Path) -> None:
 
 
 def last_good(folder: Path) -> str:
-    """The newest checkpoint, for errors."""
+    """Name of the newest checkpoint, for errors."""
     kept = format.found(folder)
     return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
 
@@ -204,7 +207,7 @@ def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int
 
 
 def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
-    """Refuse to start where two checkpoints have no room: the last good one and the next.
+    """Refuse to start if the disk cannot hold two checkpoints: the last good one and the next.
 
     Raises:
         UsageError: bytes needed and free.
@@ -217,5 +220,5 @@ def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
 
 
 def warn(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     print(f"jaxmpi: {text}", file=sys.stderr, flush=True)

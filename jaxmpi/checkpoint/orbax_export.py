@@ -1,14 +1,14 @@
-"""Params and model state to and from Orbax, which Flax brings along: for other programs, never for resuming a run.
+"""Params and model state to and from Orbax, a dependency of Flax: for other programs, never to resume a run.
 
     jaxmpi export RUN_DIR FOLDER [--step K]                      a checkpoint's model as an Orbax folder
     python -m jaxmpi.train EXPERIMENT.py --params FOLDER         begin a run with the model of one
 
-A folder holds `{"params": ..., "model_state": ...}`, nested dicts of arrays: all that a trained model needs to give the
-logits of the run's evaluation, in the library that it was written in (docs/models.md). `--params` also takes a folder
+A folder holds `{"params": ..., "model_state": ...}`, nested dicts of arrays. A trained model needs no more to give the
+logits of the run's evaluation, in the library in which it was written (docs/models.md). `--params` also takes a folder
 of bare params, as other programs write them.
 
-Orbax keeps no checksums and lets shapes of NumPy leaves differ, so a checkpoint of a run is read and checked by
-`format`, and every leaf that comes in is checked here.
+Orbax keeps no checksums and lets shapes of NumPy leaves differ. So `format` reads and checks a run's checkpoint, and
+every imported leaf is checked here.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CENTERS = ("center", "rule_state/center")  # of asynchronous rules, of easgd_syn
 def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
     """Write the model of a checkpoint as an Orbax folder; return its step.
 
-    The folder appears under its name only when it is whole; if it cannot be written nothing is left of it.
+    The folder gets its name only when it is whole. If it cannot be written, nothing remains.
 
     Raises:
         UsageError: there is no such checkpoint, it is damaged, or the folder exists or cannot be written.
@@ -66,7 +66,7 @@ def write(tree: PyTree, folder: Path) -> None:
 
     aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
-        # Not StandardCheckpointer: it writes in a thread, and waits for ever for a folder which that cannot make.
+        # Not StandardCheckpointer: it writes in a thread, and blocks forever if that cannot make the folder.
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(aside.absolute() / "model", args=ocp.args.StandardSave(tree))  # pyright: ignore[reportCallIssue]
         (aside / "model").rename(folder)
@@ -75,13 +75,14 @@ def write(tree: PyTree, folder: Path) -> None:
 
 
 def model_of(path: Path) -> dict[str, np.ndarray]:
-    """Params and model state of a checkpoint by path, as the run evaluates them; their sizes are bounded by the file's.
+    """Params and model state of a checkpoint by path, as the run evaluates them.
 
-    Params are the center, if the rule has one, else the workers' mean. Of the model state, floating-point leaves are
+    Params are the center, if the rule has one, else the workers' mean. In the model state, floating-point leaves are
     the workers' mean and others worker 0's. Under asynchronous rules worker 0 evaluates, so all of it is worker 0's.
+    Sizes are bounded by those of the files.
 
     Raises:
-        UsageError: it is damaged, or a leaf's type is not known.
+        UsageError: it is damaged, or a leaf's dtype is not known.
     """
     files = read_manifest(path)["files"]
     centers = ((where, name) for where in CENTERS for name in files if rows_below(files[name], where))
@@ -97,12 +98,12 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def rows_below(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Those lines of an index whose leaves are in this field of the state."""
+    """Entries of an index whose leaves are in this field of the state."""
     return [row for row in rows if row["path"] == where or row["path"].startswith(where + SEPARATOR)]
 
 
 def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> dict[str, np.ndarray]:
-    """The mean over the files that have them of floating-point leaves below `where`; other leaves are the first's."""
+    """Mean of floating-point leaves below `where` over the files that have them; other leaves are the first's."""
     each = [leaves_of(path, name, rows, where) for name, rows in files.items() if rows_below(rows, where)]
     if len(each) < 2:
         return each[0] if each else {}
@@ -115,10 +116,10 @@ def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> d
 
 
 def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> dict[str, np.ndarray]:
-    """Leaves below `where` in one file of a checkpoint, by the rest of their paths; no larger than the file together.
+    """Leaves below `where` in one file of a checkpoint, by the rest of their paths; in all no larger than the file.
 
     Raises:
-        Damaged: leaves lie over each other, or have the same name; or one is damaged.
+        Damaged: leaves overlap or have the same name, or one is damaged.
     """
     rows = rows_below(rows, where)
     with format.open_regular(path / name) as file:
@@ -132,7 +133,7 @@ def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> 
 
 
 def nested(leaves: dict[str, np.ndarray]) -> PyTree:
-    """Paths to nested dicts; a slash within a name stays, without its backslash."""
+    """Turn paths into nested dicts; an escaped slash stays in its name, without the backslash."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, last = [part.replace("\0", SEPARATOR) for part in path.replace("\\/", "\0").split(SEPARATOR)]
@@ -149,7 +150,7 @@ class Loaded(NamedTuple):
 
     params: PyTree
     model_state: PyTree
-    has_state: bool  # whether the folder held the model state, or it is the model's own
+    has_state: bool  # the folder held the model state; else it is the model's own
 
 
 def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
@@ -186,13 +187,13 @@ def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
 
 
 def is_bare(tree: PyTree, params: PyTree) -> bool:
-    """Whether a folder's tree holds params alone, as programs other than `jaxmpi export` write them."""
+    """Return True if a folder's tree holds params alone, as programs other than `jaxmpi export` write them."""
     got, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
     return got == bare or not {name.split(SEPARATOR)[0] for name in got} <= {"params", "model_state"}
 
 
 def refuse_ways_out(folder: Path) -> None:
-    """Raise `UsageError` unless all in a folder are files and folders: a link may lead anywhere, a pipe never ends."""
+    """Raise `UsageError` unless a folder holds only files and folders: links lead anywhere, pipes never end."""
     for path, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             mode = os.lstat(os.path.join(path, name)).st_mode
@@ -201,7 +202,7 @@ def refuse_ways_out(folder: Path) -> None:
 
 
 def check_chunks(folder: Path, sizes: PyTree) -> None:
-    """Raise `UsageError` where a chunk, which is read whole, is larger than its leaf."""
+    """Raise `UsageError` if a chunk, which is read whole, is larger than its leaf."""
     for name, leaf in named_leaves(sizes):
         storage = getattr(leaf, "storage", None)
         for shape in (getattr(storage, "chunk_shape", None), getattr(storage, "write_shape", None)):
@@ -211,7 +212,7 @@ def check_chunks(folder: Path, sizes: PyTree) -> None:
 
 
 def check_leaves(folder: Path, tree: PyTree, like: PyTree) -> None:
-    """Raise `UsageError` where leaves are not those of `like`: before they are read, then as read."""
+    """Raise `UsageError` if leaves differ from those of `like`; called before they are read, and again after."""
     got = {name: f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for name, leaf in named_leaves(tree)}
     expected = {name: f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for name, leaf in named_leaves(like)}
     lines = [

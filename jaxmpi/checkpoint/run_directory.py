@@ -1,4 +1,8 @@
-"""A run and its directory: what makes it this run, what all ranks agree on, and what is kept beside the record."""
+"""Run directories: choice, lock and checks, and the identity that a resumed run must match.
+
+Rank 0 chooses the directory, all ranks check that they see it, and a lock keeps other jobs out. A resumed run is
+compared with its newest checkpoint: a field of `identity` that differs is refused, other settings are reported.
+"""
 
 import contextlib
 import dataclasses
@@ -29,7 +33,7 @@ from jaxmpi.runtime import provenance
 
 
 def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
-    """Refuse to start where ranks have different experiments or libraries."""
+    """Refuse to start if ranks have different experiments or libraries."""
     check(experiment.model is not None, "the experiment has no model")
     facts = {
         "experiment_file": digest,
@@ -41,10 +45,10 @@ def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
 
 @contextlib.contextmanager
 def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> Iterator[HeldFolder]:
-    """The run directory that rank 0 chose, held by all ranks; no other job gets it meanwhile.
+    """Hold the run directory that rank 0 chose, on all ranks, locked against other jobs.
 
     Raises:
-        UsageError: it holds a run already and the run is not to be resumed, or the reverse; another job is at it; or a
+        UsageError: it holds a run already and the run is not to be resumed, or the reverse; another job has it; or a
             rank does not see it.
     """
     with contextlib.ExitStack() as held:
@@ -57,7 +61,7 @@ def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> I
 
 
 def seen(folder: Path) -> HeldFolder:
-    """The run directory that another rank has chosen.
+    """Open the run directory that another rank has chosen.
 
     Raises:
         UsageError: this host has none of that name.
@@ -73,10 +77,10 @@ def seen(folder: Path) -> HeldFolder:
 
 @contextlib.contextmanager
 def usable() -> Iterator[None]:
-    """Have an error of the file system name the run directory and the way out.
+    """Turn an OSError into an error that names the run directory and the way out.
 
     Raises:
-        UsageError: in the place of OSError.
+        UsageError: in place of OSError.
     """
     try:
         yield
@@ -86,10 +90,10 @@ def usable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def still_usable() -> Iterator[None]:
-    """Have a run directory that fails while the run goes on end the run; nobody has misused anything.
+    """End the run if its directory fails during training; that is not an error of usage.
 
     Raises:
-        TrainingError: in the place of OSError and UsageError.
+        TrainingError: in place of OSError and UsageError.
     """
     try:
         yield
@@ -122,7 +126,7 @@ FILES = ("record.jsonl", "record.tmp", "config.json", "config.tmp", "trace.json"
 
 
 def check_kinds(folder: Path) -> None:
-    """Refuse a run directory in which a folder has the name of a file that the run writes, or the reverse.
+    """Refuse a run directory with a folder under the name of a file that the run writes, or the reverse.
 
     Raises:
         UsageError: the name.
@@ -147,10 +151,10 @@ def locked(folder: Path) -> Iterator[HeldFolder]:
 
 
 def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
-    """Keep other jobs away, also those of other hosts if the file system can; the lock goes with the process.
+    """Lock the run directory against other jobs, on other hosts too if the file system supports it.
 
-    Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file says who
-    holds them.
+    Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file names the
+    holder. The lock ends with the process.
 
     Args:
         home: the run directory.
@@ -179,7 +183,7 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
 
 
 def holder(folder: Path) -> str:
-    """The job that has locked a run directory, by its own word."""
+    """The job that has locked a run directory, as its file `lock` names it."""
     try:
         with (folder / "lock").open(errors="backslashreplace") as file:
             return file.read(200).strip() or "another job"
@@ -202,18 +206,18 @@ def refuse_lost(folder: Path) -> None:
 
 
 def lost(folder: Path) -> list[Path]:
-    """Checkpoints that the record has as whole, newer than all that are there."""
+    """Checkpoints that the record lists as whole, newer than all in the folder."""
     there = [step_of(path) for path in candidates(folder / "checkpoints")]
     steps = {step for step in saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
     return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
 
 
 def check_source(experiment: Experiment, is_asynchronous: bool) -> None:
-    """Refuse a `continue_from` that no new run can go on from.
+    """Refuse a `continue_from` from which no new run can start.
 
     Raises:
-        UsageError: the rule is asynchronous; it is the run directory itself, or has no checkpoint; or that is of
-            another rule or optimizer, whose state has other leaves.
+        UsageError: the rule is asynchronous; it is the run directory itself, or has no checkpoint; or its checkpoint
+            is of another rule or optimizer, whose state has other leaves.
     """
     source = Path(experiment.continue_from)
     check(
@@ -241,7 +245,7 @@ def check_source(experiment: Experiment, is_asynchronous: bool) -> None:
 
 
 def saved_steps(record: Path) -> list[int]:
-    """Steps of the checkpoints that a record tells of."""
+    """Steps of the checkpoints in a record."""
     steps = []
     for line in record.read_bytes().splitlines():
         if b'"checkpoint"' in line:
@@ -253,7 +257,7 @@ def saved_steps(record: Path) -> list[int]:
 
 
 def set_aside(folder: Path) -> None:
-    """Give the record and the checkpoints of before names of their own, record.1.jsonl and checkpoints.1 or more."""
+    """Rename an earlier record and checkpoints to record.1.jsonl and checkpoints.1, or the next free number."""
     held = [path for path in (folder / "record.jsonl", folder / "checkpoints") if path.exists()]
     for number in itertools.count(1):
         asides = [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in held]
@@ -264,7 +268,7 @@ def set_aside(folder: Path) -> None:
 
 
 def begin_record(folder: Path) -> None:
-    """Begin the record; refuse a folder with a checkpoint or steps. A run that came to neither has nothing to lose."""
+    """Begin the record; refuse a folder with a checkpoint or steps. A run with neither has nothing to lose."""
     record = folder / "record.jsonl"
     check(
         not found(folder / "checkpoints") and not (record.exists() and b'"kind": "train"' in record.read_bytes()),
@@ -275,7 +279,7 @@ def begin_record(folder: Path) -> None:
 
 
 def resumed(experiment: Experiment, name: str) -> Path:
-    """The run directory that is asked for, or the newest of that name."""
+    """The requested run directory, or the newest of that name."""
     made = {tuple(map(int, m.groups(default="1"))): m[0] for m in map(stamped(name).fullmatch, runs()) if m}
     folder = Path(experiment.run_dir or Path("runs", made[max(made)] if made else f"{name}-"))
     check(
@@ -291,30 +295,30 @@ def runs() -> list[str]:
 
 
 def stamped(name: str) -> re.Pattern[str]:
-    """What `fresh` calls run directories: name, day, time, number where there are several."""
+    """Pattern of the names that `fresh` makes: name, day, time, and a number if there are several."""
     return re.compile(rf"{re.escape(name)}-(\d{{8}})-(\d{{6}})(?:-(\d+))?")
 
 
 def new(experiment: Experiment, name: str) -> Path:
-    """The run directory that is asked for, or a fresh one."""
+    """The requested run directory, or a fresh one."""
     return named(experiment.run_dir) if experiment.run_dir else fresh(name)
 
 
 class Stored(NamedTuple):
-    """What the newest checkpoint says of how the run goes on."""
+    """Settings of a resumed run that its newest checkpoint decides."""
 
     workers: int  # that wrote it
-    scaled_for: int  # workers that the run began with, by which the learning rate is scaled
+    scaled_for: int  # initial number of workers, by which the learning rate is scaled
     effective_batch: int
-    exchange: dict[str, Any]  # asked, strategy, bucket_bytes and, but in old ones, overlap
+    exchange: dict[str, Any]  # asked, strategy, bucket_bytes and, except in old checkpoints, overlap
 
 
 def stored(experiment: Experiment, name: str) -> Stored | None:
-    """How the run that is resumed was made; None where none is, or has no checkpoint yet.
+    """Read the stored settings of the run to resume; None if there is none, or it has no checkpoint yet.
 
     Raises:
-        UsageError: the newest checkpoint's word is of another kind than what is written, or it is of another rule or
-            optimizer, whose state has other leaves.
+        UsageError: the settings in the newest checkpoint are malformed, or it is of another rule or optimizer, whose
+            state has other leaves.
     """
     folder = resumed(experiment, name) / "checkpoints" if experiment.resume else None
     manifest = newest(folder) if folder else None
@@ -335,7 +339,7 @@ def stored(experiment: Experiment, name: str) -> Stored | None:
 
 
 def settled_exchange(kept: Stored | None, asked: ExchangeConfig) -> dict[str, Any] | None:
-    """Strategy, bucket size and overlap that `auto` came to in the run that is resumed; None where there are none."""
+    """Strategy, bucket size and overlap that `auto` chose in the run to resume; None if there are none."""
     if kept is None or kept.exchange["asked"] != asked.strategy:
         return None
     is_off = asked.overlap == "auto" and kept.exchange.get("overlap") == "off"
@@ -344,7 +348,7 @@ def settled_exchange(kept: Stored | None, asked: ExchangeConfig) -> dict[str, An
 
 
 def as_begun(experiment: Experiment, kept: Stored | None, workers: int) -> Experiment:
-    """The experiment with the effective batch that the run began with, where workers are more or fewer since."""
+    """The experiment with the run's initial effective batch, if the number of workers has changed since."""
     if kept is None or kept.scaled_for == workers:
         return experiment
     batch = kept.effective_batch
@@ -358,14 +362,14 @@ def as_begun(experiment: Experiment, kept: Stored | None, workers: int) -> Exper
 
 
 def named(run_dir: str) -> Path:
-    """The run directory that is asked for, made where it is not there."""
+    """The requested run directory, made if absent."""
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def fresh(name: str) -> Path:
-    """A run directory of its own: runs/<name>-<time>, with a number behind it where that is taken."""
+    """Make a new run directory: runs/<name>-<time>, with a number appended if that is taken."""
     stem = f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
         folder = Path(stem if number == 1 else f"{stem}-{number}")
@@ -378,7 +382,7 @@ def fresh(name: str) -> Path:
 
 
 def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str, root: Path | None) -> dict[str, Any]:
-    """The resolved configuration and where it runs, for config.json and the record."""
+    """The resolved configuration and its environment, for config.json and the record."""
     return {
         "experiment": flags.resolved(experiment),
         "workers": workers.size,
@@ -392,22 +396,22 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
     }
 
 
-# Fields that decide, beside the model, which leaves a state has.
+# Fields that decide, together with the model, which leaves a state has.
 SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity")
 
 
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
-    """What makes a run the same run: with another of these, a step number would mean other examples or updates."""
+    """Fields that identify a run: if one changes, a step number means other examples or updates."""
     fields = flatten_json(flags.resolved(experiment))
     names = ("model", "seed", "micro_batch", *SHAPING)
     kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
     return {**kept, **flatten_json(data), "effective batch": effective_batch}
 
 
-# Fields of `data` under which the same examples stay the same.
+# Fields of `data` that leave the examples unchanged.
 NOT_THE_DATA = (
     *("data.dir", "data.loader", "data.loaders", "data.prefetch", "data.stall_s", "data.on_error"),
-    # Where they change the order, the data's facts say so.
+    # If they change the order, the data's facts say so.
     *("data.shuffle_by", "data.memory", "data.group_size", "data.shuffle_period"),
 )
 # Fields of `identity` that a run may change by `continue_from`.
@@ -416,7 +420,7 @@ OTHER_BATCH = "to go on with another one, in a new run directory, give --continu
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[str] = ()) -> None:
-    """Stop where a checkpoint is to be resumed as another run.
+    """Refuse to resume a checkpoint as another run.
 
     Args:
         but: fields that may differ.
@@ -432,7 +436,7 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[s
     check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, way_out]))
 
 
-# Fields that change no update: what is shown, kept and watched; where things lie; batches, which `identity` has.
+# Fields that change no update: output, retention, monitoring, paths; and batches, which `identity` has.
 NOT_THE_NUMBERS = (
     *(
         "run_dir",
@@ -452,16 +456,16 @@ NOT_THE_NUMBERS = (
 
 
 def settings(experiment: Experiment) -> dict[str, Any]:
-    """The resolved fields by which updates differ, for a checkpoint."""
+    """The resolved fields that affect updates, for a checkpoint."""
     fields = flatten_json(flags.resolved(experiment))
     return {name: value for name, value in fields.items() if name not in NOT_THE_NUMBERS}
 
 
 def changes(saved: Any, now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that are others than a checkpoint's: name to what it was and is.
+    """Settings that differ from a checkpoint's: name to (old, new).
 
     Args:
-        saved: what the checkpoint has of `settings`; older ones have nothing, and then no change is known.
+        saved: the checkpoint's `settings`; older checkpoints have none, and then no change is known.
     """
     names = [name for name in now if isinstance(saved, dict) and name in saved]
     return {name: (saved[name], now[name]) for name in names if saved[name] != now[name]}

@@ -1,4 +1,4 @@
-"""Checkpoints of asynchronous workers, each written when its worker comes to it."""
+"""Checkpoints of asynchronous workers, each of which writes its part at its own step."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from jaxmpi.core.pytrees import PyTree
 
 
 class UncoordinatedCheckpoint(NamedTuple):
-    """Where workers do not meet: each writes its own file when it comes by, and worker 0 makes a checkpoint of them."""
+    """Checkpoint without a barrier: each worker writes its own file, and worker 0 commits them as one."""
 
     folder: Path  # RUN/checkpoints
     workers: int
@@ -21,11 +21,11 @@ class UncoordinatedCheckpoint(NamedTuple):
         return self.folder / f"step_{step:08d}.tmp"
 
     def begin(self, step: int) -> None:
-        """Worker 0, before the others hear of it."""
+        """Make the folder; worker 0 calls it before it announces the checkpoint."""
         make_aside(self.aside(step))
 
     def write_own(self, step: int, worker: int, tree: PyTree) -> None:
-        """A worker's part, then its index, which says that the part is whole."""
+        """Write a worker's part, then its index, whose presence marks the part as whole."""
         name = own_file(worker)
         index = write_leaves(self.aside(step) / name, tree, step)
         being_written = self.aside(step) / f"{name}.json.tmp"
@@ -33,7 +33,7 @@ class UncoordinatedCheckpoint(NamedTuple):
         being_written.rename(being_written.with_suffix(""))
 
     def end(self, step: int, common: PyTree, extra: Mapping[str, Any], score: float | None) -> None:
-        """Worker 0, when all that are there have written; those of others are empty."""
+        """Commit the checkpoint; worker 0 calls it when all live workers have written. Files of others are empty."""
         aside = self.aside(step)
         files = {"common.bin": write_leaves(aside / "common.bin", common, step)}
         for name in map(own_file, range(self.workers)):
