@@ -1,4 +1,4 @@
-"""What a run shows: its record, terminal, trace, plots and report.
+"""Output of a run: its record, terminal, trace, plots and report.
 
 In reading order: `step_timing`, `recorder`, `sinks`, `terminal`, `trace`, `gradient_noise`, `plots`, `report`.
 

@@ -1,4 +1,4 @@
-"""How noisy gradients are over workers: how far the batch can grow before it only costs examples."""
+"""Gradient noise scale over workers: how far the batch can grow before it only costs examples."""
 
 from typing import NamedTuple
 
@@ -6,22 +6,22 @@ KEPT = 0.9  # of the means, from one progress line to the next
 
 
 class Means(NamedTuple):
-    """Over some steps and all workers."""
+    """Mean squared gradient norms over some steps and all workers."""
 
     local: float  # of |g_i|^2, g_i one worker's gradient, the mean over its b examples
     whole: float  # of |g|^2, g = (1/k) sum_i g_i
 
 
 class Noise:
-    """Unbiased estimates out of the squares of gradients of two batch sizes, b and k b.
+    """Unbiased estimates from the squared gradient norms at two batch sizes, b and k b.
 
     variance  V = (1/(k-1)) sum_i |g_i - g|^2 = k / (k-1) (|g_i|^2 - |g|^2)      between workers
     square    |G|^2 = |g|^2 - V / k                                             of the gradient without noise
     noise     B = tr(S) / |G|^2, tr(S) = b V                                    examples
 
     B is a ratio of moving averages over progress lines: each of the two is unbiased, their ratio at one step is not. At
-    an effective batch of B a step gets half as far as it would without noise; far beyond B more examples change little.
-    McCandlish et al. 2018, arXiv:1812.06162, equation 2.8 and appendix A.1.
+    an effective batch of B, a step makes half the progress of one without noise. Far beyond B, more examples change
+    little. McCandlish et al. 2018, arXiv:1812.06162, equation 2.8 and appendix A.1.
     """
 
     def __init__(self, workers: int, local_batch: int) -> None:
@@ -30,7 +30,7 @@ class Noise:
         self._trace = self._square = 0.0
 
     def fields(self, means: Means) -> dict[str, float]:
-        """What the record says of the steps since the last line; infinite where no gradient is seen in the noise."""
+        """Record fields for the steps since the last line; infinite if the noise hides the gradient."""
         variance = self.workers / (self.workers - 1) * (means.local - means.whole)
         square = means.whole - variance / self.workers
         self._trace = KEPT * self._trace + (1 - KEPT) * self.local_batch * variance

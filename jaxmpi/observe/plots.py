@@ -1,4 +1,7 @@
-"""Lines, bars, areas and maps, drawn into files: the one place that calls matplotlib, imported when first used."""
+"""Line, bar, area and map plots in files; the only module that calls matplotlib, imported at first use.
+
+A figure is a column of panels. Each panel is plain data with a `draw` method, so callers need no matplotlib.
+"""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 ENDINGS = (".png", ".svg", ".pdf")
 WIDTH, LINES_HEIGHT, BAR_HEIGHT = 11.0, 5.5, 0.3  # inches
-SHORT = 1000  # times the least value: on a logarithmic axis up to there 2 and 5 have numbers, too
+SHORT = 1000  # ratio of extremes up to which a logarithmic axis labels 2 and 5, too
 MARKED = 20  # points of a long line that are marked
 NAMES = 25  # in one column of a legend
 STYLES = ("o-", "s:", "^-.")  # the next when the colours are used up; only the bound is dashed
@@ -22,12 +25,12 @@ Point = tuple[float, float]
 
 
 class Quantity(NamedTuple):
-    """What an axis shows."""
+    """The quantity on an axis."""
 
     name: str
     unit: str = ""  # ticks get a prefix: 10 ms
-    base: int | None = 10  # of a logarithmic axis, taken where values span a factor of 10; None: never
-    low: float | None = 0.0  # where an axis that is not logarithmic begins; None: near the least value
+    base: int | None = 10  # of a logarithmic axis, used if values span a factor of 10; None: never
+    low: float | None = 0.0  # start of an axis that is not logarithmic; None: near the least value
 
     @property
     def label(self) -> str:
@@ -36,7 +39,7 @@ class Quantity(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Named lines; all values > 0 where an axis has a base."""
+    """Named lines; all values > 0 if an axis has a base."""
 
     title: str
     x: Quantity
@@ -95,7 +98,7 @@ class Bars(NamedTuple):
 
 
 class Areas(NamedTuple):
-    """Named parts of a whole, one on another."""
+    """Named parts of a whole, stacked."""
 
     title: str
     x: Quantity
@@ -126,7 +129,7 @@ class Map(NamedTuple):
     value: Quantity
     at: Sequence[float]  # of the columns, evenly apart
     rows: Sequence[Sequence[float]]  # from the top; NaN where nothing is known
-    each: int = 1  # of what the rows are numbered by, in a row
+    each: int = 1  # units of the y axis in a row
 
     @property
     def height(self) -> float:
@@ -134,7 +137,7 @@ class Map(NamedTuple):
         return 2.0 + min(LINES_HEIGHT, 0.2 * len(self.rows))
 
     def draw(self, axes: "Axes") -> None:
-        """The map, and what its colours mean."""
+        """The map and its colour bar."""
         from matplotlib.ticker import MaxNLocator
 
         ends = (self.at[0], self.at[-1] if self.at[-1] > self.at[0] else self.at[0] + 1)
@@ -149,7 +152,7 @@ Panel = Lines | Bars | Areas | Map
 
 
 def save(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels, one under another, as what the file's ending says.
+    """Write the panels, one under another, in the format of the file's suffix.
 
     Raises:
         OSError: the file cannot be written.
@@ -158,7 +161,7 @@ def save(panels: Sequence[Panel], path: Path) -> None:
 
 
 def save_both(panels: Sequence[Panel], path: Path) -> str:
-    """Write the panels as a PNG file; the same as SVG, for a page.
+    """Write the panels as a PNG file; return them as SVG, for a page.
 
     Raises:
         OSError: the file cannot be written.
@@ -174,7 +177,7 @@ def save_both(panels: Sequence[Panel], path: Path) -> str:
 
 
 def check_file(path: Path, flag: str) -> None:
-    """Refuse a file that could not be written later.
+    """Refuse a path that could not be written later.
 
     Raises:
         UsageError: an unknown ending, or no file can be there.
@@ -206,7 +209,7 @@ def figure(panels: Sequence[Panel]) -> "Figure":
 
 
 def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Sequence[float]) -> None:
-    """Name an axis, and make it logarithmic or let it start at 0."""
+    """Label an axis, and make it logarithmic or set its start."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
@@ -227,7 +230,7 @@ def columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def colour(i: int) -> Any:
-    """The i-th line's or bar's: Petroff 2021, told apart by most eyes."""
+    """Colour of the i-th line or bar: Petroff 2021, distinct to most eyes."""
     from matplotlib import color_sequences
 
     colours = color_sequences["petroff10"]
@@ -235,10 +238,10 @@ def colour(i: int) -> Any:
 
 
 def literal(text: str) -> str:
-    """Text that matplotlib takes for no formula."""
+    """Escape a text, so that matplotlib does not read it as a formula."""
     return text.replace("$", r"\$")
 
 
 def style(i: int) -> str:
-    """The i-th line's: another for every ten."""
+    """Style of the i-th line: another for every ten."""
     return STYLES[i // 10 % len(STYLES)]

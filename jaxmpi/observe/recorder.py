@@ -1,4 +1,8 @@
-"""The record: one JSON object a line in RUN/record.jsonl, to the sinks, and what the terminal shows. Rank 0 only."""
+"""The record: one JSON object per line in RUN/record.jsonl, also sent to sinks and terminal. Rank 0 only.
+
+The file is unbuffered, so a killed run loses at most the line being written. A resumed run first drops the lines after
+its checkpoint.
+"""
 
 import json
 import math
@@ -25,12 +29,12 @@ from jaxmpi.runtime.spans import Span
 FORMAT = 2  # of the record; 1 had no anatomy
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
 COMPUTE = [*PARTS].index("compute")
-BEHIND = 1.1  # times the median: a rank that is told of as slow
-MOST_RANKS = 64  # listed in a line one by one; of more, the slowest of as many together
+BEHIND = 1.1  # times the median: a rank that is reported as slow
+MOST_RANKS = 64  # values in a line; with more ranks, the slowest of each group of neighbours
 
 
 class Recorder:
-    """Appends to the record, feeds the sinks and tells the terminal; on other ranks it does neither."""
+    """Writer to the record, sinks and terminal; on ranks other than 0 it does nothing."""
 
     def __init__(
         self,
@@ -41,14 +45,14 @@ class Recorder:
         hosts: Sequence[str] = (),
         bytes_each: int = 0,
     ) -> None:
-        """Open RUN/record.jsonl for appending; `run_dir` None is another rank's.
+        """Open RUN/record.jsonl for appending; `run_dir` is None on ranks other than 0.
 
         Args:
             elapsed_s: seconds that earlier parts of a resumed run took.
-            terminal: what rank 0's words go to.
+            terminal: shows rank 0's output.
             sinks: get every line, too.
             hosts: names, by rank.
-            bytes_each: of text, the bytes that an example predicts; 0 for images.
+            bytes_each: bytes of text that an example predicts; 0 for images.
         """
         self._unit, self._each = ("bytes", bytes_each) if bytes_each else ("images", 1)
         self._file = opened(run_dir / "record.jsonl") if run_dir else None
@@ -65,14 +69,14 @@ class Recorder:
         return time.monotonic() - self._start
 
     def say(self, text: str) -> None:
-        """A line on the terminal."""
+        """Print a line on the terminal."""
         self._terminal.say(text)
 
     @contextmanager
     def saying(self, what: str, first_s: float = 3.0, every_s: float = 10.0) -> Iterator[None]:
-        """Say on the terminal that this goes on, and for how long, if it takes longer than `first_s`.
+        """Report on the terminal that an operation is still running, and for how long, after `first_s`.
 
-        A thread says it: while XLA compiles, this one does not return.
+        A thread prints it, because the calling thread blocks while XLA compiles.
         """
         begin, is_over = time.monotonic(), threading.Event()
 
@@ -91,7 +95,7 @@ class Recorder:
             thread.join()
 
     def write(self, kind: str, **fields: Any) -> None:
-        """A line of the record: `kind`, then `fields`; numbers that JSON has no word for become null.
+        """Append a line: `kind`, then `fields`; numbers that JSON cannot represent become null.
 
         Raises:
             TrainingError: it cannot be written, as on a full disk.
@@ -120,16 +124,16 @@ class Recorder:
         worker_steps: Sequence[int] = (),
         **more: float,
     ) -> None:
-        """A progress line; images/s, or of text bytes/s, since the last one.
+        """Write a progress line, with images/s (bytes/s for text) since the last one.
 
         Args:
-            wait_s: seconds that a worker has waited for batches so far, their mean.
+            wait_s: seconds that a worker has waited for batches so far, mean over workers.
             skipped: corrupt examples so far, of all workers.
             gradient_norm: of a worker's gradients before the exchange, root of the mean square over workers and steps.
-            anatomy: where the time of the last steps went.
-            images: of these steps.
-            noted: what this rank did in these steps.
-            worker_steps: that each worker has made, where they do not keep step; shown on the terminal.
+            anatomy: breakdown of the time of the last steps.
+            images: in these steps.
+            noted: this rank's spans of these steps.
+            worker_steps: steps of each worker under an asynchronous rule; shown on the terminal.
             more: fields of the record that only some runs have.
         """
         now = time.monotonic()
@@ -148,7 +152,7 @@ class Recorder:
             shown = shown._replace(slowest=slowest, **shares(anatomy))
         self.write("train", **told)
         self._terminal.progress(shown)
-        # What the first line of a start tells of has compiled the step: that is no time of images.
+        # The steps of the first line after a start include compilation, so they do not count.
         if anatomy and self._is_warm and (line := self._classic.add(anatomy, images, examples)):
             own_s = line.pop("own_s")
             self.write("window", step=step, **line, slowest=self._slowest(own_s))
@@ -156,7 +160,7 @@ class Recorder:
         self._is_warm |= anatomy is not None
 
     def _of_anatomy(self, anatomy: Summary, now: float) -> dict[str, Any]:
-        """Its fields of a line of the record."""
+        """Record fields of an anatomy."""
         self._compute_s += float(anatomy.spent[COMPUTE].mean())
         return {
             "step_s": anatomy.step_s,
@@ -168,8 +172,8 @@ class Recorder:
         }
 
     def _slowest(self, own_s: Sequence[float]) -> str:
-        """The rank that the others wait for; empty where none is far behind."""
-        own = [seconds for seconds in own_s if seconds]  # 0: a worker that is gone
+        """The rank that the others wait for; empty if none is far behind."""
+        own = [seconds for seconds in own_s if seconds]  # 0: a worker that has left
         is_behind = bool(own) and max(own) > BEHIND * statistics.median(own)
         return self.name(int(np.argmax(own_s))) if is_behind else ""
 
@@ -178,9 +182,9 @@ class Recorder:
         return f"rank {rank}" + (f" on {self._hosts[rank]}" if rank < len(self._hosts) else "")
 
     def evaluation(self, *, step: int, epoch: float, examples: int, eval_count: int, **means: float) -> None:
-        """Means over `eval_count` evaluated examples: eval_loss, eval_top1, eval_top5; none where there are none.
+        """Write means over `eval_count` examples: eval_loss, eval_top1, eval_top5; null if there are no examples.
 
-        Of text eval_bits_per_byte = eval_loss / ln 2 too.
+        For text also eval_bits_per_byte = eval_loss / ln 2.
         """
         if self._unit == "bytes" and means:
             means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2)
@@ -198,11 +202,11 @@ class Recorder:
         self.say(f"step {step}  evaluation on {eval_count}: {shown}  {self.elapsed_s():.1f} s")
 
     def start_window(self, examples: int) -> None:
-        """Begin a new window of images/s: what lay between was not training."""
+        """Begin a new window of images/s, because the time in between was not training."""
         self._window = time.monotonic(), examples
 
     def go_back(self, step: int) -> None:
-        """Drop lines after `step`: what they tell of is done again."""
+        """Drop lines after `step`, because those steps are repeated."""
         if self._file:
             self._file.close()
             cut_record(Path(self._file.name), step)
@@ -222,19 +226,19 @@ class Recorder:
 
 
 def listed(table: Mapping[str, Sequence[float]]) -> dict[str, list[Any]]:
-    """Rows as JSON has them."""
+    """A table with lists that JSON can represent."""
     return {part: [*map(jsonable, row)] for part, row in table.items()}
 
 
 def shares(anatomy: Summary) -> dict[str, Any]:
-    """Parts of the time that are known and that the terminal shows."""
+    """Known parts of the time, for the terminal."""
     total = anatomy.step_s or 1.0
     parts = {part: anatomy.means[part] / total for part in anatomy.table if part != "hidden"}
     return {"shares": parts, "estimated": anatomy.source == "estimated"}
 
 
 class Buckets:
-    """How long each bucket of this rank is under way in a step, and is waited for."""
+    """Seconds a step that each bucket of this rank is in flight, and that the rank waits for it."""
 
     def __init__(self) -> None:
         """Nothing seen yet."""
@@ -242,7 +246,7 @@ class Buckets:
         self.steps = 0.0
 
     def add(self, noted: Sequence[Span], steps: float) -> None:
-        """The spans of so many steps."""
+        """Add the spans of so many steps."""
         self.steps += steps
         for span in noted:
             if span.track in ("travel", "wait"):
@@ -250,28 +254,28 @@ class Buckets:
                 both[int(span.track == "wait")] += span.end_s - span.begin_s
 
     def taken(self) -> list[list[Any]]:
-        """[label, seconds under way, seconds waited for] a step of each since the last call."""
+        """Return [label, seconds in flight, seconds waited for] a step of each bucket since the last call."""
         rows = [[name, *map(jsonable, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())]
         self.seconds, self.steps = {}, 0.0
         return rows
 
 
 class Classic:
-    """The time of 5,120 images, whatever the batch: what was measured since the last line, scaled."""
+    """Time of 5,120 images at any batch size: the time since the last line, scaled."""
 
     def __init__(self) -> None:
         """Nothing measured yet."""
         self.spent, self.images = np.zeros((len(PARTS), 0)), 0  # seconds of every rank
-        self.sources: set[str] = set()  # how the time of exchanges was known since the last line
+        self.sources: set[str] = set()  # of the exchange times since the last line
 
     def add(self, anatomy: Summary, images: int, examples: int) -> dict[str, Any] | None:
-        """Fields of a line where another 5,120 images are through, else None.
+        """Return the fields of a line after another 5,120 images, else None.
 
         Args:
-            images: of the window that the anatomy is of.
+            images: in the anatomy's window.
             examples: so far.
         """
-        if self.spent.shape != anatomy.spent.shape:  # the first, or ranks are gone
+        if self.spent.shape != anatomy.spent.shape:  # the first, or ranks have left
             self.spent, self.images, self.sources = np.zeros_like(anatomy.spent), 0, set()
         self.sources |= {anatomy.source}
         self.spent = self.spent + anatomy.spent
@@ -279,7 +283,7 @@ class Classic:
         if images <= 0 or examples // CLASSIC == (examples - images) // CLASSIC:
             return None
         each, counted = self.spent * (CLASSIC / self.images), np.asarray(self.spent.any(axis=0))
-        source = min(self.sources, key=SOURCES.index)  # the least that is known of any part of the line
+        source = min(self.sources, key=SOURCES.index)  # the least certain of the line
         self.spent, self.images, self.sources = np.zeros_like(each), 0, set()
         mean = dict(zip(PARTS, each[:, counted].mean(axis=1).tolist(), strict=True))
         train_s = mean["compute"] + mean["transfer"] + mean["other"]
@@ -292,9 +296,9 @@ class Classic:
 
 
 def classic_line(fields: dict[str, Any]) -> str:
-    """As Theano-MPI printed it: what the step computed, waited for others, exchanged, and waited for data.
+    """Theano-MPI's line: time of computation, waits for other ranks, exchange, and waits for data.
 
-    An estimate has `~` before it, an unknown time is `-` and within `train`.
+    An estimate has `~` before it; an unknown time is `-` and counts in `train`.
     """
     mark = "~" if fields["exchange_time"] == "estimated" else ""
     shown = {name: fields[f"{name}_s"] for name in ("train", "sync", "comm", "wait")}
@@ -304,18 +308,18 @@ def classic_line(fields: dict[str, Any]) -> str:
 
 
 def per_block(ranks: int) -> int:
-    """Neighbours that one value stands for."""
+    """Number of neighbouring ranks in one value."""
     return -(-ranks // MOST_RANKS) or 1
 
 
 def blocks(values: Sequence[float]) -> list[float]:
-    """At most MOST_RANKS values: the greatest of neighbours."""
+    """At most MOST_RANKS values, each the greatest of neighbouring ranks."""
     per = per_block(len(values))
     return [max(values[i : i + per]) for i in range(0, len(values), per)]
 
 
 def cut_record(path: Path, step: int) -> None:
-    """Drop what a resumed run does again: lines after `step`, and a line that was not written to its end."""
+    """Drop the lines that a resumed run writes again, those after `step`, and a torn last line."""
     if not path.exists():
         return
     kept = []
@@ -330,13 +334,13 @@ def cut_record(path: Path, step: int) -> None:
 
 
 def opened(path: Path) -> FileIO:
-    """A record to append to, without a buffer: on a full disk `close` would fail once more, and hide the way out."""
+    """Open a record to append to, unbuffered: on a full disk `close` would fail again, and hide the first error."""
     with writing(path):
         return path.open("ab", buffering=0)
 
 
 def jsonable(value: Any) -> Any:
-    """Floats rounded to what is worth keeping; NaN and infinities as null."""
+    """Round floats to significant digits; turn NaN and infinities into null."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

@@ -1,6 +1,7 @@
-"""`jaxmpi report RUN [RUN...]`: one page and pictures from records, for one run or several beside each other.
+"""`jaxmpi report RUN [RUN...]`: an HTML page and plots from the records of one run or several.
 
-The page holds all it needs. A record that is still being written is read up to its last whole line.
+The page is self-contained. A record that is still being written is read up to its last whole line. Damaged lines are
+counted and left out.
 """
 
 import argparse
@@ -24,13 +25,13 @@ from jaxmpi.observe.plots import Areas, Bars, Lines, Map, Panel, Quantity
 from jaxmpi.observe.recorder import FORMAT
 from jaxmpi.observe.step_timing import ESTIMATED, PARTS, SOURCES
 
-MOST_LINES = 8_000  # of steps that are read; of a longer record every n-th
-POINTS = 400  # of a line; of a longer record, means of neighbours
+MOST_LINES = 8_000  # of steps that are read; in a longer record every n-th
+POINTS = 400  # of a line; in a longer record, means of neighbours
 COLUMNS = 200  # of a map
 MOST_RANKS = 1 << 20
-MOST = 1e100  # sums of what is drawn shall be finite
+MOST = 1e100  # so that sums of drawn values are finite
 MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
-MOST_DEEP = 32  # objects in one another in a line
+MOST_DEEP = 32  # nested objects in a line
 MOST_SHARES = 16  # workers whose steps are listed
 MOST_BUCKETS = 40  # drawn; the slowest
 STEP, SECONDS = Quantity("step", base=None), Quantity("seconds of training", base=None)
@@ -50,18 +51,18 @@ NUMBERS = (
 
 
 class Record(NamedTuple):
-    """A run as its record has it."""
+    """A run's record, parsed."""
 
     name: str
-    facts: dict[str, Any]  # of the line of kind `run`, the last where it was resumed
-    train: dict[str, np.ndarray]  # f64[lines] each, NaN where a line has none; parts as `compute`
+    facts: dict[str, Any]  # of the line of kind `run`, the last one if the run was resumed
+    train: dict[str, np.ndarray]  # f64[lines] each, NaN if a line has none; parts as `compute`
     own: np.ndarray  # f64[lines, ranks], NaN where unknown
-    own_ranks: int  # neighbours that a column of it stands for, by the slowest
+    own_ranks: int  # neighbouring ranks in a column of `own`, which holds the slowest
     evaluations: list[dict[str, Any]]
     buckets: list[list[Any]]  # of the last line of kind `exchange`
-    exchange_time: dict[str, int]  # lines by how the time of exchanges was known
-    slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty where none did
-    notes: list[str]  # what a reader of the page should know
+    exchange_time: dict[str, int]  # lines by source of the exchange times
+    slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty if none
+    notes: list[str]  # warnings for the page
     worker_steps: list[float] = []  # noqa: RUF012 by worker, of the last line of kind `workers`; never changed
 
 
@@ -69,10 +70,10 @@ class Record(NamedTuple):
 
 
 def read(folder: Path, name: str = "") -> Record:
-    """The record of a run directory.
+    """Read the record of a run directory.
 
     Raises:
-        UsageError: it cannot be read, is none, or holds no line yet.
+        UsageError: it cannot be read, is not a record, or holds no line yet.
     """
     path = folder / "record.jsonl"
     lines = read_plain(path, MOST_RECORD_BYTES, "the record of a run, no link; name a run directory").split(b"\n")
@@ -97,7 +98,7 @@ def read(folder: Path, name: str = "") -> Record:
 
 
 def sampled(lines: list[bytes]) -> list[bytes]:
-    """Of more than MOST_LINES steps every n-th line, and the last two; all lines of other kinds."""
+    """Keep every n-th line of more than MOST_LINES steps, and the last two; all lines of other kinds."""
     steps = [i for i, line in enumerate(lines[:-2]) if line.startswith(b'{"kind": "train"')]
     per = -(-len(steps) // MOST_LINES)
     left_out = set(steps) - set(steps[::per]) if per > 1 else set()
@@ -105,7 +106,7 @@ def sampled(lines: list[bytes]) -> list[bytes]:
 
 
 def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of steps; what the first step of a start took, which compiled it, is left out."""
+    """Lines of steps without the times of the first step of a start, which include compilation."""
     kept, is_first = [], True
     for row in rows:
         if row.get("kind") == "train":
@@ -116,7 +117,7 @@ def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parsed(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Objects of whole lines, and how many lines are none; the last may be half written."""
+    """Parse whole lines; return their objects and the number of malformed lines. The last may be partial."""
     rows, broken = [], 0
     for line in lines:
         try:
@@ -130,10 +131,10 @@ def parsed(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
 
 
 def plain_text(value: Any, deep: int = 0) -> Any:
-    """A JSON value whose texts can be written and drawn; halves of surrogate pairs in it become `?`.
+    """Make the texts of a JSON value printable: lone surrogates become `?`.
 
     Raises:
-        ValueError: it is deeper than lines of a record are.
+        ValueError: it is nested deeper than lines of a record are.
     """
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
@@ -146,7 +147,7 @@ def plain_text(value: Any, deep: int = 0) -> Any:
 
 
 def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
-    """What may be missing, and why."""
+    """Notes on missing data, with the reason."""
     version = facts.get("format", 1)
     order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
     return [
@@ -167,26 +168,26 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def number(value: Any) -> float:
-    """A float, NaN for what is none, not finite, or so large that only a forged record has it."""
+    """Convert to float; NaN if it is no number, not finite, or so large that the record is forged."""
     return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
 
 
 def median_of(row: Mapping[str, Any], part: str) -> float:
-    """Of [least, median, most, rank] of a part, NaN where a line has none."""
+    """Median from [least, median, most, rank] of a part; NaN if a line has none."""
     anatomy = row.get("anatomy")
     spread = anatomy.get(part) if isinstance(anatomy, dict) else None
     return number(spread[1]) if isinstance(spread, list) and len(spread) > 1 else math.nan
 
 
 def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """[label, seconds under way, seconds waited for] of the last line that has them."""
+    """[label, seconds in flight, seconds waited for] of the last line that has them."""
     last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
     whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
     return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
 
 
 def steps_of_workers(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """`worker_steps` of the last line of kind `workers`; none where a number in it is none."""
+    """`worker_steps` of the last line of kind `workers`; empty if one of them is not a number."""
     last = next((row.get("worker_steps") for row in reversed(rows) if row.get("kind") == "workers"), None)
     steps = [number(made) for made in last] if isinstance(last, list) else []
     return steps if all(made >= 0 for made in steps) else []
@@ -201,7 +202,7 @@ def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, most: int = POINTS) -> np.ndarray:
-    """Means of neighbours along the first axis, so that `most` are left; NaN where all are."""
+    """Means of neighbours along the first axis, so that `most` are left; NaN if all neighbours are NaN."""
     per = -(-len(values) // most)
     if per <= 1:
         return values
@@ -258,7 +259,7 @@ def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
 
 
 def lines(title: str, x: Quantity, y: Quantity, series: Mapping[str, Sequence[plots.Point]]) -> list[Panel]:
-    """A panel, where there is anything to draw; a logarithmic axis only for values > 0."""
+    """A panel if there is anything to draw; a logarithmic axis only for values > 0."""
     drawn = {name: line for name, line in series.items() if line}
     is_positive = all(value > 0 for line in drawn.values() for _, value in line)
     return [Lines(title, x, y if is_positive else y._replace(base=None), drawn)] if drawn else []
@@ -270,7 +271,7 @@ def of_run(record: Record) -> dict[str, list[Panel]]:
 
 
 def areas(record: Record) -> list[Panel]:
-    """Parts of a step, one on another, over the steps."""
+    """Parts of a step, stacked, over the steps."""
     known = ~np.isnan(record.train["compute"])
     steps = thinned(record.train["step"][known]).tolist()
     parts = {
@@ -301,7 +302,7 @@ def rank_map(record: Record) -> list[Panel]:
 
 
 def bucket_bars(record: Record) -> list[Panel]:
-    """Seconds of every bucket under way, and waited for."""
+    """Seconds that every bucket is in flight, and waited for."""
     slowest = sorted(record.buckets, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS]
     kinds = {"under way": 1, "waited for": 2}
     return [
@@ -355,7 +356,7 @@ def section(name: str, pictures: Sequence[str]) -> str:
 
 
 def overview(records: Sequence[Record]) -> list[list[str]]:
-    """The first table: a row a fact."""
+    """The first table, with a row for each fact."""
 
     def last(record: Record, name: str) -> str:
         known = record.train[name][~np.isnan(record.train[name])]
@@ -403,7 +404,7 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
 
 
 def fact(record: Record, *path: str) -> Any:
-    """A fact by its path, empty where there is none."""
+    """A fact by its path; empty if there is none."""
     value: Any = record.facts
     for key in path:
         value = value.get(key, "") if isinstance(value, dict) else ""
@@ -416,7 +417,7 @@ def flat_facts(record: Record) -> dict[str, str]:
 
 
 def differences(records: Sequence[Record]) -> str:
-    """Facts that are not the same in all runs."""
+    """Facts that differ between runs."""
     facts = [flat_facts(record) for record in records]
     paths = dict.fromkeys(path for each in facts for path in each)
     rows = [[path, *(each.get(path, "") for each in facts)] for path in paths]
@@ -439,7 +440,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def escaped(text: Any) -> str:
-    """Text that is no markup."""
+    """Escape a text for HTML."""
     return html.escape(str(text))
 
 
@@ -455,13 +456,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read, draw, write, and say where."""
+    """Read, draw, write, and print the page's path."""
     options = parser().parse_args(argv)
     print(f"report: {write(options.runs, options.out or options.runs[0] / 'report')}")
 
 
 def write(runs: Sequence[Path], folder: Path) -> Path:
-    """The page and its pictures, in this folder.
+    """Write the page and its pictures to this folder; return the page's path.
 
     Raises:
         UsageError: a record cannot be read, or nothing can be written there.
@@ -479,13 +480,13 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
 
 
 def names(runs: Sequence[Path]) -> list[str]:
-    """Of the run directories; with their number where two are called the same."""
+    """Names of the run directories, numbered if two are equal."""
     short = [plain_text(run.resolve().name) for run in runs]
     return [name if short.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 
 def drawn(records: Sequence[Record], folder: Path) -> dict[str, list[str]]:
-    """Pictures by section, as SVG; as PNG in the folder."""
+    """Draw pictures by section: return them as SVG, write them as PNG into the folder."""
     pictures: dict[str, list[str]] = {}
     jobs = [(name, name, panels) for name, panels in curves(records).items()]
     for i, record in enumerate(records):

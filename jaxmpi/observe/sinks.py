@@ -1,4 +1,4 @@
-"""Where lines of the record go beside the file: any function of a dict; TensorBoard as one."""
+"""Sinks for lines of the record: any function of a dict, such as a TensorBoard writer."""
 
 import sys
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import Any
 
 from jaxmpi.core.errors import UsageError
 
-Sink = Callable[[dict[str, Any]], None]  # of a line of the record, on rank 0; a `close()` is called at the end
+Sink = Callable[[dict[str, Any]], None]  # takes a line of the record, on rank 0; `close()`, if any, is called last
 
 
 class TensorBoard:
-    """Numbers of the record as scalars by step, `train/loss`; needs tensorboardX or torch's writer."""
+    """TensorBoard sink: numbers as scalars by step, `train/loss`; needs tensorboardX or torch's writer."""
 
     def __init__(self, folder: Path) -> None:
         """Begin a log in this folder.
@@ -22,7 +22,7 @@ class TensorBoard:
         self.writer = writer()(str(folder))
 
     def __call__(self, row: dict[str, Any]) -> None:
-        """Every number of a line that has a step; parts of a step as `train/anatomy/compute`, their medians."""
+        """Write every number of a line that has a step; parts of a step as `train/anatomy/compute`, their medians."""
         if "step" not in row:
             return
         for name, value in row.items():
@@ -32,12 +32,12 @@ class TensorBoard:
             self.writer.add_scalar(f"{row['kind']}/anatomy/{part}", median, row["step"])
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the writer."""
         self.writer.close()
 
 
 def writer() -> Callable[[str], Any]:
-    """The class of the first package that has one.
+    """Return the writer class of the first installed package that has one.
 
     Raises:
         UsageError: none has.
@@ -53,7 +53,7 @@ def writer() -> Callable[[str], Any]:
 
 
 def send(sinks: list[Sink], row: dict[str, Any]) -> None:
-    """Give a line to each; drop one that fails, and say so: a run does not end for a plot."""
+    """Send a line to each sink; drop and report one that fails, so that it does not end the run."""
     for sink in list(sinks):
         try:
             sink(dict(row))
@@ -63,7 +63,7 @@ def send(sinks: list[Sink], row: dict[str, Any]) -> None:
 
 
 def close(sinks: list[Sink]) -> None:
-    """Close those that can be closed."""
+    """Close the sinks that have a `close`."""
     for sink in sinks:
         try:
             getattr(sink, "close", lambda: None)()
@@ -72,7 +72,7 @@ def close(sinks: list[Sink]) -> None:
 
 
 def tell(sink: Sink, what: str, error: BaseException) -> None:
-    """Say on standard error what a sink did."""
+    """Report on standard error that a sink failed."""
     name = getattr(sink, "__name__", type(sink).__name__)
     print(
         f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them: {type(error).__name__}: {error}",

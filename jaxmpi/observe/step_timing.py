@@ -1,9 +1,9 @@
-"""Where the time of a step goes, from what the training loop sees anyway: nothing is waited for on its account.
+"""Breakdown of a step's time from events of the training loop, without extra synchronisation.
 
-An iteration of the loop waits for a batch, hands it to the device, starts the step and looks at the loss of the step
-before, on which the device may still be at work while the loop waits for the next batch. Only time in which the device
-stands idle is data wait; whether it does is asked, not waited for. Where a step has ended somewhere within a wait, its
-end is reckoned from the last step whose time is known, which is one a window: there the loop waits for the device.
+An iteration of the loop waits for a batch, hands it to the device, starts the step and reads the loss of the step
+before. The device may still run that step while the loop waits for the next batch, so only time in which the device is
+idle counts as data wait. The timer polls `is_ready` and never blocks. If a step ended at an unknown time within a wait,
+its end is estimated from the last step of known duration: once a window the loop waits for the device.
 """
 
 import time
@@ -24,20 +24,20 @@ Interval = tuple[float, float]
 PARTS = {
     "data": "the device is idle for want of a batch",
     "transfer": "idle while a batch is handed to it; on CPUs it has nowhere to go",
-    "compute": "forward, backward, update; and the exchange, where nothing tells it apart",
-    "exchange": "waits for an exchange, beyond what the last rank to come to it has waited",
-    "hidden": "an exchange goes on behind the computation",
-    "sync": "waits for ranks that come later to the exchange",
-    "other": "the loop's own: log, and what the first step compiles",
+    "compute": "forward, backward, update; and the exchange, if nothing tells it apart",
+    "exchange": "waits for an exchange, as long as the last rank to enter it waits",
+    "hidden": "an exchange overlaps the computation",
+    "sync": "waits for ranks that enter the exchange later",
+    "other": "the loop's own: logging, and compilation of the first step",
 }
-LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # what a process knows by itself
+LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # parts that a process measures alone
 OWN = [[*PARTS].index(part) for part in ("data", "transfer", "compute")]
 LATER = float("inf"), float("inf")  # than the loop has had its next batch
 MOST_SPANS = 1 << 20  # of a window; later ones are lost
-MOST_ROWS = 128  # of a window that ranks compare; of a longer one, several steps together
-# How the time of an exchange is known.
+MOST_ROWS = 128  # of a window that ranks compare; in a longer one, several steps together
+# Sources of the time of an exchange, from the least to the most certain.
 SOURCES = ("none", "unknown", "estimated", "measured")
-OF_EXCHANGE = ("exchange", "hidden", "sync")  # parts that nobody knows if their source is "unknown"
+OF_EXCHANGE = ("exchange", "hidden", "sync")  # parts that are unknown if their source is "unknown"
 ESTIMATED = ("compute", "exchange", "sync")  # parts that are estimates if their source is "estimated"
 
 
@@ -51,12 +51,12 @@ class StepTimes:
     handed_s: float = 0.0  # it is on the device
     start_s: float = 0.0  # the step starts, compiled
     end_s: float = 0.0
-    ended: Interval = (0.0, 0.0)  # when the step before ended: no earlier, no later; the same where it is known
-    gap_s: float = 0.0  # before, between two iterations
+    ended: Interval = (0.0, 0.0)  # bounds on the end of the step before; equal if it is known
+    gap_s: float = 0.0  # between the iteration before and this one
 
 
 class Window(NamedTuple):
-    """What a process knows of the steps since the last window."""
+    """A process's measurements of the steps since the last window."""
 
     steps: int
     parts: np.ndarray  # f64[LOCAL], seconds
@@ -66,25 +66,25 @@ class Window(NamedTuple):
 
 
 class StepTimer:
-    """Follows the training loop of this process."""
+    """Timer of the training loop of this process."""
 
     def __init__(self, workers: int, to_device: Callable[[PyTree], PyTree] | None = None) -> None:
-        """Of a job of so many workers.
+        """Begin to time the loop of one of so many workers.
 
         Args:
-            to_device: takes a batch to a device with memory of its own; None: there is none.
+            to_device: copies a batch to a device with memory of its own; None if there is none.
         """
         self.has_exchange, self.to_device = workers > 1, to_device
         self._lone_s: deque[float] = deque(maxlen=3)  # of steps without exchange
         self._rows: list[StepTimes] = []
         self._noted: list[Span] = []  # of a long window
         self._under_way: Any = None  # a result of the last step
-        self._step_s: float | None = None  # of a step, as last known
+        self._step_s: float | None = None  # last known duration of a step
         self._last_s: float | None = None  # end of the last iteration of this window or the one before
         spans.drain()
 
     def batches(self, batches: Iterable[PyTree], first_step: int) -> Iterator[PyTree]:
-        """The batches, with the time that the loop spends on each."""
+        """Yield the batches, and record the time that the loop spends on each."""
         source, step = iter(batches), first_step
         while True:
             row = self._begin(step)
@@ -119,10 +119,10 @@ class StepTimer:
         return self._under_way is None or self._under_way.is_ready()
 
     def started(self, result: Any, compiled: bool = False) -> None:
-        """The step has been handed to the device.
+        """Note that the step has been dispatched to the device.
 
         Args:
-            result: an array that is ready when the step is through.
+            result: an array that is ready when the step ends.
             compiled: the time until now went into compiling it.
         """
         self._under_way = result
@@ -130,7 +130,7 @@ class StepTimer:
             self._rows[-1].start_s = time.perf_counter()
 
     def pause(self) -> None:
-        """The device has come to the end of the last step, and the loop knows."""
+        """Note that the loop has waited for the device to end the last step."""
         self._under_way, self._last_s = None, time.perf_counter()
         if self._rows:
             last = self._rows[-1]
@@ -139,30 +139,30 @@ class StepTimer:
                 self._step_s = last.end_s - last.start_s
 
     def window(self) -> Window:
-        """End a window, in a pause."""
+        """End a window; called in a pause."""
         rows, self._rows = self._rows, []
         noted, self._noted = self._noted + spans.drain(), []
         lone_s = float(np.median(self._lone_s)) if self._lone_s else None
         return taken_apart(rows, self._step_s, lone_s, self.has_exchange, noted)
 
     def lone(self, seconds: float) -> None:
-        """A step without exchange has taken so long."""
+        """Add the duration of a step without exchange."""
         self._lone_s.append(seconds)
 
     def restart(self) -> None:
-        """What has been since the pause was no training."""
+        """Discard the time since the pause, which was not training."""
         self._last_s = None
 
 
 def taken_apart(
     rows: Sequence[StepTimes], step_s: float | None, lone_s: float | None, has_exchange: bool, noted: list[Span]
 ) -> Window:
-    """Idle, busy and waiting seconds of these iterations.
+    """Split the time of these iterations into idle, busy and waiting seconds.
 
     Args:
-        step_s: of a step, where known; settles when a step ended that did so while the loop waited.
-        lone_s: of a step without exchange.
-        noted: spans of the data's way, and of buckets.
+        step_s: duration of a step, if known; gives the end of a step that ended while the loop waited.
+        lone_s: duration of a step without exchange, if known.
+        noted: spans of data and of buckets.
     """
     waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
@@ -176,7 +176,7 @@ def taken_apart(
         mine = inside(waits, row.begin_s, row.end_s) if waits else []
         out = min(length(mine), busy_s) if source == 3 else max(0.0, busy_s - (lone_s or busy_s)) * (source == 2)
         each.append((data, transfer, busy_s - out, out, 0.0, idle_s - data - transfer + row.gap_s))
-        is_through = after_s <= row.end_s  # with its own step, too
+        is_through = after_s <= row.end_s  # its own step has ended, too
         pieces = pieces_of(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if is_through else 0.0)
         noted += compute_spans(pieces, mine)
     spent = np.array(each).reshape(-1, len(LOCAL))
@@ -188,7 +188,7 @@ def taken_apart(
 
 
 def ends_of(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
-    """When the step before each of these iterations ended, as far as that is known."""
+    """Known or estimated end of the step before each of these iterations."""
     ends, busy_from = [], 0.0
     for row in rows:
         low, high = row.ended
@@ -198,21 +198,21 @@ def ends_of(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
 
 
 def shared(a: Interval, b: Interval) -> float:
-    """Seconds that two intervals have in common."""
+    """Seconds of the intersection of two intervals."""
     return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
 def waits_of(row: StepTimes) -> tuple[Interval, Interval]:
-    """When an iteration waited for its batch, and handed it over."""
+    """Intervals in which an iteration waited for its batch, and transferred it."""
     return (row.begin_s, row.batch_s), (row.batch_s, row.handed_s)
 
 
 def pieces_of(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
-    """When the device was at work in an iteration, and at which step: the one before it, then its own.
+    """Busy intervals of the device in an iteration, with their steps: the one before, then its own.
 
     Args:
-        own_s: at its end, of its own step, where it was not idle between; None: unknown. What leaves the step before
-            nothing is no good: then each has half.
+        own_s: seconds of its own step, if the device was not idle between the two; None: unknown. If unknown, or if it
+            leaves no time for the step before, each step gets half.
     """
     if own_s is None or own_s >= row.end_s - row.start_s:
         own_s = (row.end_s - row.begin_s) / 2
@@ -234,13 +234,13 @@ def folded(values: np.ndarray) -> np.ndarray:
 
 
 class ComputeOnlyStep(NamedTuple):
-    """A step that exchanges nothing; what it gives is thrown away."""
+    """A step without exchange, whose result is discarded; it measures compute time."""
 
     step: Callable[[PyTree, PyTree], Any]  # (state, batch); may donate its state
     is_compiled: bool  # by the first step of the run
 
     def seconds(self, state: PyTree, batch: PyTree) -> float:
-        """Of such a step, on a copy of the state."""
+        """Time such a step on a copy of the state."""
         seconds = 0.0
         for _ in range(1 if self.is_compiled else 2):
             with spans.span("other", "step without exchange"):
@@ -252,32 +252,32 @@ class ComputeOnlyStep(NamedTuple):
 
 
 def copied(array: jax.Array) -> jax.Array:
-    """A copy on the same devices; of an array over several processes, each copies its own part.
+    """Copy an array on its devices; if it spans several processes, each copies its own shards.
 
-    `jnp.copy` is a program for every shape: seconds of compiling if ranks share cores. `jax.device_put` of the whole
-    array refuses one that other processes hold a part of.
+    `jnp.copy` compiles a program for every shape, which takes seconds if ranks share cores. `jax.device_put` of the
+    whole array refuses one that spans processes.
     """
     parts = [jax.device_put(part.data, part.device, may_alias=False) for part in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 class ComputeOnlyProbe:
-    """Has a step made without exchange now and then, where nothing else tells the time of one."""
+    """Schedule of steps without exchange, used if the time of an exchange is not measured."""
 
     def __init__(self, lone: ComputeOnlyStep | None, start: int, every: int, log_every: int) -> None:
-        """Of a run that begins after step `start`.
+        """Plan for a run that begins after step `start`.
 
         Args:
-            lone: None: none is ever made.
-            every: steps; 0: none.
-            log_every: steps between two looks at the time.
+            lone: the step to time; None: never.
+            every: steps between two probes; 0: never.
+            log_every: steps between two progress lines.
         """
         self.lone, self.every, self.due = lone, every, float("inf")
         if lone is not None and every:
             self.due = start + (min(every, log_every + 1) if lone.is_compiled else every)
 
     def now(self, anatomy: StepTimer, step: int, source: str, state: PyTree, batch: PyTree) -> None:
-        """Make one where it is due; `source` is how the time of exchanges was known last."""
+        """Time one if it is due; `source` is the last source of the time of exchanges."""
         if self.lone is not None and step >= self.due and source in ("unknown", "estimated"):
             anatomy.lone(self.lone.seconds(state, batch))
             anatomy.restart()
@@ -291,15 +291,15 @@ Spread = tuple[float, float, float, int]  # least, median, most, the rank that h
 
 
 class Summary(NamedTuple):
-    """A window over all ranks; seconds a step, but for `spent`."""
+    """A window over all ranks; seconds a step, except `spent`."""
 
-    steps: float  # where workers do not keep step, their mean
-    source: str  # of SOURCES: how the time of exchanges is known
+    steps: float  # under asynchronous rules the workers' mean
+    source: str  # of SOURCES
     table: dict[str, Spread]  # by part; those that are known
     means: dict[str, float]  # part: mean over ranks
-    own_s: list[float]  # of every rank: what it neither waited for others nor for their messages
+    own_s: list[float]  # of every rank: time without waits for other ranks or their messages
     step_s: float  # mean over ranks
-    spent: np.ndarray  # f64[PARTS, ranks], seconds of all steps; zeros of a worker that is gone
+    spent: np.ndarray  # f64[PARTS, ranks], seconds of all steps; zeros for a worker that has left
 
 
 def by_name(window: Window) -> dict[str, float]:
@@ -308,14 +308,14 @@ def by_name(window: Window) -> dict[str, float]:
 
 
 def flat(window: Window) -> np.ndarray:
-    """A window as f64[n]; ranks with as many steps have as many numbers."""
+    """A window as f64[n]; n is the same on ranks with the same number of steps."""
     return np.concatenate([window.parts, [window.source], window.exposed])
 
 
 def summary(rows: np.ndarray, steps: int) -> Summary:
-    """What `flat` gave on every rank, f64[ranks, n], as a whole.
+    """Summarise the `flat` windows of all ranks, f64[ranks, n].
 
-    sync_r = sum_k (e_rk - min_r e_rk), where e_rk is what rank r waits in step k: who comes last waits for nobody.
+    sync_r = sum_k (e_rk - min_r e_rk), with e_rk the wait of rank r in step k: the last rank waits for no other.
     """
     local: dict[str, np.ndarray] = dict(zip(LOCAL, rows[:, : len(LOCAL)].T, strict=True))
     exposed = rows[:, len(LOCAL) + 1 :]
@@ -327,9 +327,9 @@ def summary(rows: np.ndarray, steps: int) -> Summary:
 
 
 def summary_apart(spent: dict[str, np.ndarray]) -> Summary:
-    """The same of workers that do not keep step: f64[workers] each, `steps` of a worker and seconds of its parts.
+    """Summarise asynchronous workers from f64[workers] each: `steps` of a worker and seconds of its parts.
 
-    Those that made no step in this window count in nothing but `own_s`, as 0, and `spent`.
+    Workers that made no step in this window count only in `own_s`, as 0, and in `spent`.
     """
     steps = spent["steps"]
     parts = np.array([spent.get(part, np.zeros(len(steps))) for part in PARTS])
@@ -337,7 +337,7 @@ def summary_apart(spent: dict[str, np.ndarray]) -> Summary:
 
 
 def over_ranks(spent: np.ndarray, made: np.ndarray, steps: float, source: str) -> Summary:
-    """Of f64[PARTS, ranks] seconds in which each rank has made so many steps."""
+    """Summarise f64[PARTS, ranks] seconds in which each rank made so many steps."""
     each = spent / np.maximum(made, 1)
     means = dict(zip(PARTS, each[:, made > 0].mean(axis=1).tolist(), strict=True))
     step_s = sum(value for part, value in means.items() if part != "hidden")
@@ -346,12 +346,12 @@ def over_ranks(spent: np.ndarray, made: np.ndarray, steps: float, source: str) -
 
 
 def known(table: dict[str, Spread], source: str) -> dict[str, Spread]:
-    """The table without parts that nobody knows: their seconds are in `compute`."""
+    """The table without unknown parts, whose seconds are in `compute`."""
     return {part: row for part, row in table.items() if source != "unknown" or part not in OF_EXCHANGE}
 
 
 def spreads(each: np.ndarray, counted: np.ndarray) -> dict[str, Spread]:
-    """By part, of f64[PARTS, ranks], over the ranks that are counted."""
+    """Spread by part of f64[PARTS, ranks], over the counted ranks."""
     ranks = np.flatnonzero(counted)
     n, seen = len(ranks), each[:, ranks]
     ordered = np.sort(seen, axis=1)
@@ -361,5 +361,5 @@ def spreads(each: np.ndarray, counted: np.ndarray) -> dict[str, Spread]:
 
 
 def own_of(each: np.ndarray) -> np.ndarray:
-    """Of f64[PARTS, ranks], what each rank neither waited for others nor for their messages."""
+    """Time of each rank without waits for other ranks or their messages, from f64[PARTS, ranks]."""
     return each[OWN].sum(axis=0)

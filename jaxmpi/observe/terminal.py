@@ -1,4 +1,7 @@
-"""What rank 0 shows: a live panel on a terminal, lines through a pipe, nothing if asked to be quiet."""
+"""Output of rank 0: a live panel on a terminal, lines through a pipe, nothing with --quiet.
+
+All three implement `Terminal`, so the recorder does not depend on which one shows a run.
+"""
 
 import sys
 import time
@@ -30,7 +33,7 @@ COLOURS = {
 
 
 class Progress(NamedTuple):
-    """What a progress line tells."""
+    """Contents of a progress line."""
 
     step: int
     total_steps: int
@@ -44,11 +47,11 @@ class Progress(NamedTuple):
     slowest: str = ""  # the rank that the others wait for
     estimated: bool = False
     unit: str = "images"
-    worker_steps: tuple[int, ...] = ()  # of workers that do not keep step
+    worker_steps: tuple[int, ...] = ()  # by worker, under asynchronous rules
 
     @property
     def made(self) -> str:
-        """Steps of each worker; of more than MOST_WORKERS the least, the median and the most."""
+        """Steps of each worker; if more than MOST_WORKERS, the least, the median and the most."""
         each = sorted(self.worker_steps)
         if len(each) > MOST_WORKERS:
             return f"worker steps {each[0]} to {each[-1]}, median {each[len(each) // 2]}"
@@ -71,37 +74,37 @@ class Progress(NamedTuple):
 
 
 def percents(shares: Mapping[str, float], estimated: bool) -> list[tuple[str, str]]:
-    """(part, its text) of the parts that can be seen; an estimate has `~` before it."""
+    """(part, its text) of the visible parts; an estimate has `~` before it."""
     marks: dict[str, str] = dict.fromkeys(ESTIMATED, "~") if estimated else {}
     return [(part, f"{part} {marks.get(part, '')}{100 * x:.0f} %") for part, x in shares.items() if x >= 0.005]
 
 
 class Terminal(Protocol):
-    """Where rank 0's words go."""
+    """Display of rank 0's output."""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Show a permanent line."""
         ...
 
     def progress(self, progress: Progress) -> None:
-        """How far the run is."""
+        """Show the progress of the run."""
         ...
 
     def classic(self, text: str) -> None:
-        """The time of 5,120 images."""
+        """Show the time of 5,120 images."""
         ...
 
     def evaluated(self, top1: float) -> None:
-        """Accuracy on held-out data, in [0, 1]."""
+        """Show the accuracy on held-out data, in [0, 1]."""
         ...
 
     def close(self) -> None:
-        """The run is over."""
+        """End the display."""
         ...
 
 
 class Silent:
-    """Says nothing: of other ranks, and with --quiet."""
+    """No output, on ranks other than 0 and with --quiet."""
 
     def say(self, text: str) -> None:
         """Nothing."""
@@ -120,7 +123,7 @@ class Silent:
 
 
 class Plain(Silent):
-    """Lines, as files and pipes want them."""
+    """Plain lines, for files and pipes."""
 
     def __init__(self, out: TextIO, line_s: float = LINE_S) -> None:
         """Write to `out`, a progress line every `line_s` seconds at most."""
@@ -128,30 +131,30 @@ class Plain(Silent):
         self._last_s = self._classic_s = -float("inf")
 
     def say(self, text: str) -> None:
-        """A line; if nobody reads any more, the run goes on."""
+        """Print a line; if the reader is gone, the run goes on."""
         try:
             print(text, file=self.out, flush=True)
         except OSError:
             failures.unheard(self.out)
 
     def progress(self, progress: Progress) -> None:
-        """A line, unless one has just been; the last step always has one."""
+        """Print a line, unless one was just printed; the last step always has one."""
         if time.monotonic() - self._last_s >= self.line_s or progress.step == progress.total_steps:
             self._last_s = time.monotonic()
             self.say(progress.line)
 
     def classic(self, text: str) -> None:
-        """A line, unless one has just been: of a fast run there would be many a second."""
+        """Print a line, unless one was just printed: a fast run would print many a second."""
         if time.monotonic() - self._classic_s >= self.line_s:
             self._classic_s = time.monotonic()
             self.say(text)
 
 
 class Panel(Silent):
-    """A panel that is drawn anew in place, under the lines that stay."""
+    """A panel redrawn in place, below permanent lines."""
 
     def __init__(self, out: TextIO, columns: int) -> None:
-        """Draw on `out`, which shows so many columns at first."""
+        """Draw on `out`, which is so many columns wide at first."""
         self.out = out
         self.console = Console(file=out, force_terminal=True, width=columns, highlight=False)
         self.live = Live(console=self.console, refresh_per_second=4, transient=False, redirect_stdout=False)
@@ -163,32 +166,32 @@ class Panel(Silent):
         self._is_live = False
 
     def say(self, text: str) -> None:
-        """A line above the panel."""
+        """Print a line above the panel."""
         self.console.print(text, markup=False)
 
     def progress(self, progress: Progress) -> None:
-        """Draw anew."""
+        """Redraw with new progress."""
         self._first, self._now = self._first or progress, progress
         self.losses.append(progress.loss)
         self.console.width = columns_of(self.out) or self.console.width  # a window may have changed
         if not self._is_live:
             self.live.start()
-            self.console.show_cursor(True)  # who is killed cannot bring it back
+            self.console.show_cursor(True)  # a killed process could not restore it
             self._is_live = True
         self.live.update(self.drawn(progress))
 
     def classic(self, text: str) -> None:
-        """A row of the panel, from the next drawing on."""
+        """Set a row of the panel, shown from the next redraw on."""
         self._classic = text
 
     def evaluated(self, top1: float) -> None:
-        """Draw anew."""
+        """Redraw with a new accuracy."""
         self.top1.append(top1)
         if self._now:
             self.live.update(self.drawn(self._now))
 
     def drawn(self, now: Progress) -> RenderableType:
-        """Progress, curves, and where the time goes."""
+        """Progress, curves, and the breakdown of time."""
         width = self.console.width
         rows: list[RenderableType] = [
             fitted(f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {left(self._first or now, now)}", width),
@@ -210,18 +213,18 @@ class Panel(Silent):
         return Group(*rows)
 
     def close(self) -> None:
-        """Leave the last drawing where it is."""
+        """Stop redrawing; the last panel stays on the terminal."""
         if self._is_live:
             self.live.stop()
 
 
 def fitted(text: str, width: int) -> Text:
-    """One line, cut where the terminal ends."""
+    """One line, cut to the terminal's width."""
     return Text(text[:width], no_wrap=True, overflow="crop")
 
 
 def left(first: Progress, now: Progress) -> str:
-    """The time that is left, at the pace so far."""
+    """Remaining time at the pace so far."""
     steps = now.step - first.step
     if not steps:
         return ""
@@ -230,7 +233,7 @@ def left(first: Progress, now: Progress) -> str:
 
 
 def sparkline(values: Sequence[float] | deque[float], width: int) -> str:
-    """The last values as bars of eighths between their least and most; one a column, means where there are more."""
+    """Values as bars of eighths between their least and most, one a column; sampled if there are more."""
     each = [list(values)[i * len(values) // min(width, len(values))] for i in range(min(width, len(values)))]
     finite = [value for value in each if value == value and abs(value) != float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -258,11 +261,11 @@ def legend(shares: dict[str, float], estimated: bool, width: int) -> Text:
     return drawn
 
 
-# ---------------------------------------------------------------- which of them
+# ---------------------------------------------------------------- choice
 
 
 def open_terminal(quiet: bool, out: TextIO | None = None) -> Terminal:
-    """The one that suits where stdout leads."""
+    """Choose the display that suits stdout."""
     if quiet:
         return Silent()
     columns = columns_of(out or sys.stdout)

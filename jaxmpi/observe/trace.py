@@ -1,7 +1,7 @@
-"""What all ranks did when, in one file for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Timeline of all ranks in one file for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A process a rank, a track each for data, transfer, compute and waits, and one for every bucket: where a bucket's bar
-lies under a bar of compute, its exchange is hidden.
+Each rank is a process, with a track each for data, transfer, compute and waits, and one for every bucket. A bucket's
+exchange is hidden while its bar lies under a bar of compute.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ Steps = tuple[int, int]  # first and last; (0, 0): none
 
 
 class Tracer:
-    """Keeps the spans of some steps of this process, and writes those of all ranks."""
+    """Collector of the spans of some steps, which writes those of all ranks."""
 
     def __init__(self, steps: Steps, processes: Processes, hosts: Sequence[str], path: Path) -> None:
-        """Of these steps, into a file of rank 0's; hosts are names by rank."""
+        """Trace these steps to a file of rank 0's; hosts are names by rank."""
         (self.first, self.last), self.processes, self.hosts, self.path = steps, processes, hosts, path
         self._kept: list[Span] = []
 
     def add(self, noted: Sequence[Span], step: int, is_end: bool) -> str:
-        """Take the spans of a window that ends with this step; all ranks come here together.
+        """Take the spans of a window that ends with this step; all ranks call it together.
 
-        Returns: what was written, once the last step or the run is through; else empty.
+        Returns: a line on the file written, after the last step or at the end of the run; else empty.
 
-        Communicates: then the ranks' clocks are compared, and their spans go to rank 0.
+        Communicates: when it writes, ranks compare their clocks and rank 0 gathers their spans.
         """
         if not self.last or step < self.first:
             return f"no trace: the run ends at step {step}, before step {self.first}" if self.last and is_end else ""
@@ -57,12 +57,12 @@ class Tracer:
 
 
 class UncoordinatedTrace:
-    """The trace of workers that do not keep step: each writes its part, worker 0 brings them together in the end."""
+    """Trace under asynchronous rules: each worker writes its part, and worker 0 merges them at the end."""
 
     def __init__(self, steps: Steps, processes: Processes, path: Path) -> None:
-        """Of these steps of each worker's own count, into a file.
+        """Trace these steps, by each worker's own count, to a file.
 
-        Communicates: where there are steps to trace, ranks compare their clocks, here and not again.
+        Communicates: if there are steps to trace, ranks compare their clocks, here and not again.
         """
         (self.first, self.last), self.path = steps, path
         self.offsets = processes.clock_offsets() if self.last else []
@@ -71,7 +71,7 @@ class UncoordinatedTrace:
         self._is_open = bool(self.last)
 
     def add(self, noted: Sequence[Span], worker: int, step: int, is_end: bool = False) -> None:
-        """Take a worker's spans up to a step of its own, and write them once the last step or the run is through."""
+        """Take a worker's spans up to its own step; write them after the last step or at the end of the run."""
         if not self._is_open or (step < self.first and not is_end):
             return
         self._kept += noted
@@ -81,11 +81,11 @@ class UncoordinatedTrace:
             write_whole(part, json.dumps(of_steps(self._kept, (self.first, self.last))).encode())
 
     def merge(self, workers: int) -> str:
-        """On worker 0, when the others have come to their end: what was written; empty where nothing was asked for."""
+        """Merge the parts, on worker 0 after the others have ended; return a line on the file, or empty if no trace."""
         if not self.last:
             return ""
         parts = [self._part(worker) for worker in range(workers)]
-        texts = [part.read_text() if part.exists() else "[]" for part in parts]  # of one that died there is none
+        texts = [part.read_text() if part.exists() else "[]" for part in parts]  # a dead worker has none
         ranks = [[Span(*span) for span in json.loads(text)] for text in texts]
         for part in parts:
             part.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class UncoordinatedTrace:
 
 
 def write_events(events: Sequence[Event], path: Path) -> None:
-    """As Perfetto reads them."""
+    """Write events in the format that Perfetto reads."""
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
 
 
@@ -114,7 +114,7 @@ def of_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
 
 
 def merged(ranks: Sequence[Sequence[Span]], offsets: Sequence[float], hosts: Sequence[str]) -> list[Event]:
-    """Events of all ranks on rank 0's clock, microseconds from the first on; offsets are what to take from each's."""
+    """Events of all ranks on rank 0's clock, in microseconds from the first; offsets are subtracted."""
     begins = [span.begin_s - off for spans, off in zip(ranks, offsets, strict=True) for span in spans]
     zero, events = min(begins, default=0.0), []
     for rank, (noted, offset) in enumerate(zip(ranks, offsets, strict=True)):
@@ -139,7 +139,7 @@ def track_of(span: Span) -> str:
 
 
 def numbers(noted: Sequence[Span]) -> dict[str, int]:
-    """Tracks in the order in which they are shown."""
+    """Tracks by name, numbered in display order."""
     buckets = sorted({span.name for span in noted if span.track == "travel"}, key=bucket_number)
     fixed = [track for track in TRACKS if track != "travel"]
     return {name: i for i, name in enumerate(fixed)} | {name: FIRST_BUCKET + i for i, name in enumerate(buckets)}
@@ -152,24 +152,24 @@ def bucket_number(label: str) -> tuple[int, str]:
 
 
 class Profiler:
-    """JAX's own profiler over some steps, on every rank; no more than its start and stop."""
+    """Start and stop of JAX's own profiler around some steps, on every rank."""
 
     def __init__(self, steps: Steps, folder: Path) -> None:
-        """Of these steps, into a folder of its own."""
+        """Profile these steps to a folder of its own."""
         (self.first, self.last), self.folder = steps, folder
         self._ends = contextlib.ExitStack()
 
     def before(self, step: int) -> None:
-        """A step is about to start."""
+        """Start the profiler if this step is the first."""
         if self.last and step == self.first:
             self._ends.enter_context(jax.profiler.trace(str(self.folder)))
 
     def after(self, step: int, state: Any) -> None:
-        """A step has been handed to the device."""
+        """Stop the profiler if this dispatched step is the last."""
         if self.last and step == self.last:
             jax.block_until_ready(state)
             self.close()
 
     def close(self) -> None:
-        """Stop, where it runs."""
+        """Stop the profiler if it runs."""
         self._ends.close()
