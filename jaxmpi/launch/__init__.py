@@ -1,4 +1,4 @@
-"""Starting a job: mpirun's line, the supervisor that restarts it, and what it ended of.
+"""Launch of a job: the launcher's command line, the supervisor that restarts it, the cause of its end.
 
 In reading order: `command`, `supervisor`, `postmortem`.
 

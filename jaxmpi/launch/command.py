@@ -1,4 +1,8 @@
-"""`jaxmpi train -n N`: what this machine's launcher needs beyond the plain line, printed and run."""
+"""`jaxmpi train -n N`: build, print and run the launcher's command line for this machine.
+
+Open MPI and Slurm need flags that depend on the machine (root, cores, PMIx). Options before the experiment file are the
+launcher's, except fields of the experiment; all from the file on is the trainer's.
+"""
 
 import os
 import re
@@ -22,7 +26,7 @@ USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--laun
                     [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
 
   -n N               workers, one process each; without it one worker, no MPI
-  --restarts R       start again from the newest good checkpoint where a rank dies, R times at most (default 0)
+  --restarts R       start again from the newest good checkpoint if a rank dies, R times at most (default 0)
   --elastic MIN:MAX  start with MAX workers, again with those that are left, MIN at least; the effective batch stays
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
@@ -31,7 +35,7 @@ USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--laun
 
 
 class Options(NamedTuple):
-    """What the launcher is told; the rest goes to the trainer."""
+    """Options of the launcher; the rest goes to the trainer."""
 
     workers: int
     launcher: str
@@ -42,10 +46,10 @@ class Options(NamedTuple):
 
 
 def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
-    """Options before the experiment file; its fields, and everything from the file on, are the trainer's.
+    """Parse options before the experiment file; its fields, and all from the file on, are the trainer's.
 
     Raises:
-        UsageError: an option without its value, or a number of workers that is none.
+        UsageError: an option without its value, or an invalid number of workers.
     """
     values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
     values |= {"--elastic": "", "--comm": ""}
@@ -85,7 +89,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
 
 
 def elastic(text: str) -> tuple[int, int]:
-    """(fewest, most) workers of `4:8`; zeros where it is not given.
+    """(fewest, most) workers from `4:8`; zeros if it is not given.
 
     Raises:
         UsageError: it is no pair of numbers, the first not above the second.
@@ -99,17 +103,17 @@ def elastic(text: str) -> tuple[int, int]:
 
 
 def is_number(text: str) -> bool:
-    """Whether it is a whole number that anybody may mean."""
+    """Return True for a whole number of plausible size."""
     return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
 def default_launcher(environ: Mapping[str, str]) -> str:
-    """Srun inside a Slurm job of several hosts."""
+    """`srun` inside a Slurm job of several hosts, else `mpirun`."""
     return "mpirun" if environ.get("SLURM_JOB_NUM_NODES", "1") in ("", "1") else "srun"
 
 
 def split_n(option: str) -> list[str]:
-    """`-n 8` for `-n8`, as mpirun takes it."""
+    """Split `-n8`, which mpirun takes too, into `-n 8`."""
     return ["-n", option[2:]] if option.startswith("-n") and option[2:].isdigit() else [option]
 
 
@@ -127,7 +131,7 @@ def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmp
 
 
 def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
-    """Open MPI refuses root and more ranks than physical cores unless told; other MPIs take the plain line."""
+    """Mpirun's line; Open MPI needs flags to accept root and more ranks than physical cores, other MPIs none."""
     path = find("mpirun")
     plain = [path, "-n", str(options.workers)]
     version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
@@ -137,15 +141,13 @@ def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
         *plain,
         *(["--allow-run-as-root"] if is_root else []),
         *(["--oversubscribe"] if options.workers > cores // 2 else []),  # slots are physical cores
-        *["--bind-to", "none"],  # the ranks share out the cores themselves
+        *["--bind-to", "none"],  # the ranks divide the cores among themselves
         *(["--with-ft", "ulfm"] if outlives_ranks(options.train_args, version) else []),
     ]
 
 
 def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
-    """Whether the run goes on without workers that die: by an asynchronous rule or `--ft shrink`, where this Open MPI
-    can.
-    """
+    """Return True if the run survives dead workers: an asynchronous rule or `--ft shrink`, if this Open MPI can."""
     release = re.search(r"(\d+)\.\d+", version)
     if not train_args or release is None or int(release[1]) < 5:
         return False
@@ -158,7 +160,7 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
 
 
 def begins_anew(train_args: Sequence[str]) -> bool:
-    """Whether the experiment file has `from_start`, which counts for the first start alone."""
+    """Return True if the experiment file has `from_start`, which applies to the first start only."""
     file = Path(train_args[0]) if train_args else Path()
     if not file.is_file() or "from_start" not in file.read_text():
         return False  # most runs need not wait for the experiment file here
@@ -171,7 +173,7 @@ def srun(options: Options, cores: int, is_root: bool) -> list[str]:
 
 
 def find(launcher: str) -> str:
-    """Its path: beside this Python, where a wheel's mpirun is, or on PATH."""
+    """Path of a launcher: beside this Python, where a wheel's mpirun is, or on PATH."""
     beside = Path(sys.executable).parent / launcher
     path = str(beside) if beside.exists() else shutil.which(launcher)
     if path is None:
@@ -183,7 +185,7 @@ def find(launcher: str) -> str:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Print the line and see it through; one worker without restarts is what this process becomes."""
+    """Print the line and supervise it; for one worker without restarts, exec the trainer."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         raise SystemExit(0)
@@ -213,7 +215,7 @@ SETS = ("-genv", "-env")  # take a name, then a value
 
 
 def shown(line: Sequence[str], launcher_args: Sequence[str]) -> str:
-    """The line as it is printed, without the values that launcher arguments give variables: they may be secret."""
+    """The line as printed: values of variables in launcher arguments, which may be secret, are left out."""
     hidden = [SETTING.sub(r"\1\2=...", arg) for arg in launcher_args]
     hidden = ["..." if i > 1 and hidden[i - 2] in SETS else arg for i, arg in enumerate(hidden)]
     size = len(launcher_args)
@@ -223,7 +225,7 @@ def shown(line: Sequence[str], launcher_args: Sequence[str]) -> str:
 
 
 def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
-    """Whether a process can be started on a host."""
+    """Return True if a process can be started on a host."""
     line = [*mpirun(options._replace(workers=1), cores, is_root), "--host", f"{host}:1", "true"]
     try:
         return subprocess.run(job_folder.over_leftovers(line), capture_output=True, timeout=PROBE_S).returncode == 0

@@ -1,18 +1,18 @@
-"""Which rank ended a job first, read from what the launcher and the ranks said."""
+"""Find the rank that ended a job first, from the output of the launcher and the ranks."""
 
 import re
 from typing import NamedTuple
 
 TAIL_BYTES = 200_000  # of what a job writes, searched for the culprit
-SHOWN_LINES = 12  # of its last words
+SHOWN_LINES = 12  # of its last message
 
 
 class Culprit(NamedTuple):
-    """Who ended a job."""
+    """The rank or host that ended a job."""
 
-    rank: str  # empty where it is the whole host
-    host: str  # empty where nobody said
-    words: str  # the last
+    rank: str  # empty if it is the whole host
+    host: str  # empty if unknown
+    words: str  # its last message
 
     def __str__(self) -> str:
         if not self.rank:
@@ -28,7 +28,7 @@ HOST_GONE = re.compile(
     re.S,
 )
 KILLED = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)")
-# Ways in which a job says who ended it, the surest first: groups rank, host and words.
+# Messages that name the culprit, the most reliable first: groups rank, host and words.
 TRACES = [
     re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
     re.compile(
@@ -39,7 +39,7 @@ TRACES = [
     KILLED,
     re.compile(
         r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
-        r"(?P<words>.*?)(?=^jaxmpi: |^-{20,}|^\[\S+:\d+\] \*\*\*|\Z)",  # so Open MPI's notices begin
+        r"(?P<words>.*?)(?=^jaxmpi: |^-{20,}|^\[\S+:\d+\] \*\*\*|\Z)",  # start of Open MPI's notices
         re.M | re.S,
     ),
     re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?P<words>(?:left early|has ended).*)$", re.M),
@@ -50,7 +50,7 @@ TRACES = [
 
 
 def culprit(text: str) -> Culprit | None:
-    """Who ended a job, from its standard error; None where nobody says."""
+    """The culprit in a job's standard error; None if no message names one."""
     found = next((match for trace in TRACES if (match := trace.search(text))), None)
     if found is None:
         return None

@@ -1,4 +1,9 @@
-"""Keep a job going: hand signals on, say who ended it, start it again from the newest good checkpoint."""
+"""Supervisor of a job: forward signals, name the rank that ended it, restart from the newest good checkpoint.
+
+A launcher does not always end when a rank dies, and its exit code need not be the rank's. So ranks leave files in the
+job's folder, which the supervisor polls, and it kills a launcher that hangs. It restarts a job only if the newest
+checkpoint has advanced since the last restart.
+"""
 
 import contextlib
 import ctypes
@@ -24,13 +29,13 @@ from jaxmpi.core.files import HeldFolder
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
 from jaxmpi.runtime import failures, job_folder, launchers
 
-# What a job ends with that starting it again would not mend: done, misused, to be resumed later, interrupted.
+# Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
-UNLOCK_S = 30.0  # for the last process of a job that has ended to be gone
+UNLOCK_S = 30.0  # for the last process of an ended job to exit
 PROBE_S = 20.0  # for a host to answer
-LOOK_S = 1.0  # between looks whether ranks have left word
+LOOK_S = 1.0  # between polls of the files that ranks leave
 ENDS_S = 15.0  # for a launcher to end a job; one waits longer for a host that has vanished
-# Open MPI takes eight minutes to see that a host has vanished; so it takes 25 s.
+# By default Open MPI takes eight minutes to notice that a host has vanished; with these settings 25 s.
 KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}
 SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPALIVE.items()}
 
@@ -39,43 +44,43 @@ SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPA
 
 
 class Watch:
-    """Runs jobs one after another, and hands on to them what this process is told."""
+    """Runner of jobs one after another, which forwards this process's signals to them."""
 
     def __init__(self) -> None:
-        """From now on signals go to the job: the first as a request to save and leave, the second to end at once."""
+        """Install handlers that forward signals: the first asks the job to save and leave, the second ends it."""
         self._job: subprocess.Popen | None = None
         self.heard: list[int] = []  # requests to leave, in order
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self._ask)
         signal.signal(signal.SIGTSTP, self._pause)
 
     @property
     def asked(self) -> int:
-        """How often this process was asked to leave."""
+        """Number of requests to leave so far."""
         return len(self.heard)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.heard:
-            return  # a terminal that goes says so twice, by its shell and by the kernel
+            return  # a closed terminal sends it twice, by its shell and by the kernel
         self.heard.append(number)
         if number == signal.SIGINT and self.asked == 1:
             failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
         self._send(self._request())
 
     def _request(self) -> int:
-        """What the job is sent: to save and leave, to end at once, and, if its launcher does not, to be gone."""
+        """Signal for the job: save and leave, then end at once, then, if the launcher does not, SIGKILL."""
         return (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)[min(self.asked, 3) - 1]
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: the terminal stops this process group only; mpirun stops its ranks on SIGTSTP."""
+        """Forward Ctrl-Z: the terminal stops this process group only; mpirun stops its ranks on SIGTSTP."""
         self._send(signal.SIGTSTP)
-        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT, as of `fg`
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT, as from `fg`
         self._send(signal.SIGCONT)
 
     def code_of(self, code: int) -> int:
         """The exit code of a job that was asked to leave, given its launcher's."""
-        if self.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's answer before it minds signals
+        if self.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's default action before handlers are installed
             say("asked to leave before the ranks could save: what is saved stays")
             code = failures.PREEMPTED
         if code == failures.PREEMPTED:
@@ -87,18 +92,18 @@ class Watch:
             self._job.send_signal(number)
 
     def run(self, line: Sequence[str]) -> tuple[int, str]:
-        """(exit code as shells have it, the end of its standard error and what mpirun says of hosts)."""
+        """Run a job; return (exit code as in a shell, end of its standard error with mpirun's notices on hosts)."""
         said, told = Relay(sys.stdout), Relay(sys.stderr)
         with job_folder.own_segments() as setting:
             self._job = job = subprocess.Popen(
                 job_folder.over_leftovers(line),
                 stdout=said.end,
                 stderr=told.end,
-                # A group that is not the terminal's is stopped if it reads there.
+                # A process group in the background is stopped if it reads from the terminal.
                 stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                 preexec_fn=partial(end_with_parent, os.getpid()),
                 env=SETTINGS | os.environ | setting,
-                # Of signals to its group mpirun would kill the ranks 0.25 s later; in a session of its own the kernel
+                # On signals to its group mpirun would kill the ranks 0.25 s later. In a session of its own the kernel
                 # would ignore SIGTSTP for it.
                 process_group=0,
             )
@@ -119,10 +124,10 @@ class Watch:
 
 
 def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bool) -> int:
-    """The exit code of a launcher, which is killed if it does not end a job that a rank has ended or left.
+    """Wait for a launcher and return its exit code; kill it if it does not end a job that a rank has ended or left.
 
-    Open MPI's launcher waits for ever where a rank leaves with code 0 before it has started MPI, and the others wait
-    for it there; a launcher that hangs itself would hold up a restart as long.
+    Open MPI's launcher blocks forever if a rank exits with code 0 before it has started MPI while the others wait
+    there. A launcher that hangs would delay a restart as long.
 
     Args:
         outlives_ranks: the job goes on without ranks that end.
@@ -146,22 +151,22 @@ def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bo
 
 
 def spoken_code(setting: Mapping[str, str]) -> int:
-    """With what a rank of this host has ended the job, which its launcher takes for a signal; 0 where none has."""
+    """Exit code with which a rank of this host ended the job, which its launcher takes for a signal; 0 if none did."""
     names = [path.name for path in job_folder.words(setting).glob(job_folder.ENDED_WITH + "*")]
     return min((int(name.removeprefix(job_folder.ENDED_WITH)) for name in names), default=0)
 
 
 def is_unfinished(setting: Mapping[str, str]) -> bool:
-    """Whether ranks of this host began and none came to its end: mpirun --with-ft ends with 0 where all are killed."""
+    """Return True if ranks of this host began and none finished: mpirun --with-ft returns 0 if all are killed."""
     folder = job_folder.words(setting)
     return (folder / job_folder.BEGAN).exists() and not (folder / job_folder.FINISHED).exists()
 
 
 class Relay(threading.Thread):
-    """Passes on what a job writes as it comes, without the NUL that Open MPI ends some of its notices with."""
+    """Thread that copies a job's output as it comes, without the NUL at the end of some of Open MPI's notices."""
 
     def __init__(self, to: TextIO) -> None:
-        """Give the job `end` to write to: a terminal as large as the one that `to` leads to, else a pipe."""
+        """Open `end` for the job to write to: a pseudo-terminal as large as that of `to`, else a pipe."""
         super().__init__(daemon=True)
         self._to, self._kept = to, b""
         if not to.isatty():
@@ -172,13 +177,13 @@ class Relay(threading.Thread):
         termios.tcsetwinsize(self.end, termios.tcgetwinsize(to.fileno()))
 
     def start(self) -> None:
-        """Once the job has its end."""
+        """Close this process's copy of `end`, once the job has it, and start."""
         os.close(self.end)
         super().start()
 
     def run(self) -> None:
-        """Until nobody holds the other end."""
-        with contextlib.suppress(OSError):  # so ends a terminal
+        """Copy until no process holds the other end."""
+        with contextlib.suppress(OSError):  # end of file of a pseudo-terminal
             while some := os.read(self._mine, 65536):
                 some = some.replace(b"\0", b"")
                 self._kept = (self._kept + some)[-TAIL_BYTES:]
@@ -190,13 +195,13 @@ class Relay(threading.Thread):
         os.close(self._mine)
 
     def tail(self) -> str:
-        """The end of what the job wrote; after the job."""
+        """Return the end of the job's output; called after the job."""
         self.join(5.0)  # a process that outlives the job may hold the other end
         return self._kept.decode(errors="replace")
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when its parent ends, however that ends. Linux only."""
+    """Ask the kernel to send SIGTERM to this process when its parent ends, however it ends. Linux only."""
     pr_set_pdeathsig = 1
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -209,10 +214,10 @@ def end_with_parent(parent: int) -> None:
 
 
 class SupervisedJob(NamedTuple):
-    """What is to be kept going."""
+    """A job to supervise."""
 
     workers: int
-    least: int  # workers with which it may still go on; as many as `workers` where none may be lost
+    least: int  # workers with which it may still go on; equal to `workers` if none may be lost
     restarts: int
     launcher_args: tuple[str, ...]
     train_args: tuple[str, ...]
@@ -222,7 +227,7 @@ Line = Callable[[int, Sequence[str], Sequence[str]], list[str]]  # (workers, lau
 
 
 def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> int:
-    """Run a job to its end, starting it again where it dies.
+    """Run a job to its end, and restart it if it dies.
 
     Args:
         line: the command for a number of workers.
@@ -265,7 +270,7 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
 
 
 def tell(code: int, text: str) -> int:
-    """Say last who ended a job that did not end well; its code."""
+    """Name the culprit of a job that failed, as the last line; return its code."""
     who = culprit(text) if code not in FINAL else None
     if who:
         say(str(who))
@@ -273,13 +278,13 @@ def tell(code: int, text: str) -> int:
 
 
 def give_up(code: int, why: str) -> int:
-    """Say why there is no other start; the code."""
+    """Print why there is no restart; return the code."""
     say(f"not started again: {why}")
     return code
 
 
 def say(text: str) -> None:
-    """A line beside those of the ranks."""
+    """Print a line on standard error, among those of the ranks."""
     try:
         print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
     except OSError:
@@ -287,7 +292,7 @@ def say(text: str) -> None:
 
 
 def run_dir(train_args: Sequence[str]) -> Path:
-    """The run directory: as asked for, the newest where it is resumed, or a fresh one.
+    """The run directory: the requested one, the newest if the run is resumed, or a fresh one.
 
     Raises:
         UsageError: there is none to resume, or no experiment is named.
@@ -303,7 +308,7 @@ def run_dir(train_args: Sequence[str]) -> Path:
 
 
 def record_in(folder: Path | None) -> int:
-    """Which record a run directory has, as its inode; 0 if there is none."""
+    """Identity of a run directory's record, as its inode; 0 if there is none."""
     try:
         return (folder / "record.jsonl").stat().st_ino if folder else 0
     except OSError:
@@ -311,10 +316,10 @@ def record_in(folder: Path | None) -> int:
 
 
 def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, ...]:
-    """The arguments to go on with; a run that came to no record of its own starts over.
+    """Arguments of a restart; a run without a record of its own starts over.
 
     Args:
-        first: `record_in` before the first start. With `--from-start` that one is another run's, until it is set aside.
+        first: `record_in` before the first start. With `--from-start` that is another run's, until it is renamed.
     """
     record = record_in(folder)
     if record == first and any(hyphened(arg) == "--from-start" for arg in train_args):
@@ -326,14 +331,14 @@ def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, 
 
 
 def value_of(args: Sequence[str], flag: str) -> str:
-    """The last value of a flag, `--a b` or `--a=b`; empty where it is not given."""
+    """The last value of a flag, `--a b` or `--a=b`; empty if it is not given."""
     args = [hyphened(arg) for arg in args]
     pairs = [arg.partition("=")[2] for arg in args if arg.startswith(flag + "=")]
     return ([*(b for a, b in itertools.pairwise(args) if a == flag), *pairs] or [""])[-1]
 
 
 def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[str]:
-    """Arguments but a flag and its value."""
+    """Arguments without a flag and its value."""
     kept, skip = [], False
     for arg in args:
         is_flag = hyphened(arg) == flag
@@ -344,30 +349,30 @@ def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[st
 
 
 def hyphened(arg: str) -> str:
-    """`--run-dir` for `--run_dir`, its value untouched."""
+    """Spell a flag with hyphens, `--run-dir` for `--run_dir`; its value is untouched."""
     name, equals, value = arg.partition("=")
     return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint with a whole manifest; 0 where there is none."""
+    """The step of the newest checkpoint with a whole manifest; 0 if there is none."""
     manifest = format.newest(folder / "checkpoints")
     return manifest["step"] if manifest else 0
 
 
 def wait_for_lock(folder: Path) -> None:
-    """Wait until no process of the last job holds the run directory; the next start says who does if one stays."""
+    """Wait until no process of the last job holds the run directory; if one stays, the next start names it."""
     deadline = time.monotonic() + UNLOCK_S
     while time.monotonic() < deadline:
         try:
             with run_directory.locked(folder):
                 return
-        except (UsageError, OSError):  # still held, or out of sight for a moment
+        except (UsageError, OSError):  # still held, or not visible for a moment
             time.sleep(0.2)
 
 
 def with_those_left(asked: SupervisedJob, probe: Callable[[str], bool]) -> SupervisedJob:
-    """As many workers as hosts that answer have slots; without a list of hosts, one worker fewer."""
+    """Reduce the workers to the slots of hosts that answer; without a list of hosts, by one."""
     if asked.least == asked.workers:
         return asked
     slots = hosts_of(asked.launcher_args)
@@ -383,7 +388,7 @@ def with_those_left(asked: SupervisedJob, probe: Callable[[str], bool]) -> Super
 
 
 def hosts_of(launcher_args: Sequence[str]) -> dict[str, int]:
-    """Host to slots, of mpirun's --host; none where it is not given."""
+    """Host to slots, from mpirun's --host; empty if it is not given."""
     text = value_of(launcher_args, "--host") or value_of(launcher_args, "-H")
     pairs = [part.partition(":")[::2] for part in text.split(",") if part]
     slots: dict[str, int] = {}

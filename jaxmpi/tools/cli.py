@@ -1,4 +1,4 @@
-"""`jaxmpi COMMAND ...`; one row of the table a command, imported when it is asked for."""
+"""`jaxmpi COMMAND ...`: a table of commands, each imported only when it is called."""
 
 import importlib
 import os
@@ -9,14 +9,14 @@ from jaxmpi.runtime import failures, interrupts
 
 
 def models(argv: list[str]) -> None:
-    """`python -m models` of the project in this folder: jaxmpi itself knows no model."""
+    """Run `python -m models` of the project in this folder, because jaxmpi itself has no models."""
     from jaxmpi.runtime.provenance import check_models_here
 
     check_models_here("models")
     os.execv(sys.executable, [sys.executable, "-m", "models", *argv])
 
 
-COMMANDS = {  # what it does, and the function that does it
+COMMANDS = {  # name: (description, function)
     "train": ("train an experiment with N workers; prints the launcher's line", "launch.command:main"),
     "bench": ("time exchanges beside other libraries' and the bound", "bench.__main__:main"),
     "plan": ("predicted step time and best strategy for 2 to 4,096 workers", "tools.scaling_forecast:main"),

@@ -1,4 +1,4 @@
-"""`jaxmpi doctor`: what this machine, MPI and JAX are like, whether ranks can exchange, and what to change.
+"""`jaxmpi doctor`: report machine, MPI and JAX, test exchanges between ranks, and suggest changes.
 
 jaxmpi doctor                 this process
 jaxmpi doctor -n 4            four ranks, through the launcher that `jaxmpi train` would use
@@ -33,10 +33,10 @@ LENGTHS = (1 << 10, 1 << 20)  # floats
 TRIALS = 3  # before them, to see how many there is time for
 MOST_ROUNDS = 1000
 PAIR_FLOATS = 1 << 17  # f64, to another rank and back
-SLOW = 4  # times slower than the median of pairs: told of
+SLOW = 4  # times slower than the median of pairs: reported
 STALL_S = 30.0  # for ranks that never come
-SHM_BYTES = 64 << 20  # what Docker gives, and less than sums over a host like to have
-SHOWN = 64  # ranks told of one by one
+SHM_BYTES = 64 << 20  # Docker's default, and less than sums over a host need
+SHOWN = 64  # ranks listed one by one
 USAGE = """usage: jaxmpi doctor [-n N] [--launcher mpirun|srun] [--launcher-args "..."]
 
 Shows MPI, launcher, cores, interfaces, shared memory, devices and versions of all ranks, tests the exchange for 5 s,
@@ -53,7 +53,7 @@ class Timed(NamedTuple):
     is_right: bool
 
 
-# ---------------------------------------------------------------- what a rank knows
+# ---------------------------------------------------------------- facts of a rank
 
 
 def mine() -> dict[str, Any]:
@@ -81,7 +81,7 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
     def word(path: Path) -> str:
         try:
             return path.read_text().strip()
-        except OSError:  # of a virtual one no speed is known
+        except OSError:  # a virtual interface has no speed
             return ""
 
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -89,11 +89,11 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
     return {n: state + (f", {speed} Mbit/s" if speed.isdigit() else "") for n, (state, speed) in found.items()}
 
 
-# ---------------------------------------------------------------- whether ranks can exchange
+# ---------------------------------------------------------------- test of exchanges
 
 
 def tested(control: Processes) -> list[Timed]:
-    """Exchanges of short and long vectors, by what works everywhere and by what suits these hosts, for TEST_S."""
+    """Time exchanges of short and long vectors for TEST_S, by a portable strategy and by the best for these hosts."""
     comm = world()
     if comm.size == 1:
         return []
@@ -103,7 +103,7 @@ def tested(control: Processes) -> list[Timed]:
 
 
 def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Timed:
-    """Means of vectors whose mean is known in every bit, as often as the time allows."""
+    """Time means of vectors whose mean is known bit for bit, as often as the budget allows."""
     failures.doing(f"self-test: {strategy}, {floats} floats")
     x = np.arange(floats, dtype=np.float32) % 1024 + control.rank
     expected = np.arange(floats, dtype=np.float32) % 1024 + np.float32((control.size - 1) / 2)
@@ -126,7 +126,7 @@ def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Ti
 
 
 class Pair(NamedTuple):
-    """Two ranks, and how fast messages go between them."""
+    """Two ranks, and the speed of messages between them."""
 
     a: int
     b: int
@@ -135,7 +135,7 @@ class Pair(NamedTuple):
 
 
 def pairs_of(trips_s: np.ndarray, hosts: Sequence[str]) -> list[Pair]:
-    """Of f64[w, w] seconds of round trips of PAIR_FLOATS, as each rank saw them; the slowest first."""
+    """Pairs, the slowest first, from f64[w, w] seconds of round trips of PAIR_FLOATS as each rank measured them."""
     both = np.fmin(trips_s, trips_s.T)
     met = [(a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if both[a, b] == both[a, b]]
     speeds = [(a, b, hosts[a] != hosts[b], 2 * 8 * PAIR_FLOATS / float(both[a, b]) / 1e9) for a, b in met]
@@ -165,7 +165,7 @@ def shown_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------- what to change
+# ---------------------------------------------------------------- suggested changes
 
 
 Ranks = Sequence[dict[str, Any]]
@@ -180,7 +180,7 @@ def by_host(ranks: Ranks) -> dict[str, list[dict[str, Any]]]:
 
 
 def unlike(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Versions that are not the same everywhere."""
+    """Versions that differ between ranks."""
     first = ranks[0]["versions"]
     lines = [
         f"{package} is {rank['versions'].get(package)} on {rank['host']} (rank {r}), {version} on {ranks[0]['host']} "
@@ -202,7 +202,7 @@ def crowded(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
 
 
 def is_alike(ranks: Ranks) -> bool:
-    """Whether ranks of a host may use the same cores."""
+    """Return True if ranks of a host may use the same cores."""
     return len({tuple(rank["may use"]) for rank in ranks}) == 1
 
 
@@ -222,14 +222,14 @@ def bound(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
 
 
 def threads(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """What MPI's thread level rules out."""
+    """Features that MPI's thread level rules out."""
     level = mpi.get("threads", "MPI_THREAD_MULTIPLE")
     told = f"MPI gives {level}: no overlap and no watchdog; use an MPI built for MPI_THREAD_MULTIPLE"
     return [] if level == "MPI_THREAD_MULTIPLE" else [told]
 
 
 def shared_memory(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Hosts with little room."""
+    """Hosts with little shared memory."""
     return [
         f"{host}: /dev/shm has {mine[0]['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more: strategy shm "
         "may not run; in containers: docker run --shm-size 1g"
@@ -253,7 +253,7 @@ def missing(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     return [told] if "missing" in mpi else []
 
 
-# What is looked at; each gives lines to show.
+# Checks; each returns lines to show.
 ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
     "versions": unlike,
     "crowded": crowded,
@@ -266,7 +266,7 @@ ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
 
 
 def of_test(results: Sequence[Timed], trips_s: Sequence[float]) -> list[str]:
-    """What the self-test shows to be wrong."""
+    """Problems that the self-test shows."""
     wrong = [
         f"{t.strategy} gave a wrong mean of {t.floats} floats: do not train here" for t in results if not t.is_right
     ]
@@ -311,7 +311,7 @@ def shown(
 
 
 def spelled(cores: Sequence[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3, 8."""
+    """Write cores as ranges: `0-3,8` for 0, 1, 2, 3, 8."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:
@@ -322,7 +322,7 @@ def spelled(cores: Sequence[int]) -> str:
 
 
 def examine() -> None:
-    """Look at this job; all ranks call it, rank 0 prints."""
+    """Examine this job; all ranks call it, rank 0 prints."""
     failures.doing("facts")
     control = processes()
     mpi = mpi_facts()

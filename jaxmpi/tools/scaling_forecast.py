@@ -1,4 +1,8 @@
-"""`jaxmpi plan`: what more workers would bring, from a probe or from given prices; a table and a plot."""
+"""`jaxmpi plan`: forecast of speed with more workers, as a table and a plot.
+
+The cost model of `auto` predicts the exchange from link prices, probed or given. A single worker's step time is known,
+so efficiency follows for every layout of hosts and slots.
+"""
 
 import argparse
 import math
@@ -21,7 +25,7 @@ BUCKET_BYTES = 4 << 20
 
 
 class Question(NamedTuple):
-    """What to predict for."""
+    """Inputs of a forecast."""
 
     net: Net  # its links and prices count, not its size
     fits: Fits
@@ -30,18 +34,18 @@ class Question(NamedTuple):
     step_s: float  # of one worker, without any exchange
     slots: tuple[int, ...]
     wires: tuple[str, ...]
-    first: float | None  # share of the step after which exchanging can start beside it; None: it waits for the end
+    first: float | None  # share of the step after which the exchange can overlap it; None: no overlap
 
 
 class Answer(NamedTuple):
-    """One number of workers."""
+    """Forecast for one number of workers."""
 
     net: Net
     strategy: str
     exchange_s: float
     exposed_s: float
     step_s: float
-    efficiency: float  # of one worker's step time to this one's
+    efficiency: float  # one worker's step time over this one's
     others: dict[str, float]  # seconds of all strategies
 
 
@@ -87,7 +91,7 @@ def ask(options: argparse.Namespace) -> Question | None:
     """
     check_options(options)
     if options.alpha_s is None and launchers.launched_workers() > 1:
-        prepare.prepare()  # an experiment starts the device, and what is measured later depends on this rank's cores
+        prepare.prepare()  # an experiment starts the device, and later timings depend on this rank's cores
     sizes, wires = leaf_sizes(options), tuple(options.wires)
     comm = None if options.alpha_s is not None else world()
     if options.alpha_s is not None:
@@ -104,7 +108,7 @@ def ask(options: argparse.Namespace) -> Question | None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what cannot be."""
+    """Refuse impossible options."""
     both = (options.alpha_s is None) == (options.beta_s_per_byte is None)
     check(both, "give --alpha-s and --beta-s-per-byte together, or neither to go by a probe")
     defaults = {"alpha_inside_s": None, "beta_inside_s_per_byte": None, "gamma_s_per_byte": 0.0, "cores": math.inf}
@@ -144,7 +148,7 @@ def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def given(options: argparse.Namespace) -> autotune.Probe:
-    """Prices of the command line; inside a host those between hosts where none are given."""
+    """Prices of the command line; inside a host those between hosts, unless given."""
     between = Link(options.alpha_s, options.beta_s_per_byte)
     alpha, beta = options.alpha_inside_s, options.beta_inside_s_per_byte
     inside = Link(between.alpha_s if alpha is None else alpha, between.beta_s_per_byte if beta is None else beta)
@@ -152,7 +156,7 @@ def given(options: argparse.Namespace) -> autotune.Probe:
 
 
 def saved_probe() -> tuple[autotune.Probe, str]:
-    """The newest that is kept.
+    """The newest saved probe, and its origin.
 
     Raises:
         UsageError: there is none.
@@ -168,12 +172,12 @@ def saved_probe() -> tuple[autotune.Probe, str]:
 
 
 def without_gaps(net: Net) -> Net:
-    """Inside a host as between hosts, where the probe had one rank on each."""
+    """Set prices inside a host to those between hosts, if the probe had one rank on each."""
     return net if net.slots > 1 else net._replace(inside=net.between)
 
 
 def layouts(question: Question) -> list[Net]:
-    """2 to 4,096 workers: 2, 4, ... on one host up to its slots, then on 2, 4, ... hosts; those only where known.
+    """2 to 4,096 workers: 2, 4, ... on one host up to its slots, then on 2, 4, ... hosts, if their prices are known.
 
     Raises:
         UsageError: none are left.
@@ -189,7 +193,7 @@ def layouts(question: Question) -> list[Net]:
 
 
 def answer(question: Question, net: Net) -> Answer:
-    """The best strategy for one layout, and what becomes of the step."""
+    """The best strategy for one layout, and the resulting step."""
     names = cost_model.candidates(net, question.wires)
     seconds = {name: autotune.step_seconds(net, question.sizes, name, BUCKET_BYTES, question.fits) for name in names}
     best = min(names, key=seconds.__getitem__)
@@ -216,7 +220,7 @@ def table(question: Question, answers: Sequence[Answer]) -> list[str]:
 
 
 def describe(net: Net) -> str:
-    """The prices."""
+    """A line on the prices."""
     return (
         f"inside a host {1e6 * net.inside.alpha_s:.3g} us + {1e9 * net.inside.beta_s_per_byte:.3g} ns/byte; between "
         f"hosts {1e6 * net.between.alpha_s:.3g} us + {1e9 * net.between.beta_s_per_byte:.3g} ns/byte; additions "
@@ -254,5 +258,5 @@ def panels(question: Question, answers: Sequence[Answer]) -> list[plots.Panel]:
 
 
 def with_slots(answers: Sequence[Answer], slots: int) -> list[Answer]:
-    """Those for hosts of so many ranks, or for fewer on one host."""
+    """Answers for hosts of so many ranks, or for fewer on one host."""
     return [a for a in answers if a.net.slots == min(slots, a.net.workers)]
