@@ -25,12 +25,11 @@ from bench_step import experiment
 
 from jaxmpi.bench.results import middle
 from jaxmpi.comm.control import processes
-from jaxmpi.observe import step_timing
 from jaxmpi.observe.step_timing import LOCAL, PARTS, StepTimer, Summary, Window
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import prepare
+from jaxmpi.trainer import lock_step, run
 from jaxmpi.trainer import main as trainer_main
-from jaxmpi.trainer import progress
 from jaxmpi.trainer.progress import ProgressLog
 
 NOTHING = Summary(0, "none", {}, {}, [], 0.0, np.zeros((len(PARTS), 0)))
@@ -143,7 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a window")
     options = parser.parse_args()
     prepare.prepare()
-    step_timing.StepTimer, progress.ProgressLog = Turns, Lines
+    lock_step.StepTimer, run.ProgressLog = Turns, Lines
     steps = options.steps * (2 * options.pairs + 4)
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(

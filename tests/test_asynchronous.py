@@ -36,8 +36,11 @@ from jaxmpi.rules import base, registry
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.rules.parameter_server import Counters, GlobalProgress, Report, TimeSpent
 from jaxmpi.runtime import failures, job_folder
-from jaxmpi.trainer import async_loop
+from jaxmpi.trainer import async_chief, async_start
 from jaxmpi.trainer import build as trainer_build
+from jaxmpi.trainer.async_worker import Worker
+from jaxmpi.trainer.loop import Progress
+from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train
 from test_trace import check_schema
 from tolerances import U
@@ -156,13 +159,13 @@ def test_workers_of_equal_speed_make_equal_shares_of_a_long_run_to_a_tenth(tau, 
     assert max(abs(4 * steps / sum(made) - 1) for steps in made) < 0.1, made
 
 
-@pytest.mark.parametrize("steps", [100, 2 * async_loop.MANY - 2])
+@pytest.mark.parametrize("steps", [100, 2 * async_chief.MANY - 2])
 def test_who_has_made_less_than_half_of_the_steps_has_fallen_behind(steps):
     """But nobody before there are enough, and none that is gone."""
     made = [steps, steps // 2 - 1, 0, steps]
-    enough = steps >= async_loop.MANY
-    assert async_loop.fallen_behind(made, [False, False, True, False]) == ({1: float(steps)} if enough else {})
-    assert async_loop.fallen_behind([async_loop.MANY - 1, 0], [False, True]) == {}
+    enough = steps >= async_chief.MANY
+    assert async_chief.fallen_behind(made, [False, False, True, False]) == ({1: float(steps)} if enough else {})
+    assert async_chief.fallen_behind([async_chief.MANY - 1, 0], [False, True]) == {}
 
 
 LATE = """
@@ -234,7 +237,7 @@ def test_a_step_that_any_worker_leaves_out_is_told(tmp_path):
     assert re.search(r"rank 1/2 on \S+: the gradient of \S+ of worker 1 is not finite at step 5: skipped", ended.out)
 
 
-class LoneWorker(async_loop.Worker):
+class LoneWorker(Worker):
     """Worker 0 of one, with the books at hand and nothing to learn."""
 
     def __init__(self) -> None:
@@ -255,19 +258,31 @@ class LoneWorker(async_loop.Worker):
         return np.zeros((1, len(TimeSpent._fields)))
 
 
-def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path):
-    course = async_loop.Timetable(10, 100, 10, 10, 100, log_every=1, eval_every=100, save_every=1)
+def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(async_chief, "extra_of", lambda *run: {})
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
-    duties = SimpleNamespace(extra=dict, lr=lambda step: 0.1, check_skipped=lambda skipped, epochs: None)
-    apart, start = UncoordinatedCheckpoint(tmp_path, 1, Retention(2)), SimpleNamespace(tally=Counters(), step=0)
-    worker, home = LoneWorker(), HeldFolder(tmp_path)
-    job = SimpleNamespace(course=course, duties=duties, start=start, recorder=Recorder(None), apart=apart, home=home)
-    keeper = async_loop.ChiefWorker(worker, job)  # pyright: ignore[reportArgumentType] # of all this a part
-    keeper.look(state, worker.tell({}, examples=10))
-    while keeper.is_writing:
-        keeper.again(state)
+    timetable = Timetable(compare_every=100, log_every=1, eval_every=100, save_every=1, total_steps=10)
+    clock, feed = SimpleNamespace(total_steps=10), SimpleNamespace(source=range(100))
+    numbers = {"step": lambda examples: int(examples) // 10, "lr_of": lambda step: 0.1}
+    run = SimpleNamespace(
+        plan=SimpleNamespace(timetable=timetable, clock=clock, feed=feed, **numbers),
+        log=SimpleNamespace(write=lambda *line, **more: None),
+        recorder=Recorder(None),
+        saver=SimpleNamespace(home=HeldFolder(tmp_path)),
+        notice=SimpleNamespace(is_interrupt=False),
+        **dict.fromkeys(("experiment", "functions", "folder")),
+    )
+    worker, start = LoneWorker(), SimpleNamespace(tally=Counters(), step=0)
+    parts = UncoordinatedCheckpoint(tmp_path, 1, Retention(2))
+    chief = async_chief.ChiefWorker(run, worker, parts, start)  # pyright: ignore[reportArgumentType] # of all this a part
+    assert chief.progress(state, worker.tell({}, examples=10)) == Progress(1, DueEvents(log=True, save=True))
+    chief.log(1)
+    chief.save(1, state)
+    while chief.is_writing:
+        chief.wait(state)
     worker.is_done = True
-    keeper.finish(state, worker.tell({"leave": 1.0}, examples=5))
+    assert chief.progress(state, worker.tell({"leave": 1.0}, examples=5)) == Progress(1, is_over=True)
+    chief.finish(state)
     [saved] = found(tmp_path)
     assert saved.name == "step_00000001"
     assert json.loads((saved / "manifest.json").read_text())["files"]["worker_00000.bin"]
@@ -723,7 +738,7 @@ def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(
     home.end(7, {"center": params}, {"tally": [0.0] * len(Counters._fields)}, None)
     rule = build(RuleConfig("easgd"), Optim("sgd")).asynchronous
     for worker in range(2):
-        start = async_loop.start_of(found(tmp_path)[-1], fresh, worker, 2, rule)
+        start = async_start.start_of(found(tmp_path)[-1], fresh, worker, 2, rule)
         assert [int(x) for x in jax.tree.leaves(start.state.rule_state) if x.ndim == 0] == [7]
 
 

@@ -23,7 +23,7 @@ from jaxmpi.core.files import HeldFolder
 from jaxmpi.data import ArraySource
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.rules import registry
-from jaxmpi.trainer import loop, main
+from jaxmpi.trainer import main, recovery
 from launching import ROOT, mpirun_line, run
 from models.cnn import digits_cnn_tiny
 
@@ -305,7 +305,7 @@ def test_a_rank_that_gets_the_run_directory_keeps_its_lock_where_folders_have_no
     monkeypatch.setattr(HeldFolder, "try_lock", lambda home: False)  # as on NFS
     run = left_alone(tmp_path)
     with contextlib.ExitStack() as ends:
-        assert loop.handed_over(run, SoloProcesses(), 0, ends) is run.pact.recorder
+        assert recovery.handed_over(run, SoloProcesses(), 0, ends) is run.pact.recorder
         assert run.saver.home.fate() == ""
         (tmp_path / "lock").unlink()
         assert run.saver.home.fate() == "has lost its file `lock`, so another job may be in it"
@@ -327,7 +327,7 @@ def test_a_run_directory_that_is_not_handed_over_ends_a_run_that_nobody_misused(
     else:
         monkeypatch.setattr(fcntl, "flock", no_lock)
     with held, pytest.raises(TrainingError, match="the run directory cannot be used any more: "):
-        loop.handed_over(run, SoloProcesses(), 0, held)
+        recovery.handed_over(run, SoloProcesses(), 0, held)
 
 
 def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path, no_launcher):

@@ -34,6 +34,7 @@ from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.base import Rule
 from jaxmpi.trainer import step as steps
+from jaxmpi.trainer.timetable import Timetable
 
 # ---------------------------------------------------------------- its plan
 
@@ -44,9 +45,7 @@ class TrainingPlan(NamedTuple):
     feed: DeviceFeed
     validation: DeviceFeed
     clock: schedules.Clock
-    eval_every: int  # steps
-    save_every: int  # steps
-    compare_every: int  # steps
+    timetable: Timetable
     lr: optax.Schedule  # by step, scaling included
     headline: str
     data: dict[str, Any]  # what tells it from other data, wherever it lies
@@ -58,9 +57,18 @@ class TrainingPlan(NamedTuple):
         epochs, batches = divmod(step, self.clock.steps_per_epoch)
         return epochs * len(self.feed.source) + batches * self.clock.effective_batch
 
+    def step(self, examples: float) -> int:
+        """The last step after which all workers have seen no more than these examples."""
+        epochs, rest = divmod(int(examples), len(self.feed.source))
+        return min(epochs * self.clock.steps_per_epoch + rest // self.clock.effective_batch, self.clock.total_steps)
+
     def epoch(self, step: int) -> float:
         """Epochs after `step` steps."""
         return step / self.clock.steps_per_epoch
+
+    def lr_of(self, step: int) -> float:
+        """The learning rate by which a step is made, counted from 1."""
+        return np.asarray(self.lr(max(step - 1, 0))).item()
 
 
 def make_plan(
@@ -117,9 +125,13 @@ def make_plan(
         feed,
         validation,
         clock,
-        clock.steps(experiment.eval_every) or total_steps,
-        clock.steps(experiment.checkpoint_every) or total_steps,
-        clock.steps(experiment.compare_every) or total_steps,
+        Timetable(
+            compare_every=clock.steps(experiment.compare_every) or total_steps,
+            log_every=experiment.log_every,
+            eval_every=clock.steps(experiment.eval_every) or total_steps,
+            save_every=clock.steps(experiment.checkpoint_every) or total_steps,
+            total_steps=total_steps,
+        ),
         schedules.schedule(experiment.schedule, clock, lr * factor, scaled_for),
         headline,
         {"the data": facts},

@@ -8,40 +8,34 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import numpy as np
-
-from jaxmpi.checkpoint import format, run_directory, uncoordinated
+from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.checkpoint.manager import warn
-from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
+from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.topology import Workers, gather_apart, gather_mortal, gather_workers
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.files import HeldFolder, write_whole
-from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.train_state import TrainState
 from jaxmpi.model.check import check_model
 from jaxmpi.observe.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
 from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, prepare, provenance
-from jaxmpi.trainer import async_loop
-from jaxmpi.trainer import step as steps
+from jaxmpi.trainer.async_start import Start
+from jaxmpi.trainer.asynchronous import check_fits, run_asynchronously
 from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, settle_exchange
-from jaxmpi.trainer.evaluate import evaluate
-from jaxmpi.trainer.loop import DueEvents, run_to_end
-from jaxmpi.trainer.progress import SUMS, open_recorder
-from jaxmpi.trainer.resume import extra_of, say_changes, skipped_of, starting_states
-from jaxmpi.trainer.run import Run, assembled, watch
+from jaxmpi.trainer.progress import open_recorder
+from jaxmpi.trainer.recovery import run_to_end
+from jaxmpi.trainer.resume import say_changes, skipped_of, starting_states
+from jaxmpi.trainer.run import assembled, watch
+from jaxmpi.trainer.timetable import DueEvents
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,7 +99,7 @@ def train_until(
     ranks = workers.processes.size if is_apart else workers.size
     registry.check_ranks(experiment.rule, ranks, experiment.optim.name)
     if is_apart:
-        async_loop.check_apart(experiment)
+        check_fits(experiment)
     run_directory.agree_on(experiment, workers.processes, digest)
     registry.check_recover(experiment.rule, experiment.recover, experiment.exchange.overlap)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
@@ -215,78 +209,10 @@ def run_in(
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
     run = assembled(home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact)
-    if isinstance(saved, async_loop.Start):
+    if isinstance(saved, Start):
         with contextlib.closing(recorder):
-            return async_loop.run(apart(run, saved, notice, hosts)) if start < plan.clock.total_steps else {}
-    return run_to_end(run, states, start, DueEvents(save=True) if there is not None else None)
-
-
-def apart(
-    run: "Run", start: async_loop.Start, notice: signals.PreemptionNotice, hosts: Sequence[str]
-) -> async_loop.Job:
-    """The run of workers that do not wait for each other, as this rank has it."""
-    plan, feed, functions = run.plan, run.plan.feed, run.functions
-    solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
-    leaves = [path for path, _ in named_leaves(start.state.params)]
-    votes = decisions.StepConsensus(solo.processes, notice, leaves)
-    told = run.recorder if run.workers.processes.rank == 0 else StderrRecorder(None)
-    judge = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=told)
-    by_itself = run._replace(workers=solo)
-
-    def sums(step: int, metrics: steps.Metrics) -> np.ndarray:
-        is_made = judge.passes(step, metrics)
-        judge.settle()  # before anything that is not finite can reach the center
-        return run.log.sums(step, metrics) if is_made else np.zeros(SUMS)
-
-    duties = async_loop.Duties(
-        functions.train_step,
-        sums,
-        feed.batches,
-        lambda: (feed.skipped, feed.wait_s),
-        lambda: notice.given,
-        lambda state: rehearse(by_itself, state),
-        lambda state, step: evaluate(by_itself, state, step),
-        lambda step: np.asarray(plan.lr(max(step - 1, 0))).item(),
-        lambda: extra_of(run.experiment, plan, functions, run.recorder.elapsed_s()),
-        lambda skipped, epochs: decisions.check_budget(
-            skipped, len(feed.source), epochs, run.experiment.data.max_skipped
-        ),
-    )
-    course = async_loop.Timetable(
-        plan.clock.effective_batch,
-        len(feed.source),
-        plan.clock.steps_per_epoch,
-        plan.clock.total_steps,
-        plan.examples(plan.clock.total_steps),
-        run.experiment.log_every,
-        plan.eval_every,
-        plan.save_every,
-    )
-    keep = format.Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
-    home = uncoordinated.UncoordinatedCheckpoint(run.folder / "checkpoints", run.workers.size, keep)
-    run.recorder.start_window(int(start.tally.examples))
-    wire = functions.strategy.partition(":")[2]
-    lookout = async_loop.HeartbeatMonitor(run.experiment.stall_s, run.experiment.on_stall, hosts)
-    return async_loop.Job(
-        *(run.experiment.rule, functions.rule, run.workers, wire, course, start, duties, run.recorder, home),
-        *(run.saver.home, step_range(run.experiment.trace, "trace"), run.profiler, lookout),
-    )
-
-
-class StderrRecorder(Recorder):
-    """Of a rank that keeps no record: what it alone can say goes to standard error."""
-
-    def say(self, text: str) -> None:
-        """A line that names the rank."""
-        warn(f"{failures.who()}: {text}")
-
-
-def rehearse(run: Run, state: TrainState) -> None:
-    """Evaluate one batch, so that all is compiled that an evaluation takes."""
-    model_state = run.functions.mean_state(state.model_state)
-    with contextlib.closing(run.plan.validation.batches()) as batches:
-        for batch in itertools.islice(batches, 1):
-            jax.block_until_ready(run.functions.eval_step(state.params, model_state, batch))
+            return run_asynchronously(run, saved, hosts) if start < plan.clock.total_steps else {}
+    return run_to_end(run, states, start, DueEvents(save=there is not None))
 
 
 # ---------------------------------------------------------------- state in and out

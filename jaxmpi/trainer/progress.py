@@ -1,8 +1,10 @@
 """What a progress line says of all ranks, from what their steps gave."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,18 @@ from jaxmpi.trainer.build import TrainingPlan
 from jaxmpi.trainer.step import Metrics
 
 SUMS = 6  # over workers: loss, examples, |g_i|^2; and where |g|^2 was measured |g_i|^2, |g|^2, steps
+
+
+class Done(NamedTuple):
+    """What all workers have done, for a progress line."""
+
+    epoch: float
+    examples: int  # so far
+    images: int  # since the last line, as all that follows but the last two
+    loss: float  # mean over examples
+    gradient_norm: float  # root of the mean square over workers and steps
+    wait_s: float  # for batches so far, mean over workers
+    skipped: int  # corrupt examples so far
 
 
 @dataclass
@@ -60,27 +74,31 @@ class ProgressLog:
         every = self.workers.processes.rows(np.concatenate([mine, flat(window)]))
         loss, count, squares, *measured, skipped, wait_s, apart = every[:, : len(mine)].sum(axis=0).tolist()
         seen = summary(every[:, len(mine) :], window.steps)
-        self.recorder.train(
-            step=step,
-            total_steps=plan.clock.total_steps,
+        done = Done(
             epoch=plan.epoch(step),
             examples=plan.examples(step),
+            images=plan.examples(step) - plan.examples(step - window.steps),
             loss=float(loss / count) if count else float("nan"),
-            lr=np.asarray(plan.lr(step - 1)).item(),
+            gradient_norm=(squares / self.workers.size / max(window.steps, 1)) ** 0.5,
             wait_s=float(wait_s) / self.workers.size,
             skipped=int(skipped),
-            gradient_norm=(squares / self.workers.size / max(window.steps, 1)) ** 0.5,
-            anatomy=seen,
-            images=plan.examples(step) - plan.examples(step - window.steps),
-            noted=window.spans,
-            **self._noise(*measured),
-            **({} if distance is None else {"distance": apart / self.workers.size}),
         )
+        more = self._noise(*measured) | ({} if distance is None else {"distance": apart / self.workers.size})
+        self.write(step, done, seen, noted=window.spans, **more)
         if traced := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
             self.recorder.say(traced)
-        epochs_begun = -(-step // plan.clock.steps_per_epoch)
-        check_budget(int(skipped), len(feed.source), epochs_begun, self.max_skipped)
         return seen
+
+    def write(self, step: int, done: Done, seen: Summary | None, **more: Any) -> None:
+        """A line to the record and the terminal.
+
+        Raises:
+            TrainingError: more data is skipped than may be.
+        """
+        plan = self.plan
+        place = {"total_steps": plan.clock.total_steps, "lr": plan.lr_of(step)}
+        self.recorder.train(step=step, **place, **done._asdict(), anatomy=seen, **more)
+        check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), self.max_skipped)
 
     def _noise(self, local: float, mean: float, count: float) -> dict[str, float]:
         """Fields of the record on the noise of gradients, where it was measured."""

@@ -19,7 +19,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
-from jaxmpi.trainer import async_loop
+from jaxmpi.trainer.async_start import Start, starting
 from jaxmpi.trainer.build import Functions, TrainingPlan, initial_states
 from jaxmpi.trainer.run import Run
 
@@ -124,7 +124,7 @@ def step_for(step: int, effective_batch: int, plan: TrainingPlan) -> int:
 
 def starting_states(
     experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: TrainingPlan
-) -> tuple[dict[int, TrainState], format.Saved | async_loop.Start | None]:
+) -> tuple[dict[int, TrainState], format.Saved | Start | None]:
     """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each.
 
     A run that continues another begins with that one's newest checkpoint, until it has one of its own.
@@ -136,7 +136,7 @@ def starting_states(
     if rule.asynchronous:
         say = warn if workers.processes.rank == 0 else lambda text: None
         state, folder = states[workers.mine[0]], folder / "checkpoints"
-        start = async_loop.starting(folder, state, workers, rule.asynchronous, experiment.resume, say)
+        start = starting(folder, state, workers, rule.asynchronous, experiment.resume, say)
         run_directory.refuse_other_run(start.extra.get("experiment", {}), now)
         return states, start
     saved = restored(folder, states, workers, rule, now) if experiment.resume else None
@@ -153,7 +153,7 @@ def say_changes(
     A decay that spans the run has another rate at the same step where the run is made longer or shorter.
     """
     found = run_directory.changes(extra.get("settings"), run_directory.settings(experiment))
-    lr, before = np.asarray(plan.lr(start)).item(), extra.get("lr")
+    lr, before = plan.lr_of(start + 1), extra.get("lr")
     if before not in (None, lr):
         found[f"learning rate of step {start + 1}"] = (before, lr)
     if found:
@@ -163,7 +163,7 @@ def say_changes(
         recorder.write("changed", step=start, changes={k: {"was": a, "is": b} for k, (a, b) in found.items()})
 
 
-def skipped_of(saved: format.Saved | async_loop.Start | None, workers: Workers) -> int:
+def skipped_of(saved: format.Saved | Start | None, workers: Workers) -> int:
     """Corrupt examples of all workers until a checkpoint, as the first rank's own: they are summed."""
     return saved.extra.get("skipped", 0) if saved and workers.processes.rank == 0 else 0
 
@@ -194,7 +194,7 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
     """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
     skipped = int(run.workers.processes.sum(np.array([run.plan.feed.skipped], np.float64))[0])
     extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
-    return extra | {"skipped": skipped, "lr": np.asarray(run.plan.lr(step)).item()}
+    return extra | {"skipped": skipped, "lr": run.plan.lr_of(step + 1)}
 
 
 def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:

@@ -3,8 +3,9 @@
 import contextlib
 import shutil
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.manager import Saver, check_disk, total_bytes
@@ -21,6 +22,7 @@ from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.trainer import guard
 from jaxmpi.trainer.build import Functions, TrainingPlan
+from jaxmpi.trainer.loop import Callback, InjectFaults, Profile
 from jaxmpi.trainer.progress import ProgressLog
 
 
@@ -78,16 +80,25 @@ def assembled(
     tracer = Tracer(step_range(experiment.trace, "trace"), control, hosts, home.path / "trace.json")
     noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if functions.rule.measured else None
     return Run(
-        *(experiment, workers, plan, functions, recorder, home.path, saver, notice),
-        guard.Guard(votes, recovery, workers, functions, saver, recorder),
-        ProgressLog(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
-        profiler,
-        pact,
+        experiment=experiment,
+        workers=workers,
+        plan=plan,
+        functions=functions,
+        recorder=recorder,
+        folder=home.path,
+        saver=saver,
+        notice=notice,
+        guard=guard.Guard(votes, recovery, workers, functions, saver, recorder),
+        log=ProgressLog(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
+        profiler=profiler,
+        pact=pact,
+        callbacks=[InjectFaults(), Profile(profiler)],
     )
 
 
-class Run(NamedTuple):
-    """All that the loop needs beside the state."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All that a coordinator needs beside the state."""
 
     experiment: Experiment
     workers: Workers
@@ -101,3 +112,4 @@ class Run(NamedTuple):
     log: ProgressLog
     profiler: Profiler
     pact: shrink.ShrinkCoordinator | None  # between ranks that go on without each other
+    callbacks: Sequence[Callback]

@@ -1,0 +1,214 @@
+"""Worker 0 among asynchronous workers: the record, evaluations and checkpoints for all of them.
+
+A checkpoint has two phases, since workers do not meet: worker 0 announces it through server 0, each worker writes its
+part when it next reports, and when all have, worker 0 adds the center and completes it.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint.manager import refuge, written
+from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.observe.step_timing import summary_apart
+from jaxmpi.rules.parameter_server import Answer, Counters, TimeSpent
+from jaxmpi.trainer.async_start import Start, on_device
+from jaxmpi.trainer.async_worker import Worker
+from jaxmpi.trainer.evaluate import evaluate
+from jaxmpi.trainer.loop import Progress
+from jaxmpi.trainer.progress import Done
+from jaxmpi.trainer.resume import extra_of
+from jaxmpi.trainer.run import Run
+from jaxmpi.trainer.timetable import DueEvents
+
+MANY = 50  # steps of a worker by the median, before one that has made few is named
+LOOK_S = 0.02  # between reports of a worker that has nothing left to do but wait for the others
+
+
+class ChiefWorker:
+    """What worker 0 does when the examples of all workers make it due."""
+
+    def __init__(self, run: Run, worker: Worker, parts: UncoordinatedCheckpoint, start: Start) -> None:
+        """Go on from the start of the run.
+
+        Args:
+            run: whose control plane is this rank's alone.
+            parts: of checkpoints.
+        """
+        self.run, self.worker, self.parts = run, worker, parts
+        self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
+        self.done = start.step  # the last step for which it is known what is due
+        self.evaluated, self.begun = -1, start.step  # steps
+        self.number = 0.0  # of the last checkpoint: its step + 1, and 1/2 more for that of the end, maybe of that step
+        self.is_writing = False  # a checkpoint, whose parts workers still write
+        self.overdue = DueEvents(log=True)  # the run starts with a progress line
+        self.alive, self.times = 0, np.zeros((worker.workers, len(TimeSpent._fields)))  # as at the last line
+        self.behind: frozenset[int] = frozenset()  # workers that were, at the last line
+        self.result: dict[str, float] = {}
+        self.answer: Answer | None = None  # the last
+
+    def asks(self) -> dict[str, float]:
+        """The next report's words to all workers: to write their parts of a checkpoint."""
+        return {"save": self.number} if self.is_writing else {}
+
+    def progress(self, state: TrainState, answer: Answer) -> Progress:
+        """Complete a checkpoint whose parts are there; what is due. At the end nothing is: see `finish`."""
+        self.answer, step = answer, self.run.plan.step(answer.tally.examples)
+        if self.is_writing and answer.books.save == self.number and answer.books.saved >= answer.books.alive:
+            self.commit(state)
+        if answer.books.stop:
+            return Progress(step, is_over=True)
+        due, self.done = self.run.plan.timetable.between(self.done, step), step
+        log, save = due.log or self.overdue.log, due.save or self.overdue.save
+        self.overdue = DueEvents(log=log and not self.has_news(), save=save and self.is_writing)
+        return Progress(
+            step, DueEvents(log=log and self.has_news(), evaluate=due.evaluate, save=save and not self.is_writing)
+        )
+
+    def has_news(self) -> bool:
+        """Whether a worker has made a step since the last progress line."""
+        assert self.answer is not None
+        return self.answer.tally.examples > self.before.examples
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Have all workers write their parts of a checkpoint.
+
+        Raises:
+            TrainingError: it cannot be written; or the run directory is gone, moved or replaced: then the center is
+                saved elsewhere.
+        """
+        assert self.answer is not None
+        self.begun, self.at, home = step, self.answer.tally, self.run.saver.home
+        if fate := home.fate():
+            self.end_elsewhere(state, fate)
+        with written(step, home):
+            self.parts.begin(step)
+        self.is_writing = True
+        self.number = step + 1 + self.worker.is_done / 2
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """On the center; in gossip on worker 0's own params until all have sent theirs to the center."""
+        self.result = evaluate(self.run, state._replace(params=on_device(self.shared(state))), step)
+        self.evaluated = step
+        self.run.recorder.start_window(int(self.before.examples))
+
+    def commit(self, state: TrainState) -> None:
+        """Make a checkpoint of the parts."""
+        score = self.result.get("eval_loss") if self.evaluated == self.begun else None
+        self.complete(self.parts, state, score)
+        self.run.recorder.write("checkpoint", step=self.begun)
+        self.is_writing = False
+
+    def complete(self, parts: UncoordinatedCheckpoint, state: TrainState, score: float | None) -> None:
+        """Add to the parts the params that stand for all workers', and JSON values."""
+        run = self.run
+        extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
+        extra |= {"tally": [*map(float, self.at)], "lr": run.plan.lr_of(self.begun + 1)}
+        with written(self.begun, run.saver.home):
+            parts.end(self.begun, {"center": self.shared(state)}, extra, score)
+
+    def end_elsewhere(self, state: TrainState, fate: str) -> NoReturn:
+        """Save the center elsewhere, from which all workers can go on, and end the run."""
+        home = self.run.saver.home
+        place = refuge(home, self.run.recorder.copy_to)
+        parts = self.parts._replace(folder=place / "checkpoints")
+        with written(self.begun, home):
+            parts.begin(self.begun)
+        self.complete(parts, state, None)
+        raise TrainingError(
+            f"run directory {str(home.path)!r} {fate}; the center is saved at step {self.begun} in "
+            f"{str(place)!r}: go on with --resume --run-dir {place}"
+        )
+
+    def shared(self, state: TrainState) -> PyTree:
+        """The params that stand for all workers'."""
+        is_own = self.worker.rule.is_gossip and not self.worker.is_done
+        return jax.tree.map(np.asarray, state.params) if is_own else self.worker.center()
+
+    def log(self, step: int) -> None:
+        """Lines of what all workers did since the last ones."""
+        assert self.answer is not None
+        answer, recorder, examples = self.answer, self.run.recorder, len(self.run.plan.feed.source)
+        now, alive = answer.tally, int(answer.books.alive)
+        since = Counters(*(a - b for a, b in zip(now, self.before, strict=True)))
+        before, self.times = self.times, self.worker.times()
+        spent = dict(zip(TimeSpent._fields, (self.times - before).T, strict=True))
+        made = dict(zip(TimeSpent._fields, self.times.T, strict=True))
+        worker_steps = made["steps"].astype(int).tolist()
+        done = Done(
+            epoch=now.examples / examples,
+            examples=int(now.examples),
+            images=int(since.examples),
+            loss=since.loss / since.examples,
+            gradient_norm=(since.square / max(since.steps, 1.0)) ** 0.5,
+            wait_s=now.wait_s / max(alive, 1),
+            skipped=int(now.skipped),
+        )
+        seen = summary_apart(spent) if spent["steps"].any() else None
+        self.run.log.write(step, done, seen, worker_steps=worker_steps)
+        recorder.write(
+            "workers",
+            step=step,
+            alive=alive,
+            exchanges=int(now.exchanges),
+            exchange_s=now.exchange_s,
+            sent_bytes=int(now.sent_bytes),
+            distance=since.distance / max(since.exchanges, 1),
+            staleness=[int(count) for count in answer.staleness],
+            worker_steps=worker_steps,
+        )
+        behind = fallen_behind(worker_steps, made["gone"] > 0)
+        for number in sorted(behind.keys() - self.behind):
+            recorder.say(
+                f"{recorder.name(number)} has fallen behind: {worker_steps[number]} steps, {behind[number]:g} by the "
+                "median"
+            )
+        self.behind = frozenset(behind)
+        if alive < self.alive:
+            recorder.say(f"{self.alive - alive} of {self.alive} workers gone; the others go on")
+        self.before, self.alive = now, alive
+
+    def finish(self, state: TrainState) -> None:
+        """When all others have made their last exchange: the last evaluation and checkpoint."""
+        assert self.answer is not None
+        run, workers = self.run, self.worker.workers
+        while self.is_writing or self.answer.books.done < self.answer.books.alive:
+            self.wait(state)
+        step = run.plan.step(self.answer.tally.examples)
+        if self.has_news():
+            self.log(step)
+        if step == run.plan.clock.total_steps:
+            self.evaluate(step, state)
+        self.save(step, state)
+        while self.is_writing:
+            self.wait(state)
+        if traced := self.worker.tracer.merge(workers):
+            run.recorder.say(traced)
+        if self.answer.books.stop == 2:
+            why = "interrupted" if run.notice.is_interrupt else "asked to leave"
+            run.recorder.say(f"{why}: saved at step {step}; go on with --resume --run-dir {run.folder}")
+        if lost := workers - int(self.answer.books.alive):
+            run.recorder.say(f"finished with {workers - lost} of {workers} workers")
+
+    def wait(self, state: TrainState) -> None:
+        """Report, write the part of a checkpoint that is asked for, and complete one whose parts are there."""
+        time.sleep(LOOK_S)
+        answer = self.worker.tell(self.asks())
+        self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
+        self.progress(state, answer)
+
+
+def fallen_behind(worker_steps: Sequence[int], is_gone: Sequence[bool] | np.ndarray) -> dict[int, float]:
+    """Workers that have made less than half of the steps of the median of those that are there, and that median.
+
+    While it is below MANY steps nobody is: all are within what one report tells of.
+    """
+    there = {number: made for number, made in enumerate(worker_steps) if not is_gone[number]}
+    median = float(np.median([*there.values()])) if there else 0.0
+    return {number: median for number, made in there.items() if median >= MANY and made < median / 2}

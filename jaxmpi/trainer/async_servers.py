@@ -1,0 +1,135 @@
+"""Ranks that keep the center, how workers reach them, and how a server notices workers that hang."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
+from jaxmpi.config.schema import ON_STALL
+from jaxmpi.core.errors import check
+from jaxmpi.recover import decisions
+from jaxmpi.recover.watchdog import STALLED
+from jaxmpi.rules.base import Asynchronous
+from jaxmpi.rules.gossip_transport import GossipThread
+from jaxmpi.rules.parameter_server import GlobalProgress, Layout, Server
+from jaxmpi.rules.parameter_server_transport import ServerChannel, ServerEndpoint
+from jaxmpi.runtime import failures
+from jaxmpi.trainer.async_start import Start
+from jaxmpi.trainer.run import Run
+
+
+class Connections(NamedTuple):
+    """How this rank reaches the others."""
+
+    layout: Layout
+    channels: Sequence[ServerChannel]  # of a worker, to all servers
+    endpoint: ServerEndpoint | None  # if this rank keeps a shard
+    gossiper: GossipThread | None
+
+
+def wire_of(run: Run) -> str:
+    """The wire of the strategy that was asked for; an asynchronous rule takes nothing else of it."""
+    return run.functions.strategy.partition(":")[2]
+
+
+def connect(run: Run, start: Start) -> Connections:
+    """Channels, shards and communicators; all ranks come here together.
+
+    Raises:
+        UsageError: MPI allows one thread at a time only.
+    """
+    config, rule, workers = run.experiment.rule, run.functions.rule.asynchronous, run.workers
+    control = workers.processes
+    assert rule is not None
+    assert isinstance(control, MpiProcesses)
+    check(
+        control.may_overlap,
+        "MPI gives MPI_THREAD_SERIALIZED; asynchronous rules exchange from threads of their own and need "
+        "MPI_THREAD_MULTIPLE: use an MPI with full thread support, or rule gradients",
+    )
+    to_center, between_workers = control.clone(), control.clone()
+    rank, servers, n = control.rank, max(config.servers, 1), start.center.size
+    first = workers.size if config.servers else 0  # rank of server 0
+    # At the end of gossip each worker sends alpha w and alpha, in 32 bits whatever the wire.
+    layout = Layout(n + 1, 1, "32") if rule.is_gossip else Layout(n, servers, wire_of(run))
+    endpoint = None
+    if 0 <= rank - first < servers:
+        target = run.plan.examples(run.plan.clock.total_steps)
+        progress = GlobalProgress(workers.size, target, config.staleness, start.tally) if rank == first else None
+        server = open_server(layout, rank - first, rule, start.center, progress)
+        endpoint = ServerEndpoint(to_center, server, range(workers.size), layout.message_bytes())
+    if rank >= workers.size:
+        return Connections(layout, [], endpoint, None)
+    channels = [ServerChannel(to_center, first + s) for s in range(servers)]
+    body_bytes = Layout(n, 1, wire_of(run)).host_wire().size_bytes(n)
+    gossiper = GossipThread(between_workers, rank, workers.size, body_bytes) if rule.is_gossip else None
+    return Connections(layout, channels, endpoint, gossiper)
+
+
+def open_server(
+    layout: Layout, number: int, rule: Asynchronous, center: np.ndarray, progress: GlobalProgress | None
+) -> Server:
+    """A shard of the center; in gossip nothing, to which workers will add."""
+    begin, end = layout.bounds(number)
+    shard = np.zeros(end - begin, np.float32) if rule.is_gossip else center[begin:end].copy()
+    return Server(layout, number, shard, rule.serve, progress)
+
+
+def start_limit_s(stall_s: float) -> float:
+    """How long a worker may take for its first batch and to compile; beyond it, it is late."""
+    return failures.LONG * (stall_s or AGREE_TIMEOUT_S)
+
+
+@dataclass
+class HeartbeatMonitor:
+    """Watch of server 0 over workers that hang, which no other would notice, and over signals.
+
+    A worker reports every tau steps or so. Worker 0 evaluates and saves in between, and is given more time.
+    """
+
+    stall_s: float  # without a word of a worker; 0: no limit
+    on_stall: str
+    hosts: Sequence[str]  # by rank
+    told: set[int] = field(default_factory=set)
+
+    def limit_s(self, worker: int, is_absent: bool) -> float:
+        """How long a worker may say nothing."""
+        if is_absent:
+            return start_limit_s(self.stall_s)
+        return (self.stall_s or math.inf) * (1.0 if worker else failures.LONG)
+
+    def look(self, endpoint: ServerEndpoint, is_called_away: bool) -> None:
+        """Name workers that have fallen silent, and end the job where it is to; pass on a signal to leave."""
+        ledger = endpoint.server.ledger
+        if ledger is None:
+            return
+        if is_called_away:
+            ledger.leaving = 1.0
+        late = {w: s for w, s in endpoint.silent_s().items() if s > self.limit_s(w, w in ledger.absent)}
+        self.told &= set(late)
+        if late.keys() <= self.told:
+            return
+        self.told |= set(late)
+        names = ", ".join(f"rank {worker} on {self.hosts[worker]}" for worker in late)
+        sys.stderr.write(
+            f"jaxmpi: watchdog of {failures.who()}: no progress for {max(late.values()):.0f} s; late: {names}; other "
+            f"workers go on, but no checkpoint is made\njaxmpi: on_stall {self.on_stall}: {ON_STALL[self.on_stall]}\n"
+        )
+        if self.on_stall == "abort":
+            failures.end_job(STALLED)
+        endpoint.server.excuse(late.keys() & ledger.absent)
+
+
+def serve(run: Run, endpoint: ServerEndpoint, monitor: HeartbeatMonitor) -> None:
+    """Serve to the end, in this thread.
+
+    Raises:
+        decisions.Preempted: on a rank that only serves, if the run is to be resumed later.
+    """
+    endpoint.run(lambda: monitor.look(endpoint, run.notice.given))
+    if endpoint.server.is_left and run.workers.processes.rank >= run.workers.size:
+        raise decisions.Preempted

@@ -1,0 +1,121 @@
+"""Where asynchronous workers begin: the center, each worker's own state, and what all have done so far."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.checkpoint import format
+from jaxmpi.comm.topology import Workers
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.optim import optimizers
+from jaxmpi.rules.base import Asynchronous
+from jaxmpi.rules.parameter_server import Counters
+
+# ---------------------------------------------------------------- params as one vector
+
+
+class Flat(NamedTuple):
+    """How a tree of floating-point leaves lies in f32[n]."""
+
+    structure: Any
+    like: list[jax.ShapeDtypeStruct]
+
+    @classmethod
+    def of(cls, params: PyTree) -> "Flat":
+        """Of params.
+
+        Raises:
+            UsageError: a leaf is no float32, bfloat16 or float16, by path.
+        """
+        for name, leaf in named_leaves(params):
+            is_small = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize <= 4
+            check(is_small, f"params {name}: got {leaf.dtype}; a center holds float32, bfloat16 or float16")
+        leaves, structure = jax.tree.flatten(params)
+        return cls(structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+
+    @property
+    def n(self) -> int:
+        """Floats in all."""
+        return sum(leaf.size for leaf in self.like)
+
+    def vector(self, params: PyTree) -> np.ndarray:
+        """f32[n], a copy."""
+        return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in jax.tree.leaves(params)])
+
+    def tree(self, vector: np.ndarray) -> PyTree:
+        """The params in f32[n], as arrays of NumPy that share its memory where their type is f32."""
+        parts = np.split(vector, np.cumsum([leaf.size for leaf in self.like])[:-1])
+        shaped = [
+            part.reshape(leaf.shape).astype(leaf.dtype, copy=False) for part, leaf in zip(parts, self.like, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, shaped)
+
+
+def on_device(tree: PyTree) -> PyTree:
+    """Copies on this worker's device, bound to it as results of a step are."""
+    return jax.device_put(jax.tree.map(jnp.array, tree), jax.local_devices()[0])
+
+
+# ---------------------------------------------------------------- a start
+
+
+@dataclass
+class Start:
+    """Where a run begins: state 0, or what a checkpoint holds of it."""
+
+    center: np.ndarray  # f32[n]
+    state: TrainState
+    tally: Counters
+    step: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    weight: float = 0.0  # of this worker in gossip
+
+
+def starting(
+    folder: Path, state: TrainState, workers: Workers, rule: Asynchronous, resume: bool, say: Callable[[str], None]
+) -> Start:
+    """State 0, or the newest checkpoint where a run is resumed, with any number of workers.
+
+    Args:
+        folder: RUN/checkpoints.
+        say: is told of damaged ones that are passed over.
+    """
+    read = partial(start_of, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
+    found = format.first_whole(folder, workers.processes, read, say) if resume else None
+    workers.processes.same("the checkpoint to resume from", {"step": found.step if found else 0})
+    return found or Start(Flat.of(state.params).vector(state.params), state, Counters())
+
+
+def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> Start:
+    """What a checkpoint holds for a worker; one whose part is not in it begins at the center.
+
+    On another number of workers weights of gossip begin anew, so that they sum to 1.
+    """
+    manifest = format.read_manifest(path)
+    center = format.read_file(path, manifest, "common.bin", {"center": state.params})["center"]
+    mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
+    name = format.own_file(worker)
+    if manifest["files"].get(name):
+        own = format.read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
+        weight = float(own.pop("weight")) * (manifest["workers"] == workers)
+        mine = TrainState(**own)
+    if rule.starts_at_center:
+        mine = mine._replace(params=center)
+    mine = mine._replace(
+        rule_state=optimizers.at_step(mine.rule_state, manifest["step"])
+    )  # a new worker's is of step 0
+    extra = manifest["extra"]
+    tally = extra.get("tally")
+    # Of an older version: what it did not count begins at 0.
+    is_tally = isinstance(tally, list) and len(tally) <= len(Counters._fields) and all(type(x) is float for x in tally)
+    most = len(Counters._fields)
+    format.undamaged(is_tally, f"{path}: tally: got {tally!r:.80}; expected at most {most} numbers: damaged")
+    return Start(Flat.of(state.params).vector(center), mine, Counters(*extra["tally"]), manifest["step"], extra, weight)

@@ -1,0 +1,205 @@
+"""One asynchronous worker between its steps: it meets the center or other workers, and reports to server 0.
+
+Nothing in here is a collective. Server 0 counts for all: examples of all workers make steps, epochs and the end of the
+run. Its answer to a report says how things stand, and what is asked of the worker.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.checkpoint.manager import written
+from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.files import HeldFolder
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.observe import trace
+from jaxmpi.observe.step_timing import Window, by_name
+from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.rules.parameter_server import (
+    END,
+    LEAVE,
+    PUSH,
+    READ,
+    TIMES,
+    Answer,
+    Counters,
+    Layout,
+    Report,
+    ServerExchange,
+    TimeSpent,
+)
+from jaxmpi.rules.parameter_server_transport import converse
+from jaxmpi.runtime import failures, spans
+from jaxmpi.trainer.async_servers import Connections, wire_of
+from jaxmpi.trainer.async_start import Flat, Start, on_device
+from jaxmpi.trainer.run import Run
+
+
+class Worker:
+    """One worker's part in a run, between its steps."""
+
+    def __init__(self, run: Run, start: Start, connections: Connections, tracer: trace.UncoordinatedTrace) -> None:
+        """Take up what the run starts with."""
+        rule, config = run.functions.rule.asynchronous, run.experiment.rule
+        assert rule is not None
+        self.rule, self.connections, self.tracer = rule, connections, tracer
+        self.number, self.workers = run.workers.mine[0], run.workers.size
+        self.flat = Flat.of(start.state.params)
+        self.wire = Layout(self.flat.n, 1, wire_of(run)).host_wire()
+        self.base = start.center  # f32[n]: the center as this worker last knew it
+        self.new, self.spent = Counters(), TimeSpent()  # since the last report
+        self.clock, self.saved = 0, 0.0
+        self._held_s = 0.0  # of the last talk: waited for nothing but the answer to its report
+        self.is_done = False
+        self.tau = config.tau
+        self._waited = 0, 0.0
+        seed = int(np.asarray(start.state.key)[0]) + start.step
+        self.gossip = Gossip(self.number, self.workers, config.p, seed, start.weight)
+
+    def count(self, sums: np.ndarray, steps: int, skipped: int, wait_s: float) -> None:
+        """Steps that were done: [loss, examples, |g|^2], and what feed counts since its start."""
+        loss, examples, square = map(float, sums[:3])
+        before, self._waited = self._waited, (skipped, wait_s)
+        new = Counters(steps, examples, loss, skipped - before[0], wait_s - before[1], square=square)
+        self.new = self.new.plus(new)
+
+    def spend(self, window: Window) -> None:
+        """Count where the time of steps went."""
+        part = by_name(window)
+        alike = {name: part[name] for name in ("data", "transfer", "compute", "other")}
+        self.spent = self.spent.plus(TimeSpent(window.steps, exchange=part["exposed"], **alike))
+
+    def begin_with_all(self) -> None:
+        """Say that this worker is ready, and wait until all are that live; before its first step."""
+        failures.doing("start", failures.LONG)
+        self._answer(self._talk(PUSH, None, self._report({})))
+        spans.drain()  # it is no part of a step
+
+    def tell(self, asks: Mapping[str, float]) -> Answer:
+        """A report without an exchange."""
+        begin = time.perf_counter()
+        talk = self._talk(PUSH, None, self._report(asks))
+        self.spent = self.spent.plus(TimeSpent(sync=time.perf_counter() - begin))
+        return self._answer(talk)
+
+    def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, Answer]:
+        """Meet the center, and report: the state after it, and how things stand."""
+        begin = time.perf_counter()
+        w = self.flat.vector(self.rule.outward(state.params, state.rule_state))
+        talk = self._talk(PUSH, self.rule.send(w, self.base), self._report(asks))
+        distance = float(np.linalg.norm(w - talk.seen))
+        w, self.base = self.rule.meet(w, self.base, talk.sent, talk.seen)
+        state = state._replace(params=self._params(w, state))
+        took_s = time.perf_counter() - begin
+        self._met(distance, talk.sent_bytes, took_s)
+        self.spent = self.spent.plus(TimeSpent(exchange=took_s - self._held_s, sync=self._held_s))
+        return state, self._answer(talk)
+
+    def gossip_step(self, state: TrainState) -> TrainState:
+        """Merge what has arrived, then perhaps push."""
+        gossiper = self.connections.gossiper
+        assert gossiper is not None
+        begin, w = 0.0, None
+        while gossiper.arrived:
+            parcel = gossiper.arrived.popleft()
+            if w is None:
+                begin, w = end_s(state), self.flat.vector(state.params)
+            sent = self.wire.decode(parcel.body)
+            self._met(float(np.linalg.norm(w - sent)), 0, 0.0)
+            w = self.gossip.merge(w, sent, parcel.share)
+        if w is not None:
+            state = state._replace(params=self._params(w, state))
+        push = None if self.is_done else self.gossip.draw(gossiper.shut())
+        if push:
+            begin = begin or end_s(state)
+            body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
+            gossiper.push(push.to, push.share, body)
+            self.new = self.new.plus(Counters(sent_bytes=body.size))
+        if push or w is not None:
+            spans.note("wait", "gossip", begin, time.perf_counter())
+            self.new = self.new.plus(Counters(exchange_s=time.perf_counter() - begin))
+        return state
+
+    def end(self, state: TrainState) -> TrainState:
+        """After the last step: meet the center with what has been learnt since.
+
+        In gossip: take what is under way, then lay alpha w and alpha down at the center.
+        """
+        if self.connections.gossiper is not None:
+            self.connections.gossiper.end(lambda: self.tell({}))  # not late, though others may be long in coming
+        self.is_done = True
+        if self.connections.gossiper is None:
+            return self.exchange(state, {})[0] if self.clock % self.tau else state
+        state = self.gossip_step(state)
+        weight = np.float32(self.gossip.weight)
+        self._talk(PUSH, np.append(weight * self.flat.vector(state.params), weight), None)
+        return state
+
+    def center(self) -> PyTree:
+        """The center's params; in gossip the weighted mean of what workers have laid down."""
+        seen = self._talk(READ, np.empty(self.connections.layout.n, np.float32), None).seen
+        return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
+
+    def times(self) -> np.ndarray:
+        """f64[workers, TimeSpent]: where the time of all has gone, as last reported."""
+        return self._talk(TIMES, None, None).times
+
+    def write_if_asked(
+        self, parts: UncoordinatedCheckpoint, home: HeldFolder, state: TrainState, answer: Answer
+    ) -> None:
+        """This worker's part of a checkpoint that has been begun."""
+        save = answer.books.save
+        if save <= self.saved:
+            return
+        step = int(save) - 1
+        host = jax.tree.map(np.asarray, state)
+        for path, leaf in named_leaves(host):
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
+                raise TrainingError(f"{path} of worker {self.number} is not finite: not saved, earlier ones stay")
+        with written(step, home):
+            parts.write_own(step, self.number, {**host._asdict(), "weight": np.array(self.gossip.weight)})
+        self.saved = save
+
+    def close(self, is_left: bool) -> None:
+        """Worker 0: all is over, or is to be gone on with later."""
+        self.tell({"closing": 1.0})
+        self._talk(LEAVE if is_left else END, None, None)
+
+    def _talk(self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> ServerExchange:
+        talk = ServerExchange(self.connections.layout, kind, vector, report, self.workers)
+        with spans.span("wait", "the center"):
+            self._held_s = converse(talk, self.connections.channels)
+        return talk
+
+    def _answer(self, talk: ServerExchange) -> Answer:
+        assert talk.answer is not None
+        check_alive(talk.answer)
+        return talk.answer
+
+    def _report(self, asks: Mapping[str, float]) -> list[float]:
+        said = [*Report(self.clock, self.saved, self.is_done, **asks), *self.new, *self.spent]
+        self.new, self.spent = Counters(), TimeSpent()
+        return said
+
+    def _params(self, w: np.ndarray, state: TrainState) -> PyTree:
+        return self.rule.inward(on_device(self.flat.tree(w)), state.rule_state)
+
+    def _met(self, distance: float, sent_bytes: int, seconds: float) -> None:
+        self.new = self.new.plus(Counters(exchanges=1, exchange_s=seconds, sent_bytes=sent_bytes, distance=distance))
+
+
+def end_s(state: TrainState) -> float:
+    """When the step behind a state is through; waits for it."""
+    jax.block_until_ready(state.params)
+    return time.perf_counter()
+
+
+def check_alive(answer: Answer) -> None:
+    """Raise `TrainingError` where worker 0 is gone."""
+    if answer.books.closing == 2:
+        raise TrainingError("worker 0, which keeps the record, is gone; go on from the last checkpoint with --resume")

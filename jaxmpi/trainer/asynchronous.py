@@ -1,0 +1,254 @@
+"""The coordinator of asynchronous rules: workers that do not wait for each other, and ranks that keep the center.
+
+A worker makes steps of its own. Every tau steps it meets the center, or after some steps it sends its params to another
+worker, and it reports to server 0. What is due to the run is worker 0's to do, by the examples of all workers.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Generator, Sequence
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint.format import Retention
+from jaxmpi.checkpoint.manager import warn
+from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.topology import to_device
+from jaxmpi.config.durations import step_range
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.observe.step_timing import StepTimer
+from jaxmpi.observe.trace import UncoordinatedTrace
+from jaxmpi.optim import optimizers
+from jaxmpi.recover import decisions
+from jaxmpi.rules.parameter_server import Answer
+from jaxmpi.runtime import failures, spans
+from jaxmpi.trainer.async_chief import LOOK_S, ChiefWorker
+from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
+from jaxmpi.trainer.async_start import Start, on_device
+from jaxmpi.trainer.async_worker import Worker
+from jaxmpi.trainer.loop import Position, Progress, run_steps
+from jaxmpi.trainer.progress import SUMS
+from jaxmpi.trainer.run import Run
+from jaxmpi.trainer.step import Metrics
+from jaxmpi.trainer.timetable import DueEvents
+
+
+def check_fits(experiment: Experiment) -> None:
+    """Refuse what needs all workers together.
+
+    Raises:
+        UsageError: with an asynchronous rule, by field.
+    """
+    for name, value, instead in (
+        ("recover", "rollback", "skip or stop"),
+        ("batch_statistics", "synchronised", "averaged or local"),
+        ("form", "split", "auto"),
+    ):
+        got = getattr(experiment, name)
+        check(got != value, f"{name}: got {got} with an asynchronous rule, whose workers do not meet; {instead}")
+    memory = experiment.data.memory
+    check(
+        memory != "partition",
+        "data.memory: got partition with an asynchronous rule, whose workers do not meet to shuffle; take another",
+    )
+
+
+def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str, float]:
+    """This rank's part, to the end; the last evaluation on worker 0.
+
+    Args:
+        hosts: names by rank.
+
+    Raises:
+        TrainingError: the center or worker 0 is gone, or the loss is not finite.
+        decisions.Preempted: the run was asked to leave, and has been saved.
+    """
+    config = run.experiment
+    trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
+    connections, endpoint = connect(run, start), None
+    if connections.endpoint:
+        endpoint, monitor = connections.endpoint, HeartbeatMonitor(config.stall_s, config.on_stall, hosts)
+        if not connections.channels:
+            serve(run, endpoint, monitor)
+            return {}
+        thread = threading.Thread(target=serve, args=(run, endpoint, monitor), name="jaxmpi center", daemon=True)
+        thread.start()  # before anything is compiled: it names who is late
+    else:
+        thread = None
+    coordinator = AsynchronousWorker(run, start, Worker(run, start, connections, trace), thread)
+    with contextlib.closing(run.profiler):
+        return run_steps(coordinator, run.callbacks, Position(int(start.state.step), start.state))
+
+
+class StderrRecorder(Recorder):
+    """Of a rank that keeps no record: what it alone can say goes to standard error."""
+
+    def say(self, text: str) -> None:
+        """A line that names the rank."""
+        warn(f"{failures.who()}: {text}")
+
+
+class AsynchronousWorker:
+    """This rank's worker as the loop sees it; worker 0 has a chief's duties besides."""
+
+    def __init__(self, run: Run, start: Start, worker: Worker, server: threading.Thread | None) -> None:
+        """Take up what the run starts with.
+
+        Args:
+            server: keeps a shard of the center on this rank.
+        """
+        solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
+        leaves = [path for path, _ in named_leaves(start.state.params)]
+        votes = decisions.StepConsensus(solo.processes, run.notice, leaves)
+        recorder = run.recorder if run.workers.processes.rank == 0 else StderrRecorder(None)
+        guard = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=recorder)
+        self.run, self.start, self.worker, self.server = run, start, worker, server
+        self.alone = dataclasses.replace(run, workers=solo, guard=guard)
+        self.timer = StepTimer(run.workers.size, to_device(run.workers))
+        keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
+        self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", run.workers.size, keep)
+        self.chief = ChiefWorker(self.alone, worker, self.parts, start) if worker.number == 0 else None
+        self.report_every = run.experiment.log_every
+        if not worker.rule.is_gossip:
+            self.report_every = min(self.report_every, worker.tau)
+        self.answer: Answer | None = None  # the last
+        self._pending: list[tuple[int, Metrics | None]] = []  # since the last report
+
+    def begin(self, position: Position) -> TrainState:
+        """Compile, first on one rank of a host, so that others find it in the cache; then wait for all workers."""
+        run = self.run
+        state, self.source = on_device(position.state), run.plan.feed.batches(position.step)
+        self.first = next(self.source)
+        train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_s)
+        with run.recorder.saying("compiling the step"):
+            self.step = run.workers.processes.after_first(
+                lambda: train_step.lower(state, self.first).compile(), limit_s
+            )
+        if self.chief:
+            rehearse(self.alone, state)  # else the others would go on while it compiles the first evaluation
+        self.worker.begin_with_all()
+        if self.chief:
+            run.recorder.start_window(int(self.start.tally.examples))
+        return state
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """They do not end."""
+        yield self.first
+        yield from self.source
+
+    def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
+        """A step of this worker's own."""
+        return self.step(state, batch)
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
+        """Gossip, or meet the center every tau steps; report now and then, and learn how all stand."""
+        worker, run = self.worker, self.run
+        self._pending.append((step, metrics))
+        worker.clock += 1
+        if worker.rule.is_gossip:
+            state = worker.gossip_step(state)
+        meets = not worker.rule.is_gossip and worker.clock % worker.tau == 0
+        if not meets and worker.clock % self.report_every:
+            return state, Progress(step)
+        sums = np.sum([self._read(*one) for one in self._pending], axis=0)
+        self.timer.pause()
+        worker.count(sums, len(self._pending), run.plan.feed.skipped, run.plan.feed.wait_s)
+        self._pending.clear()
+        window = self.timer.window()
+        worker.spend(window)
+        worker.tracer.add(window.spans, worker.number, step)
+        asks = (self.chief.asks() if self.chief else {}) | {"leave": float(run.notice.given)}
+        state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
+        worker.write_if_asked(self.parts, run.saver.home, state, answer)
+        self.answer = answer
+        progress = Progress(step, is_over=bool(answer.books.stop))
+        if self.chief:
+            progress = self.chief.progress(state, answer)
+        if progress.is_over:
+            worker.tracer.add(spans.drain(), worker.number, step, is_end=True)
+        else:
+            now = run.plan.step(answer.tally.examples)
+            state = state._replace(rule_state=optimizers.at_step(state.rule_state, now))
+        return state, progress
+
+    def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:
+        """f64[SUMS] of a step, which is finite before it can reach the center.
+
+        Raises:
+            TrainingError: it is not, and `recover` does not leave it out.
+        """
+        assert metrics is not None
+        guard = self.alone.guard
+        is_made = guard.passes(step, metrics)
+        guard.settle()
+        return self.run.log.sums(step, metrics) if is_made else np.zeros(SUMS)
+
+    def pause(self, state: TrainState) -> None:
+        """Nothing: what this worker speaks does not wait for others."""
+
+    def compare(self, step: int, state: TrainState) -> None:
+        """Nothing: its params are its own."""
+
+    def log(self, step: int, state: TrainState) -> None:
+        """Lines of all workers."""
+        assert self.chief is not None
+        self.chief.log(step)
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """On the center."""
+        assert self.chief is not None
+        self.chief.evaluate(step, state)
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Announce a checkpoint."""
+        assert self.chief is not None
+        self.chief.save(step, state)
+
+    def leave(self, step: int, state: TrainState) -> None:
+        """Nothing: the answer to a report says it, at the end."""
+
+    def settle(self, step: int, due: DueEvents) -> None:
+        """An exchange has been counted, and the record and checkpoints are no training."""
+        self.timer.restart()
+
+    def finish(self, state: TrainState) -> dict[str, float]:
+        """The last exchange, and worker 0's last evaluation and checkpoint; the others write their parts meanwhile.
+
+        Raises:
+            decisions.Preempted: the run is to be resumed later.
+        """
+        worker = self.worker
+        assert self.answer is not None
+        is_left = self.answer.books.stop == 2
+        state = worker.end(state)
+        if self.chief:
+            self.chief.finish(state)
+            worker.close(is_left)
+            if self.server:
+                self.server.join()
+        else:
+            answer = worker.tell({})
+            while not answer.books.closing:
+                time.sleep(LOOK_S)
+                worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
+                answer = worker.tell({})
+        if is_left:
+            raise decisions.Preempted
+        return self.chief.result if self.chief else {}
+
+
+def rehearse(run: Run, state: TrainState) -> None:
+    """Evaluate one batch, so that all is compiled that an evaluation takes."""
+    model_state = run.functions.mean_state(state.model_state)
+    with contextlib.closing(run.plan.validation.batches()) as batches:
+        for batch in itertools.islice(batches, 1):
+            jax.block_until_ready(run.functions.eval_step(state.params, model_state, batch))

@@ -1,0 +1,165 @@
+"""Workers in lock step: all make step k together, exchange inside it, and read its metrics one step later.
+
+Every rank votes on every step, and the vote is counted while the next step runs, so that neither the device nor the
+loop waits for it. With `--ft shrink` the vote comes before the next step: then the state before it is still there.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterator
+
+import jax
+import numpy as np
+
+from jaxmpi.comm.topology import to_device
+from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
+from jaxmpi.recover import decisions
+from jaxmpi.trainer.evaluate import distance, evaluate
+from jaxmpi.trainer.loop import Position, Progress
+from jaxmpi.trainer.progress import SUMS
+from jaxmpi.trainer.resume import note_saved, save
+from jaxmpi.trainer.run import Run
+from jaxmpi.trainer.step import Metrics
+from jaxmpi.trainer.timetable import DueEvents
+
+
+class LockStep:
+    """The coordinator of synchronous rules."""
+
+    def __init__(self, run: Run, sums: np.ndarray | None = None) -> None:
+        """All ranks make one together.
+
+        Args:
+            sums: f64[SUMS], of this process's workers since the last progress line; None: zeros.
+        """
+        self.run = run
+        self.timer = StepTimer(run.workers.size, to_device(run.workers))
+        self.sums = np.zeros(SUMS) if sums is None else sums
+        self.result: dict[str, float] = {}  # of the last evaluation
+        self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
+        self._evaluated = -1  # the step of it
+        self._batch: Batch | None = None  # of the last step
+
+    def begin(self, position: Position) -> TrainState:
+        """Hold the state, compare it over workers as it came to the devices, and start the clock."""
+        run, self.start = self.run, position.step
+        if run.pact:
+            run.pact.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
+        run.guard.compare(position.state, position.step)  # what must be compiled for it is so from now on
+        run.recorder.start_window(run.plan.examples(position.step))
+        lone, config = run.functions.lone if run.functions.exchanges else None, run.experiment
+        self._probe = ComputeOnlyProbe(lone, self.start, config.lone_every, config.log_every)
+        return position.state
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """To the last step of the run."""
+        return self.run.plan.feed.batches(self.start, self.run.plan.clock.total_steps)
+
+    def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
+        """One step, or only its number if it has failed twice."""
+        run, self._batch = self.run, batch
+        run.saver.poll()
+        note_saved(run)
+        if step in run.guard.recovery.left_out:
+            return state._replace(step=state.step + 1), None
+        is_first = step == self.start + 1
+        with run.recorder.saying("compiling the first step") if is_first else contextlib.nullcontext():
+            return run.functions.train_step(state, batch)
+
+    def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
+        """Read the metrics of the step before, or of all steps if something is due."""
+        run, leaving = self.run, self.run.guard.votes.leaving
+        due = run.plan.timetable.between(step - 1, step, is_first=step == self.start + 1, leaving=leaving)
+        if run.pact:
+            run.pact.keep(step, state, self.sums)
+        self._pending.append((step, metrics))
+        # One step late, so that the device never waits for the log.
+        while len(self._pending) > (0 if due.log or due.compare or run.pact else 1):
+            with none_under_way(state):
+                self.sums = self.sums + self._read(*self._pending.pop(0))
+        return state, Progress(step, due)
+
+    def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:
+        """f64[SUMS] of this process's workers, of a step that was made; and this process's vote on it.
+
+        Raises:
+            TrainingError, decisions.RollBack: what all ranks agree to do about the step before.
+        """
+        is_made = self.run.guard.passes(step, metrics)
+        return self.run.log.sums(step, metrics) if is_made and metrics is not None else np.zeros(SUMS)
+
+    def pause(self, state: TrainState) -> None:
+        """Wait for the device, and for the vote on the last step."""
+        jax.block_until_ready(state)
+        self.timer.pause()
+        self.run.guard.settle()
+
+    def compare(self, step: int, state: TrainState) -> None:
+        """Fingerprints of replicated state."""
+        self.run.guard.compare(state, step)
+
+    def log(self, step: int, state: TrainState) -> None:
+        """A line of all workers' steps since the last, and perhaps a step without exchange, to know its time."""
+        run = self.run
+        seen = run.log.line(step, self.sums, self.timer.window(), distance(run, state))
+        self.sums = np.zeros(SUMS)
+        if self._batch is not None:
+            self._probe.now(self.timer, step, seen.source, state, self._batch)
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """Over all workers."""
+        self.result, self._evaluated = evaluate(self.run, state, step), step
+
+    def save(self, step: int, state: TrainState) -> None:
+        """A checkpoint; the saver's thread writes it."""
+        save(self.run, state, step, self.result.get("eval_loss") if self._evaluated == step else None)
+
+    def leave(self, step: int, state: TrainState) -> None:
+        """End a run that was asked to.
+
+        Raises:
+            decisions.Preempted: once its checkpoint is on disk.
+        """
+        run = self.run
+        run.saver.wait()
+        note_saved(run)
+        if run.pact:
+            run.pact.vote()
+        why = "interrupted" if run.notice.is_interrupt else "asked to leave"
+        run.recorder.say(f"{why}: saved at step {step}; go on with --resume --run-dir {run.folder}")
+        raise decisions.Preempted
+
+    def settle(self, step: int, due: DueEvents) -> None:
+        """Start the clock anew: evaluations, checkpoints and compiling are no training."""
+        if due.evaluate or due.save:
+            self.run.recorder.start_window(self.run.plan.examples(step))
+        if due.evaluate or due.save or step == self.start + 1:
+            self.timer.restart()
+        if self.run.pact:
+            self.run.pact.settle(self.sums)
+
+    def finish(self, state: TrainState) -> dict[str, float]:
+        """The last checkpoint is on disk."""
+        run = self.run
+        run.saver.wait()
+        note_saved(run)
+        if run.pact:
+            run.pact.vote()
+            if run.pact.control.size < run.pact.began:
+                run.recorder.say(f"finished with {run.pact.control.size} of {run.pact.began} workers")
+        return self.result
+
+
+@contextlib.contextmanager
+def none_under_way(state: TrainState) -> Iterator[None]:
+    """Wait for the last step before an error that all ranks raise together leaves here.
+
+    The step after the one that failed has been dispatched on all ranks. Whoever catches the error may send messages,
+    read a checkpoint or call `train` again at once, beside an exchange that still goes on.
+    """
+    try:
+        yield
+    except (AgreedError, decisions.RollBack):
+        jax.block_until_ready(state)
+        raise

@@ -1,0 +1,133 @@
+"""The loop again: from the newest checkpoint after a rollback, or among the ranks that are left after a death."""
+
+import contextlib
+import dataclasses
+import json
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint import run_directory
+from jaxmpi.comm.control import Processes
+from jaxmpi.comm.topology import gather_mortal, put
+from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.train_state import TrainState, worker_key
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.recover import decisions
+from jaxmpi.runtime import failures
+from jaxmpi.trainer.build import build_functions, make_plan
+from jaxmpi.trainer.lock_step import LockStep
+from jaxmpi.trainer.loop import Position, run_steps
+from jaxmpi.trainer.progress import open_recorder
+from jaxmpi.trainer.resume import skipped_of, starting_states
+from jaxmpi.trainer.run import Run, assembled, watch
+from jaxmpi.trainer.timetable import DueEvents
+
+
+def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: DueEvents) -> dict[str, float]:
+    """The loop, again from the newest checkpoint as often as `recover` has it go back, or without ranks that died.
+
+    Args:
+        overdue: is to be done before the first step.
+    """
+
+    def at_start() -> tuple[LockStep, Position]:
+        return LockStep(run), Position(start, put(states, run.workers), overdue)
+
+    begin: Callable[[], tuple[LockStep, Position]] = at_start
+    with contextlib.ExitStack() as ends:
+        ends.callback(run.profiler.close)
+        ends.callback(run.recorder.close)
+        while True:
+            try:
+                coordinator, position = begin()
+                run = coordinator.run
+                return run_steps(coordinator, run.callbacks, position)
+            except decisions.RollBack as back:
+                begin = partial(rolled_back, run, back)
+            except Exception as error:
+                if run.pact is None:
+                    raise
+                run.pact.after(error, run.saver)
+                begin = partial(gone_on, run, ends)
+
+
+def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]:
+    """From the newest checkpoint; the record is cut there.
+
+    Raises:
+        TrainingError: the run directory is another's, or its checkpoints or its record are gone.
+    """
+    run.guard.votes.count()  # on a step that counts no more
+    if fate := run.saver.fate():
+        raise AgreedError(f"{back}, and the run directory {str(run.folder)!r} {fate}: nothing to go back to")
+    if run.workers.processes.rank == 0:
+        with run_directory.still_usable():
+            run_directory.refuse_lost(run.folder)
+    experiment = dataclasses.replace(run.experiment, resume=True)
+    states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
+    start = saved.step if saved else 0
+    run.plan.feed.skipped = skipped_of(saved, run.workers)
+    run.recorder.go_back(start)
+    run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
+    run.recorder.say(f"{back}: back to step {start}")
+    return LockStep(run), Position(start, put(states, run.workers))
+
+
+def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
+    """The run of those that are left, from the state that they hold."""
+    pact = run.pact
+    assert pact is not None
+    assert pact.held is not None
+    step, state, sums, is_settled = pact.held
+    failures.doing(f"going on without others after step {step}", failures.LONG)
+    control = pact.control
+    told = [json.loads(text) for text in control.gather(json.dumps([is_settled, pact.is_unsaved]))]
+    is_late, is_unsaved = not all(settled for settled, _ in told), any(unsaved for _, unsaved in told)
+    workers = gather_mortal(control)
+    pact.renew(workers)
+    ends.enter_context(watch(run.experiment, workers))
+    effective_batch, begun = run.plan.clock.effective_batch, run.plan.scaled_for
+    experiment = run_directory.as_begun(
+        run.experiment, run_directory.Stored(begun, begun, effective_batch, {}), workers.size
+    )
+    plan = make_plan(experiment, workers, begun, before=run.plan)
+    functions = build_functions(experiment, workers, plan)._replace(asked=run.functions.asked)
+    worker = workers.mine[0]
+    state = state._replace(key=worker_key(experiment.seed, worker))
+    recorder = handed_over(run, control, step - is_late, ends)
+    states = {worker: jax.tree.map(np.asarray, state)}
+    parts = (states, run.notice, run.guard.recovery, run.profiler, pact)
+    run = assembled(run.saver.home, experiment, workers, plan, functions, recorder, *parts)
+    recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
+    recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
+    pact.gone, pact.is_unsaved = [], False
+    overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
+    overdue = overdue._replace(save=overdue.save or is_unsaved)
+    return LockStep(run, sums), Position(step, put(states, workers), overdue)
+
+
+def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitStack) -> Recorder:
+    """The recorder of a rank among those that are left; what is to be done again after `step` is dropped.
+
+    Whoever is rank 0 now has the record and the run directory.
+
+    Raises:
+        TrainingError: the run directory cannot be locked, or its record not be opened.
+    """
+    if control.rank != 0:
+        return run.recorder
+    pact = run.pact
+    assert pact is not None
+    if pact.recorder is None:
+        hosts = [socket.gethostname()] * control.size
+        each = (run.recorder.elapsed_s(), hosts, run.plan.feed.bytes_each)
+        with run_directory.still_usable():
+            run_directory.lock(run.saver.home, ends)
+            pact.recorder = open_recorder(run.experiment, run.folder, *each)
+        ends.callback(pact.recorder.close)
+    pact.recorder.go_back(step)
+    return pact.recorder
