@@ -62,11 +62,6 @@ def is_asynchronous(config: RuleConfig) -> bool:
     return lookup(RULES, config.name, "rule").is_asynchronous
 
 
-def role(config: RuleConfig, rank: int, size: int) -> str:
-    """`worker`, or `server` of the center, which the last `rule.servers` ranks are."""
-    return "server" if is_asynchronous(config) and rank >= size - config.servers else "worker"
-
-
 def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
     """Refuse numbers of ranks and settings with which a rule makes no sense.
 
