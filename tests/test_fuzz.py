@@ -46,7 +46,7 @@ def run(examples: int, strategy: st.SearchStrategy, check: Callable) -> None:
 
 # ---------------------------------------------------------------- overrides
 
-FLAGS = sorted(f"--{name}" for name in flags.flags(Experiment))
+FLAGS = sorted(f"--{name}" for name in flags.flags(Experiment()))
 VALUES = st.sampled_from(
     ["1", "0", "-1", "1e400", "nan", "ep", "3ep", "1%", "None", "True", "a b", "", "--", "-n", "{}"]
 )
@@ -236,7 +236,8 @@ def newest():
 
 state(0)  # what JAX starts, it starts before the children
 step, moments = 0, []
-for kill in range(kills):
+# How much of the time is spent writing is the machine's: go on until enough kills have fallen into it.
+while len(moments) < kills or (sum(moments) <= kills // 4 and len(moments) < 10 * kills):
     child = os.fork()
     if child == 0:
         while True:
@@ -250,7 +251,7 @@ for kill in range(kills):
     assert after >= step, (after, step)
     moments.append(cut_off)
     step = after
-print(f"{kills} kills, {sum(moments)} of them while a checkpoint was written, {step} checkpoints")
+print(f"{len(moments)} kills, {sum(moments)} of them while a checkpoint was written, {step} checkpoints")
 """
 
 
@@ -260,4 +261,4 @@ def test_a_process_killed_at_any_moment_leaves_a_good_checkpoint(kills, tmp_path
     done = subprocess.run(line, capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
-    assert int(done.stdout.split()[2]) > kills // 4  # most of the time is spent saving
+    assert int(done.stdout.split()[2]) > kills // 4

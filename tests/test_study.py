@@ -197,7 +197,7 @@ def test_what_has_not_been_run_is_left_out():
 def test_named_studies_are_of_flags_and_experiments_that_exist(name):
     study = script.STUDIES[name]
     assert (ROOT / study.experiment).is_file()
-    known = flags(Experiment)
+    known = flags(Experiment())
     for cell in study.cells():
         assert set(cell) - {"workers"} <= set(known)
     assert len({json.dumps(cell) for cell in study.cells()}) == len(study.cells())

@@ -41,8 +41,8 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean=(), std=()))
     elif path and "--data.mean" in names:
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
-    for name in flags.unknown_flags(argv):
-        raise UsageError(f"unknown field --{name}; {errors.nearest(name, flags.flags(Experiment))}")
+    for name in flags.unknown_flags(argv, base):
+        raise UsageError(f"unknown field --{name}; {errors.nearest(name, flags.flags(base))}")
     experiment = overridden(flags.with_objects(base, Experiment()), argv, str(path or "an experiment"))
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")

@@ -9,23 +9,27 @@ import tyro
 from jaxmpi.config.schema import Experiment
 
 
-def flags(part: type, prefix: str = "") -> dict[str, Any]:
-    """Command-line names of a dataclass's fields, such as `optim.bias-lr-factor`."""
+def flags(part: Any, prefix: str = "") -> dict[str, Any]:
+    """Command-line names of a dataclass's fields, such as `optim.bias-lr-factor`.
+
+    Args:
+        part: an instance: a rule of the user's own may have settings of its own, in a class derived from RuleConfig.
+    """
     names: dict[str, Any] = {}
-    hints = get_type_hints(part, include_extras=True)
+    hints = get_type_hints(type(part), include_extras=True)
     for f in dataclasses.fields(part):
         name = prefix + f.name.replace("_", "-")
         if dataclasses.is_dataclass(hints[f.name]):
-            names |= flags(hints[f.name], f"{name}.")
+            names |= flags(getattr(part, f.name), f"{name}.")
         elif tyro.conf.Suppress not in getattr(hints[f.name], "__metadata__", ()):
             names[name] = f
     return names
 
 
-def unknown_flags(argv: Sequence[str]) -> list[str]:
-    """Names given as `--name` or `--no-name` that no field has."""
+def unknown_flags(argv: Sequence[str], experiment: Experiment) -> list[str]:
+    """Names given as `--name` or `--no-name` that no field of the experiment has."""
     given = [arg[2:].split("=")[0].replace("_", "-") for arg in argv if arg.startswith("--")]
-    known = {"help", *flags(Experiment)}
+    known = {"help", *flags(experiment)}
     return [name for name in given if name not in known and without_no(name) not in known]
 
 

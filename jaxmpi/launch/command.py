@@ -62,9 +62,9 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         if len(argv) == 1:
             raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
         values[argv[0]], argv = argv[1], argv[2:]
-    odd = [arg for arg in fields if arg.startswith("-") and (arg[:2] != "--" or unknown_flags([arg]))]
+    odd = [arg for arg in fields if arg.startswith("-") and (arg[:2] != "--" or unknown_flags([arg], Experiment()))]
     if odd and fields[0].startswith("-"):
-        known = {**values, **{f"--{name}": None for name in flags(Experiment)}}
+        known = {**values, **{f"--{name}": None for name in flags(Experiment())}}
         raise UsageError(f"got {odd[0]}; {nearest(odd[0], known)}\n{USAGE}")
     argv = experiment_file.file_first([*fields, *argv])
     if "-n" in argv:

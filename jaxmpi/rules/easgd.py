@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend, either, l2
 
@@ -102,4 +103,17 @@ def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: Rul
         params_are_replicated=False,
         eval_params=lambda params, state: state.center,
         distance=lambda state: state.distance,
+    )
+
+
+def check_stable(config: RuleConfig, workers: int) -> None:
+    """Refuse a center that overshoots the workers' mean.
+
+    Raises:
+        UsageError: k alpha > 1.
+    """
+    check(
+        workers * config.alpha <= 1,
+        f"rule.alpha: got {config.alpha} with {workers} workers in rule easgd_sync; expected at most 1/{workers} = "
+        f"{1 / workers:.4g}, or the center overshoots the workers' mean",
     )

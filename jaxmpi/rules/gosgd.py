@@ -6,6 +6,7 @@ import numpy as np
 import optax
 
 from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.core.errors import check
 from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend
 
 
@@ -27,6 +28,15 @@ def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConf
 
     deposit = Asynchronous(lambda w, base: w, serve, meet, is_gossip=True)  # alpha w of all, at the end of a run
     return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=deposit)
+
+
+def check_gossip(config: RuleConfig, workers: int) -> None:
+    """Refuse a worker that has nobody to push to.
+
+    Raises:
+        UsageError: one worker.
+    """
+    check(workers >= 2, f"rule gosgd: got {workers} worker; expected 2 or more")
 
 
 class Push(NamedTuple):

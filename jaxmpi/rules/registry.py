@@ -12,18 +12,17 @@ from jaxmpi.rules.asgd import asgd
 from jaxmpi.rules.awagd import awagd
 from jaxmpi.rules.base import Exchange, Rule
 from jaxmpi.rules.diloco import diloco
-from jaxmpi.rules.easgd import easgd, easgd_sync
-from jaxmpi.rules.gosgd import gosgd
+from jaxmpi.rules.easgd import check_stable, easgd, easgd_sync
+from jaxmpi.rules.gosgd import check_gossip, gosgd
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.rules.local_sgd import local_sgd
 from jaxmpi.rules.subgd import subgd
 
 Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
-ALL_SETTINGS = tuple(field.name for field in dataclasses.fields(RuleConfig))
 
 
 class RuleSpec(NamedTuple):
-    """A rule and its learning-rate contract."""
+    """A rule, its learning-rate contract, and what the trainer and the launcher must know of it."""
 
     build: Build
     lr_scaling: str  # the default
@@ -31,29 +30,42 @@ class RuleSpec(NamedTuple):
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
     is_periodic: bool = False  # exchanges every so many steps, nothing in between
     is_asynchronous: bool = False  # workers do not wait for each other
-    settings: tuple[str, ...] = ALL_SETTINGS  # of RuleConfig, that it goes by
+    settings: tuple[str, ...] | None = None  # fields of its RuleConfig that it goes by; None: all
+    takes_compressors: bool = False  # it exchanges means of gradients, of which a compressor may keep something back
+    sends_params: bool = False  # which a wire of 8 bits would round by more than a step changes them
+    check: Callable[[RuleConfig, int], None] = lambda config, workers: None  # raises UsageError
+
+    def goes_by(self, setting: str) -> bool:
+        """Whether a field of RuleConfig matters to the rule."""
+        return self.settings is None or setting in self.settings
 
 
 CENTER, LOCAL = ("tau", "staleness", "servers"), ("local_steps",)
 SPRING, OUTER = ("alpha", "server_alpha", "momentum"), ("outer_lr", "outer_momentum")
 AVERAGE, NOISE = ("average_momentum",), ("noise_scale",)
 RULES: dict[str, RuleSpec] = {
-    "gradients": RuleSpec(lambda tx, x, c: gradients(tx, x, c.noise_scale), "linear", False, True, settings=NOISE),
+    "gradients": RuleSpec(
+        lambda tx, x, c: gradients(tx, x, c.noise_scale), "linear", False, True, settings=NOISE, takes_compressors=True
+    ),
     "subgd": RuleSpec(lambda tx, x, c: subgd(tx, x), "none", True, False, settings=()),
-    "awagd": RuleSpec(lambda tx, x, c: awagd(tx, x, c.average_momentum), "linear", False, False, settings=AVERAGE),
+    "awagd": RuleSpec(
+        lambda tx, x, c: awagd(tx, x, c.average_momentum), "linear", False, False, settings=AVERAGE, sends_params=True
+    ),
     "local_sgd": RuleSpec(local_sgd, "linear", False, True, is_periodic=True, settings=LOCAL),
     "diloco": RuleSpec(diloco, "none", False, True, is_periodic=True, settings=LOCAL + OUTER),
     "easgd": RuleSpec(easgd, "none", False, False, is_asynchronous=True, settings=SPRING + CENTER),
-    "easgd_sync": RuleSpec(easgd_sync, "none", False, False, is_periodic=True, settings=("alpha", "tau")),
+    "easgd_sync": RuleSpec(
+        easgd_sync, "none", False, False, is_periodic=True, settings=("alpha", "tau"), check=check_stable
+    ),
     "asgd": RuleSpec(asgd, "none", True, False, is_asynchronous=True, settings=CENTER),
-    "gosgd": RuleSpec(gosgd, "none", False, False, is_asynchronous=True, settings=("p",)),
+    "gosgd": RuleSpec(gosgd, "none", False, False, is_asynchronous=True, settings=("p",), check=check_gossip),
 }
 
 
 def without_effect(config: RuleConfig) -> list[str]:
     """Settings that differ from their defaults and that this rule does not go by; `force` is of all rules."""
-    used = ("name", "force", *lookup(RULES, config.name, "rule").settings)
-    others = [field for field in dataclasses.fields(config) if field.name not in used]
+    row = lookup(RULES, config.name, "rule")
+    others = [f for f in dataclasses.fields(config) if f.name not in ("name", "force") and not row.goes_by(f.name)]
     return [field.name for field in others if getattr(config, field.name) != field.default]
 
 
@@ -68,32 +80,29 @@ def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
     Raises:
         UsageError: got, expected, way out.
     """
-    name, workers = config.name, size - config.servers * is_asynchronous(config)
+    row, name = lookup(RULES, config.name, "rule"), config.name
+    workers = size - config.servers * row.is_asynchronous
+    for setting, why in (
+        ("servers", "which has no center"),
+        ("staleness", "whose workers report to no center that could hold them back"),
+    ):
+        got = getattr(config, setting)
+        able = [rule for rule, spec in RULES.items() if spec.goes_by(setting)]
+        check(
+            row.goes_by(setting) or not got,
+            f"rule.{setting}: got {got} with rule {name}, {why}; leave it out, or use {' or '.join(able)}",
+        )
     check(
-        name in ("easgd", "asgd") or not config.servers,
-        f"rule.servers: got {config.servers} with rule {name}, which has no center; leave it out, or use easgd or asgd",
-    )
-    check(
-        name in ("easgd", "asgd") or not config.staleness,
-        f"rule.staleness: got {config.staleness} with rule {name}, whose workers report to no center that could hold "
-        "them back; leave it out, or use easgd or asgd",
-    )
-    check(
-        not is_asynchronous(config) or size > 1,
+        not row.is_asynchronous or size > 1,
         f"rule {name} is between workers that do not wait for each other; got one rank: start several "
         "(mpirun -n 4, jaxmpi train -n 4), or use rule gradients",
     )
     check(
         workers >= 1, f"rule.servers: got {config.servers} of {size} ranks; expected at most {size - 1}, one must train"
     )
-    check(name != "gosgd" or workers >= 2, f"rule gosgd: got {workers} worker; expected 2 or more")
+    row.check(config, workers)
     check(
-        name != "easgd_sync" or workers * config.alpha <= 1,
-        f"rule.alpha: got {config.alpha} with {workers} workers in rule easgd_sync; expected at most 1/{workers} = "
-        f"{1 / workers:.4g}, or the center overshoots the workers' mean",
-    )
-    check(
-        not config.momentum or (name == "easgd" and optimizer == "sgd"),
+        not config.momentum or (row.goes_by("momentum") and optimizer == "sgd"),
         f"rule.momentum: got {config.momentum} with rule {name} and optimizer {optimizer}; EAMSGD is rule easgd over "
         "optim.name sgd, others bring a momentum of their own",
     )
@@ -115,7 +124,7 @@ def build(
     """
     row = lookup(RULES, config.name, "rule")
     check(
-        config.name == "gradients" or exchange.gradients is None,
+        row.takes_compressors or exchange.gradients is None,
         f"rule {config.name!r} exchanges no gradients, which compressors and exchange.overlap delayed are for; "
         "use rule gradients, or neither of them",
     )
@@ -135,13 +144,13 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
     """Refuse to send weights through a wire that rounds away what a step changes in them.
 
     Raises:
-        UsageError: AWAGD over `8` or `bf16`, unless forced.
+        UsageError: params over `8` or `bf16`, unless forced.
     """
-    wire = strategy.partition(":")[2]
+    row, wire = lookup(RULES, config.name, "rule"), strategy.partition(":")[2]
     check(
-        config.name != "awagd" or wire not in COARSE or config.force,
-        f"rule awagd sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. Use "
-        "wire 32 or 16, rule gradients, or --rule.force",
+        not row.sends_params or wire not in COARSE or config.force,
+        f"rule {config.name} sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. "
+        "Use wire 32 or 16, rule gradients, or --rule.force",
     )
 
 
