@@ -51,5 +51,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=128,
     train_for="70ep",
-    embedded=embedded,
+    fallback=embedded,
 )

@@ -48,5 +48,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=32,
     train_for="90ep",
-    embedded=embedded,
+    fallback=embedded,
 )

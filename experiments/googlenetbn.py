@@ -55,5 +55,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=LOCAL_BATCH,
     train_for="90ep",
-    embedded=embedded,
+    fallback=embedded,
 )

@@ -42,5 +42,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=32,
     train_for="40ep",
-    embedded=embedded,
+    fallback=embedded,
 )

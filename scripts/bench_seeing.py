@@ -148,7 +148,7 @@ def main() -> None:
         config = dataclasses.replace(
             experiment(options.model), log_every=options.steps, train_for=f"{steps}st", run_dir=folder, quiet=True
         )
-        config = dataclasses.replace(config, eval_every="0st", checkpoint_every="0st", lone_every=0)
+        config = dataclasses.replace(config, eval_every="0st", checkpoint_every="0st", compute_only_every=0)
         with contextlib.suppress(decisions.Preempted):  # asked to leave: what has been measured counts
             trainer_main.train(dataclasses.replace(config, local_batch=options.batch), "bench_seeing")
     if processes().rank == 0:

@@ -189,8 +189,8 @@ def late(folder: Path, rank: int, sent: str, *args: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_worker_that_hangs_before_the_start_is_named(rank, tmp_path):
-    """Rank 0, for which the others wait to compile, or another, whom the books miss; within six times --stall-s."""
-    ended = run(late(tmp_path, rank, "SIGSTOP", "--stall-s", "2"), timeout_s=120)
+    """Rank 0, for which the others wait to compile, or another, whom server 0 misses; within six times the limit."""
+    ended = run(late(tmp_path, rank, "SIGSTOP", "--stall-timeout-s", "2"), timeout_s=120)
     assert not ended.timed_out
     assert ended.code != 0, ended.out
     assert f"late: rank {rank}" in ended.out
@@ -231,7 +231,7 @@ def test_what_was_learnt_since_the_last_exchange_comes_to_the_center_in_the_end(
 
 @pytest.mark.slow
 def test_a_step_that_any_worker_leaves_out_is_told(tmp_path):
-    args = ("--inject", "nan:rank=1,step=5", "--recover", "skip", "--train-for", "5ep", "--run-dir", str(tmp_path))
+    args = ("--inject", "nan:rank=1,step=5", "--on-nonfinite", "skip", "--train-for", "5ep", "--run-dir", str(tmp_path))
     ended = train(2, *COMMON, *RULES["easgd"], *args)
     assert ended.code == 0, ended.out
     assert re.search(r"rank 1/2 on \S+: the gradient of \S+ of worker 1 is not finite at step 5: skipped", ended.out)
@@ -467,7 +467,7 @@ def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_named_and_ends_the_job(tmp_path):
     args = (*COMMON, *RULES["easgd"], "--train-for", "2000ep", "--run-dir", str(tmp_path / "run"))
-    line = surviving(3, *args, "--stall-s", "10", "--inject", "stop:rank=2,step=20")
+    line = surviving(3, *args, "--stall-timeout-s", "10", "--inject", "stop:rank=2,step=20")
     ended = run(line, timeout_s=120)
     assert not ended.timed_out
     assert ended.code != 0, ended.out
@@ -480,8 +480,17 @@ def test_a_worker_that_hangs_is_named_and_ends_the_job(tmp_path):
 
 @pytest.mark.slow
 def test_who_ends_its_gossip_while_worker_0_evaluates_is_not_late(tmp_path):
-    """Worker 0 evaluates for longer than `stall_s`, which it may; the others, who come to the end meanwhile, wait."""
-    args = ("--eval-every", "40st", "--train-for", "90st", "--stall-s", "10", "--run-dir", str(tmp_path / "run"))
+    """Worker 0 may evaluate for longer than `stall_timeout_s`; the others, who come to the end meanwhile, wait."""
+    args = (
+        "--eval-every",
+        "40st",
+        "--train-for",
+        "90st",
+        "--stall-timeout-s",
+        "10",
+        "--run-dir",
+        str(tmp_path / "run"),
+    )
     line = surviving(3, *COMMON, *RULES["gosgd"], *args, "--inject", "slow:rank=0,at=eval,seconds=25")
     ended = run(line, timeout_s=150)
     assert ended.code == 0, ended.out
@@ -592,6 +601,15 @@ def test_the_launcher_keeps_asynchronous_runs_alive(tmp_path):
     assert not command.outlives_ranks((DIGITS, "--rule.name", "easgd_sync"), version)
     assert not command.outlives_ranks((DIGITS,), version)
     assert not command.outlives_ranks((DIGITS, "--rule.name", "easgd"), "mpirun (Open MPI) 4.1.6")
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from jaxmpi.config import Experiment, RuleConfig\nfrom jaxmpi.rules.registry import RULES\n"
+        "RULES['mine'] = RULES['easgd']\nexperiment = Experiment(rule=RuleConfig('mine'))\n"
+    )
+    try:
+        assert command.outlives_ranks((str(own),), version)  # as the rule's row says
+    finally:
+        registry.RULES.pop("mine", None)
 
 
 # ---------------------------------------------------------------- the local halves, and the synchronous form

@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.config import experiment_file, flags, rule_config
 from jaxmpi.config.data import Data
 from jaxmpi.config.durations import steps
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.config.renamed import RENAMED
 from jaxmpi.config.schema import Experiment, local_batch
 from jaxmpi.core.errors import UsageError, lookup
 from launching import ROOT
@@ -102,9 +104,9 @@ OUT_OF_RANGE = [
     (Experiment, {"keep_checkpoints": 0}, "keep_checkpoints: got 0"),
     (Experiment, {"devices": 0}, "devices: got 0"),
     (Experiment, {"comm": "xal"}, "unknown comm 'xal'; did you mean 'xla'"),
-    (Experiment, {"comm": "xla", "form": "split"}, "form: got split with comm xla"),
+    (Experiment, {"comm": "xla", "step_mode": "split"}, "step_mode: got split with comm xla"),
     (Experiment, {"compute_dtype": "float16"}, "compute_dtype: got 'float16'; expected float32 or bfloat16"),
-    (Experiment, {"form": "both"}, "form: got 'both'"),
+    (Experiment, {"step_mode": "both"}, "step_mode: got 'both'"),
     (Experiment, {"train_for": "ten epochs"}, "got duration 'ten epochs'"),
     (Experiment, {"eval_every": "1"}, "got duration '1'"),
     (Experiment, {"checkpoint_every": ""}, "got duration ''"),
@@ -164,14 +166,14 @@ def test_batches_that_do_not_divide_name_the_nearest_that_do(fields, workers, me
         local_batch(Experiment(**fields), workers)
 
 
-def test_resolved_is_json_and_holds_every_field_but_the_embedded_recipe():
+def test_resolved_is_json_and_holds_every_field_but_the_fallback_recipe():
     def squared(outputs, labels):
         return outputs
 
-    experiment = Experiment(loss=squared, embedded=Experiment(), data=Data(train=[1], mean=(0.5,)), optim=Optim(lr=0.5))
+    experiment = Experiment(loss=squared, fallback=Experiment(), data=Data(train=[1], mean=(0.5,)), optim=Optim(lr=0.5))
     plain = flags.resolved(experiment)
     assert json.loads(json.dumps(plain)) == plain
-    assert set(plain) == {field.name for field in dataclasses.fields(Experiment)} - {"embedded"}
+    assert set(plain) == {field.name for field in dataclasses.fields(Experiment)} - {"fallback"}
     assert (plain["loss"], plain["data"]["mean"], plain["optim"]["lr"]) == ("squared", [0.5], 0.5)
     assert plain["data"]["train"] == [1]
 
@@ -196,3 +198,38 @@ def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean_and_std(
         assert (data.mean, data.std, data.mean_image) == ((), (), "m.npy")
     with pytest.raises(UsageError, match=r"data\.mean and data\.mean_image: give one of the two"):
         Data(mean=(0.5,), mean_image="m.npy")
+
+
+# ---------------------------------------------------------------- names of 0.1
+
+
+def test_an_old_name_of_a_field_is_taken_and_the_new_one_said():
+    with pytest.warns(FutureWarning, match="Experiment: ft is on_rank_loss now"):
+        experiment = Experiment(ft="shrink")  # pyright: ignore[reportCallIssue]
+    assert experiment.on_rank_loss == "shrink"
+    with pytest.warns(FutureWarning, match="Data: stall_s is stall_timeout_s now"):
+        assert Data(stall_s=7.0).stall_timeout_s == 7.0  # pyright: ignore[reportCallIssue]
+
+
+def test_an_old_flag_is_taken_and_the_new_one_said(capsys):
+    digits = str(ROOT / "experiments" / "digits.py")
+    experiment, _ = experiment_file.parse([digits, "--recover=skip", "--data.stall_s", "7", "--lone-every", "3"])
+    assert (experiment.on_nonfinite, experiment.data.stall_timeout_s, experiment.compute_only_every) == ("skip", 7.0, 3)
+    assert capsys.readouterr().err.splitlines() == [
+        "jaxmpi: --recover is --on-nonfinite now",
+        "jaxmpi: --data.stall-s is --data.stall-timeout-s now",
+        "jaxmpi: --lone-every is --compute-only-every now",
+    ]
+
+
+def test_every_new_name_is_a_flag_or_a_field():
+    known = {name.replace("-", "_") for name in flags.flags(Experiment())}
+    known |= {field.name for field in dataclasses.fields(Experiment)}
+    assert set(RENAMED.values()) <= known
+    assert not set(RENAMED) & known
+
+
+def test_settings_of_an_old_checkpoint_are_compared_under_their_new_names():
+    assert run_directory.changes({"form": "split", "seed": 0}, {"step_mode": "auto", "seed": 0}) == {
+        "step_mode": ("split", "auto")
+    }

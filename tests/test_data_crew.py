@@ -276,7 +276,7 @@ class TestErrors:
             def __getitem__(self, index):
                 return Late(), index
 
-        with loader(Lazy(40), 40, Data(loader="threads", loaders=1, stall_s=3), stop_step=1) as batches:
+        with loader(Lazy(40), 40, Data(loader="threads", loaders=1, stall_timeout_s=3), stop_step=1) as batches:
             assert len(next(batches).label) == 40
             assert batches.wait_s > 3
 
@@ -298,7 +298,7 @@ class TestLoadersThatFail:
     @pytest.mark.parametrize("kind", ["processes", "threads"])
     def test_one_that_stalls_is_named_with_its_file(self, own, kind, monkeypatch):
         monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.2)
-        data = folder_data(own, loader=kind, stall_s=0.5)
+        data = folder_data(own, loader=kind, stall_timeout_s=0.5)
         source, path = open_source(data, "train"), stick(own)
         with (
             loader(source, 6, data) as batches,
@@ -329,7 +329,7 @@ class TestLoadersThatFail:
 
     def test_one_that_is_stopped_is_noticed_and_ended(self, own, monkeypatch):
         monkeypatch.setattr("jaxmpi.data.loader_pool.END_S", 0.2)
-        data = folder_data(own, loaders=1, stall_s=0.5)
+        data = folder_data(own, loaders=1, stall_timeout_s=0.5)
         with loader(open_source(data, "train"), 2, data) as batches:
             next(batches)
             (pid,) = children()
@@ -342,7 +342,7 @@ class TestLoadersThatFail:
         monkeypatch.setattr("jaxmpi.data.loader_pool.END_S", 0.2)
         size = 40_000  # numbers of a batch's examples take more than the pipe does
         source = ArraySource(np.zeros((4 * size, 1, 1, 1), np.uint8), np.zeros(4 * size, np.int32), classes=2)
-        data = Data(loader="processes", loaders=1, prefetch=2, stall_s=0.5)
+        data = Data(loader="processes", loaders=1, prefetch=2, stall_timeout_s=0.5)
         with loader(source, size, data) as batches:
             next(batches)
             at = lambda: (time.sleep(0.2), batches._hold.crew.doing(0))[1]  # noqa: E731
@@ -559,7 +559,7 @@ LOSSES = {  # of a loader that MPI has started
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loader_that_mpi_started_is_named_with_its_file(loss, tmp_path):
     options, message = LOSSES[loss]
-    data = f"Data('array', train=Numbered(6, {options}), validation=Numbered(6), loader='spawn', stall_s=2)"
+    data = f"Data('array', train=Numbered(6, {options}), validation=Numbered(6), loader='spawn', stall_timeout_s=2)"
     ended = train(2, str(write_experiment(tmp_path, data, PX, 6)), "--run-dir", str(tmp_path / "run"), timeout_s=100)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0

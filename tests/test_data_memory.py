@@ -451,7 +451,7 @@ class TestSource:
         assert got == [b"\7" * 7]
 
     def test_a_loader_that_waits_for_a_record_is_not_stalled(self):
-        data = Data(stall_s=2, loaders=1, prefetch=1)
+        data = Data(stall_timeout_s=2, loaders=1, prefetch=1)
         source = MemorySource(numbered(8), data)
         source.load(np.arange(4))
         source.promise()

@@ -149,7 +149,7 @@ class Late(PackedSource):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_slow_file_system_is_waited_for_up_to_stall_s(folder, way, monkeypatch):
     monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
-    patient, hasty = (data(folder, "packed", stall_s=stall_s) for stall_s in (20, 1))
+    patient, hasty = (data(folder, "packed", stall_timeout_s=stall_timeout_s) for stall_timeout_s in (20, 1))
     source = Late(str(folder / "packed" / "train"), 3, 0)
     source.gate.set()
     assert WAYS[way](source, patient) == list(range(N))
@@ -157,7 +157,7 @@ def test_a_slow_file_system_is_waited_for_up_to_stall_s(folder, way, monkeypatch
     said = {"as it is": r"loader \d of 2 has been at ", "in memory": ""}[way]
     name = rf"{file_of(folder, 'packed', BAD)} at byte \d+ \(example {BAD}\) (for \d|has not been read for 1 s)"
     begin = time.monotonic()
-    with pytest.raises(TrainingError, match=rf"{said}{name}.*data\.stall_s sets how long it may"):
+    with pytest.raises(TrainingError, match=rf"{said}{name}.*data\.stall_timeout_s sets how long it may"):
         WAYS[way](source, hasty)
     assert time.monotonic() - begin < 10
     source.gate.set()  # lets the threads go

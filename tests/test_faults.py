@@ -299,9 +299,9 @@ def inject(*texts: str) -> tuple[str, ...]:
     return tuple(word for text in texts for word in ("--inject", text))
 
 
-ROLLBACK = ("--recover", "rollback")
+ROLLBACK = ("--on-nonfinite", "rollback")
 UNTIL_SAVED = "slow:rank=2,step=36,seconds=3"  # steps are quicker than disks here
-FAST = ("--compare-every", "5st")
+FAST = ("--replica-check-every", "5st")
 ROWS = {
     "kill_0": Row("`kill` rank 0", inject("kill:rank=0,step=25"), "restart", "rank 0 on .*signal 9"),
     "kill_2": Row("`kill` rank 2", inject("kill:rank=2,step=25"), "restart", "rank 2 on .*signal 9"),
@@ -364,8 +364,8 @@ ROWS = {
         within_s=HANGS_S,
     ),
     "stop_watched": Row(
-        "`stop` rank 2, `--stall-s 8`",
-        (*inject("stop:rank=2,step=25"), "--stall-s", "8"),
+        "`stop` rank 2, `--stall-timeout-s 8`",
+        (*inject("stop:rank=2,step=25"), "--stall-timeout-s", "8"),
         "restart",
         "rank 2 on .*ended the job: no progress for",
         within_s=HANGS_S,
@@ -387,22 +387,22 @@ ROWS = {
         equal=False,
     ),
     "nan_skip": Row(
-        "`nan` on rank 2, `--recover skip`",
-        (*inject("nan:rank=2,step=25"), "--recover", "skip"),
+        "`nan` on rank 2, `--on-nonfinite skip`",
+        (*inject("nan:rank=2,step=25"), "--on-nonfinite", "skip"),
         "step 25 changes nothing, on all",
         "of worker 2 is not finite at step 25: skipped",
         restarts=0,
         equal=False,
     ),
     "nan_rollback": Row(
-        "`nan` on rank 2, `--recover rollback`",
+        "`nan` on rank 2, `--on-nonfinite rollback`",
         (*inject("nan:rank=2,step=25"), *ROLLBACK),
         "back to the checkpoint, within the job",
         "of worker 2 is not finite at step 25: back to step 20",
         restarts=0,
     ),
     "nan_twice": Row(
-        "`nan` on rank 2 at step 25 always, `--recover rollback`",
+        "`nan` on rank 2 at step 25 always, `--on-nonfinite rollback`",
         (*inject("nan:rank=2,step=25,times=2"), *ROLLBACK, "--checkpoint-every", "24st"),
         "back twice, then step 25 is left out",
         "(.*back to step 24\n(.*\n)*){2}",
@@ -425,7 +425,7 @@ ROWS = {
         "worker 0 differs from the other \\d in",
     ),
     "bitflip_rollback": Row(
-        "`bitflip` on rank 3, `--recover rollback`",
+        "`bitflip` on rank 3, `--on-nonfinite rollback`",
         (*inject("bitflip:rank=3,step=22"), *FAST, *ROLLBACK),
         "back to the checkpoint, within the job",
         "worker 3 differs from the other \\d in .*: back to step 20",
@@ -611,7 +611,7 @@ GONE = "named; goes on with those left, the same examples a step"
 
 @needs_hosts
 def test_a_host_that_is_gone_is_left_out(model, undisturbed, tmp_path):
-    out, noticed_s = without_a_host(model, undisturbed, tmp_path / "run", end_host, stall_s=8)
+    out, noticed_s = without_a_host(model, undisturbed, tmp_path / "run", end_host, stall_timeout_s=8)
     left = RANKS - RANKS // HOSTS
     share = -(-64 // left)  # more than the 64 / RANKS before: in slices, so that it takes no more memory
     assert f"{left} workers x local batch {share} = effective batch 64" in out
@@ -620,18 +620,18 @@ def test_a_host_that_is_gone_is_left_out(model, undisturbed, tmp_path):
 
 
 @needs_hosts
-@pytest.mark.parametrize("stall_s", [8, 600])
-def test_a_host_whose_cable_is_pulled_is_left_out(model, undisturbed, tmp_path, stall_s):
-    _, noticed_s = without_a_host(model, undisturbed, tmp_path / "run", pull_cable, stall_s)
-    note(f"a host's cable is pulled, `--elastic`, `--stall-s {stall_s}`", GONE, noticed_s, False)
+@pytest.mark.parametrize("stall_timeout_s", [8, 600])
+def test_a_host_whose_cable_is_pulled_is_left_out(model, undisturbed, tmp_path, stall_timeout_s):
+    _, noticed_s = without_a_host(model, undisturbed, tmp_path / "run", pull_cable, stall_timeout_s)
+    note(f"a host's cable is pulled, `--elastic`, `--stall-timeout-s {stall_timeout_s}`", GONE, noticed_s, False)
 
 
-def without_a_host(model, undisturbed, run_dir, lose, stall_s) -> tuple[str, float]:
+def without_a_host(model, undisturbed, run_dir, lose, stall_timeout_s) -> tuple[str, float]:
     """A run that loses its third host on the way, to its end: what it said, seconds until the host was named."""
     slots = RANKS // HOSTS
     hosts, left = ",".join(f"node{i}:{slots}" for i in range(HOSTS)), RANKS - slots
     extra = ("--elastic", f"{slots}:{RANKS}", "--launcher-args", f"--host {hosts}")
-    job = start(trainer(model, run_dir, *SLOWLY, "--stall-s", str(stall_s), restarts=1, extra=extra))
+    job = start(trainer(model, run_dir, *SLOWLY, "--stall-timeout-s", str(stall_timeout_s), restarts=1, extra=extra))
     job.when(UNDER_WAY)
     rank = 2 * slots  # the first of the third host
     lose(process_of(job, "jaxmpi.train", rank))

@@ -40,7 +40,10 @@ PARSED = [
     ("a.py --n 3", command.Options(1, "mpirun", (), ("a.py", "--n", "3"))),
     ("-n 8 a.py --optim.lr 1", command.Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
     ("-n 4 --comm xla a.py --seed 1", command.Options(4, "mpirun", (), ("a.py", "--comm", "xla", "--seed", "1"))),
-    ("-n 8 --ft shrink a.py --seed 1", command.Options(8, "mpirun", (), ("a.py", "--ft", "shrink", "--seed", "1"))),
+    (
+        "-n 8 --on-rank-loss shrink a.py --seed 1",
+        command.Options(8, "mpirun", (), ("a.py", "--on-rank-loss", "shrink", "--seed", "1")),
+    ),
     ("--resume --seed 1 -n 2 a.py", command.Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
     ("-n8 a.py", command.Options(8, "mpirun", (), ("a.py",))),
     ("--launcher srun -n 2 a.py", command.Options(2, "srun", (), ("a.py",))),

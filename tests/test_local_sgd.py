@@ -231,9 +231,11 @@ def test_what_a_rule_says_of_itself(name, scaling):
     assert (rule.state_is_replicated, rule.params_are_replicated) == (False, False)
     assert registry.scale_lr(name, "rule", 4)[1] == scaling
     registry.check_wire(RuleConfig(name), "asa:8")
-    with pytest.raises(UsageError, match=f"recover: got skip with rule {name}, whose workers step alone.*use stop or"):
+    with pytest.raises(
+        UsageError, match=f"on_nonfinite: got skip with rule {name}, whose workers step alone.*use stop or"
+    ):
         registry.check_recover(RuleConfig(name), "skip", "auto")
-    with pytest.raises(UsageError, match=r"recover: got skip with exchange\.overlap delayed.*use stop or"):
+    with pytest.raises(UsageError, match=r"on_nonfinite: got skip with exchange\.overlap delayed.*use stop or"):
         registry.check_recover(RuleConfig("gradients"), "skip", "delayed")
     for rule_name, recover in ((name, "rollback"), (name, "stop"), ("gradients", "skip")):
         registry.check_recover(RuleConfig(rule_name), recover, "auto")
@@ -297,7 +299,7 @@ def test_every_form_of_the_step_is_the_same_algorithm(tmp_path):
     """Losses of 20 steps of Adam at 0.01, which moves a param by 0.2 at most, from 2.3 down: rounding stays small."""
     (tmp_path / "tiny.py").write_text(TINY)
     args = ("--exchange.strategy", "asa32", "--optim.name", "momentum", "--eval-every", "20st")
-    forms = {"split": (2, ()), "fused": (2, ("--form", "fused")), "devices": (1, ("--devices", "2"))}
+    forms = {"split": (2, ()), "fused": (2, ("--step-mode", "fused")), "devices": (1, ("--devices", "2"))}
     folders = [started(tmp_path, name, *args, *more, ranks=ranks) for name, (ranks, more) in forms.items()]
     split, *others = ([row["loss"] for row in rows_of(folder, "train")] for folder in folders)
     for other in others:

@@ -30,7 +30,7 @@ experiment = Experiment(
     data=Data("array", channels=1, train=examples, validation=examples[:17], loaders=1),
     optim=Optim("momentum", lr=0.01, lr_scaling="none"),
     effective_batch=16, train_for="{STEPS}st", eval_every="{EVAL_EVERY}st", checkpoint_every="{SAVE_EVERY}st",
-    exchange=ExchangeConfig("asa32"), compare_every="3st", lone_every=2, log_every=2,
+    exchange=ExchangeConfig("asa32"), replica_check_every="3st", compute_only_every=2, log_every=2,
 )
 """
 
@@ -46,20 +46,20 @@ class Mode(NamedTuple):
 
 EASGD = "--optim.name sgd --rule.name easgd --effective-batch 0 --local-batch 8"
 DEFAULT = {
-    "split": Mode("--form split --exchange.overlap off"),
+    "split": Mode("--step-mode split --exchange.overlap off"),
     "xla": Mode("--comm xla"),
     "devices": Mode("--devices 2", ranks=1),
     "beside": Mode("--exchange.overlap on --exchange.strategy asa32", times_exchanges="measured"),
-    "in_memory": Mode("--form fused --exchange.overlap off --data.memory partition --data.loader threads"),
+    "in_memory": Mode("--step-mode fused --exchange.overlap off --data.memory partition --data.loader threads"),
     "diloco": Mode("--rule.name diloco --rule.local-steps 3 --comm xla"),
     "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
-    "shrink": Mode("--ft shrink"),
+    "shrink": Mode("--on-rank-loss shrink"),
 }
 SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),
-    "fused": Mode("--form fused --exchange.overlap off"),
+    "fused": Mode("--step-mode fused --exchange.overlap off"),
     "delayed": Mode("--exchange.overlap delayed --exchange.strategy asa32", times_exchanges="measured"),
-    "shm": Mode("--exchange.strategy shm --form fused", times_exchanges="measured"),
+    "shm": Mode("--exchange.strategy shm --step-mode fused", times_exchanges="measured"),
     "compressed": Mode("--exchange.strategy topk0.1/asa32"),
     "subgd": Mode("--rule.name subgd"),
     "awagd": Mode("--rule.name awagd --rule.average-momentum --comm xla"),
@@ -76,10 +76,10 @@ SLOW = {
         "--exchange.overlap on --exchange.strategy asa32 --data.memory partition --data.loader threads",
         times_exchanges="measured",
     ),
-    "skip": Mode("--recover skip --inject nan:rank=1,step=6 --form fused --exchange.overlap off"),
-    "roll_back": Mode("--from-start --recover rollback --inject nan:rank=1,step=6 --comm xla"),
+    "skip": Mode("--on-nonfinite skip --inject nan:rank=1,step=6 --step-mode fused --exchange.overlap off"),
+    "roll_back": Mode("--from-start --on-nonfinite rollback --inject nan:rank=1,step=6 --comm xla"),
     "micro": Mode("--micro-batch 4 --comm xla"),
-    "shrink_fused": Mode("--ft shrink --form fused"),
+    "shrink_fused": Mode("--on-rank-loss shrink --step-mode fused"),
     "bfloat16": Mode("--compute-dtype bfloat16 --comm xla"),
 }
 
@@ -95,7 +95,7 @@ def test_a_mode_trains_past_everything_periodic(mode, tmp_path):
     row, folder = (DEFAULT | SLOW)[mode], tmp_path / "run"
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     args = (str(tmp_path / "tiny.py"), "--run-dir", str(folder), *row.args.split())
-    if "--ft" in args:
+    if "--on-rank-loss" in args:
         tolerant = [*mpirun_line(row.ranks), "--with-ft", "ulfm"]
         ended = run([*tolerant, sys.executable, "-m", "jaxmpi.train", *args], timeout_s=120)
     else:

@@ -222,7 +222,7 @@ def test_a_file_that_cannot_be_read_ends_a_job_that_loads_it_into_memory(tmp_pat
 
 @pytest.mark.slow
 def test_a_read_that_stalls_ends_a_job_that_loads_it_into_memory(tmp_path):
-    options = ("--data.on-error", "skip", "--data.stall-s", "2", "--effective-batch", "4")
+    options = ("--data.on-error", "skip", "--data.stall-timeout-s", "2", "--effective-batch", "4")
     ended = run(tmp_path / "run", "2ep", *options, *PARTITION, experiment_text=STALLS)
     assert ended.code not in (0, -9), ended.out
     assert re.search(r"stalls\[9\] \(example 9\) has not been read for 2 s", ended.out), ended.out

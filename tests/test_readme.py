@@ -127,9 +127,9 @@ def clone(tmp_path: Path) -> Path:
         "import dataclasses, runpy\n"
         "from models.cnn import digits_cnn\n"
         f"recipe = runpy.run_path({str(ROOT / 'experiments' / 'googlenet.py')!r})['experiment']\n"
-        "data = dataclasses.replace(recipe.embedded.data, channels=1, resize=0)\n"
-        "small = dataclasses.replace(recipe.embedded, model=digits_cnn(), data=data)\n"
-        "experiment = dataclasses.replace(recipe, embedded=small)\n"
+        "data = dataclasses.replace(recipe.fallback.data, channels=1, resize=0)\n"
+        "small = dataclasses.replace(recipe.fallback, model=digits_cnn(), data=data)\n"
+        "experiment = dataclasses.replace(recipe, fallback=small)\n"
     )
     return tmp_path
 

@@ -88,7 +88,7 @@ def test_ibm(name, workers):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_experiment_runs_on_embedded_data(file: Path):
     experiment = experiment_file.load(file)
-    embedded = experiment.embedded or experiment
+    embedded = experiment.fallback or experiment
     source = open_source(embedded.data, "train")
     image, _ = source[0]
     channels = () if embedded.model.takes_tokens else (embedded.data.channels,)
@@ -115,7 +115,7 @@ def test_two_steps_on_embedded_data(file: Path, tmp_path):
     assert all(math.isfinite(row["loss"]) for row in steps)
     examples = len(open_source(Data("stdlib"), "validation")) if file.stem in ("gpt", "lstm") else 360
     assert [row["eval_count"] for row in rows if row["kind"] == "eval"] == [examples]
-    if (embedded := experiment_file.load(file).embedded) is not None:
+    if (embedded := experiment_file.load(file).fallback) is not None:
         assert ended.out.count(f"training {embedded.model.name} on the embedded digits, with a recipe of its own") == 1
 
 
@@ -128,10 +128,10 @@ def test_the_papers_recipes_on_digits_keep_rule_optimizer_and_initialisation(fil
     assert (small.schedule.decay, small.schedule.factor) == (paper.schedule.decay, paper.schedule.factor)
     in_pixels = file.stem in ("alexnet", "vgg16")
     assert in_pixels == (small.data.std == (1 / 255,)) == (paper.data.std == (1 / 255,) * 3)
-    assert small.embedded is None  # so that no other recipe takes its place
+    assert small.fallback is None  # so that no other recipe takes its place
 
 
 def test_tiny_variants_stand_in_where_the_issue_is_speed():
-    embedded = [recipe(name).embedded for name in ("alexnet", "vgg16")]
+    embedded = [recipe(name).fallback for name in ("alexnet", "vgg16")]
     assert [one.model.name for one in embedded if one] == ["alexnet_tiny", "vgg16_tiny"]
     assert {recipe(name).model.name for name in ("alexnet", "vgg16", "resnet50", "googlenetbn")} <= set(MODELS)

@@ -337,7 +337,7 @@ def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path,
 
     data = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
     rest = {"effective_batch": 60, "train_for": "9st", "checkpoint_every": "2st", "log_every": 1, "sinks": (remove,)}
-    back = {"recover": "rollback", "inject": ("nan:rank=0,step=6",), "run_dir": str(tmp_path)}
+    back = {"on_nonfinite": "rollback", "inject": ("nan:rank=0,step=6",), "run_dir": str(tmp_path)}
     with pytest.raises(TrainingError, match=r"cannot be used any more: .*record\.jsonl"):
         main.train(Experiment(digits_cnn_tiny(), data=data, **rest, **back), "digits")
     assert not (tmp_path / "record.jsonl").exists()  # none is begun anew, as if nothing had been before

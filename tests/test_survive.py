@@ -31,44 +31,46 @@ DIGITS = str(ROOT / "experiments" / "digits.py")
 # ---------------------------------------------------------------- what is refused
 
 BAD: dict[str, dict[str, Any]] = {
-    "comm: got xla with --ft shrink": {"comm": "xla"},
-    "devices: got 4 with --ft shrink": {"devices": 4},
-    "rule.name: got easgd with --ft shrink; easgd, asgd and gosgd outlive": {"rule": RuleConfig("easgd")},
-    "rule.name: got awagd with --ft shrink": {"rule": RuleConfig("awagd")},
-    "rule.name: got local_sgd with --ft shrink": {"rule": RuleConfig("local_sgd")},
-    "exchange.strategy: got lowrank4 with --ft shrink": {"exchange": ExchangeConfig("lowrank4")},
-    "exchange.strategy: got none with --ft shrink": {"exchange": ExchangeConfig("none")},
-    "exchange.overlap: got delayed with --ft shrink": {"exchange": ExchangeConfig(overlap="delayed")},
-    "batch_statistics: got synchronised with --ft shrink": {"batch_statistics": "synchronised"},
-    "data.memory: got partition with --ft shrink": {"data": Data(memory="partition")},
+    "comm: got xla with --on-rank-loss shrink": {"comm": "xla"},
+    "devices: got 4 with --on-rank-loss shrink": {"devices": 4},
+    "rule.name: got easgd with --on-rank-loss shrink; easgd, asgd and gosgd outlive": {"rule": RuleConfig("easgd")},
+    "rule.name: got awagd with --on-rank-loss shrink": {"rule": RuleConfig("awagd")},
+    "rule.name: got local_sgd with --on-rank-loss shrink": {"rule": RuleConfig("local_sgd")},
+    "exchange.strategy: got lowrank4 with --on-rank-loss shrink": {"exchange": ExchangeConfig("lowrank4")},
+    "exchange.strategy: got none with --on-rank-loss shrink": {"exchange": ExchangeConfig("none")},
+    "exchange.overlap: got delayed with --on-rank-loss shrink": {"exchange": ExchangeConfig(overlap="delayed")},
+    "batch_statistics: got synchronised with --on-rank-loss shrink": {"batch_statistics": "synchronised"},
+    "data.memory: got partition with --on-rank-loss shrink": {"data": Data(memory="partition")},
 }
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_a_death_would_take_away_is_refused(message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        shrink.check_fits(Experiment(ft="shrink", **BAD[message]))
-    shrink.check_fits(Experiment(ft="shrink"))
+        shrink.check_fits(Experiment(on_rank_loss="shrink", **BAD[message]))
+    shrink.check_fits(Experiment(on_rank_loss="shrink"))
 
 
 def test_an_unknown_way_is_named_with_those_there_are():
-    with pytest.raises(UsageError, match=r"unknown ft 'shrik'; did you mean 'shrink'\? there are: end, shrink"):
-        Experiment(ft="shrik")
+    with pytest.raises(
+        UsageError, match=r"unknown on_rank_loss 'shrik'; did you mean 'shrink'\? there are: end, shrink"
+    ):
+        Experiment(on_rank_loss="shrik")
 
 
 def test_the_launcher_keeps_the_job_alive():
     version = "mpirun (Open MPI) 5.0.11"
-    assert command.outlives_ranks((DIGITS, "--ft", "shrink"), version)
-    assert command.outlives_ranks((DIGITS, "--ft=shrink"), version)
-    assert not command.outlives_ranks((DIGITS, "--ft", "end"), version)
-    assert not command.outlives_ranks((DIGITS, "--ft", "shrink"), "mpirun (Open MPI) 4.1.6")
+    assert command.outlives_ranks((DIGITS, "--on-rank-loss", "shrink"), version)
+    assert command.outlives_ranks((DIGITS, "--on-rank-loss=shrink"), version)
+    assert not command.outlives_ranks((DIGITS, "--on-rank-loss", "end"), version)
+    assert not command.outlives_ranks((DIGITS, "--on-rank-loss", "shrink"), "mpirun (Open MPI) 4.1.6")
 
 
 @pytest.mark.slow
 def test_a_launcher_that_ends_the_job_with_its_first_rank_is_refused(tmp_path):
-    ended = train(2, DIGITS, "--ft", "shrink", "--run-dir", str(tmp_path / "run"))
+    ended = train(2, DIGITS, "--on-rank-loss", "shrink", "--run-dir", str(tmp_path / "run"))
     assert ended.code == 2, ended.out
-    assert "ft: got shrink, but this MPI ends a job with its first rank" in ended.out
+    assert "on_rank_loss: got shrink, but this MPI ends a job with its first rank" in ended.out
 
 
 # ---------------------------------------------------------------- collectives
@@ -151,7 +153,7 @@ ROWS = {
     "raise_in_thread": Row(inject("raise:rank=1,step=25,thread=1"), [1]),
     "exit_3": Row(inject("exit:rank=2,step=25"), [2]),
     "exit_0": Row(inject("exit:rank=2,step=25,code=0"), [2]),
-    "stop": Row((*inject("stop:rank=2,step=25"), "--stall-s", "8"), [2], within_s=60),
+    "stop": Row((*inject("stop:rank=2,step=25"), "--stall-timeout-s", "8"), [2], within_s=60),
     "shm": Row((*inject("kill:rank=1,step=25"), "--exchange.strategy", "shm"), [1]),
 }
 
@@ -159,7 +161,7 @@ ROWS = {
 def test_a_worker_goes_on_alone(model, tmp_path):
     """Rank 0, which keeps the record, dies at step 4 of 6; rank 1 does that step by itself."""
     folder = tmp_path / "run"
-    args = ("--ft", "shrink", "--train-for", "6st", *inject("kill:rank=0,step=4"))
+    args = ("--on-rank-loss", "shrink", "--train-for", "6st", *inject("kill:rank=0,step=4"))
     job = start(trainer(model, folder, *args, ranks=2))
     assert job.end() == 0, job.out
     assert lines(folder, "lost") == [{"kind": "lost", "after": 3, "ranks": [0], "workers": 1}]
@@ -173,7 +175,7 @@ def test_a_worker_goes_on_alone(model, tmp_path):
 @pytest.mark.parametrize("name", ROWS)
 def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path):
     row, folder, before = ROWS[name], tmp_path / "run", shared_memory()
-    job = start(trainer(model, folder, "--ft", "shrink", *row.args, ranks=row.ranks))
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *row.args, ranks=row.ranks))
     code = job.end()
     assert code == 0, job.out
     lost = lines(folder, "lost")
@@ -196,8 +198,8 @@ def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path
 def test_a_bad_exit_that_nobody_is_told_of_ends_the_job(model, tmp_path):
     """Open MPI neither reports it nor ends the others."""
     folder, before = tmp_path / "run", shared_memory()
-    faults = (*inject("exit:rank=2,step=25,hard=1"), "--stall-s", "8")
-    job = start(trainer(model, folder, "--ft", "shrink", *faults))
+    faults = (*inject("exit:rank=2,step=25,hard=1"), "--stall-timeout-s", "8")
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *faults))
     assert job.end() != 0
     assert "late: rank 2 on" in job.out
     assert left_behind(folder) == []
@@ -217,7 +219,7 @@ def test_a_bad_exit_that_nobody_is_told_of_ends_the_job(model, tmp_path):
 )
 def test_what_all_decide_together_they_still_do(args, code, said, model, tmp_path):
     folder, before = tmp_path / "run", shared_memory()
-    job = start(trainer(model, folder, "--ft", "shrink", *args))
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *args))
     assert job.end() == code, job.out
     assert said in job.out
     assert left_behind(folder) == []

@@ -98,7 +98,7 @@ def losses(run_dir: Path) -> np.ndarray:
     return np.array([row["loss"] for row in record(run_dir, "train")])
 
 
-FOURS = {"four": (4, ()), "devices": (1, ("--devices", "4")), "fused": (4, ("--form", "fused"))}
+FOURS = {"four": (4, ()), "devices": (1, ("--devices", "4")), "fused": (4, ("--step-mode", "fused"))}
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -192,7 +192,7 @@ def test_help_lists_every_field_with_its_meaning():
     ended = train(1, DIGITS, "--help")
     assert ended.code == 0
     for part in dataclasses.fields(Experiment):
-        if part.name not in ("model", "loss", "embedded", "sinks", "data", "optim", "schedule", "rule", "exchange"):
+        if part.name not in ("model", "loss", "fallback", "sinks", "data", "optim", "schedule", "rule", "exchange"):
             assert f"--{part.name.replace('_', '-')}" in ended.out
     for text in ("--exchange.strategy", "--data.dir", "asa16, ring32", "px: shorter side", "(default: "):
         assert text in ended.out
@@ -223,7 +223,10 @@ BAD = {
     "clipping": ([DIGITS, "--rule.name", "subgd", "--optim.clip-norm", "1"], "momentum with clip_norm is not linear"),
     "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-scaling", "linear"], "count them twice"),
     "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "'/nowhere' is no run directory"),
-    "split devices": ([DIGITS, "--devices", "2", "--form", "split"], "several devices of one process share one jit"),
+    "split devices": (
+        [DIGITS, "--devices", "2", "--step-mode", "split"],
+        "several devices of one process share one jit",
+    ),
     "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
 }
 
@@ -646,7 +649,7 @@ def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, 
             (tmp_path / "copy" / split / "0").rename(tmp_path / "copy" / split / "x")
     else:
         (train_folder / "3" / "0.png").rename(train_folder / "3" / "1.png")
-    args = ("--data.source", "imagefolder", "--effective-batch", "2", "--form", form)
+    args = ("--data.source", "imagefolder", "--effective-batch", "2", "--step-mode", form)
     ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/copy", DIGITS, *args)
     assert not ended.timed_out
     assert ended.code != 0
@@ -828,7 +831,7 @@ RESUMED = {
         ),
     ),
     "fused, Adam, clipping, ring16": (
-        *(2, "--form", "fused", "--optim.name", "adam", "--optim.clip-norm", "1", "--exchange.strategy", "ring16"),
+        *(2, "--step-mode", "fused", "--optim.name", "adam", "--optim.clip-norm", "1", "--exchange.strategy", "ring16"),
     ),
     "one buffer, nesterov, ring:bf16": (
         *(3, "--exchange.bucket-bytes", "None", "--optim.name", "nesterov", "--exchange.strategy", "ring:bf16"),

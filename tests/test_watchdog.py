@@ -41,9 +41,9 @@ def beat(rank: int, count: int, phase: str = "step 7", waits: tuple[str, ...] = 
     return {"kind": "beat", "rank": rank, "count": count, "phase": phase, "patience": patience, **told}
 
 
-def dog(rank: int = 0, stall_s: float = 10.0) -> tuple[Watchdog, Letters, io.StringIO]:
+def dog(rank: int = 0, stall_timeout_s: float = 10.0) -> tuple[Watchdog, Letters, io.StringIO]:
     letters, out = Letters(), io.StringIO()
-    return Watchdog(letters, rank, 4, stall_s, "warn", out, now_s=0.0), letters, out
+    return Watchdog(letters, rank, 4, stall_timeout_s, "warn", out, now_s=0.0), letters, out
 
 
 def live(watch: Watchdog, letters: Letters, seconds: range, beats) -> None:
@@ -94,12 +94,12 @@ def test_a_job_that_goes_on_after_all_says_so_and_may_stall_again():
 
 
 def test_who_has_come_least_far_is_late_else_who_waits_for_no_rank():
-    watch, letters, out = dog(stall_s=4.0)
+    watch, letters, out = dog(stall_timeout_s=4.0)
     failures.doing("step 8")
     count = failures.at().count
     live(watch, letters, range(1, 8), lambda now: [beat(r, count - (r == 3)) for r in (1, 2, 3)])
     assert "late: rank 3 on node3\n" in out.getvalue()
-    watch, letters, out = dog(stall_s=4.0)
+    watch, letters, out = dog(stall_timeout_s=4.0)
     live(watch, letters, range(1, 8), lambda now: [beat(r, count, waits=("a bucket",) * (r != 1)) for r in (1, 2, 3)])
     with spans.span("wait", "a bucket"):
         live(watch, letters, range(8, 16), lambda now: [beat(r, count, waits=("a",) * (r != 1)) for r in (1, 2, 3)])
@@ -211,7 +211,7 @@ def test_a_single_process_that_is_stuck_ends_with_its_stack():
 
 STALL_S = 4
 TRAIN = ("-m", "jaxmpi.train", "experiments/digits.py", "--train-for", "100000st", "--local-batch", "8", "--quiet")
-TRAIN += ("--checkpoint-every", "0st", "--eval-every", "0st", "--stall-s", str(STALL_S))
+TRAIN += ("--checkpoint-every", "0st", "--eval-every", "0st", "--stall-timeout-s", str(STALL_S))
 
 
 def ranks_of(run_dir: Path) -> dict[int, int]:
@@ -269,8 +269,8 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
     "rule", [(), ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0")]
 )
 def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
-    """Ctrl-Z for longer than --stall-s, and fg."""
-    line = [*mpirun_line(2), sys.executable, *TRAIN, *rule, "--train-for", "300st", "--stall-s", "2"]
+    """Ctrl-Z for longer than --stall-timeout-s, and fg."""
+    line = [*mpirun_line(2), sys.executable, *TRAIN, *rule, "--train-for", "300st", "--stall-timeout-s", "2"]
     said, record = tmp_path / "said.txt", tmp_path / "run" / "record.jsonl"
     with said.open("w") as out:
         job = subprocess.Popen(

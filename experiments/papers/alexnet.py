@@ -21,5 +21,5 @@ experiment = dataclasses.replace(
     train_for="200st",
     eval_every="50st",
     checkpoint_every="0st",
-    embedded=None,
+    fallback=None,
 )

@@ -21,5 +21,5 @@ experiment = dataclasses.replace(
     train_for="300st",
     eval_every="100st",
     checkpoint_every="0st",
-    embedded=None,
+    fallback=None,
 )

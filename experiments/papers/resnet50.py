@@ -24,5 +24,5 @@ experiment = dataclasses.replace(
     train_for="6ep",
     eval_every="2ep",
     checkpoint_every="0st",
-    embedded=None,
+    fallback=None,
 )

@@ -21,5 +21,5 @@ experiment = dataclasses.replace(
     train_for="20ep",
     eval_every="5ep",
     checkpoint_every="0st",
-    embedded=None,
+    fallback=None,
 )

@@ -25,6 +25,7 @@ from jaxmpi.comm.control import Processes
 from jaxmpi.comm.topology import Workers, transport
 from jaxmpi.config import flags
 from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.renamed import RENAMED
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.files import NO_LOCKS, HeldFolder, refuse_ways_out
@@ -410,7 +411,7 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
 
 # Fields of `data` that leave the examples unchanged.
 NOT_THE_DATA = (
-    *("data.dir", "data.loader", "data.loaders", "data.prefetch", "data.stall_s", "data.on_error"),
+    *("data.dir", "data.loader", "data.loaders", "data.prefetch", "data.stall_timeout_s", "data.on_error"),
     # If they change the order, the data's facts say so.
     *("data.shuffle_by", "data.memory", "data.group_size", "data.shuffle_period"),
 )
@@ -449,8 +450,19 @@ NOT_THE_NUMBERS = (
         "effective_batch",
         "rule.noise_scale",
     ),
-    *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "log_every", "lone_every", "compare_every"),
-    *("quiet", "trace", "profile", "tensorboard", "sinks", "stall_s", "on_stall", "recover", "recover_limit", "ft"),
+    *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "log_every", "compute_only_every"),
+    *(
+        "quiet",
+        "trace",
+        "profile",
+        "tensorboard",
+        "sinks",
+        "stall_timeout_s",
+        "on_stall",
+        "on_nonfinite",
+        "recover_limit",
+    ),
+    *("replica_check_every", "on_rank_loss"),
     *NOT_THE_DATA,
 )
 
@@ -467,5 +479,6 @@ def changes(saved: Any, now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     Args:
         saved: the checkpoint's `settings`; older checkpoints have none, and then no change is known.
     """
-    names = [name for name in now if isinstance(saved, dict) and name in saved]
+    saved = {RENAMED.get(name, name): value for name, value in saved.items()} if isinstance(saved, dict) else {}
+    names = [name for name in now if name in saved]
     return {name: (saved[name], now[name]) for name in names if saved[name] != now[name]}

@@ -155,7 +155,10 @@ class MpiProcesses:
         """
         pids = [json.loads(text) for text in self.gather(json.dumps([os.getpid(), job_folder.pid_space()]))]
         is_one = len(set(self.hosts)) == 1 and len({space for _, space in pids}) == 1 and job_folder.pid_space() != 0
-        check(is_one, "ft: got shrink with ranks on several hosts, or in several containers; take --ft end")
+        check(
+            is_one,
+            "on_rank_loss: got shrink with ranks on several hosts, or in several containers; take --on-rank-loss end",
+        )
         self._know([pid for pid, _ in pids])
         failures.outlive(self._kill)
 
@@ -403,7 +406,7 @@ class MpiProcesses:
                 first = self.hosts.index(self.hosts[self.rank])
                 raise TrainingError(
                     f"late: rank {first}, the first of this host: {timeout_s:g} s, and it has not compiled what others "
-                    "take from the cache then; its process is stuck, or --stall-s too short"
+                    "take from the cache then; its process is stuck, or --stall-timeout-s too short"
                 )
         return make()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tyro
 
+from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.core.errors import check, lookup
 
 InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
@@ -18,6 +19,7 @@ MEMORY = {
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
 
 
+@takes_old_names("data.")
 @dataclass(frozen=True)
 class Data:
     """Where examples come from and what becomes of an image before the model sees it."""
@@ -44,7 +46,7 @@ class Data:
     loader: str = "auto"  # auto | processes | threads | spawn: who makes batches; auto: processes to decode images
     loaders: int = 2  # of them, per worker
     prefetch: int = 2  # batches made ahead, per worker
-    stall_s: float = 300.0  # seconds that a loader may be at one example before the run ends
+    stall_timeout_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     shuffle_by: str = "auto"  # auto | examples | files: what is put in a new order each epoch; auto: see docs/data.md
     memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
     group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
@@ -75,7 +77,7 @@ class Data:
             self.shuffle_by != "files" or self.memory == "none",
             f"data.shuffle_by: got files with data.memory {self.memory}, which reads no file after the start; use auto",
         )
-        check(self.stall_s > 0, f"data.stall_s: got {self.stall_s}; expected seconds > 0")
+        check(self.stall_timeout_s > 0, f"data.stall_timeout_s: got {self.stall_timeout_s}; expected seconds > 0")
         for name in ("mean", "std"):
             got = len(getattr(self, name))
             check(

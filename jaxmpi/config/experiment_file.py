@@ -16,6 +16,7 @@ import tyro
 
 from jaxmpi.config import flags
 from jaxmpi.config.data import data_dir
+from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.errors import UsageError
@@ -31,6 +32,7 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
         UsageError: no such file, no `experiment` in it, or a field out of range.
     """
     argv = [hyphens(arg) if arg.startswith("--") else arg for arg in argv]
+    argv = with_new_names(argv, say_once)
     argv = file_first(argv)
     path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
     base = choose(load(path), argv) if path else Experiment()
@@ -47,6 +49,12 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
     return flags.with_objects(experiment, base), path
+
+
+def say_once(text: str) -> None:
+    """A line on standard error, of one rank."""
+    if launchers.my_rank() == 0:
+        sys.stderr.write(f"jaxmpi: {text}\n")
 
 
 def file_first(argv: Sequence[str]) -> list[str]:
@@ -149,12 +157,12 @@ def nearest_import(error: ImportError) -> str:
 def choose(experiment: Experiment, argv: list[str]) -> Experiment:
     """The recipe, or what it offers for embedded data where no data folder is given."""
     given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
-    if experiment.embedded is None or given or data_dir(experiment.data):
+    if experiment.fallback is None or given or data_dir(experiment.data):
         return experiment
     if launchers.my_rank() == 0:
         print(
-            f"no data folder (--data.dir or JAXMPI_DATA): training {experiment.embedded.model.name} on the embedded "
-            f"{experiment.embedded.data.source}, with a recipe of its own",
+            f"no data folder (--data.dir or JAXMPI_DATA): training {experiment.fallback.model.name} on the embedded "
+            f"{experiment.fallback.data.source}, with a recipe of its own",
             flush=True,
         )
-    return experiment.embedded
+    return experiment.fallback

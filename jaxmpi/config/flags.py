@@ -66,4 +66,4 @@ def resolved(experiment: Experiment) -> dict[str, Any]:
             return value
         return getattr(value, "name", None) or getattr(value, "__name__", type(value).__name__)
 
-    return {k: v for k, v in plain(experiment).items() if k != "embedded"}
+    return {k: v for k, v in plain(experiment).items() if k != "fallback"}

@@ -15,6 +15,7 @@ from jaxmpi.config.data import Data, InPython
 from jaxmpi.config.durations import check_divides, step_range, steps
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check, lookup
 
@@ -52,6 +53,7 @@ PARTS: dict[str, tuple[type, str]] = {
 }
 
 
+@takes_old_names()
 @dataclass(frozen=True)
 class Experiment:
     """One training run. An experiment file holds one as `experiment`."""
@@ -60,7 +62,7 @@ class Experiment:
     loss: InPython[Callable[..., Any] | None] = (
         None  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]; default: softmax cross-entropy
     )
-    embedded: InPython["Experiment | None"] = None  # what runs when no data folder is given
+    fallback: InPython["Experiment | None"] = None  # what runs when no data folder is given
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
@@ -80,8 +82,10 @@ class Experiment:
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
     tensorboard: bool = False  # lines of the record to TensorBoard, too, in the run directory
     sinks: InPython[tuple[Callable[[dict[str, Any]], None], ...]] = ()  # get every line of the record
-    lone_every: int = 200  # steps between steps without exchange, on a copy, where only they tell its time; 0 = never
-    stall_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
+    compute_only_every: int = (
+        200  # steps between steps without exchange, on a copy, where only they tell its time; 0 = never
+    )
+    stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
     on_stall: str = "abort"  # abort | warn: what then happens
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
@@ -90,17 +94,19 @@ class Experiment:
         ""  # run directory whose newest checkpoint a new run goes on from, with another effective batch
     )
     params: str = ""  # Orbax folder of params and model state that the run begins with, instead of the model's own
-    recover: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
+    on_nonfinite: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
-    compare_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
-    ft: str = "end"  # end | shrink: where a worker dies the job ends, or the others go on without it (experimental)
+    replica_check_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
+    on_rank_loss: str = (
+        "end"  # end | shrink: where a worker dies the job ends, or the others go on without it (experimental)
+    )
     inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # of initialisation, order, augmentation and dropout
     batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
     compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
     devices: int = 1  # local devices of one process, a worker each; more than 1 in several processes needs comm xla
     comm: str = "mpi"  # mpi | xla: who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
-    form: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
+    step_mode: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
 
     def __post_init__(self) -> None:
         for name, (part, way_out) in PARTS.items():
@@ -127,26 +133,26 @@ class Experiment:
         )
         lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
         lookup(ON_STALL, self.on_stall, "on_stall")
-        for name in ("lone_every", "stall_s"):
+        for name in ("compute_only_every", "stall_timeout_s"):
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
-        lookup(RECOVERIES, self.recover, "recover")
-        lookup(LOSSES, self.ft, "ft")
+        lookup(RECOVERIES, self.on_nonfinite, "on_nonfinite")
+        lookup(LOSSES, self.on_rank_loss, "on_rank_loss")
         lookup(COMMS, self.comm, "comm")
         check(
-            self.form in ("auto", "fused", "split"),
-            f"form: got {self.form!r}; expected auto, fused or split",
+            self.step_mode in ("auto", "fused", "split"),
+            f"step_mode: got {self.step_mode!r}; expected auto, fused or split",
         )
         check(
-            self.form != "split" or self.devices == 1,
-            f"form: got split with {self.devices} devices; several devices of one process share one jit",
+            self.step_mode != "split" or self.devices == 1,
+            f"step_mode: got split with {self.devices} devices; several devices of one process share one jit",
         )
         check(
-            self.form != "split" or self.comm == "mpi",
-            "form: got split with comm xla; all workers share one jit there: use auto or fused",
+            self.step_mode != "split" or self.comm == "mpi",
+            "step_mode: got split with comm xla; all workers share one jit there: use auto or fused",
         )
-        for name in ("train_for", "eval_every", "checkpoint_every", "compare_every"):
+        for name in ("train_for", "eval_every", "checkpoint_every", "replica_check_every"):
             steps(getattr(self, name), 1, 1, 1)
         check(
             "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,

@@ -133,7 +133,7 @@ class Loader:
         self._ahead: collections.deque[_Making] = collections.deque()
         self._free: collections.deque[int] = collections.deque()  # slots
         self._filler: Example | None = None
-        of_mine = crew or LoaderPool(kind_for(config, source), config.loaders, config.stall_s)
+        of_mine = crew or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
         self._hold = _Hold(of_mine, owns_crew=crew is None)
         self._end = weakref.finalize(self, self._hold.release)
         self.wait_s, self.skipped = 0.0, 0

@@ -432,7 +432,7 @@ class MemorySource:
 
         Raises:
             CorruptExample: one is damaged; with `data.on_error` skip it is noted and has no bytes.
-            TrainingError: the file system fails, or takes longer than `data.stall_s` for one of them.
+            TrainingError: the file system fails, or takes longer than `data.stall_timeout_s` for one of them.
             UsageError: a label is no whole number in range, a record is too long, or there is no room.
         """
         records = sample_first(records)
@@ -452,15 +452,15 @@ class MemorySource:
         self.take(arena)
 
     def _loaded(self, records: list[int]) -> Iterator[Any]:
-        done, stall_s = 0, self.data.stall_s
+        done, stall_timeout_s = 0, self.data.stall_timeout_s
         try:
-            for blob in in_order(self._load, records, READERS, stall_s):
+            for blob in in_order(self._load, records, READERS, stall_timeout_s):
                 done += 1
                 yield blob
         except TimeoutError as error:
             raise TrainingError(
-                f"{self.where(records[done])} (example {records[done]}) has not been read for {stall_s:g} s; "
-                "data.stall_s sets how long it may take"
+                f"{self.where(records[done])} (example {records[done]}) has not been read for {stall_timeout_s:g} s; "
+                "data.stall_timeout_s sets how long it may take"
             ) from error
 
     def _load(self, index: int) -> Any:

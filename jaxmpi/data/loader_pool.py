@@ -85,14 +85,14 @@ class LoaderPool:
     Args:
         kind: a row of `KINDS`.
         size: how many.
-        stall_s: seconds that a loader may be at one example, or say nothing.
+        stall_timeout_s: seconds that a loader may be at one example, or say nothing.
 
     Raises:
         UsageError: an unknown kind.
     """
 
-    def __init__(self, kind: str, size: int, stall_s: float) -> None:
-        self.kind, self.size, self.stall_s = kind, size, stall_s
+    def __init__(self, kind: str, size: int, stall_timeout_s: float) -> None:
+        self.kind, self.size, self.stall_timeout_s = kind, size, stall_timeout_s
         self._make = lookup(KINDS, kind, "data.loader")
         self._loaders: Loaders | None = None
         self._board = np.zeros((size, BOARD_ROW), np.int64)
@@ -186,11 +186,11 @@ class LoaderPool:
         how, (at, since_s) = self._loaders.ended(number), self.doing(number)
         check_well(not how, f"loader {number} of {self.size} {how} {at or 'between examples'}")
         silent_s = time.monotonic() - (since_s if at else max(begin, since_s))  # since its last word
-        limit_s = self.stall_s if self._board[number, HERE] else max(self.stall_s, START_S)
+        limit_s = self.stall_timeout_s if self._board[number, HERE] else max(self.stall_timeout_s, START_S)
         check_well(
             silent_s <= limit_s,
             f"loader {number} of {self.size} has been {at or 'silent'} for {silent_s:.0f} s; "
-            "data.stall_s sets how long it may",
+            "data.stall_timeout_s sets how long it may",
         )
 
     def doing(self, number: int) -> tuple[str, float]:

@@ -139,11 +139,13 @@ def _encoded(image: np.ndarray, recipe: Recipe) -> bytes:
     return encoded(resized(image, recipe.resize) if recipe.resize else image, recipe.quality)
 
 
-def in_order(work: Callable[[A], B], items: Iterable[A], threads: int, stall_s: float | None = None) -> Generator[B]:
+def in_order(
+    work: Callable[[A], B], items: Iterable[A], threads: int, stall_timeout_s: float | None = None
+) -> Generator[B]:
     """`map(work, items)` by threads, at most AHEAD times their number of results ahead.
 
     Args:
-        stall_s: seconds that one item may take; None: as long as it likes.
+        stall_timeout_s: seconds that one item may take; None: as long as it likes.
 
     Raises:
         TimeoutError: it has taken longer; its thread is left alone, and does not keep the process from ending.
@@ -157,9 +159,9 @@ def in_order(work: Callable[[A], B], items: Iterable[A], threads: int, stall_s: 
             waiting.append(Future())
             asked.put((waiting[-1], item))
             if len(waiting) >= AHEAD * threads:
-                yield waiting.popleft().result(stall_s)
+                yield waiting.popleft().result(stall_timeout_s)
         while waiting:
-            yield waiting.popleft().result(stall_s)
+            yield waiting.popleft().result(stall_timeout_s)
     finally:
         for future in waiting:
             future.cancel()

@@ -182,7 +182,7 @@ def open_feed(
         )
     kind = kind_for(data, source)
     if crew is None or crew.kind != kind:
-        crew = LoaderPool(kind, data.loaders * len(workers.mine), data.stall_s)
+        crew = LoaderPool(kind, data.loaders * len(workers.mine), data.stall_timeout_s)
     classes = 0 if experiment.loss else model.classes  # to a loss of its own labels may be anything
     return DeviceFeed(source, samplers, data, is_train, crew, workers.mesh, memory=memory, classes=classes, model=model)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import flags, unknown_flags
+from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, lookup, nearest
 from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going
@@ -53,6 +54,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     """
     values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
     values |= {"--elastic": "", "--comm": ""}
+    argv = with_new_names(argv, lambda text: print(f"jaxmpi: {text}", file=sys.stderr))
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     fields: list[str] = []  # of the experiment, given before its file
     while argv and not argv[0].endswith(".py") and argv[0] not in ("-h", "--help"):
@@ -147,16 +149,27 @@ def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
 
 
 def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
-    """Return True if the run survives dead workers: an asynchronous rule or `--ft shrink`, if this Open MPI can."""
+    """Return True if the run survives dead workers, by its rule or `--on-rank-loss shrink`, if this Open MPI can."""
     release = re.search(r"(\d+)\.\d+", version)
     if not train_args or release is None or int(release[1]) < 5:
         return False
     file = Path(train_args[0])
-    text = " ".join([*train_args, file.read_text() if file.is_file() else ""])
-    if not any(name in text for name in ("shrink", *(n for n, row in registry.RULES.items() if row.is_asynchronous))):
+    text = " ".join([*train_args, "\n", file.read_text() if file.is_file() else ""])
+    if "shrink" not in text and has_known_rule(text):
         return False  # most runs need not wait for the experiment file here
     experiment, _ = experiment_file.parse(list(train_args))
-    return registry.is_asynchronous(experiment.rule) or experiment.ft == "shrink"
+    return registry.is_asynchronous(experiment.rule) or experiment.on_rank_loss == "shrink"
+
+
+def has_known_rule(text: str) -> bool:
+    """Return True if command line and experiment file show that the rule is one of jaxmpi's synchronous ones.
+
+    A file that imports from elsewhere, or adds a rule to the table, may have any rule.
+    """
+    names = re.findall(r"(?:RuleConfig\(\s*(?:name\s*=\s*)?|--rule\.name[= ])[\"']?(\w+)", text)
+    imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)) - sys.stdlib_module_names
+    own = imported - {"jaxmpi", "models", "jax", "numpy", "flax", "optax"} or "RULES" in text
+    return not own and all(name in registry.RULES and not registry.RULES[name].is_asynchronous for name in names)
 
 
 def begins_anew(train_args: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Going on without a rank that dies, `--ft shrink`: every step ends in a vote, and those that live do it again.
+"""Going on without a rank that dies, `--on-rank-loss shrink`: a step ends in a vote, and those that live do it again.
 
 A rank that dies makes the others' messages fail, on some of them or on all, at once or later. Whoever notices has all
 messages of all ranks fail, so that nobody waits, and votes No; so do the others at the end of their step, and none
@@ -99,12 +99,12 @@ class ShrinkCoordinator:
 
 
 def pact(experiment: Experiment, workers: Workers, recorder: Recorder | None) -> ShrinkCoordinator | None:
-    """What `--ft shrink` needs between several ranks; else None.
+    """What `--on-rank-loss shrink` needs between several ranks; else None.
 
     Args: recorder: None on ranks that do not keep the record.
     """
     control = workers.processes
-    if experiment.ft != "shrink" or not isinstance(control, MpiProcesses):
+    if experiment.on_rank_loss != "shrink" or not isinstance(control, MpiProcesses):
         return None
     assert isinstance(workers.comm, FaultTolerantComm)
     return ShrinkCoordinator(control, workers.comm, control.size, recorder)
@@ -124,7 +124,7 @@ def check_fits(experiment: Experiment) -> None:
             experiment.rule.name,
             experiment.rule.name == "gradients",
             "easgd, asgd and gosgd outlive workers by themselves; of the others only gradients leaves nothing with one "
-            "worker alone: take it, or --ft end",
+            "worker alone: take it, or --on-rank-loss end",
         ),
         (
             "exchange.strategy",
@@ -133,13 +133,13 @@ def check_fits(experiment: Experiment) -> None:
                 compression.is_compressor(experiment.exchange.strategy)
                 or experiment.exchange.strategy.startswith("none")
             ),
-            "what a dead worker owes, or has to itself, is gone: take another strategy, or --ft end",
+            "what a dead worker owes, or has to itself, is gone: take another strategy, or --on-rank-loss end",
         ),
         (
             "exchange.overlap",
             experiment.exchange.overlap,
             experiment.exchange.overlap in ("auto", "off"),
-            "a step must end before the vote on it: take off, or --ft end",
+            "a step must end before the vote on it: take off, or --on-rank-loss end",
         ),
         (
             "batch_statistics",
@@ -151,11 +151,16 @@ def check_fits(experiment: Experiment) -> None:
             "data.memory",
             experiment.data.memory,
             experiment.data.memory == "none",
-            "a dead worker's part of the data goes with its memory: take none, or --ft end",
+            "a dead worker's part of the data goes with its memory: take none, or --on-rank-loss end",
         ),
-        ("backend", jax.default_backend(), jax.default_backend() == "cpu", "it has been tried on CPUs only: --ft end"),
+        (
+            "backend",
+            jax.default_backend(),
+            jax.default_backend() == "cpu",
+            "it has been tried on CPUs only: --on-rank-loss end",
+        ),
     ):
-        check(holds, f"{name}: got {got} with --ft shrink; {instead}")
+        check(holds, f"{name}: got {got} with --on-rank-loss shrink; {instead}")
 
 
 def check_mpi(control: MpiProcesses) -> None:
@@ -166,7 +171,10 @@ def check_mpi(control: MpiProcesses) -> None:
     """
     check(
         survives_losses() and control.can_shrink(),
-        "ft: got shrink, but this MPI ends a job with its first rank; it takes Open MPI 5 or newer, mpi4py 4, and "
-        "mpirun --with-ft ulfm, which jaxmpi train -n N adds",
+        "on_rank_loss: got shrink, but this MPI ends a job with its first rank; it takes Open MPI 5 or newer, mpi4py "
+        "4, and mpirun --with-ft ulfm, which jaxmpi train -n N adds",
     )
-    check(control.may_overlap, "ft: got shrink, but MPI gives MPI_THREAD_SERIALIZED; it takes MPI_THREAD_MULTIPLE")
+    check(
+        control.may_overlap,
+        "on_rank_loss: got shrink, but MPI gives MPI_THREAD_SERIALIZED; it takes MPI_THREAD_MULTIPLE",
+    )

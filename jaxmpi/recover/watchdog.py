@@ -2,8 +2,8 @@
 
 Each rank tells two others what it is at, about once a second, over a communicator of its own: rank 0, which judges, and
 one on another host if there is one, which does where rank 0 has fallen silent. A job is stuck when no rank has got on
-for `stall_s`, or one has been silent for as long: one that waits while others work, as where workers do not keep step,
-is not.
+for `stall_timeout_s`, or one has been silent for as long: one that waits while others work, as where workers do not
+keep step, is not.
 """
 
 import faulthandler
@@ -49,7 +49,7 @@ class Watchdog:
     post: Mailbox
     rank: int
     size: int
-    stall_s: float
+    stall_timeout_s: float
     on_stall: str = "abort"
     out: TextIO = field(default_factory=lambda: sys.stderr)
     known: dict[int, RankStatus] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Watchdog:
     @property
     def beat_s(self) -> float:
         """Seconds between two words."""
-        return min(BEAT_S * max(1.0, self.size / RANKS), self.stall_s / 4)
+        return min(BEAT_S * max(1.0, self.size / RANKS), self.stall_timeout_s / 4)
 
     def turn(self, now_s: float) -> None:
         """Tell, listen, judge; once a beat."""
@@ -119,7 +119,7 @@ class Watchdog:
         silent_s = self.now_s - min((heard.heard_s for heard in self.known.values()), default=self.now_s)
         answering = [heard for heard in self.known.values() if not self._is_silent(heard)]
         patience = max((heard.beat["patience"] for heard in answering), default=1.0)
-        if idle_s < self.stall_s * patience + self.beat_s and silent_s < self.stall_s + self.beat_s:
+        if idle_s < self.stall_timeout_s * patience + self.beat_s and silent_s < self.stall_timeout_s + self.beat_s:
             if self.told_s is not None:
                 self._say(f"goes on, {self.now_s - self.told_s:.0f} s after that")
                 self.told_s = None
@@ -214,7 +214,7 @@ def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
 
 
 @contextmanager
-def watching(processes: Processes, stall_s: float, on_stall: str, is_mortal: bool = False) -> Iterator[str]:
+def watching(processes: Processes, stall_timeout_s: float, on_stall: str, is_mortal: bool = False) -> Iterator[str]:
     """Watch while this lasts; gives why it does not, empty where it does. All ranks come here together.
 
     Args:
@@ -224,14 +224,17 @@ def watching(processes: Processes, stall_s: float, on_stall: str, is_mortal: boo
         UsageError: `on_stall` is none of ON_STALL.
     """
     lookup(ON_STALL, on_stall, "on_stall")
-    if not stall_s:
+    if not stall_timeout_s:
         yield "watchdog off: as asked"
     elif isinstance(processes, MpiProcesses) and not processes.may_overlap:
         yield "watchdog off: MPI gives MPI_THREAD_SERIALIZED, and a thread of its own needs MPI_THREAD_MULTIPLE"
     elif survives_losses() and not is_mortal:
         yield "watchdog off: this job goes on without ranks that die"
     else:
-        dog, ended = Watchdog(processes.post(), processes.rank, processes.size, stall_s, on_stall), threading.Event()
+        dog, ended = (
+            Watchdog(processes.post(), processes.rank, processes.size, stall_timeout_s, on_stall),
+            threading.Event(),
+        )
         dog.judges = judges_of(processes.hosts if isinstance(processes, MpiProcesses) else [0])
         thread = threading.Thread(target=_run, args=(dog, ended), name="jaxmpi watchdog", daemon=True)
         thread.start()

@@ -162,13 +162,13 @@ def check_recover(config: RuleConfig, recover: str, overlap: str) -> None:
     """
     check(
         not (recover == "skip" and overlap == "delayed"),
-        "recover: got skip with exchange.overlap delayed, where a step's gradients are used by the next one, which "
-        "cannot be left out for them; use stop or rollback, or another overlap",
+        "on_nonfinite: got skip with exchange.overlap delayed, where a step's gradients are used by the next one, "
+        "which cannot be left out for them; use stop or rollback, or another overlap",
     )
     check(
         not (recover == "skip" and is_periodic(config)),
-        f"recover: got skip with rule {config.name}, whose workers step alone and would have to agree on every step; "
-        "use stop or rollback",
+        f"on_nonfinite: got skip with rule {config.name}, whose workers step alone and would have to agree on every "
+        "step; use stop or rollback",
     )
 
 

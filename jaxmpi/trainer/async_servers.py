@@ -79,9 +79,9 @@ def open_server(
     return Server(layout, number, shard, rule.serve, progress)
 
 
-def start_limit_s(stall_s: float) -> float:
+def start_limit_s(stall_timeout_s: float) -> float:
     """How long a worker may take for its first batch and to compile; beyond it, it is late."""
-    return failures.LONG * (stall_s or AGREE_TIMEOUT_S)
+    return failures.LONG * (stall_timeout_s or AGREE_TIMEOUT_S)
 
 
 @dataclass
@@ -91,7 +91,7 @@ class HeartbeatMonitor:
     A worker reports every tau steps or so. Worker 0 evaluates and saves in between, and is given more time.
     """
 
-    stall_s: float  # without a word of a worker; 0: no limit
+    stall_timeout_s: float  # without a word of a worker; 0: no limit
     on_stall: str
     hosts: Sequence[str]  # by rank
     told: set[int] = field(default_factory=set)
@@ -99,8 +99,8 @@ class HeartbeatMonitor:
     def limit_s(self, worker: int, is_absent: bool) -> float:
         """How long a worker may say nothing."""
         if is_absent:
-            return start_limit_s(self.stall_s)
-        return (self.stall_s or math.inf) * (1.0 if worker else failures.LONG)
+            return start_limit_s(self.stall_timeout_s)
+        return (self.stall_timeout_s or math.inf) * (1.0 if worker else failures.LONG)
 
     def look(self, endpoint: ServerEndpoint, is_called_away: bool) -> None:
         """Name workers that have fallen silent, and end the job where it is to; pass on a signal to leave."""

@@ -49,9 +49,9 @@ def check_fits(experiment: Experiment) -> None:
         UsageError: with an asynchronous rule, by field.
     """
     for name, value, instead in (
-        ("recover", "rollback", "skip or stop"),
+        ("on_nonfinite", "rollback", "skip or stop"),
         ("batch_statistics", "synchronised", "averaged or local"),
-        ("form", "split", "auto"),
+        ("step_mode", "split", "auto"),
     ):
         got = getattr(experiment, name)
         check(got != value, f"{name}: got {got} with an asynchronous rule, whose workers do not meet; {instead}")
@@ -76,7 +76,7 @@ def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str
     trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
     connections, endpoint = connect(run, start), None
     if connections.endpoint:
-        endpoint, monitor = connections.endpoint, HeartbeatMonitor(config.stall_s, config.on_stall, hosts)
+        endpoint, monitor = connections.endpoint, HeartbeatMonitor(config.stall_timeout_s, config.on_stall, hosts)
         if not connections.channels:
             serve(run, endpoint, monitor)
             return {}
@@ -128,7 +128,7 @@ class AsynchronousWorker:
         run = self.run
         state, self.source = on_device(position.state), run.plan.feed.batches(position.step)
         self.first = next(self.source)
-        train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_s)
+        train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_timeout_s)
         with run.recorder.saying("compiling the step"):
             self.step = run.workers.processes.after_first(
                 lambda: train_step.lower(state, self.first).compile(), limit_s
@@ -184,7 +184,7 @@ class AsynchronousWorker:
         """f64[SUMS] of a step, which is finite before it can reach the center.
 
         Raises:
-            TrainingError: it is not, and `recover` does not leave it out.
+            TrainingError: it is not, and `on_nonfinite` does not leave it out.
         """
         assert metrics is not None
         guard = self.alone.guard

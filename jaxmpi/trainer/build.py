@@ -126,7 +126,7 @@ def make_plan(
         validation,
         clock,
         Timetable(
-            compare_every=clock.steps(experiment.compare_every) or total_steps,
+            compare_every=clock.steps(experiment.replica_check_every) or total_steps,
             log_every=experiment.log_every,
             eval_every=clock.steps(experiment.eval_every) or total_steps,
             save_every=clock.steps(experiment.checkpoint_every) or total_steps,
@@ -248,8 +248,8 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
     mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, workers, strategy, order)
-    skips = experiment.recover == "skip"
-    keeps = skips or experiment.ft == "shrink"  # the state before a step, until that step counts
+    skips = experiment.on_nonfinite == "skip"
+    keeps = skips or experiment.on_rank_loss == "shrink"  # the state before a step, until that step counts
     gradients = steps.marked(gradients) if skips else gradients
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
@@ -270,7 +270,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     still = base.NoExchange(is_on=True).of(exchange_of(False))
     quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
-        jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=() if experiment.ft == "shrink" else (0,))
+        jitted = (to_share if is_beside else jax.jit)(
+            step, donate_argnums=() if experiment.on_rank_loss == "shrink" else (0,)
+        )
         form, lone = f"fused form: one jit; {why}", None if is_beside else ComputeOnlyStep(jax.jit(quiet), False)
         hashed = fingerprints_by(once, workers)
         return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
@@ -321,10 +323,10 @@ def exchange_for(
 
 def unfit_for_overlap(experiment: Experiment, plan: TrainingPlan) -> str:
     """Why this step cannot hide an exchange; empty where it can."""
-    if experiment.form == "split":
-        return "the step is split (form split)"
-    if experiment.ft == "shrink":
-        return "a step ends before the vote on it (ft shrink)"
+    if experiment.step_mode == "split":
+        return "the step is split (step_mode split)"
+    if experiment.on_rank_loss == "shrink":
+        return "a step ends before the vote on it (on_rank_loss shrink)"
     if registry.is_periodic(experiment.rule):
         return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
     if compression.is_compressor(experiment.exchange.strategy):
@@ -367,8 +369,8 @@ def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tupl
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:
     """Whether the step is split: by default where several ranks would compile one program on the same cores."""
-    if experiment.form != "auto" or workers.mesh is not None:
-        return experiment.form == "split" and workers.mesh is None
+    if experiment.step_mode != "auto" or workers.mesh is not None:
+        return experiment.step_mode == "split" and workers.mesh is None
     return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 

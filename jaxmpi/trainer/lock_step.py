@@ -1,7 +1,8 @@
 """Workers in lock step: all make step k together, exchange inside it, and read its metrics one step later.
 
 Every rank votes on every step, and the vote is counted while the next step runs, so that neither the device nor the
-loop waits for it. With `--ft shrink` the vote comes before the next step: then the state before it is still there.
+loop waits for it. With `--on-rank-loss shrink` the vote comes before the next step, while the state before it is still
+there.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ class LockStep:
         run.guard.compare(position.state, position.step)  # what must be compiled for it is so from now on
         run.recorder.start_window(run.plan.examples(position.step))
         lone, config = run.functions.lone if run.functions.exchanges else None, run.experiment
-        self._probe = ComputeOnlyProbe(lone, self.start, config.lone_every, config.log_every)
+        self._probe = ComputeOnlyProbe(lone, self.start, config.compute_only_every, config.log_every)
         return position.state
 
     def batches(self) -> Generator[Batch, None, None]:

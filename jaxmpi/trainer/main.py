@@ -101,7 +101,7 @@ def train_until(
     if is_apart:
         check_fits(experiment)
     run_directory.agree_on(experiment, workers.processes, digest)
-    registry.check_recover(experiment.rule, experiment.recover, experiment.exchange.overlap)
+    registry.check_recover(experiment.rule, experiment.on_nonfinite, experiment.exchange.overlap)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
@@ -139,10 +139,10 @@ def train_until(
 def gather_all(experiment: Experiment) -> Workers:
     """The workers of the job, in the way that the experiment asks for."""
     control = processes()
-    control.same("what becomes of workers where one dies", {"ft": experiment.ft})
-    if experiment.ft == "shrink":
+    control.same("what becomes of workers where one dies", {"on_rank_loss": experiment.on_rank_loss})
+    if experiment.on_rank_loss == "shrink":
         shrink.check_fits(experiment)
-    if experiment.ft == "shrink" and isinstance(control, MpiProcesses):
+    if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
         shrink.check_mpi(control)
         control.outlive()
         return gather_mortal(control)
@@ -204,7 +204,7 @@ def run_in(
         recorder.say(functions.why)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
-    recovery = decisions.Recovery(experiment.recover, experiment.recover_limit)
+    recovery = decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit)
     pact = shrink.pact(experiment, workers, recorder if is_first else None)
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)

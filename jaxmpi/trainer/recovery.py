@@ -28,7 +28,7 @@ from jaxmpi.trainer.timetable import DueEvents
 
 
 def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: DueEvents) -> dict[str, float]:
-    """The loop, again from the newest checkpoint as often as `recover` has it go back, or without ranks that died.
+    """The loop, again from the newest checkpoint as often as `on_nonfinite` has it go back, or without ranks that died.
 
     Args:
         overdue: is to be done before the first step.

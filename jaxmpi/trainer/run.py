@@ -54,8 +54,8 @@ def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContex
     """
     if workers.apart:
         return contextlib.nullcontext("")
-    is_mortal = experiment.ft == "shrink"
-    return watching(workers.processes, experiment.stall_s, experiment.on_stall, is_mortal)
+    is_mortal = experiment.on_rank_loss == "shrink"
+    return watching(workers.processes, experiment.stall_timeout_s, experiment.on_stall, is_mortal)
 
 
 def assembled(

@@ -55,7 +55,7 @@ def kept(source, train: bool = True, **data):
     """A feed whose source is in memory."""
     options = Data(memory="partition", **data)
     memory, samplers = keep(source, options, 3, LOCAL * SIZE, train, WORKERS)
-    crew = LoaderPool(kind_for(options, memory.source), options.loaders, options.stall_s)
+    crew = LoaderPool(kind_for(options, memory.source), options.loaders, options.stall_timeout_s)
     return DeviceFeed(memory.source, samplers, options, train, crew, memory=memory)
 
 
@@ -115,7 +115,7 @@ def test_two_parts_are_held_however_many_epochs(monkeypatch):
 
 
 def test_a_run_that_goes_back_reads_the_same_again():
-    """As with `recover rollback`: the generator is left in the middle, and begun anew at an earlier step."""
+    """As with `on_nonfinite rollback`: the generator is left in the middle, and begun anew at an earlier step."""
     feed, per_epoch = kept(numbered()), -(-N // (LOCAL * SIZE))
     for start, used in ((2 * per_epoch, per_epoch + 1), (1, 2 * per_epoch), (4 * per_epoch, 3)):
         batches = feed.batches(start, None)

@@ -1,0 +1,64 @@
+"""Names that fields and flags had in 0.1; accepted for one more version, with a line that has the new name."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+RENAMED = {
+    "compare_every": "replica_check_every",
+    "data.stall_s": "data.stall_timeout_s",
+    "embedded": "fallback",
+    "form": "step_mode",
+    "ft": "on_rank_loss",
+    "lone_every": "compute_only_every",
+    "recover": "on_nonfinite",
+    "stall_s": "stall_timeout_s",
+}
+
+
+def takes_old_names(part: str = "") -> Callable[[type[T]], type[T]]:
+    """Have a dataclass's `__init__` take the old names of its fields.
+
+    Args:
+        part: prefix of its names in the table, such as `data.`.
+    """
+    old = {
+        name.removeprefix(part): new.removeprefix(part)
+        for name, new in RENAMED.items()
+        if name.rpartition(".")[0] == part.removesuffix(".")
+    }
+
+    def decorate(cls: type[T]) -> type[T]:
+        init: Callable[..., None] = cls.__init__
+
+        @functools.wraps(init)
+        def renaming(self: T, *args: Any, **kwargs: Any) -> None:
+            for name in old.keys() & kwargs.keys():
+                warnings.warn(f"{cls.__name__}: {name} is {old[name]} now", FutureWarning, stacklevel=2)
+                kwargs[old[name]] = kwargs.pop(name)
+            init(self, *args, **kwargs)
+
+        cls.__init__ = renaming
+        return cls
+
+    return decorate
+
+
+def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """The command line with old flags replaced.
+
+    Args:
+        argv: flags with hyphens in their names.
+        say: is given a line for each.
+    """
+    flags = {f"--{old.replace('_', '-')}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
+    found = []
+    for arg in argv:
+        name, equals, value = arg.partition("=")
+        if name in flags:
+            say(f"{name} is {flags[name]} now")
+        found.append(flags.get(name, name) + equals + value)
+    return found
