@@ -296,7 +296,7 @@ def test_of_a_user_s_rule_nothing_is_known(monkeypatch):
 
 
 def test_every_setting_is_some_rules():
-    of_rules = {name for row in registry.RULES.values() for name in row.settings}
+    of_rules = {name for row in registry.RULES.values() for name in row.settings or ()}
     assert of_rules == {field.name for field in dataclasses.fields(RuleConfig)} - {"name", "force"}
 
 
