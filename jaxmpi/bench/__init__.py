@@ -1,1 +1,1 @@
-"""`jaxmpi bench`: how long an exchange takes, beside other libraries and the bound."""
+"""`jaxmpi bench`: time an exchange and compare it with other libraries and the lower bound."""

@@ -1,8 +1,8 @@
-"""`jaxmpi bench`: how long an exchange takes, beside other libraries and the bound, in alternating rounds.
+"""`jaxmpi bench`: time an exchange and compare it with other libraries and the lower bound, in alternating rounds.
 
-Outside MPI this starts a job of ranks for every number of ranks that is needed, and shows what they measured; under a
-launcher it is a rank itself. In a round every contender runs once on the same data, each starting one place on from
-the round before; the slowest rank counts.
+Outside MPI this starts one job for every number of ranks and shows the results; under a launcher it is a rank itself.
+In a round every contender runs once on the same data, and each round starts with the next contender in order. The
+slowest rank counts.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def start(argv: Sequence[str]) -> None:
-    """Start ranks and show what they measure.
+    """Start ranks and show their results.
 
     Raises:
         UsageError: as `make_plan`; or no case fits.
@@ -65,9 +65,9 @@ def start(argv: Sequence[str]) -> None:
 
 
 def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command: Sequence[str]) -> None:
-    """Show what is measured by a job for every number of ranks, up to those wanted, that memory allows.
+    """Run a job for every number of ranks, up to those wanted, that memory allows; show the results.
 
-    What ends this process early, but for SIGKILL, has it show what was measured so far.
+    If this process is ended early, except by SIGKILL, it shows the results so far.
     """
     jobs, least = [(plan.strategies, plan.peers), *([((), plan.peers)] if options.as_it_comes else [])], min(2, wanted)
     cases_by_ranks: dict[int, list[Case]] = {}
@@ -94,7 +94,7 @@ def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command:
 
 
 def be_a_rank(argv: Sequence[str]) -> None:
-    """Take part in a job; rank 0 hands over what was measured, or shows it."""
+    """Run as a rank of a job; rank 0 writes the results for the parent, or shows them."""
     failures.install_excepthooks()
     prepare.prepare()
     options = parse(argv)
@@ -122,10 +122,10 @@ def be_a_rank(argv: Sequence[str]) -> None:
 
 
 def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
-    """Rank 0's plan, on all ranks.
+    """Broadcast rank 0's plan to all ranks.
 
     Raises:
-        UsageError: on all ranks, where rank 0 could make none.
+        UsageError: on all ranks, if rank 0 could make none.
     """
     word = ""
     if control.rank == 0:
@@ -140,7 +140,7 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
 
 
 def my_plan(options: argparse.Namespace) -> BenchPlan:
-    """The options' plan, without cases that this host's ranks have no memory for."""
+    """The options' plan, without cases that exceed this host's memory."""
     here = launchers.launched()
     local = here.local_size if here else 1
     check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
@@ -154,11 +154,11 @@ def my_plan(options: argparse.Namespace) -> BenchPlan:
     return dataclasses.replace(plan, cases=tuple(fits))
 
 
-# ---------------------------------------------------------------- what comes of it
+# ---------------------------------------------------------------- results
 
 
 def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[str], is_whole: bool) -> None:
-    """Table, JSON file and plot."""
+    """Show the table; write the JSON file and the plot."""
     cases = results.of_cases(runs, options.rate_mbit)
     if not is_whole:
         print("ended early; what was measured so far:", flush=True)
@@ -175,12 +175,12 @@ def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[
 
 
 def write(out: Path, cases: Sequence[Json], command: Sequence[str], is_whole: bool) -> None:
-    """All figures, as JSON."""
+    """Write all figures, as JSON."""
     replace_text(out, json.dumps({**facts(command), "is_whole": is_whole, "cases": cases}, indent=1) + "\n")
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a file that is whole at any time; what is no ordinary file, such as /dev/stdout, as it is."""
+    """Replace a file atomically; write in place if it is not a regular file, such as /dev/stdout."""
     if file.exists() and not file.is_file():
         file.write_text(text)
         return
@@ -190,7 +190,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def facts(command: Sequence[str]) -> Json:
-    """What a figure depends on."""
+    """Facts on which a figure depends."""
     found = provenance.versions()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["torch"] = importlib.metadata.version("torch")

@@ -1,4 +1,4 @@
-"""Other libraries' allreduce on the same bytes, in one table.
+"""Allreduce of other libraries on the same bytes, in one table.
 
 Importing torch takes seconds and jax.distributed must start before the device, so both happen inside functions.
 """
@@ -21,17 +21,17 @@ from jaxmpi.core.errors import UsageError, lookup
 
 
 class Peer(NamedTuple):
-    """Another library's way: the package it needs, what it gives, and how to start it."""
+    """Another library's allreduce: its package, its operation, and how to start it."""
 
     package: str
     op: Op  # mean of the tree, or the easier work: sum of one flat array
-    connect: Callable[[MpiProcesses], None]  # once a job, before the device starts
+    connect: Callable[[MpiProcesses], None]  # once per job, before the device starts
     start: Callable[[Inputs], Run]
     receives: bool = False  # into an array of its own, or in place
 
 
 def nothing_to_connect(control: MpiProcesses) -> None:
-    """It uses MPI, which has started."""
+    """Do nothing: the peer uses MPI, which has started."""
 
 
 def mpi4py_allreduce(inputs: Inputs) -> Run:
@@ -66,7 +66,7 @@ def connect_jax(control: MpiProcesses) -> None:
 
 
 def psum(inputs: Inputs) -> Run:
-    """`lax.psum` of the tree over all processes' devices, mean: JAX's own road."""
+    """`lax.psum` of the tree over all processes' devices, mean: JAX's own method."""
     control, axis = of_several(inputs), PartitionSpec("workers")
     mesh = Mesh(np.array(jax.devices()), ("workers",))
     spread = NamedSharding(mesh, axis)
@@ -104,7 +104,7 @@ def torch_allreduce(inputs: Inputs) -> Run:
     tensor = torch.from_numpy(inputs.work)
 
     def run() -> Arrays:
-        dist.all_reduce(tensor)  # again and again: sums grow to infinity, which takes no longer to add
+        dist.all_reduce(tensor)  # repeated in place: sums grow to infinity, which is as fast to add
         return [inputs.work]
 
     return run
@@ -135,7 +135,7 @@ def importable(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def installed(peer: str) -> bool:
-    """Whether a peer's package can be found; importing it may start MPI."""
+    """Return True if a peer's package can be found, without importing it, which may start MPI."""
     return importlib.util.find_spec(PEERS[peer].package) is not None
 
 
@@ -146,7 +146,7 @@ def peer(name: str) -> Contender:
 
 
 def meeting_point(control: MpiProcesses) -> str:
-    """`host:port`, free on rank 0's host, for libraries that make connections of their own."""
+    """`host:port`, free on rank 0's host, for libraries that open their own connections."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         host = socket.gethostname() if len(set(control.hosts)) > 1 else "127.0.0.1"

@@ -1,4 +1,7 @@
-"""What is timed: a contender makes an exchange of a rank's inputs, and its first result is checked."""
+"""Contenders of the benchmark: each exchanges a rank's inputs, and its first result is checked.
+
+Entries are small integers, so sums are exact in any order and a wrong sum is not mistaken for rounding.
+"""
 
 import functools
 import math
@@ -26,13 +29,13 @@ LINK_BYTES = 2 << 20  # of one message between hosts
 
 
 class Inputs:
-    """This rank's data of one case, each form made when it is first asked for."""
+    """This rank's data of one case; each form is made at first use."""
 
     def __init__(self, shapes: Sequence[Shape], control: Processes) -> None:
         """Take the leaves' shapes."""
         self.shapes, self.control = [tuple(shape) or (1,) for shape in shapes], control
         self.floats = sum(math.prod(shape) for shape in shapes)
-        self.picked: dict[str, dict[str, Any]] = {}  # by contender that chooses for itself: what it took, and why
+        self.picked: dict[str, dict[str, Any]] = {}  # by contender that chooses a strategy: its choice, and why
 
     @functools.cached_property
     def leaves(self) -> list[jax.Array]:
@@ -41,7 +44,7 @@ class Inputs:
 
     @functools.cached_property
     def flat(self) -> jax.Array:
-        """f32[n]: the easier work of one array with as many floats."""
+        """f32[n]: one array with as many floats, which is less work."""
         return jnp.array(pattern(self.control.rank, (self.floats,)))
 
     @functools.cached_property
@@ -51,7 +54,7 @@ class Inputs:
 
 
 def pattern(rank: int, shape: Shape) -> np.ndarray:
-    """f32[shape] of a rank: -6 ... 6 over and over, each rank's a place on."""
+    """f32[shape] of a rank: -6 ... 6 repeated, shifted by one place per rank."""
     floats = math.prod(shape)
     return np.tile(np.roll(PATTERN, rank), -(-floats // PATTERN.size))[:floats].reshape(shape)
 
@@ -61,7 +64,7 @@ class Contender(NamedTuple):
 
     name: str
     is_peer: bool
-    op: Op | None  # what it gives; None: no exchange
+    op: Op | None  # its result; None: no exchange
     start: Callable[[Inputs], Run]
 
 
@@ -76,7 +79,7 @@ def strategy(name: str) -> Contender:
 
 
 def automatic(name: str) -> Contender:
-    """What `auto` picks for each case, strategy and bucket size; rank 0 says why."""
+    """Strategy and bucket size that `auto` picks for each case; rank 0 prints why."""
 
     def start(inputs: Inputs) -> Run:
         picked = choose(world(), [math.prod(shape) for shape in inputs.shapes], name)
@@ -94,7 +97,7 @@ def automatic(name: str) -> Contender:
 
 
 def compressor(name: str) -> Contender:
-    """`jaxmpi.exchange_gradients` of the tree, state kept; what it owes makes it no plain mean."""
+    """`jaxmpi.exchange_gradients` of the tree, with state; its residual makes it no plain mean."""
 
     def start(inputs: Inputs) -> Run:
         tx = exchange_gradients(name)
@@ -124,7 +127,7 @@ def ours(name: str) -> Contender:
 
 
 def check_result(contender: Contender, arrays: Arrays, control: Processes) -> None:
-    """Refuse to time what gives another sum.
+    """Refuse to time a contender with a wrong sum.
 
     Raises:
         TrainingError: an entry is off by more than wires round.
@@ -136,12 +139,12 @@ def check_result(contender: Contender, arrays: Arrays, control: Processes) -> No
     allowed = ROUGH * weight * control.size * float(PATTERN.max())
     for i, array in enumerate(arrays):
         error = largest_error(np.asarray(array).reshape(-1), expected)
-        if not error <= allowed:  # NaN is none
+        if not error <= allowed:  # true for NaN
             raise TrainingError(f"{contender.name}: array {i} is off by {error:g}; expected at most {allowed:g}")
 
 
 def largest_error(got: np.ndarray, period: np.ndarray) -> float:
-    """How far f32[n] is from a period repeated; in pieces, for memory is short here."""
+    """Largest distance of f32[n] from a repeated period; computed in pieces to save memory."""
     piece = period.size << 16
     long = np.tile(period, min(piece, got.size) // period.size + 1)
     errors = [
@@ -151,16 +154,16 @@ def largest_error(got: np.ndarray, period: np.ndarray) -> float:
 
 
 def of_several(inputs: Inputs) -> MpiProcesses:
-    """The control plane of a job with several ranks: peers have nothing to do with one."""
+    """The control plane of a job with several ranks; peers do not run with one."""
     assert isinstance(inputs.control, MpiProcesses)
     return inputs.control
 
 
-# ---------------------------------------------------------------- yardsticks
+# ---------------------------------------------------------------- reference speeds
 
 
 def copying(inputs: Inputs) -> Run:
-    """Copy COPY_BYTES on every rank at once, and wait for all: the speed of this host's memory."""
+    """Copy COPY_BYTES on every rank at once, and wait for all: measures this host's memory."""
     control = of_several(inputs)
     source = np.ones(COPY_BYTES // 4, np.float32)
     target = np.empty_like(source)
@@ -174,7 +177,7 @@ def copying(inputs: Inputs) -> Run:
 
 
 def linking(inputs: Inputs) -> Run:
-    """Send LINK_BYTES from the first rank of every host to that of the next: the speed of a link."""
+    """Send LINK_BYTES from the first rank of every host to that of the next: measures a link."""
     control = of_several(inputs)
     firsts = [control.hosts.index(host) for host in sorted(set(control.hosts))]
     sent = np.ones(LINK_BYTES, np.uint8)

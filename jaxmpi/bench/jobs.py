@@ -1,4 +1,4 @@
-"""Jobs of ranks from outside: their lines, their end, and how two of them take turns."""
+"""Start and supervise jobs of ranks, and let two of them take turns."""
 
 import argparse
 import dataclasses
@@ -25,9 +25,9 @@ TURN_S = 1800.0  # for the other job's turn to end
 
 
 def run_jobs(plan: BenchPlan, ranks: int, options: argparse.Namespace, found: list[Json]) -> None:
-    """Add to `found` what a job of so many ranks measures, also where it is ended early.
+    """Append the results of a job of so many ranks to `found`, even if it is ended early.
 
-    A second one, of peers alone, takes turns with it where asked for.
+    If requested, a second job, of peers only, takes turns with it.
 
     Raises:
         TrainingError: a job failed.
@@ -60,7 +60,7 @@ def job_line(ranks: int, options: argparse.Namespace, arguments: Sequence[str]) 
 
 
 def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
-    """Print and run lines, each with its variables, at the same time, until all have ended or one has failed.
+    """Print lines and run them concurrently, each with its variables, until all have ended or one has failed.
 
     Raises:
         TrainingError: one failed.
@@ -86,7 +86,7 @@ def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
 
 
 class Turns:
-    """Two jobs on one machine, of which one works at a time: a file says which, and which turn of it."""
+    """Alternation of two jobs on one machine: a file names the one that may run, and its turn."""
 
     def __init__(self, folder: Path, mine: str, control: Processes) -> None:
         """Take the folder that both see, and this job's name."""
@@ -105,7 +105,7 @@ class Turns:
             time.sleep(0.01)
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Give the other job its turn, once all ranks of this one have had theirs; after an error there is none."""
+        """Pass the turn to the other job, once all ranks of this one are done; not after an error."""
         if error is not None:
             return
         self.control.barrier()
@@ -115,5 +115,5 @@ class Turns:
         self.turn += 1
 
     def end(self) -> None:
-        """No more turns are needed."""
+        """Release the other job for good: this one needs no more turns."""
         (self.folder / f"{self.mine} has ended").touch()

@@ -1,4 +1,4 @@
-"""How many ranks this machine has memory for."""
+"""Limit on the number of ranks by this machine's memory."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ Job = tuple[Sequence[str], Sequence[str]]  # strategies and peers of one job
 
 
 def rank_bytes(floats: int, job: Job) -> int:
-    """Memory of a rank that measures a case: leaves and flat arrays where they are used, and what is at work."""
+    """Memory of a rank that measures a case: leaves and flat arrays, if used, and working arrays."""
     strategies, peers = job
     kinds = [PEERS[name].op for name in peers]
     kept = (bool(strategies) or "mean" in kinds) + ("sum" in kinds) + any(PEERS[name].receives for name in peers)
@@ -27,14 +27,14 @@ def rank_bytes(floats: int, job: Job) -> int:
 
 
 def at_work(strategy: str) -> int:
-    """Of a strategy's spelling."""
+    """Working arrays of a strategy, by its spelling."""
     if is_compressor(strategy):
         return AT_WORK_COMPRESSORS
     return AT_WORK_OTHERS if is_auto(strategy) else AT_WORK.get(parse(strategy).name.partition(":")[0], AT_WORK_OTHERS)
 
 
 def need_bytes(case: Case, jobs: Sequence[Job], ranks: int) -> int:
-    """Of so many ranks of each job; MPI's allreduce takes two more arrays for all of them together."""
+    """Memory of so many ranks of each job; MPI's allreduce takes two more arrays for all of them together."""
     each = sum(rank_bytes(case.floats, job) for job in jobs)
     return ranks * each + sum(2 * 4 * case.floats for _, peers in jobs if peers)
 
@@ -46,7 +46,7 @@ def fitting(case: Case, jobs: Sequence[Job], wanted: int) -> int:
 
 
 def left_out(case: Case, jobs: Sequence[Job], ranks: int) -> str:
-    """A line on a case that memory does not hold for so many ranks of each job."""
+    """A line on a case for which memory is too small with so many ranks of each job."""
     many = f"{len(jobs)} x {ranks}" if len(jobs) > 1 else f"{ranks}"
     need_gb = need_bytes(case, jobs, ranks) / 1e9
     return f"{case.name}: left out: {many} ranks need {need_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"

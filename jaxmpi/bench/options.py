@@ -1,4 +1,7 @@
-"""The command line as a plan: which cases, strategies and peers, and how many rounds."""
+"""Command line of the benchmark, as a plan: cases, strategies, peers and rounds.
+
+Rank 0 makes the plan and sends it to all ranks as JSON, so that they run the same contenders in the same order.
+"""
 
 import argparse
 import json
@@ -29,7 +32,7 @@ MULTIPLES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20}
 
 
 class Case(NamedTuple):
-    """What is exchanged: a vector, or a tree."""
+    """Operand of an exchange: a vector, or a tree."""
 
     name: str
     is_tree: bool
@@ -37,13 +40,13 @@ class Case(NamedTuple):
 
     @property
     def floats(self) -> int:
-        """Of all leaves."""
+        """Number of floats in all leaves."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What a job measures; equal on all ranks."""
+    """Contents of a job; equal on all ranks."""
 
     strategies: tuple[str, ...]
     peers: tuple[str, ...]
@@ -54,12 +57,12 @@ class BenchPlan:
 
     @classmethod
     def of_json(cls, value: Any) -> "BenchPlan":
-        """The inverse of `dataclasses.asdict`, and of JSON."""
+        """Build a plan from the JSON of its `dataclasses.asdict`."""
         return cls(**(value | {"cases": tuple(Case(*case) for case in value["cases"])}))
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors as this project shows them."""
+    """Parser that raises this project's errors."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
@@ -67,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options.
+    """Parse the options.
 
     Raises:
         UsageError: an unknown one, or a value out of range.
@@ -75,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("jaxmpi bench", description="Time exchanges beside other libraries and the bound.")
     parser.allow_abbrev = False
     add = parser.add_argument
-    add("-n", type=int, help="ranks (default: 2; under a launcher: its ranks); fewer where memory ends")
+    add("-n", type=int, help="ranks (default: 2; under a launcher: its ranks); fewer if memory is short")
     add("--launcher", default=default_launcher(os.environ), help="mpirun or srun (default: as jaxmpi train)")
     add("--launcher-args", default="", help='more arguments for it, such as "--hostfile hosts"')
     add(
@@ -111,16 +114,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def joined(argv: Sequence[str]) -> list[str]:
-    """`--launcher-args=--hostfile` for `--launcher-args --hostfile`, which would look like another option."""
+    """Join `--launcher-args --hostfile` by `=`; argparse would take the value for another option."""
     text = "\0".join(argv)
     return re.sub("(^|\0)--launcher-args\0", r"\1--launcher-args=", text).split("\0") if argv else []
 
 
 def floats(text: str) -> int:
-    """`64Mi` as a number of floats.
+    """Parse `64Mi` as a number of floats.
 
     Raises:
-        UsageError: it is none, or has 2^31 and more, which MPI cannot count.
+        UsageError: it is no number, or 2^31 and more, which MPI cannot count.
     """
     match = re.fullmatch(r"(\d+)(Ki|Mi|)", text)
     number = int(match[1]) * MULTIPLES[match[2]] if match else -1
@@ -129,7 +132,7 @@ def floats(text: str) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> BenchPlan:
-    """What the options ask for; runs `python -m models` where there are trees.
+    """The plan for the options; runs `python -m models` if there are trees.
 
     Raises:
         UsageError: unknown strategies, peers or models; a file that cannot be written.
@@ -152,7 +155,7 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
 
 
 def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
-    """Gradient shapes by model; jaxmpi itself knows no model, so `python -m models` says them."""
+    """Gradient shapes by model, from `python -m models`, because jaxmpi itself has no models."""
     models = list(dict.fromkeys(names))
     if not models:
         return {}

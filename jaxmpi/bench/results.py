@@ -1,7 +1,7 @@
-"""From seconds to figures: bandwidths, the bound, ratios to peers; as JSON values, a table and a plot.
+"""Figures from the measured seconds: bandwidths, the bound, ratios to peers; as JSON, a table and a plot.
 
 A case is a vector or a tree of K bytes on each of N ranks. algorithm bandwidth = K / t; bus bandwidth =
-2 (N-1)/N K / t: what a link carries each way when every rank sends no more than it must.
+2 (N-1)/N K / t: the load of a link each way if every rank sends the minimum.
 """
 
 import math
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def of_cases(runs: Sequence[Json], rate_mbit: float | None = None) -> list[Json]:
-    """One entry a case of what jobs have measured; those of one case under two allocators become one."""
+    """One entry per case from the jobs' results; those of one case under two allocators are merged."""
     cases: dict[tuple[str, int], list[Json]] = {}
     for run in runs:
         cases.setdefault((run["case"], run["ranks"]), []).append(run)
@@ -55,7 +55,7 @@ def least_sent(size_bytes: int, ranks: int) -> float:
 
 
 def bound_s(case: Json, bytes_per_s: float | None) -> float | None:
-    """The time that no exchange can beat, but one that stays in caches; None where nothing must travel.
+    """Lower bound on the time of an exchange, unless it stays in caches; None if no bytes must travel.
 
     Between H hosts each link carries 2 (H-1)/H K bytes each way. Inside one host a rank reads its slice of all, and
     all sums, and writes the sums: 3 K bytes for each of N ranks.
@@ -68,9 +68,9 @@ def bound_s(case: Json, bytes_per_s: float | None) -> float | None:
 
 
 def bytes_per_s(job: Json, rate_mbit: float | None) -> float | None:
-    """Of a host's link each way, payload, as given or measured; inside one host all ranks' copies, read and written.
+    """Payload speed of a host's link each way, given or measured; inside one host of all ranks' copies, read and write.
 
-    Measured is the median round: what disturbs the machine disturbs all that is timed.
+    The measured value is the median round, because disturbances of the machine affect all timings alike.
     """
     if job["ranks"] == 1:
         return None
@@ -82,7 +82,7 @@ def bytes_per_s(job: Json, rate_mbit: float | None) -> float | None:
 
 
 def fastest_peer(rows: Sequence[Json], allocator: str) -> Json | None:
-    """The peer of the least median under an allocator."""
+    """The peer with the least median under an allocator."""
     peers = [row for row in rows if row["is_peer"] and row["allocator"] == allocator]
     return min(peers, key=lambda row: np.median(row["seconds"]), default=None)
 
@@ -106,16 +106,16 @@ def of_row(row: Json, facts: Json, fastest: dict[str, Json | None]) -> Json:
 
 
 def ratio_to(seconds: Sequence[float], peer: Sequence[float]) -> list[float]:
-    """Median and quartiles of the ratio within a round; of two jobs ended early one may have a round less."""
+    """Median and quartiles of the ratio within a round; if ended early, one job may have a round less."""
     rounds = min(len(seconds), len(peer))
     return np.percentile(np.divide(seconds[:rounds], peer[:rounds]), (50, 25, 75)).tolist()
 
 
-# ---------------------------------------------------------------- for people
+# ---------------------------------------------------------------- table and plot
 
 
 def table(cases: Sequence[Json]) -> Table:
-    """A section a case, a row a contender."""
+    """A section per case, a row per contender."""
     allocators = list(dict.fromkeys(row["allocator"] for case in cases for row in case["rows"]))
     several_hosts = any(case["hosts"] > 1 for case in cases)
     out = Table("case, a rank", "by")
@@ -130,7 +130,7 @@ def table(cases: Sequence[Json]) -> Table:
 
 
 def describe(case: Json) -> list[str]:
-    """Lines that say what was exchanged by how many."""
+    """Lines on a case: operand, ranks and hosts."""
     ranks, hosts = case["ranks"], case["hosts"]
     size = f"{case['floats']:,} floats, {megabytes(case['bytes'])} MB"
     where = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
@@ -138,14 +138,14 @@ def describe(case: Json) -> list[str]:
 
 
 def with_blanks(lines: list[str], rows: int) -> list[str]:
-    """Lines spread over rows, all that are left over in the last."""
+    """Spread lines over rows, with all surplus lines in the last."""
     head = lines[: rows - 1] if rows < len(lines) else lines
     rest = "\n".join(lines[len(head) :])
     return [*head, *([rest] if rest else []), *[""] * (rows - len(lines))]
 
 
 def label(row: Json) -> str:
-    """A row's name, with what it picked, and with the allocator where it is not the usual one."""
+    """A row's name, with its pick, and with the allocator if it is not the usual one."""
     name = f"{row['by']}, {row['picked']['strategy']}" if row["picked"] else row["by"]
     return name if row["allocator"] == TUNED else f"{name}, {row['allocator']}"
 
@@ -171,7 +171,7 @@ def megabytes(number: float) -> str:
 
 
 def bound_lines(cases: Sequence[Json]) -> list[str]:
-    """What the bound rests on, a line for every number of ranks."""
+    """Basis of the bound, a line for every number of ranks."""
     groups: dict[str, list[Json]] = {}
     for case in cases:
         if case["bound_bytes_per_s"]:
@@ -190,7 +190,7 @@ def bound_lines(cases: Sequence[Json]) -> list[str]:
 
 
 def draw(cases: Sequence[Json], path: Path) -> None:
-    """Time against bytes for vectors, a panel for every number of ranks; bars for every tree; the bound in each.
+    """Plot time against bytes for vectors, a panel for every number of ranks; bars for every tree; the bound in each.
 
     Raises:
         OSError: the file cannot be written.
@@ -204,7 +204,7 @@ def draw(cases: Sequence[Json], path: Path) -> None:
 
 
 def lines_panel(cases: Sequence[Json]) -> plots.Lines:
-    """A line a contender over vectors of growing size."""
+    """A line per contender over vectors of growing size."""
     cases = sorted(cases, key=lambda case: case["bytes"])
     series: dict[str, list[tuple[float, float]]] = {}
     for case in cases:
@@ -218,13 +218,13 @@ def lines_panel(cases: Sequence[Json]) -> plots.Lines:
 
 
 def bars_panel(case: Json) -> plots.Bars:
-    """A bar a contender for one tree."""
+    """A bar per contender for one tree."""
     bars = [(label(row), row["median_s"], *row["quartiles_s"]) for row in case["rows"]]
     return plots.Bars("One exchange of " + "; ".join(describe(case)), TIME, bars, case["bound_s"])
 
 
 def middle(values: np.ndarray) -> tuple[float, float, float]:
-    """The median, and between what it lies with 95 %: order statistics of a binomial count."""
+    """The median and its 95 % confidence interval, from order statistics of a binomial count."""
     ordered, n = np.sort(values), len(values)
     away = 0.98 * math.sqrt(n)
     low, high = max(0, math.floor(n / 2 - away)), min(n - 1, math.ceil(n / 2 + away))

@@ -1,4 +1,8 @@
-"""Inside a job: rounds in which every contender runs once, on all ranks together."""
+"""Rounds inside a job: every contender runs once per round, on all ranks together.
+
+Short exchanges are repeated until a sample is long enough to time. The slowest rank's time counts, and rank 0 keeps the
+results so far after every round.
+"""
 
 import json
 import math
@@ -19,22 +23,22 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.shared_memory import read
 from jaxmpi.runtime import failures
 
-SAMPLE_S = 0.02  # a shorter exchange is repeated up to this
+SAMPLE_S = 0.02  # a shorter exchange is repeated to fill it
 MOST_REPEATS = 1000
 PROGRESS_S = 2.0  # between lines of progress, at least
 
 
 class Progress:
-    """What rank 0 shows and keeps while a job measures, so that a job that is ended early has not been for nothing."""
+    """Progress and partial results on rank 0, so that a job ended early is not lost."""
 
     def __init__(self, control: Processes, keep: Callable[[list[Json]], None]) -> None:
-        """Take what keeps the cases measured so far, the last of which may have rounds to come."""
+        """Take the function that stores the cases so far, the last of which may be incomplete."""
         self.is_on, self.keep = control.rank == 0, keep
         self.begin = time.monotonic()
         self.next_line = self.begin
 
     def show(self, text: str) -> None:
-        """Print a line, unless another was printed just now."""
+        """Print a line, unless one was just printed."""
         now = time.monotonic()
         if self.is_on and now >= self.next_line:
             print(f"{text}, {now - self.begin:.0f} s", flush=True)
@@ -49,7 +53,7 @@ def measure(
     Args:
         plan: equal on all ranks.
         control: the ranks.
-        turns: entered for every round, where another job measures too.
+        turns: entered for every round, if another job measures too.
         keep: called on rank 0 with the cases so far: after a case's first round that counts, then every 2 s, and when
             the case is done.
     """
@@ -78,7 +82,7 @@ def measure_case(
     progress: Progress,
     before: Sequence[Json],
 ) -> Json:
-    """One case: a first call of each contender with its result checked, warm-up, rounds that count."""
+    """Measure one case: a checked first call of each contender, warm-up, rounds that count."""
     if control.rank == 0:
         print(f"{case.name}, {control.size} ranks: {len(field)} contenders, {plan.rounds} rounds", flush=True)
     inputs, runs = Inputs(case.shapes, control), {}
@@ -131,7 +135,7 @@ class Sample(NamedTuple):
 def one_round(
     order: Sequence[str], runs: dict[str, Run], repeats: dict[str, int], case: Case, control: Processes
 ) -> dict[str, Sample]:
-    """A sample of each contender in this order."""
+    """Take a sample of each contender in this order."""
     samples = {}
     for name in order:
         failures.doing(f"{case.name}, {name}")
@@ -140,8 +144,8 @@ def one_round(
 
 
 def sample(run: Run, repeats: int, control: Processes) -> Sample:
-    """Time so many exchanges in a row; the first is not counted where there are several."""
-    control.barrier()  # polled: whoever waits leaves the cores to others
+    """Time so many exchanges in a row; the first of several is not counted."""
+    control.barrier()  # polled, so waiting ranks leave the cores to others
     before = card_bytes()
     if repeats > 1:
         run()  # ranks leave the barrier up to a millisecond apart
@@ -154,13 +158,13 @@ def sample(run: Run, repeats: int, control: Processes) -> Sample:
 
 
 def rotated(names: list[str], places: int) -> list[str]:
-    """The names, beginning so many places on."""
+    """Rotate the names by so many places."""
     at = places % len(names)
     return names[at:] + names[:at]
 
 
 def repeats_for(seconds: float, control: Processes) -> int:
-    """Exchanges to be timed in a row, the same on all ranks."""
+    """Number of exchanges to time in a row, the same on all ranks."""
     most = max(float(text) for text in control.gather(str(seconds)))
     return min(MOST_REPEATS, max(1, math.ceil(SAMPLE_S / most)))
 
@@ -169,14 +173,14 @@ Round = dict[str, list["Sample"]]  # by contender, of all ranks
 
 
 def of_all_ranks(mine: dict[str, Sample], control: Processes) -> Round:
-    """Every rank's samples of a round; all ranks get the same."""
+    """Gather every rank's samples of a round on all ranks."""
     texts = control.gather(json.dumps({name: [*sample] for name, sample in mine.items()}))
     each = [json.loads(text) for text in texts]
     return {name: [Sample(*samples[name]) for samples in each] for name in mine}
 
 
 def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes) -> Json:
-    """Of each round the time of the slowest rank; and medians over rounds of what hosts sent."""
+    """The slowest rank's time of each round, and medians over rounds of bytes that hosts sent."""
     return {
         "seconds": {name: [max(sample.seconds for sample in each[name]) for each in rounds] for name in names},
         "sent": {name: sent_by_hosts([each[name] for each in rounds], control) for name in names},
@@ -184,12 +188,12 @@ def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes)
 
 
 def sent_by_hosts(rounds: Sequence[Sequence[Sample]], control: Processes) -> Json:
-    """Medians over rounds, of every host and of the one that sends most; None on one host, whose card has no part."""
+    """Median bytes sent, by every host and by the one that sends most; None on one host, which uses no card."""
     if not isinstance(control, MpiProcesses) or len(set(control.hosts)) == 1:
         return {"sent_bytes": None, "sent_bytes_by_host": None}
     ranks = range(control.size)
     medians = [statistics.median_high(samples[r].sent for samples in rounds) for r in ranks]
-    # Of a host's ranks one may have looked late.
+    # One of a host's ranks may have read the counter late.
     each = [max(medians[r] for r in ranks if control.hosts[r] == host) for host in sorted(set(control.hosts))]
     return {"sent_bytes": max(each), "sent_bytes_by_host": each}
 
