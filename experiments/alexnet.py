@@ -1,4 +1,4 @@
-"""AlexNet by data-parallel SGD after Theano-MPI (Ma et al. 2016, table 1); a tiny one on digits where there is no data.
+"""AlexNet by data-parallel SGD after Theano-MPI (Ma et al. 2016, table 1); a tiny one on digits if there is no data.
 
 mpirun -n 8 python -m jaxmpi.train experiments/alexnet.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/alexnet.py
@@ -36,7 +36,7 @@ experiment = Experiment(
         crop=227,
         mirror=True,
         mean=(0.485, 0.456, 0.406),
-        std=(1 / 255,) * 3,  # the mean is taken off, nothing else: what the initialisation is made for
+        std=(1 / 255,) * 3,  # only the mean is subtracted, as the initialisation expects
     ),
     optim=Optim(
         "momentum",

@@ -1,4 +1,4 @@
-"""GoogLeNet by data-parallel SGD after Theano-MPI (Ma et al. 2016, table 1); on digits where there is no data.
+"""GoogLeNet by data-parallel SGD after Theano-MPI (Ma et al. 2016, table 1); on digits if there is no data.
 
 mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py

@@ -4,7 +4,7 @@ jaxmpi bench -n 2 --tree lm300m --peers none
 jaxmpi plan --experiment experiments/lm300m.py --step-s 1.0
 mpirun -n 2 python -m jaxmpi.train experiments/lm300m.py --train-for 10st --eval-every 0st --checkpoint-every 0st
 
-Over bytes, of which it knows more kinds than there are: what is exchanged and what a step costs are as over words.
+Data are bytes, and the vocabulary has more entries than there are bytes: exchange and step cost as much as over words.
 Plain SGD: params and gradients are 2.4 GB. A rank takes 7 to 9 GB at its peak, so two fit into 20. Not trained
 to an end here.
 """

@@ -1,4 +1,4 @@
-"""VGG-16 by data-parallel SGD after Theano-MPI (Ma et al. 2016); a tiny one on digits where there is no data.
+"""VGG-16 by data-parallel SGD after Theano-MPI (Ma et al. 2016); a tiny one on digits if there is no data.
 
 mpirun -n 8 python -m jaxmpi.train experiments/vgg16.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/vgg16.py
@@ -34,7 +34,7 @@ experiment = Experiment(
         crop=224,
         mirror=True,
         mean=(0.485, 0.456, 0.406),
-        std=(1 / 255,) * 3,  # the mean is taken off, nothing else: what the initialisation is made for
+        std=(1 / 255,) * 3,  # only the mean is subtracted, as the initialisation expects
     ),
     optim=Optim("momentum", lr=0.002, momentum=0.9, weight_decay=5e-4, bias_lr_factor=2.0, decay_bias=False),
     schedule=Schedule("step", boundaries=("15ep", "30ep", "35ep"), factor=0.1),

@@ -1,4 +1,4 @@
-"""`python -m models`: what each model costs. Abstract shapes only: no params are allocated.
+"""`python -m models`: cost of each model. Abstract shapes only: no params are allocated.
 
 `python -m models --tree alexnet vgg16` prints the shapes of their params, and so of their gradients, as JSON.
 """
@@ -52,14 +52,14 @@ def _depths(jaxpr: Any, inputs: list[int]) -> list[int]:
 
 
 def flop(jaxpr: Any) -> float:
-    """Of a jaxpr, as XLA counts it before it compiles. It counts a loop's body once; the other turns are added."""
+    """FLOP of a jaxpr, as XLA counts before it compiles, but with all turns of a loop; XLA counts its body once."""
     cost: Any = jax.jit(core.jaxpr_as_fun(jaxpr)).lower(*jaxpr.in_avals).cost_analysis()
     turns = ((each.params["length"], each.params["jaxpr"]) for each in scans(jaxpr.jaxpr))
     return cost.get("flops", 0.0) + sum((length - 1) * flop(body) for length, body in turns)
 
 
 def scans(jaxpr: Any) -> Iterator[Any]:
-    """The loops of a jaxpr, those of functions that it calls included; not those inside of loops."""
+    """The loops of a jaxpr and of functions that it calls; not those inside of loops."""
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if equation.primitive.name == "scan":

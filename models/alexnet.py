@@ -23,7 +23,7 @@ from models.layers import (
 
 
 class Shape(NamedTuple):
-    """Of one convolution: output channels, kernel size, stride, padding, groups."""
+    """Shape of one convolution: output channels, kernel size, stride, padding, groups."""
 
     out: int
     size: int
@@ -43,7 +43,7 @@ HIDDEN = 4096
 DROP = 0.5
 SMALLEST = 35  # px: below it the second pool has no window
 
-# Standard deviations and biases of Theano-MPI's AlexNet; the paper has 0.01 and 1 where these are 0.005 and 0.1.
+# Standard deviations and biases of Theano-MPI's AlexNet; the paper has 0.01 and 1 for 0.005 and 0.1.
 PUBLISHED = {
     "conv1": (0.01, 0.0), "conv2": (0.01, 0.1), "conv3": (0.01, 0.0), "conv4": (0.01, 0.1), "conv5": (0.01, 0.0),
     "fc6": (0.005, 0.1), "fc7": (0.005, 0.1), "fc8": (0.01, 0.0),

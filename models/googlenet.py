@@ -56,7 +56,7 @@ AUX_WEIGHT = 0.3  # of each auxiliary loss, in training
 
 
 class Start(NamedTuple):
-    """How params begin: (what a layer is) -> initialiser, and the bias of all convolutions."""
+    """Initial params: (kind of layer) -> initialiser, and the bias of all convolutions."""
 
     kernel: Callable[[str], Init]
     bias: float
@@ -205,7 +205,7 @@ def _model(name: str, classes: int, image_size: int, channels: int, init: str, *
 def googlenet_loss(outputs: Array | tuple[Array, ...], labels: Array) -> Array:
     """Softmax cross-entropy of each example: f32[batch] from labels i32[batch].
 
-    In training, where outputs are three logits: main + 0.3 aux1 + 0.3 aux2.
+    In training, outputs are three logits: main + 0.3 aux1 + 0.3 aux2.
     """
     if not isinstance(outputs, tuple):
         return _cross_entropy(outputs, labels)

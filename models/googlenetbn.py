@@ -31,7 +31,7 @@ class Widths(NamedTuple):
         return Widths(*(-(-w // shrink) for w in self))
 
     def out(self, channels: int) -> int:
-        """Channels of the block's output, where its input has `channels`."""
+        """Channels of the block's output, if its input has `channels`."""
         return self.one + self.three + self.three33 + (self.pool or channels)
 
 

@@ -17,7 +17,7 @@ EPS = 1e-5
 
 
 class Shape(NamedTuple):
-    """Of a decoder."""
+    """Shape of a decoder."""
 
     classes: int
     window: int

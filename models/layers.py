@@ -22,7 +22,7 @@ Start = Callable[[str], tuple[Init, float]]  # how params begin: place -> (initi
 
 
 def with_classes(make: Callable[..., Model]) -> Callable[..., Model]:
-    """`make`, whose models can be made again with another number in its argument `classes`."""
+    """`make`, with models that can be rebuilt with another number of `classes`."""
 
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> Model:
@@ -178,9 +178,9 @@ def conv(x: Array, kernel: Array, stride: int = 1, pad: int | None = None, group
 
 
 def _conv_of_patches(x: Array, kernel: Array, stride: int, pad: int) -> Array:
-    """The same as one matrix product.
+    """Compute `conv` as one matrix product.
 
-    XLA's convolution takes 20 times as long on CPU where the kernel is larger than the image.
+    XLA's convolution takes 20 times as long on CPU if the kernel is larger than the image.
     """
     size = kernel.shape[0]
     x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
@@ -287,7 +287,7 @@ def _taps(x: Array, windows: Windows) -> list[Array]:
     """The first, second, ... entry of every window."""
     axis, size, stride, pad, count = windows
     last = (count - 1) * stride
-    end = last + size - pad - x.shape[axis]  # negative where windows leave the last entries out
+    end = last + size - pad - x.shape[axis]  # negative if windows leave the last entries out
     padded = lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), _along(x.ndim, axis, (pad, end, 0)))
     return [lax.slice_in_dim(padded, i, i + last + 1, stride, axis) for i in range(size)]
 
@@ -332,7 +332,7 @@ def average_pool(x: Array, size: int) -> Array:
 
 
 def _bins(n: int, size: int) -> np.ndarray:
-    """Which of n entries each of `size` windows averages: f64[size, n], rows sum to 1."""
+    """Weights of n entries in each of `size` averages: f64[size, n], rows sum to 1."""
     stride = n // size
     window = max(n - (size - 1) * stride, 1) if stride else 1
     starts = np.arange(size) * stride if stride else np.arange(size) * n // size

@@ -13,11 +13,11 @@ from jaxmpi.model import Model, nnx_model
 from jaxmpi.model.contract import check_whole
 from models.layers import Array, Dense, normal
 
-FORGET_BIAS = 1.0  # Jozefowicz et al. 2015: a cell keeps what it holds until it has learnt otherwise
+FORGET_BIAS = 1.0  # Jozefowicz et al. 2015: a cell keeps its content until it has learnt otherwise
 
 
 class Widths(NamedTuple):
-    """Of a language model: entries of an embedding and of what a layer hands on, and cells of a layer."""
+    """Widths of a language model: entries of an embedding and of a layer's output, and cells of a layer."""
 
     width: int
     cells: int
@@ -27,7 +27,7 @@ class Lstm(nnx.Module):
     """i, f, g, o = x W + r U + b ;  c <- s(f) c + s(i) tanh(g) ;  r <- (s(o) tanh(c)) P, s the logistic function.
 
     Params: input f32[in, 4 cells] (W), state f32[width, 4 cells] (U), bias f32[4 cells], project f32[cells, width] (P).
-    c and r are 0 where a window begins.
+    c and r are 0 at the start of a window.
     """
 
     def __init__(self, inner: int, widths: Widths, rngs: nnx.Rngs):
@@ -78,7 +78,7 @@ def lstm(classes: int = 256, window: int = 128, width: int = 256, cells: int = 5
     Args:
         classes: tokens that are told apart.
         window: tokens of an example.
-        width: of the embedding and of what a layer hands on.
+        width: of the embedding and of a layer's output.
         cells: of a layer.
         layers: LSTM layers.
 
@@ -97,7 +97,7 @@ def lm300m(classes: int = 72_000, window: int = 20) -> Model:
     """The ring-allreduce article's size: 298,588,480 params, two layers of 8192 cells projected to 1024, 72,000 words.
 
     Gibiansky 2017 gives 300 million params and no more; widths and window are those of Jozefowicz et al. 2016, section
-    5.5 (LSTM-8192-1024, unrolled 20 steps), the words what makes up the size.
+    5.5 (LSTM-8192-1024, unrolled 20 steps), and the number of words follows from the size.
     """
     return _model("lm300m", classes, window, 2, Widths(1024, 8192))
 

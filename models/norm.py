@@ -12,16 +12,16 @@ from models.layers import Array, Init, at_least_32, conv, he_normal
 class BatchNorm(nnx.Module):
     """y = scale (x - m) / sqrt(v + eps) + bias, channel by channel (Ioffe & Szegedy 2015, arXiv:1502.03167, alg. 1).
 
-    In training m = E[x] and v = E[x^2] - m^2 over examples, height and width of the local batch (of each micro-batch
-    where gradients are accumulated), in f32 also where x is a 16-bit float. In evaluation they are the running ones,
-    which every training step moves: mean <- momentum mean + (1 - momentum) m, var alike. v divides by n, the running
-    variance too; PyTorch's running variance divides by n - 1. Where |m| is k standard deviations, v has a relative
-    error of about k^2 2^-24.
+    In training m = E[x] and v = E[x^2] - m^2 over examples, height and width of the local batch, or of each
+    micro-batch if gradients are accumulated. They are in f32 even if x is a 16-bit float. Evaluation uses running
+    ones, which every training step moves: mean <- momentum mean + (1 - momentum) m, var alike. v divides by n, the
+    running variance too; PyTorch's running variance divides by n - 1. If |m| is k standard deviations, v has a
+    relative error of about k^2 2^-24.
 
-    Batches. m and v are `jaxmpi.model.batch_mean`s: of one worker's examples, or of all workers' in a run whose batch
-    statistics are synchronised. In an epoch's short last step the trainer says which examples only fill the batch up,
-    and these are left out; a worker that has none but fillers takes theirs. Called outside of the trainer, the layer
-    counts all examples.
+    Batches. m and v are `jaxmpi.model.batch_mean`s: of one worker's examples, or of all workers' if the run
+    synchronises batch statistics. In an epoch's short last step the trainer marks the examples that only fill the
+    batch up, and these are left out; a worker with nothing but fillers takes theirs. Outside of the trainer, the
+    layer counts all examples.
 
     Params: scale, bias f32[channels]. State: mean, var f32[channels].
     Communicates: as `batch_mean`, 2 channels + 1 floats.
@@ -29,8 +29,8 @@ class BatchNorm(nnx.Module):
     Args:
         channels: of x.
         eps: added to the variance, > 0.
-        momentum: what the running statistics keep at each step, in [0, 1).
-        scale: what all entries of scale begin at.
+        momentum: share that the running statistics keep at each step, in [0, 1).
+        scale: initial value of all entries of scale.
     """
 
     def __init__(self, channels: int, *, eps: float, momentum: float = 0.9, scale: float = 1.0):

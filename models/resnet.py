@@ -15,7 +15,7 @@ conv_norm = functools.partial(ConvNorm, eps=1e-4)  # momentum 0.9: as Theano-MPI
 
 
 class Block(NamedTuple):
-    """The convolutions that a shortcut passes by."""
+    """The convolutions that a shortcut bypasses."""
 
     sizes: tuple[int, ...]  # px of each kernel
     strided: int  # which of them has the block's stride
@@ -32,7 +32,7 @@ WIDTH = 64  # of the stem and the first stage; doubled by each later one
 class Residual(nnx.Module):
     """relu(shortcut(x) + norm(conv(... relu(norm(conv(x))))), section 3.2 of the paper.
 
-    The shortcut is x itself, or a 1x1 convolution with norm where channels or size change (its option B). The last
+    The shortcut is x itself, or a 1x1 convolution with norm if channels or size change (its option B). The last
     scale begins at 0, so that a block begins as its shortcut (Goyal et al. 2017, arXiv:1706.02677, section 5.1).
     """
 
@@ -89,7 +89,7 @@ def resnet50(classes: int = 1000, image_size: int = 224, channels: int = 3, vers
     """ResNet-50: 25,557,032 params, 53,120 batch statistics at the defaults.
 
     He-normal convolutions without bias, logits N(0, 0.01^2), the last scale of each block 0 at the start; batch
-    norm with eps 1e-4, momentum 0.9. At any image size the last pool is the mean of what is left of the image.
+    norm with eps 1e-4, momentum 0.9. At any image size the last pool is the mean over the remaining image.
 
     Args:
         classes: number of logits.

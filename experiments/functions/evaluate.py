@@ -4,7 +4,7 @@ python experiments/functions/evaluate.py
 mpirun -n 2 python experiments/functions/evaluate.py
 
 44,925 images lie in shared memory; a classifier trained on 200 images predicts all of them, in eight pieces a worker.
-Asserts the very predictions of one worker.
+Asserts that one worker predicts the same.
 """
 
 import jax
@@ -22,7 +22,7 @@ def shifted(images):
 
 
 def distances(x, known):
-    """Squared, of every row of x to every known one: f32[n, 200]."""
+    """Squared distances of every row of x to every known one: f32[n, 200]."""
     return (x**2).sum(1)[:, None] - 2 * x @ known.T + (known**2).sum(1)[None]
 
 

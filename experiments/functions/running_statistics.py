@@ -3,8 +3,8 @@
 python experiments/functions/running_statistics.py
 mpirun -n 2 python experiments/functions/running_statistics.py
 
-Each worker adds what it sees to state of its own, in three pieces a chunk; the states meet once, at the end. Counts and
-extremes are exact; mean and variance are asserted to be NumPy's.
+Each worker adds its share to its own state, in three pieces a chunk; the states are combined once, at the end. Counts
+and extremes are exact; mean and variance are asserted to be NumPy's.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ CHUNK = 300
 
 
 def count(x):
-    """What rows of pixels add to the sums: i32[] and i32[64] of values, squares and a histogram of 17 grey levels."""
+    """Sums of rows of pixels: i32[] and i32[64] of values, squares and a histogram of 17 grey levels."""
     x = x.astype(jnp.int32)
     levels = (x[:, :, None] == jnp.arange(17)).sum((0, 1))
     return {"n": jnp.int32(len(x)), "sum": x.sum(0), "squares": (x * x).sum(0), "levels": levels}, x.max(0), x.min(0)
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     high, low = jm.variable(np.zeros(64, np.int32)), jm.variable(np.full(64, 16, np.int32))
 
     def update(x, high, low):
-        """What each variable takes."""
+        """New value of each variable."""
         added, highest, lowest = count(x)
         return added, jnp.maximum(high, highest), jnp.minimum(low, lowest)
 

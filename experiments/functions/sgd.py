@@ -1,9 +1,9 @@
-"""Synchronous SGD on handwritten digits with all workers: sgd_before.py, and what changes for it.
+"""Synchronous SGD on handwritten digits with all workers: sgd_before.py, with the changes marked.
 
 python experiments/functions/sgd.py                # all devices or cores
 mpirun -n 2 python experiments/functions/sgd.py    # ranks of any launcher
 
-Every worker takes a step with its share of the batch, then the workers' params are averaged, which for plain SGD is the
+Every worker takes a step with its share of the batch, then the workers' params are averaged. For plain SGD that is the
 step with the mean gradient. Asserts the losses and params of one worker. 10 s on 2 cores.
 """
 
@@ -25,7 +25,7 @@ def loss(params, x, y):
 
 
 def step(x, y, params):
-    """The loss, and params one step further."""
+    """The loss, and params after one step."""
     value, grads = jax.value_and_grad(loss)(params, x, y)
     return value, jax.tree.map(lambda p, g: p - LR * g, params, grads)
 

@@ -2,7 +2,7 @@
 
 python experiments/functions/sgd_before.py
 
-The pair is that of Stooke and Abbeel 2017, appendix A: what is marked there as changed is all that changes.
+The pair is that of Stooke and Abbeel 2017, appendix A: only the lines marked as changed in sgd.py change.
 """
 
 import jax
@@ -21,7 +21,7 @@ def loss(params, x, y):
 
 
 def step(x, y, params):
-    """The loss, and params one step further."""
+    """The loss, and params after one step."""
     value, grads = jax.value_and_grad(loss)(params, x, y)
     return value, jax.tree.map(lambda p, g: p - LR * g, params, grads)
 

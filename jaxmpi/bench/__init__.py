@@ -1,1 +1,1 @@
-"""`jaxmpi bench`: time an exchange and compare it with other libraries and the lower bound."""
+"""`jaxmpi bench`: time an exchange beside other libraries and the lower bound."""

@@ -1,4 +1,4 @@
-"""`jaxmpi bench`: time an exchange and compare it with other libraries and the lower bound, in alternating rounds.
+"""`jaxmpi bench`: time an exchange beside other libraries and the lower bound.
 
 Outside MPI this starts one job for every number of ranks and shows the results; under a launcher it is a rank itself.
 In a round every contender runs once on the same data, and each round starts with the next contender in order. The

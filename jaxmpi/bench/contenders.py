@@ -24,7 +24,7 @@ Run = Callable[[], Arrays]  # one exchange, finished when it returns
 Shape = tuple[int, ...]
 PATTERN = np.arange(-6, 7, dtype=np.float32)  # whole numbers: sums are exact in any order
 ROUGH = 0.1  # of the largest entry: more than a wire rounds away, less than a wrong sum is off
-COPY_BYTES = 64 << 20  # of one copy, beyond the caches where several ranks copy
+COPY_BYTES = 64 << 20  # of one copy, beyond the caches if several ranks copy
 LINK_BYTES = 2 << 20  # of one message between hosts
 
 

@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def of_cases(runs: Sequence[Json], rate_mbit: float | None = None) -> list[Json]:
-    """One entry per case from the jobs' results; those of one case under two allocators are merged."""
+    """One entry per case from the jobs' results, with those of two allocators merged."""
     cases: dict[tuple[str, int], list[Json]] = {}
     for run in runs:
         cases.setdefault((run["case"], run["ranks"]), []).append(run)
@@ -55,8 +55,9 @@ def least_sent(size_bytes: int, ranks: int) -> float:
 
 
 def bound_s(case: Json, bytes_per_s: float | None) -> float | None:
-    """Lower bound on the time of an exchange, unless it stays in caches; None if no bytes must travel.
+    """Lower bound on the time of an exchange; None if no bytes must travel.
 
+    An exchange that stays in caches may be faster.
     Between H hosts each link carries 2 (H-1)/H K bytes each way. Inside one host a rank reads its slice of all, and
     all sums, and writes the sums: 3 K bytes for each of N ranks.
     """
@@ -68,8 +69,9 @@ def bound_s(case: Json, bytes_per_s: float | None) -> float | None:
 
 
 def bytes_per_s(job: Json, rate_mbit: float | None) -> float | None:
-    """Payload speed of a host's link each way, given or measured; inside one host of all ranks' copies, read and write.
+    """Payload speed of the links, or of memory inside one host.
 
+    Between hosts: of a host's link each way, given or measured. Inside one host: of all ranks' copies, read and write.
     The measured value is the median round, because disturbances of the machine affect all timings alike.
     """
     if job["ranks"] == 1:
@@ -190,7 +192,9 @@ def bound_lines(cases: Sequence[Json]) -> list[str]:
 
 
 def draw(cases: Sequence[Json], path: Path) -> None:
-    """Plot time against bytes for vectors, a panel for every number of ranks; bars for every tree; the bound in each.
+    """Plot vectors as time against bytes, and trees as bars; the bound in each.
+
+    Vectors have a panel for every number of ranks, trees one each.
 
     Raises:
         OSError: the file cannot be written.

@@ -66,7 +66,7 @@ def at_step(state: PyTree, step: int) -> PyTree:
 
 
 def is_linear(config: Optim) -> bool:
-    """Whether the mean of the workers' updates is the update of the mean gradient."""
+    """Return True if the mean of the workers' updates is the update of the mean gradient."""
     return lookup(OPTIMIZERS, config.name, "optimizer").linear and not config.clip_norm
 
 

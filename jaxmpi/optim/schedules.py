@@ -17,7 +17,7 @@ Share = Callable[[jax.Array], jax.Array]  # step i32[] -> share of the peak lear
 
 
 class Clock(NamedTuple):
-    """What turns durations into steps."""
+    """Conversion of durations into steps."""
 
     steps_per_epoch: int
     effective_batch: int
@@ -32,7 +32,7 @@ class Clock(NamedTuple):
 
 
 def part(step: jax.Array, whole: int) -> jax.Array:
-    """Step / whole, f32. What is left of a span is counted in whole steps: 1 - step / span would not end in 0."""
+    """Step / whole, f32. Schedules count the rest of a span in whole steps: 1 - step / span would not end in 0."""
     return step.astype(jnp.float32) / whole
 
 

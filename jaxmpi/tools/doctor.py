@@ -93,7 +93,7 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
 
 
 def tested(control: Processes) -> list[Timed]:
-    """Time exchanges of short and long vectors for TEST_S, by a portable strategy and by the best for these hosts."""
+    """Time short and long exchanges for TEST_S, by a portable and by the best strategy."""
     comm = world()
     if comm.size == 1:
         return []

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def ask(options: argparse.Namespace) -> Question | None:
-    """The question that the options ask; None on ranks other than 0.
+    """Build the question from the options; None on ranks other than 0.
 
     Raises:
         UsageError: options that contradict one another, or nothing to go by.
@@ -177,7 +177,9 @@ def without_gaps(net: Net) -> Net:
 
 
 def layouts(question: Question) -> list[Net]:
-    """2 to 4,096 workers: 2, 4, ... on one host up to its slots, then on 2, 4, ... hosts, if their prices are known.
+    """Layouts of 2 to 4,096 workers.
+
+    One host has 2, 4, ... up to its slots; then come 2, 4, ... hosts, if their prices are known.
 
     Raises:
         UsageError: none are left.
