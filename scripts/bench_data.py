@@ -1,4 +1,4 @@
-"""Images per second and core of jaxmpi's loaders beside others', and what of loading a step waits for.
+"""Images per second and core of jaxmpi's loaders and others', and the share of loading that delays a step.
 
     python scripts/bench_data.py [--part peers formats steps epochs] [--rounds 3] [--images 512] [--cores 0 1]
 
@@ -11,10 +11,10 @@ peers    bare: simplejpeg's decode of whole files, nothing else. Others: as thei
          such a batch in a step, which no contender does.
 formats  the same photographs as a folder of JPEG files, packed with the shorter side 256 px, and as their centres of
          256 x 256 px in batch files and in an array in memory; and the packed ones loaded into memory.
-steps    a consumer that sleeps for its step, on one core, and loaders on the other: what is waited for, and step /
+steps    a consumer that sleeps for its step, on one core, and loaders on the other: share of waiting, and step /
          max(load, compute).
-epochs   the time of whole epochs with each format, beside that with the folder: where nothing is computed, and where
-         the step, a sleep, takes so much of the time that loading from the folder takes.
+epochs   the time of whole epochs with each format, beside that with the folder: once without a step, and with steps
+         (sleeps) of given shares of the folder's loading time.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import numpy as np
 BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
 EPOCHS, COMPUTE = 6, (0.0, 0.67, 0.75)  # measured; steps of them, to the folder's loading
-WARM = 8  # steps until what was made ahead is used up
+WARM = 8  # steps until prefetched batches are used up
 SHORTER = 256  # px, of the images in batch files and in memory
 
 
@@ -44,7 +44,7 @@ SHORTER = 256  # px, of the images in batch files and in memory
 
 
 def photographs() -> list[np.ndarray]:
-    """scikit-learn's two, u8[height, width, 3]."""
+    """scikit-learn's two photographs, u8[height, width, 3]."""
     from PIL import Image
 
     package = importlib.util.find_spec("sklearn")
@@ -68,7 +68,7 @@ def jpegs(images: int) -> Iterator[tuple[int, bytes]]:
 
 
 def write(folder: Path, images: int, formats: bool) -> None:
-    """The files of all contenders."""
+    """Write the files of all contenders."""
     for i, (label, blob) in enumerate(jpegs(images)):
         path = folder / "train" / ("china", "flower")[label] / f"{i:05}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def random_window(rng: np.random.Generator, height: int, width: int) -> tuple[int, int, int, int, bool]:
-    """Left, top, right, bottom, and whether to mirror."""
+    """Random window (left, top, right, bottom), and True if the image is mirrored."""
     while True:
         area, ratio = rng.uniform(*AREA) * height * width, np.exp(rng.uniform(*np.log(ASPECT)))
         high, wide = round((area / ratio) ** 0.5), round((area * ratio) ** 0.5)
@@ -131,7 +131,7 @@ def random_window(rng: np.random.Generator, height: int, width: int) -> tuple[in
 
 
 def by_pillow(blob: bytes, rng: np.random.Generator) -> np.ndarray:
-    """As torchvision's RandomResizedCrop."""
+    """Decode and crop with Pillow, as torchvision's RandomResizedCrop."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(blob)).convert("RGB")
@@ -160,7 +160,7 @@ def by_opencv(blob: bytes, rng: np.random.Generator) -> np.ndarray:
 
 
 def bare(folder: Path) -> Iterator[int]:
-    """Decoding alone."""
+    """Decode only."""
     import simplejpeg
 
     while True:
@@ -205,7 +205,7 @@ def jaxmpi(source: str, kind: str) -> Callable[[Path], Iterator[int]]:
 
 
 class Files:
-    """For PyTorch: files and a decoder."""
+    """Data set for PyTorch: files and a decoder."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -281,7 +281,7 @@ FORMATS = {
 
 
 def measure(counts: Iterator[int], seconds: float) -> float:
-    """Images a second once what was made ahead is used up."""
+    """Images a second, after prefetched batches are used up."""
     warm = time.perf_counter() + min(1.0, seconds)
     next(counts)
     while time.perf_counter() < warm:
@@ -293,7 +293,7 @@ def measure(counts: Iterator[int], seconds: float) -> float:
 
 
 def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Images/s, median of jobs that take turns."""
+    """Images/s: medians of jobs that take turns."""
     found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name in names:
@@ -302,7 +302,7 @@ def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[
 
 
 def job(*arguments: str, folder: Path, options: argparse.Namespace) -> Any:
-    """What a process of its own prints."""
+    """Run a separate process; return its output."""
     cores = map(str, options.cores)
     line = [sys.executable, __file__, *arguments, "--folder", str(folder), "--seconds", str(options.seconds)]
     ended = subprocess.run([*line, "--cores", *cores], capture_output=True, text=True, timeout=300)
@@ -315,17 +315,17 @@ def job(*arguments: str, folder: Path, options: argparse.Namespace) -> Any:
 
 
 def apart(formats: Sequence[tuple[str, str]], folder: Path, options: argparse.Namespace) -> list[Any]:
-    """Loaders on the last core, each started, and this thread on the first."""
+    """Start loaders on the last core, with this thread on the first."""
     os.sched_setaffinity(0, {options.cores[-1]})
     loaders = [jaxmpi_loader(source, folder, kind) for source, kind in formats]
     for loader in loaders:
         next(loader)
-    os.sched_setaffinity(0, {options.cores[0]})  # loaders stay where they are
+    os.sched_setaffinity(0, {options.cores[0]})  # loaders stay on the last core
     return loaders
 
 
 def walk(loader: Any, number: int, compute_s: float) -> tuple[float, float]:
-    """Seconds of a step whose computing is a sleep, and what of them was waited."""
+    """Seconds of a step whose computing is a sleep, and seconds of waiting in it."""
     begin, waited_s = 0.0, 0.0
     for i in range(number + WARM):
         if i == WARM:
@@ -337,7 +337,7 @@ def walk(loader: Any, number: int, compute_s: float) -> tuple[float, float]:
 
 
 def steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
-    """For computing that takes so many times what loading takes: wait share, and step / max(load, compute)."""
+    """Wait share, and step / max(load, compute), by the ratio of computing to loading."""
     (loader,) = apart([("imagefolder", "processes")], folder, options)
     load_s = BATCH / measure((len(batch.image) for batch in loader), options.seconds)
     found = []
@@ -352,7 +352,7 @@ def steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def epochs(folder: Path, options: argparse.Namespace) -> list[list[float]]:
-    """For each format seconds of an epoch, for each of COMPUTE."""
+    """Seconds of an epoch by format, for each of COMPUTE."""
     loaders = apart(list(FORMATS.values()), folder, options)
     steps_each = len(files(folder)) // BATCH
     load_s, _ = walk(loaders[0], EPOCHS * steps_each, 0.0)
@@ -376,14 +376,14 @@ def normalise_ms() -> float:
     return statistics.median(times) * 1e3
 
 
-# ---------------------------------------------------------------- the whole
+# ---------------------------------------------------------------- all parts
 
 
 def main() -> None:
-    """Run the parts asked for, and print tables."""
+    """Run the requested parts, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="*", default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--only", nargs="*", default=[], help="contenders; all where none is named")
+    parser.add_argument("--only", nargs="*", default=[], help="contenders; all if none is named")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--images", type=int, default=512)
@@ -401,7 +401,7 @@ def main() -> None:
 
 
 def run_one(options: argparse.Namespace) -> None:
-    """One job."""
+    """Run one job."""
     if options.run in WHOLE:
         return print(json.dumps(WHOLE[options.run](options.folder, options)))
     if options.run == "normalise":
@@ -414,7 +414,7 @@ def run_one(options: argparse.Namespace) -> None:
 
 
 def show_peers(folder: Path, options: argparse.Namespace) -> None:
-    """Images/s and core, beside the bare decode and the best of the others."""
+    """Print images/s and core, beside the bare decode and the best of the others."""
     names = options.only or list(CONTENDERS)
     if any("tfds" in name.lower() for name in names):
         write_tfds(folder)
@@ -432,7 +432,7 @@ def ratio(rate: float, of: float | None) -> str:
 
 
 def show_formats(folder: Path, options: argparse.Namespace) -> None:
-    """Images/s and core of every format."""
+    """Print images/s and core of every format."""
     found = rounds(list(FORMATS), folder, options)
     print(f"{'formats':26} {'images/s':>9} {'of folder':>9}")
     for name, rate in found.items():
@@ -440,7 +440,7 @@ def show_formats(folder: Path, options: argparse.Namespace) -> None:
 
 
 def show_steps(folder: Path, options: argparse.Namespace) -> None:
-    """What is waited for."""
+    """Print the share of waiting."""
     runs = [job("--run", "steps", folder=folder, options=options) for _ in range(options.rounds)]
     print(f"{'compute / load':26} {'wait share':>11} {'step / max(load, compute)':>26}")
     for rows in zip(*runs, strict=True):
@@ -449,7 +449,7 @@ def show_steps(folder: Path, options: argparse.Namespace) -> None:
 
 
 def show_epochs(folder: Path, options: argparse.Namespace) -> None:
-    """What each format saves of an epoch."""
+    """Print the time of an epoch with each format."""
     runs = [job("--run", "epochs", folder=folder, options=options) for _ in range(options.rounds)]
     found = np.median(np.array(runs), axis=0)
     print(f"{'epoch, to that from the folder':32}" + "".join(f"compute {c:<9}" for c in COMPUTE))

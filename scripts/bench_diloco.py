@@ -1,15 +1,15 @@
-"""Seconds to one loss over slow links: DiLoCo beside a mean of gradients at every step, ours and PyTorch DDP's.
+"""Seconds to one loss over slow links: DiLoCo beside a mean of gradients at every step.
 
     python scripts/bench_diloco.py [--hosts 8] [--rate 50mbit] [--steps 200] [--seeds 3] [--json FILE] [--tiny]
     python scripts/bench_diloco.py --json FILE --part losses      # and, when the machine is quiet, --part seconds
 
-A GPT of 10.9 million params on the source of Python's standard library, one rank a host; hosts share this machine's
-cores. What a step learns does not depend on the link, so held-out losses are recorded without a cluster, and multiplied
-by the time of a step on the cluster: the median, and for DiLoCo the mean over a whole period after the first. The goal
-is what `ring32` has come to after --steps; the others stop when they are there, after four times as many at most. All
-contenders have the same initial params, order of examples and AdamW, and but for DiLoCo the same learning rate. `none`
-never exchanges: what is left is compute. With --json losses that are there are not recorded again, and seconds are
-added to those that are.
+Contenders are ours and PyTorch DDP's. A GPT of 10.9 million params learns the source of Python's standard library, one
+rank a host; hosts share this machine's cores. A step learns the same over any link. So held-out losses are recorded
+without a cluster, and steps are multiplied by the time of a step on the cluster: the median, and for DiLoCo the mean
+over a whole period after the first. The goal is the loss of `ring32` after --steps; the others stop at the goal, after
+four times as many steps at most. All contenders have the same initial params, order of examples and AdamW, and all but
+DiLoCo the same learning rate. `none` never exchanges, so it shows compute alone. With --json, recorded losses are kept,
+and new seconds are added to the recorded ones.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from jaxmpi.trainer import build
 from models.gpt import EPS, gpt, gpt_tiny
 
 HERE = Path(__file__).resolve().parent
-NOT_PERMITTED = 77  # exit code of scripts/cluster.py where there can be no cluster
+NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster
 DECAY = 0.1
 HELD_OUT = 4  # batches of an evaluation
 MOST = 4  # times as many steps as ring32, after which a contender stops
@@ -54,7 +54,7 @@ PARTS = ("losses", "seconds")
 
 
 class Contender(NamedTuple):
-    """Of ours: rule and strategy. Of PyTorch's: the hook."""
+    """A contender: rule and strategy of ours, or the hook of PyTorch's."""
 
     rule: str = "gradients"
     strategy: str = "ring32"
@@ -80,7 +80,7 @@ CONTENDERS = {
 
 
 class Sizes(NamedTuple):
-    """Of a measurement."""
+    """Sizes of a measurement."""
 
     steps: int  # of ring32, to the goal
     period: int  # H
@@ -92,7 +92,7 @@ class Sizes(NamedTuple):
 
 
 def recipe(contender: Contender, sizes: Sizes, seed: int) -> Experiment:
-    """The experiment of one of ours, or the data and rates of PyTorch's."""
+    """The experiment of one of our contenders, or the data and rates of PyTorch's."""
     model = gpt_tiny(window=sizes.window) if sizes.tiny else gpt(window=sizes.window)
     return Experiment(
         model=model,
@@ -111,9 +111,9 @@ def recipe(contender: Contender, sizes: Sizes, seed: int) -> Experiment:
 
 
 class Trainee(NamedTuple):
-    """A contender at work: both take a batch of this rank."""
+    """A contender in training: both functions take batches of this rank."""
 
-    step: Callable[[dict[str, Any]], None]  # returns when params are new
+    step: Callable[[dict[str, Any]], None]  # returns when params are updated
     loss: Callable[[list[dict[str, Any]]], float]  # held out, of this rank's part, the mean over its bytes
 
 
@@ -150,7 +150,7 @@ def ddp(config: Experiment, workers: Workers, plan: build.TrainingPlan, hook: st
     functions = build.build_functions(config, workers, plan)
     start = build.initial_states(config, workers, functions.rule)[workers.mine[0]].params
     net = torch_gpt(start, heads=2 if "tiny" in config.model.name else 6)
-    # The hook of PowerSGD goes on with two buckets in no set order, at which gloo's ranks fall out: it gets one.
+    # The hook of PowerSGD takes two buckets in no fixed order, so gloo's ranks would mismatch: it gets one.
     model = DistributedDataParallel(net, bucket_cap_mb=1000 if hook == "powersgd" else None)
     if hook != "allreduce":
         model.register_comm_hook(*comm_hook(hook))
@@ -258,7 +258,7 @@ def run_job(name: str, sizes: Sizes, seed: int, steps: int, goal: float | None, 
 
 
 def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) -> float:
-    """Over the same windows for all contenders, each rank its share."""
+    """Mean loss over the same windows for all contenders, each rank its share."""
     return float(workers.processes.sum(np.array([made.loss(batches)]))[0]) / workers.size
 
 
@@ -266,7 +266,7 @@ def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) ->
 
 
 def job(line: list[str], name: str, sizes: Sizes, seed: int, steps: int, goal: float | None) -> dict[str, Any]:
-    """Start a job and wait for it; what its rank 0 wrote. Without a goal nothing is evaluated."""
+    """Run a job; return the results of its rank 0. Without a goal nothing is evaluated."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         what = json.dumps([name, sizes._asdict(), seed, steps, goal, str(file)])
@@ -278,7 +278,7 @@ def job(line: list[str], name: str, sizes: Sizes, seed: int, steps: int, goal: f
 
 
 def step_s(name: str, pieces: list[list[float]], sizes: Sizes) -> float:
-    """Of one step, exchanges that come once a period included: there the last whole period's mean."""
+    """Seconds of one step; with one exchange a period, the mean over the last whole period."""
     if CONTENDERS[name].rule != "diloco":
         return statistics.median(itertools.chain(*(seconds[1:] for seconds in pieces)))
     ends = [len(seconds) // sizes.period * sizes.period for seconds in pieces]
@@ -287,7 +287,7 @@ def step_s(name: str, pieces: list[list[float]], sizes: Sizes) -> float:
 
 
 def steps_to(goal: float, losses: Losses) -> float:
-    """Steps until the loss is at the goal, between two evaluations in a straight line; infinite where it never is."""
+    """Steps to the goal, linear between two evaluations; infinite if it is not reached."""
     points = sorted((int(step), loss) for step, loss in losses.items())
     for (before, high), (after, low) in itertools.pairwise(points):
         if low <= goal:
@@ -296,17 +296,17 @@ def steps_to(goal: float, losses: Losses) -> float:
 
 
 class Found(NamedTuple):
-    """Of a contender."""
+    """Results of a contender."""
 
     losses: dict[str, Losses]  # by seed
     seconds: list[list[float]]  # of steps on the cluster, job by job
 
 
 def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Found]:
-    """Losses on this host, then seconds of steps on the cluster; what --json holds already is kept."""
+    """Measure losses on this host, then seconds of steps on the cluster; keep the results in --json."""
     results = {name: Found({}, []) for name in options.contenders} | kept(options.json, sizes)
     if "losses" in options.part:
-        in_order = sorted(options.contenders, key="ring32".__ne__)  # which sets the goal
+        in_order = sorted(options.contenders, key="ring32".__ne__)  # first, because it sets the goal
         for seed, name in itertools.product(map(str, range(options.seeds)), in_order):
             if name != "none" and seed not in results[name].losses:
                 record(options, sizes, name, seed, results)
@@ -322,7 +322,7 @@ def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Found]:
 
 
 def record(options: argparse.Namespace, sizes: Sizes, name: str, seed: str, results: dict[str, Found]) -> None:
-    """Losses of a contender, as far as the goal."""
+    """Record losses of a contender, as far as the goal."""
     line = command.mpirun(command.Options(options.hosts, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     is_first = name == "ring32"
     goal = 0.0 if is_first else results["ring32"].losses[seed][str(sizes.steps)]
@@ -332,7 +332,11 @@ def record(options: argparse.Namespace, sizes: Sizes, name: str, seed: str, resu
 
 
 def kept(file: Path | None, sizes: Sizes) -> dict[str, Found]:
-    """What an earlier call has written; nothing where it had other sizes."""
+    """Results of an earlier call; none if there was none.
+
+    Raises:
+        SystemExit: they are of other sizes.
+    """
     if file is None or not file.exists():
         return {}
     written = json.loads(file.read_text())
@@ -349,7 +353,7 @@ def keep(file: Path | None, sizes: Sizes, results: dict[str, Found]) -> None:
 
 
 def table(results: dict[str, Found], sizes: Sizes) -> str:
-    """As Markdown, of contenders with losses and seconds; ratios are to ring32, seed by seed."""
+    """Markdown table of contenders with losses and seconds; ratios are to ring32, seed by seed."""
     seconds = {name: step_s(name, found.seconds, sizes) for name, found in results.items() if found.seconds}
     goals = {seed: losses[str(sizes.steps)] for seed, losses in results["ring32"].losses.items()}
     compute = seconds.get("none", math.nan)

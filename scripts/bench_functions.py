@@ -1,4 +1,4 @@
-"""What data-parallel functions cost beyond their parts, and how ResNet-50 scales over them.
+"""Cost of data-parallel functions beyond their parts, and scaling of ResNet-50 over them.
 
     python scripts/bench_functions.py calls     # a call beside the bare function and the exchange; bytes it moves
     python scripts/bench_functions.py shuffle   # rows by index beside one worker's own np.take
@@ -28,11 +28,11 @@ ROOT = Path(__file__).parent.parent
 Result = dict[str, Any]
 
 
-# ---------------------------------------------------------------- what is timed
+# ---------------------------------------------------------------- measurements
 
 
 def times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call, one after another in every round."""
+    """Seconds of every call; calls run one after another in every round."""
     import jax
 
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -61,7 +61,7 @@ def network(share: int) -> tuple[Callable, tuple, Any]:
 
 
 def calls(options: argparse.Namespace) -> Result:
-    """In a rank or a leading script: medians in ms."""
+    """Time a call and its parts, in a rank or a leading script: medians in ms."""
     import jax
 
     import jaxmpi as jm
@@ -99,7 +99,7 @@ def bytes_moved(line: Any, f: Callable, x: np.ndarray, y: np.ndarray, params: An
 
 
 def shuffle(options: argparse.Namespace) -> Result:
-    """In a rank: rows by index out of shared memory, beside np.take of the share; all ranks do the same at a time."""
+    """Time rows by index out of shared memory, beside np.take of the share; all ranks at once."""
     import jax.numpy as jnp
 
     import jaxmpi as jm
@@ -141,7 +141,7 @@ def shuffle(options: argparse.Namespace) -> Result:
 
 
 def timed_fetches() -> dict[str, float]:
-    """Where the seconds add up in which a worker takes its rows, from now on: programs take these as they lie."""
+    """Start counting the seconds in which a worker takes its rows; return the counter."""
     from jaxmpi.functions import worker_call
 
     spent: dict[str, float] = defaultdict(float)
@@ -164,7 +164,7 @@ class Net(NamedTuple):
 
 
 def resnet(options: argparse.Namespace) -> Result:
-    """In a rank: seconds by part of a step with `batch` examples over all workers, medians."""
+    """Median seconds by part of a step with `batch` examples over all workers, in a rank."""
     net = build_net(options)
     return (bare_resnet if options.bare else spread_resnet)(options, net)
 
@@ -200,7 +200,7 @@ def build_net(options: argparse.Namespace) -> Net:
 
 
 def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
-    """Steps as the paper's: gradients, their mean over workers, and an update on each."""
+    """Time steps as in the paper: gradients, their mean over workers, an update on each."""
     import jax
 
     import jaxmpi as jm
@@ -234,7 +234,7 @@ def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
 
 
 def profile(step: Callable[[], None], spent: dict[str, float], options: argparse.Namespace) -> Result:
-    """Seconds of a step and its parts, medians; what no part has counted is the functions'."""
+    """Median seconds of a step and its parts; the rest is the functions'."""
     rows = []
     for _ in range(options.steps + 2):
         spent.clear()
@@ -253,7 +253,7 @@ def timed(owner: Any, name: str, key: str, spent: dict[str, float]) -> None:
 
 
 def counted(function: Callable, key: str, spent: dict[str, float]) -> Callable:
-    """The function, whose seconds are added up."""
+    """Wrap a function to add up its seconds."""
 
     def call(*args: Any) -> Any:
         begin = time.perf_counter()
@@ -266,7 +266,7 @@ def counted(function: Callable, key: str, spent: dict[str, float]) -> Callable:
 
 
 def bare_resnet(options: argparse.Namespace, net: Net) -> Result:
-    """The same steps in plain JAX, one worker."""
+    """Time the same steps in plain JAX, one worker."""
     import jax
 
     first, second = jax.jit(net.gradient), jax.jit(net.update)
@@ -296,7 +296,7 @@ JOBS: dict[str, Callable[[argparse.Namespace], Result]] = {"calls": calls, "shuf
 
 
 def job(name: str, ranks: int, *more: str) -> Result:
-    """A job of its own: rank 0's result."""
+    """Run a separate job; return rank 0's result."""
     from jaxmpi.launch import command
 
     line = [sys.executable, __file__, name, "--job", *more]
@@ -312,7 +312,7 @@ def job(name: str, ranks: int, *more: str) -> Result:
 
 
 def run_job(options: argparse.Namespace) -> None:
-    """In a job: one core a worker, as ranks of mpirun have it."""
+    """Be a rank, with one core a worker, as ranks of mpirun have it."""
     from jaxmpi.runtime import launchers, prepare
 
     if launchers.launched() is None and options.name != "calls":
@@ -324,7 +324,7 @@ def run_job(options: argparse.Namespace) -> None:
 
 
 def show_calls(options: argparse.Namespace) -> Result:
-    """A call beyond its parts, for ranks and for a script that leads."""
+    """Print a call's time beyond its parts, for ranks and for a script that leads."""
     rounds = ("--rounds", str(options.rounds))
     ranks, led = job("calls", 2, *rounds), job("calls", 1, *rounds, "--led")
     led["exchange_ms"] = ranks["exchange_ms"]
@@ -340,7 +340,7 @@ def show_calls(options: argparse.Namespace) -> Result:
 
 
 def show_shuffle(options: argparse.Namespace) -> Result:
-    """Rows by index."""
+    """Print the times of rows by index."""
     row = job("shuffle", 2, "--rounds", str(options.rounds))
     print(f"medians of {options.rounds} rounds, and between what they lie with 95 %")
     for rank, (rows, low, high, take_ms) in enumerate(row["workers"]):
@@ -353,7 +353,7 @@ def show_shuffle(options: argparse.Namespace) -> Result:
 
 
 def show_resnet(options: argparse.Namespace) -> Result:
-    """Weak and strong scaling, and the profile."""
+    """Print weak and strong scaling, and the profile."""
     rows: Result = {}
     for name, row in resnet_rows(options).items():
         fixed = ("--size", str(options.size), "--steps", str(options.steps), "--batch", str(row.batch))

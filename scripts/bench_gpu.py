@@ -1,4 +1,4 @@
-"""The zoo on one GPU beside PyTorch twins: images a second, memory, a step's parts; and which rank has which device.
+"""Models on one GPU beside PyTorch twins: images a second, memory, a step's parts; devices of ranks.
 
     python scripts/bench_gpu.py [--models resnet50 vgg16] [--dtypes float32 bfloat16] [--batch 128] [--out FILE]
     python scripts/bench_gpu.py --dry
@@ -7,7 +7,7 @@ jaxmpi is the trainer's own step with one worker. PyTorch is the twin of tests/t
 channels_last, under torch.compile, with fused SGD, batches in pinned memory and TF32 allowed, as XLA allows it. Both
 sides have the same batches and SGD with momentum; params are float32, forward and backward run in the dtype of the
 row. Each side is a process, and they take turns, part by part, round by round. Batches are made beforehand: the loader
-is in no figure. FILE.json holds all, FILE.md the tables; both are written after every row. Where there is no GPU, the
+is in no figure. FILE.json holds all, FILE.md the tables; both are written after every row. If there is no GPU, the
 exit code is 77. With --dry all runs on the CPU at tiny size, which checks this script and measures nothing.
 
 - step: images in host memory to new params; loss read one step late. Its images a second are compared.
@@ -49,7 +49,7 @@ from jaxmpi.trainer import build
 from models import MODELS
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
-NO_GPU = 77  # what test suites take for "skipped"
+NO_GPU = 77  # exit code that test suites take for "skipped"
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = ("float32", "bfloat16")
 PARTS = ("step", "to device", "forward", "forward+backward", "update")
@@ -69,7 +69,7 @@ Run = Callable[[int], None]  # does a part so many times and waits for the last
 
 
 def config_of(model: str, dtype: str, batch: int) -> Experiment:
-    """What both sides train."""
+    """Configuration of both sides."""
     return recipe(model, local_batch=batch, compute_dtype=dtype)
 
 
@@ -82,7 +82,7 @@ def host_batches(config: Experiment) -> list[Batch]:
 
 
 class Jaxmpi:
-    """The trainer's step, and the functions it is made of."""
+    """The trainer's step and its parts."""
 
     def __init__(self, config: Experiment, options: argparse.Namespace) -> None:
         plan = build.make_plan(config, ALONE)
@@ -115,12 +115,12 @@ class Jaxmpi:
         read(float(late[0]))
 
     def arguments(self) -> tuple:
-        """Of `local_gradients`."""
+        """Arguments of `local_gradients`."""
         state = self.state
         return state.params, state.model_state, self.batch, state.key, state.step
 
     def one_update(self) -> Any:
-        """With params as gradients: the values do not matter."""
+        """Run one update, with params as gradients: the values do not matter."""
         return self.update(self.state.params, self.state.rule_state, self.state.params)
 
     @staticmethod
@@ -138,7 +138,7 @@ class Jaxmpi:
         return run
 
     def peak_bytes(self) -> int:
-        """The most that was in use since the start; on a CPU, which does not count, what XLA plans for the step."""
+        """Peak memory since the start; on a CPU, which does not count, XLA's plan for the step."""
         counted = jax.local_devices()[0].memory_stats() or {}
         return counted.get("peak_bytes_in_use") or step_memory(self.config).total
 
@@ -175,16 +175,16 @@ class Torch:
         }
 
     def tensors(self, batch: Batch) -> tuple[Any, Any]:
-        """Image and label in host memory, pinned where there is a GPU."""
+        """Image and label in host memory, pinned if there is a GPU."""
         pair = (self.torch.tensor(batch["image"]), self.torch.tensor(batch["label"]).long())
         return (pair[0].pin_memory(), pair[1].pin_memory()) if self.on_gpu else pair
 
     def to_device(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """A batch on its way."""
+        """Start copying a batch to the device."""
         return batch[0].to(self.device, non_blocking=True), batch[1].to(self.device, non_blocking=True)
 
     def steps(self, n: int) -> None:
-        """The usual loop; the loss is read one step late here too."""
+        """Run the usual loop; the loss is read one step late here too."""
         late = []
         for _ in range(n):
             late.append(self.gradients(self.to_device(next(self.batches))))
@@ -195,19 +195,19 @@ class Torch:
         read(late[0].item())
 
     def forward(self) -> None:
-        """In training, without what backward needs."""
+        """Run forward in training mode, without keeping activations."""
         with self.torch.no_grad():
             self.loss(*self.batch)
 
     def gradients(self, batch: tuple[Any, Any] | None = None) -> Any:
-        """New gradients of all params; the loss."""
+        """Compute new gradients of all params; return the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(*(batch or self.batch))
         loss.backward()
         return loss.detach()
 
     def wait(self) -> None:
-        """For the device."""
+        """Wait for the device."""
         if self.on_gpu:
             self.torch.cuda.synchronize()
 
@@ -222,7 +222,7 @@ class Torch:
         return run
 
     def peak_bytes(self) -> int:
-        """The most that was in use in two steps; 0 on a CPU, which does not count."""
+        """Peak memory of two steps; 0 on a CPU, which does not count."""
         if not self.on_gpu:
             return 0
         self.torch.cuda.reset_peak_memory_stats()
@@ -234,7 +234,7 @@ SIDES = {"jaxmpi": Jaxmpi, "torch": Torch}
 
 
 def read(loss: float) -> None:
-    """Look at a loss, as a trainer does.
+    """Read a loss, as a trainer does.
 
     Raises:
         TrainingError: it is not finite.
@@ -244,7 +244,7 @@ def read(loss: float) -> None:
 
 
 def serve(name: str, options: argparse.Namespace) -> None:
-    """Be a side: a line `[part, times]` comes in, seconds go out; `["peak bytes", 0]` asks for bytes."""
+    """Be a side: read lines `[part, times]`, write seconds; for `["peak bytes", 0]` write bytes."""
     side = SIDES[name](config_of(options.models[0], options.dtypes[0], options.batch), options)
     for line in sys.stdin:
         part, times = json.loads(line)
@@ -258,7 +258,7 @@ def serve(name: str, options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[str, int], float]]:
-    """A side as a process; gives `ask(part, times)`."""
+    """Start a side as a process; yield `ask(part, times)`."""
     sizes = ["--models", model, "--dtypes", dtype, "--batch", str(options.batch), "--torch-mode", options.torch_mode]
     line = [sys.executable, __file__, "--side", name, *sizes, *["--dry"] * options.dry]
     env, pipe = environment(name, options.dry), subprocess.PIPE
@@ -283,13 +283,13 @@ def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> I
 
 
 def environment(name: str, dry: bool) -> dict[str, str]:
-    """The two share the GPU, so JAX must not take three quarters at once; PyTorch's side reads batches by JAX's CPU."""
+    """Variables of a side: JAX shares the GPU's memory; PyTorch's side loads batches by JAX's CPU."""
     on_cpu = {"JAX_PLATFORMS": "cpu"} if dry or name == "torch" else {}
     return os.environ | on_cpu | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def measure(model: str, dtype: str, options: argparse.Namespace, sides: list[str]) -> dict[str, Any]:
-    """All parts of a model on the sides in turn: seconds a time by part and side, and peak bytes by side."""
+    """Measure all parts on the sides in turn: seconds by part and side, peak bytes by side."""
     with started("jaxmpi", model, dtype, options) as ask:
         ask("step", 1)  # compiles, and tries algorithms in memory of their own; the next start reads the program
     with contextlib.ExitStack() as stack:
@@ -370,7 +370,7 @@ def show_devices() -> None:
 
 
 def devices_of_ranks(options: argparse.Namespace) -> list[str]:
-    """What the ranks of one job say."""
+    """Device lines that the ranks of one job print."""
     line = command.mpirun(command.Options(options.ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     env = os.environ | ({"JAX_PLATFORMS": "cpu"} if options.dry else {})
     job = subprocess.run(
@@ -381,7 +381,7 @@ def devices_of_ranks(options: argparse.Namespace) -> list[str]:
     return [text for text in job.stdout.splitlines() if text.startswith("rank ")]
 
 
-# ---------------------------------------------------------------- all of it
+# ---------------------------------------------------------------- the whole measurement
 
 PROBES = {
     "jax": "import jax; d = jax.devices()[0]; print(d.platform if d.platform == 'cpu' else d.device_kind)",
@@ -390,7 +390,7 @@ PROBES = {
 
 
 def probe(package: str, dry: bool) -> str:
-    """The device that a package would use, asked in a process of its own; "cpu", or empty where it is missing."""
+    """The device that a package uses, from a separate process; "cpu", or empty if it is missing."""
     env = os.environ | ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
     asked = subprocess.run([sys.executable, "-c", PROBES[package]], env=env, capture_output=True, text=True)
     return asked.stdout.strip()
@@ -417,7 +417,7 @@ def machine(dry: bool) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """Options; sizes by default for a GPU, or tiny."""
+    """Parse the options; default sizes are for a GPU, or tiny with --dry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=TWINNED, help="default: the zoo; of each its full size")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -442,7 +442,7 @@ def parse() -> argparse.Namespace:
 
 
 def sides_here(dry: bool) -> list[str]:
-    """jaxmpi, and PyTorch where it can be measured; else a line that says why not."""
+    """jaxmpi, and PyTorch if it can be measured; else a line that gives the reason."""
     theirs = probe("torch", dry)
     if theirs and (dry or theirs != "cpu"):
         return list(SIDES)
@@ -451,14 +451,14 @@ def sides_here(dry: bool) -> list[str]:
 
 
 def save(out: Path | None, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """What there is so far."""
+    """Write the results so far."""
     if out is not None:
         out.with_suffix(".json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
         out.with_suffix(".md").write_text(markdown(facts, rows))
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Devices, then every model in every dtype; the exit code."""
+    """Show devices, measure every model in every dtype; return the exit code."""
     if not options.dry and probe("jax", options.dry) in ("", "cpu"):
         print("bench_gpu.py: no GPU: JAX finds none (`uv sync --extra cuda` makes it look for one); --dry needs none")
         return NO_GPU

@@ -1,13 +1,12 @@
-"""How much of the exchange hides behind the backward pass: jaxmpi beside PyTorch DDP and JAX's psum on emulated hosts.
+"""Overlap of exchange and backward pass: jaxmpi beside PyTorch DDP and JAX's psum on emulated hosts.
 
     python scripts/bench_overlap.py [--hosts 4] [--rate 200mbit] [--ratios 0.25 0.5 1] [--rounds 2]
 
 One rank a host; hosts share this machine's cores. The net has six convolutions; the batch is chosen so that exchange /
 compute is about each ratio, for the first contender. Each contender is a job of its own, and jobs take turns. A job
 times, in turn: the step without exchange (compute), the exchange alone, and the step; the slowest rank counts. t_first
-is when the first gradients have been handed over. No step can be shorter than max(compute, t_first + exchange), as far
-as those times hold while both go on; that is the bound. Hidden is (compute + exchange - step) / (compute + exchange -
-bound).
+is the time of the first gradients. No step can be shorter than max(compute, t_first + exchange), if those times hold
+while both run; that is the bound. Hidden is (compute + exchange - step) / (compute + exchange - bound).
 """
 
 import argparse
@@ -32,8 +31,8 @@ WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, t
 CLASSES, PIXELS, LR = 10, 32, 0.01
 BUCKET_BYTES = 1 << 20  # of all contenders that have buckets
 WARM_UP = 2  # steps not counted
-IN_A_ROW = 6  # steps without a pause where one step's exchange goes on in the next
-NOT_PERMITTED = 77  # exit code of scripts/cluster.py where there can be no cluster
+IN_A_ROW = 6  # steps without a pause if one step's exchange continues in the next
+NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster
 
 
 class Timed(NamedTuple):
@@ -42,9 +41,9 @@ class Timed(NamedTuple):
     compute: Callable[[], Any]
     exchange: Callable[[], Any]
     step: Callable[[], Any]
-    first_s: Callable[[], float]  # time.perf_counter when the last step's first gradients existed; NaN where unknown
+    first_s: Callable[[], float]  # time.perf_counter when the last step's first gradients existed; NaN if unknown
     loss: float  # of the first step, which is the same for all contenders
-    steps: int = 1  # that `step` makes
+    steps: int = 1  # number that `step` makes
 
 
 def params_of_all() -> dict[str, np.ndarray]:
@@ -149,7 +148,7 @@ def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[in
 
 
 class Loop:
-    """A jitted step, called again and again with what it gave; params stay where they began."""
+    """A jitted step, repeated with its own results; params keep their initial values."""
 
     def __init__(self, step: Callable, params: Any, state: Any, data: Any) -> None:
         """Take the arguments of the first call."""
@@ -157,7 +156,7 @@ class Loop:
         self.began_s, self.steps = 0.0, 1
 
     def __call__(self) -> None:
-        """A step, or some in a row, waited for one by one."""
+        """Run a step, or some in a row, and wait for each."""
         import jax
 
         for _ in range(self.steps):
@@ -165,12 +164,12 @@ class Loop:
             _, self.state, _ = jax.block_until_ready(self.step(self.params, self.state, *self.data))
 
     def loss(self) -> float:
-        """Of the first step."""
+        """Loss of the first step."""
         return float(self.step(self.params, self.state, *self.data)[2])
 
 
 def with_psum(batch: int) -> Timed:
-    """What JAX itself offers: psum over a mesh of all processes, gloo below."""
+    """JAX's own method: psum over a mesh of all processes, with gloo below."""
     import jax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -215,7 +214,7 @@ def with_psum(batch: int) -> Timed:
 
 
 def node_address() -> str:
-    """Of this host's card."""
+    """Address of this host's network card."""
     out = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True)
     return out.stdout.split()[0]
 
@@ -327,7 +326,7 @@ def slowest(control: Any, run: Callable[[], Any]) -> float:
 
 
 class Bench(NamedTuple):
-    """What is measured, and where."""
+    """Sizes of the measurement, and the cluster's command line."""
 
     cluster: list[str]  # the beginning of the line that runs a job
     folder: Path
@@ -351,7 +350,7 @@ class Bench(NamedTuple):
 
 
 def batches_for(bench: Bench, name: str, ratios: list[float]) -> list[int]:
-    """The batch for each exchange / compute, from the times of two others."""
+    """The batch for each exchange / compute, from the times of two other batches."""
     small, big = bench.run(name, [8, 24])
     a, b = (statistics.median(times["compute"]) for times in (small, big))
     exchange = statistics.median(small["exchange"] + big["exchange"])
@@ -360,7 +359,7 @@ def batches_for(bench: Bench, name: str, ratios: list[float]) -> list[int]:
 
 
 def row(times: dict[str, Any], late: bool) -> dict[str, float]:
-    """Medians of one job, and what follows from them."""
+    """Medians of one job, and the figures derived from them."""
     compute, exchange, step, first = (statistics.median(times[k]) for k in ("compute", "exchange", "step", "first"))
     known = {"compute": compute, "exchange": exchange, "t_first": first, "step": step}
     bound = max(compute, exchange if late else first + exchange)
@@ -369,7 +368,7 @@ def row(times: dict[str, Any], late: bool) -> dict[str, float]:
 
 
 def show(results: dict[str, list[list[dict[str, float]]]], batches: list[int]) -> None:
-    """A table a batch; medians over rounds, with the smallest and the largest."""
+    """Print a table per batch; medians over rounds, with the smallest and the largest."""
     for i, batch in enumerate(batches):
         print(f"\nbatch {batch} a rank\n")
         print("| | compute s | exchange s | exchange / compute | t_first s | step s | step / bound | hidden |")
@@ -388,7 +387,7 @@ def show(results: dict[str, list[list[dict[str, float]]]], batches: list[int]) -
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """All contenders in turn."""
+    """Measure all contenders in turn."""
     cluster = [sys.executable, str(Path(__file__).parent / "cluster.py"), "--hosts", str(options.hosts)]
     line = [*cluster, "--rate", options.rate, "--", "mpirun", "-n", str(options.hosts)]
     bench = Bench(line, folder, options.steps)
@@ -414,7 +413,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def is_here(name: str) -> bool:
-    """Whether a contender can take part; says so where not."""
+    """Return True if a contender can take part; print a line if not."""
     module = NEEDED.get(name)
     absent = module is not None and importlib.util.find_spec(module) is None
     if absent:

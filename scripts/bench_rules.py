@@ -1,4 +1,4 @@
-"""What meeting the center costs: asynchronous rules on emulated hosts, without a model.
+"""Cost of exchanges with the center: asynchronous rules on emulated hosts, without a model.
 
     python scripts/bench_rules.py [--rate 200mbit] [--floats 2000000] [--rounds 5] [--only link servers]
 
@@ -10,7 +10,7 @@
 | slow | 4 workers, one five times slower: steps a second of the others, beside all equal; gosgd and BSP too | >= 0.9 |
 | idle | a server with 4 workers that do not come: its share of a core | < 0.05 |
 
-Computing is stood in by sleeping. One rank a host; all but `slow` and `idle` run on hosts of scripts/cluster.py.
+Sleeping stands for computing. One rank a host; all but `slow` and `idle` run on hosts of scripts/cluster.py.
 """
 
 import argparse
@@ -37,7 +37,7 @@ IDLE_S = 4.0
 
 
 class Job(NamedTuple):
-    """Ranks to start, and what their figures mean."""
+    """Ranks to start, and the meaning of their figures."""
 
     ranks: int
     servers: int
@@ -64,7 +64,7 @@ class Rank:
     """This rank as a worker or a server, the server in a thread of its own."""
 
     def __init__(self, servers: int, floats: int) -> None:
-        """All ranks come here together."""
+        """Set up; collective over all ranks."""
         from jaxmpi.comm.control import MpiProcesses, processes
         from jaxmpi.config.rule_config import RuleConfig
         from jaxmpi.rules.base import Exchange
@@ -101,7 +101,7 @@ class Rank:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it trains."""
+        """Return True if this rank trains."""
         return self.number < self.workers
 
     def _serve(self, counter: Any, pauses: Any) -> None:
@@ -111,7 +111,7 @@ class Rank:
             self.cpu_s = time.thread_time() - begin
 
     def gossip(self) -> "Gossips":
-        """This worker among others that push to each other instead."""
+        """Return this worker as one that pushes to others, without a center."""
         from jaxmpi.rules.gosgd import Gossip
         from jaxmpi.rules.gossip_transport import GossipThread
 
@@ -120,7 +120,7 @@ class Rank:
         return Gossips(wire, gossiper, Gossip(self.number, self.workers, 1.0, 0), self.w)
 
     def exchange(self) -> float:
-        """Meet the center once; seconds."""
+        """Exchange once with the center; return seconds."""
         from jaxmpi.rules.parameter_server import PUSH, ServerExchange
         from jaxmpi.rules.parameter_server_transport import converse
 
@@ -131,7 +131,7 @@ class Rank:
         return time.perf_counter() - begin
 
     def in_turn(self, rounds: int, compute: Callable[[], None], exchange: Callable[[], float]) -> float:
-        """Seconds in exchanges and in waiting for the turn, where workers come in a fixed order, one at a time."""
+        """Seconds in exchanges and in waiting, if workers take fixed turns."""
         after, before, spent = (self.number + 1) % self.workers, (self.number - 1) % self.workers, 0.0
         sends = []
         for turn in range(rounds):
@@ -150,7 +150,7 @@ class Rank:
         return spent
 
     def leave(self, figure: float) -> list[float]:
-        """All ranks' figures, when everybody has done."""
+        """Gather all ranks' figures, when all are done."""
         figures = [float(text) for text in self.control.gather(str(figure))]
         self._is_over.set()
         if self._thread:
@@ -174,7 +174,7 @@ class Gossips:
 
 
 def on_rank(options: argparse.Namespace) -> list[float]:
-    """This rank's part of a job; every rank's figures."""
+    """Run this rank's part of a job; return every rank's figures."""
     rank = Rank(options.servers, options.floats)
     rng = np.random.default_rng(rank.number)
     job: dict[str, Callable[[], float]] = {
@@ -192,7 +192,7 @@ def on_rank(options: argparse.Namespace) -> list[float]:
 
 
 def exchanges_per_s(rank: Rank, rounds: int) -> float:
-    """Of one worker among others that do the same."""
+    """Exchanges a second of one worker, while the others exchange too."""
     begin = time.perf_counter()
     for _ in range(rounds):
         rank.exchange()
@@ -200,7 +200,10 @@ def exchanges_per_s(rank: Rank, rounds: int) -> float:
 
 
 def seconds_in_exchanges(rank: Rank, options: argparse.Namespace, rng: np.random.Generator) -> float:
-    """A step computes as long as all workers' exchanges take the server; some longer, some shorter."""
+    """Seconds a step in exchanges.
+
+    On average a step computes as long as the server needs for all workers' exchanges; some longer, some shorter.
+    """
     mean_s = rank.workers * rank.exchange() / 2
     compute = lambda: time.sleep(mean_s * rng.uniform(0.5, 1.5))  # noqa: E731
     if options.turns:
@@ -213,7 +216,7 @@ def seconds_in_exchanges(rank: Rank, options: argparse.Namespace, rng: np.random
 
 
 def steps_per_s(rank: Rank, options: argparse.Namespace) -> float:
-    """With an exchange after each; by BSP a sum over all workers instead."""
+    """Steps a second with an exchange after each; by BSP a sum over all workers instead."""
     is_slow = options.slow and rank.number == rank.workers - 1
     exchange, gossips = rank.exchange, rank.gossip() if options.gossip else None
     if gossips:
@@ -236,7 +239,7 @@ def steps_per_s(rank: Rank, options: argparse.Namespace) -> float:
 
 
 def run(job: Job, name: str, options: argparse.Namespace) -> list[float]:
-    """Start a job; every rank's figures."""
+    """Run a job; return every rank's figures."""
     root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"

@@ -1,11 +1,11 @@
-"""What it costs to follow a run: windows of steps with the anatomy and without, by turns, in one run of the trainer.
+"""Cost of following a run: windows of steps with and without the anatomy of a step, by turns, in one run.
 
     python scripts/bench_seeing.py [--model googlenet | digits_cnn] [--batch 32] [--pairs 20] [--steps 10]
     mpirun -n 2 python scripts/bench_seeing.py ...
 
-Without it, a window still has its line in the record: loss, images/s and learning rate. Printed: median milliseconds a
-step of both; the median of the ratio pair by pair, of seconds and of the process's CPU time, with its 95 % interval;
-and what the recorder's own calls take of the training thread's CPU time, beyond the line without anatomy.
+Without it, a window still has its line in the record: loss, images/s and learning rate. It prints median milliseconds
+a step of both; the median of the ratio pair by pair, of seconds and of the process's CPU time, with its 95 % interval;
+and the CPU time of the recorder's own calls on the training thread, beyond the line without the anatomy.
 """
 
 import argparse
@@ -36,7 +36,7 @@ NOTHING = Summary(0, "none", {}, {}, [], 0.0, np.zeros((len(PARTS), 0)))
 
 
 class Took(NamedTuple):
-    """A window's seconds."""
+    """Seconds of a window."""
 
     wall_s: float
     cpu_s: float  # of all threads
@@ -44,18 +44,18 @@ class Took(NamedTuple):
 
 
 class Source:
-    """Batches, and the CPU time of whoever waits for them."""
+    """Batches, and the CPU time of the thread that waits for them."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        """Not begun."""
+        """Take the batches."""
         self.batches, self.cpu_s = iter(batches), 0.0
 
     def __iter__(self) -> Iterator[Any]:
-        """These."""
+        """Return this iterator."""
         return self
 
     def __next__(self) -> Any:
-        """The next."""
+        """Return the next batch, and count the CPU time."""
         begin = time.thread_time()
         try:
             return next(self.batches)
@@ -64,7 +64,7 @@ class Source:
 
 
 class Turns(StepTimer):
-    """The anatomy in every other window; nothing in the others. Notes how long each took."""
+    """Step timer that is on in every other window, and records how long each took."""
 
     made: "Turns"
 
@@ -75,7 +75,7 @@ class Turns(StepTimer):
         self._since = time.perf_counter(), time.process_time()
 
     def batches(self, batches: Iterable[Any], first_step: int) -> Iterator[Any]:
-        """As of the class above, or as they come."""
+        """Follow the batches if the window is on; else pass them through."""
         source = Source(batches)
         followed = super().batches(source, first_step)
         while True:
@@ -87,38 +87,38 @@ class Turns(StepTimer):
             yield batch
 
     def started(self, result: Any, compiled: bool = False) -> None:
-        """As of the class above, or nothing."""
+        """Call the parent's method if the window is on."""
         begin = time.thread_time()
         if self.is_on:
             super().started(result, compiled)
         self.calls_s += time.thread_time() - begin
 
     def pause(self) -> None:
-        """As of the class above, or nothing."""
+        """Call the parent's method if the window is on."""
         begin = time.thread_time()
         if self.is_on:
             super().pause()
         self.calls_s += time.thread_time() - begin
 
     def window(self) -> Window:
-        """As of the class above, or an empty one."""
+        """The parent's window if it is on; else an empty one."""
         begin = time.thread_time()
         seen = super().window() if self.is_on else Window(0, np.zeros(len(LOCAL)), np.zeros(0), 0, [])
         self.calls_s += time.thread_time() - begin
         return seen
 
     def turn(self) -> None:
-        """A window is over, its line written."""
+        """End a window, after its line; switch on or off."""
         now = time.perf_counter(), time.process_time()
         self.took.append(Took(now[0] - self._since[0], now[1] - self._since[1], self.calls_s))
         self.is_on, self._since, self.calls_s = not self.is_on, now, 0.0
 
 
 class Lines(ProgressLog):
-    """The trainer's line, or one without anatomy."""
+    """Log with the trainer's line, or one without the anatomy."""
 
     def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
-        """As of the class above, or what is left of it without."""
+        """Write the parent's line if the window is on; else one without the anatomy."""
         turns, seen, begin = Turns.made, NOTHING, time.thread_time()
         if turns.is_on:
             seen = super().line(step, sums, window, distance)
@@ -157,7 +157,7 @@ def main() -> None:
 
 
 def report(took: np.ndarray, steps: int) -> None:
-    """Windows without the anatomy come first: the first line of a run, after one step, had it, and so on by turns."""
+    """Print the comparison; windows without the anatomy come first, as the line after step 1 has it."""
     pairs = took[: len(took) // 2 * 2].reshape(-1, 2, len(Took._fields)) / steps
     without, within = pairs[:, 0], pairs[:, 1]
     wall, base = np.median(within[:, 0]), np.median(without[:, 0])
@@ -169,7 +169,7 @@ def report(took: np.ndarray, steps: int) -> None:
 
 
 def shown(values: np.ndarray, digits: int) -> str:
-    """Median, between what it lies with 95 %, quartiles."""
+    """Median, its 95 % interval, quartiles."""
     median, low, high = middle(values)
     quartiles = "-".join(f"{value:.{digits}f}" for value in np.percentile(values, (25, 75)))
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}; quartiles {quartiles})"

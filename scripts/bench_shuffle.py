@@ -1,4 +1,4 @@
-"""Data in memory: the shuffle beside a bare MPI_Alltoallv of the same bytes, the packed index, what each source gives.
+"""Data in memory: the shuffle beside a bare MPI_Alltoallv, the packed index, the speed of each source.
 
 python scripts/bench_shuffle.py shuffle --ranks 2 4                  ranks of this machine
 python scripts/bench_shuffle.py shuffle --hosts 2 4 8 --rate 1gbit   an emulated cluster, see scripts/cluster.py
@@ -6,7 +6,7 @@ python scripts/bench_shuffle.py index --records 1300000              open a pack
 python scripts/bench_shuffle.py sources --images 400                 images/s from folder, arrays, packed, memory
 
 `shuffle` alternates both on the same records, for each size of group that divides the ranks; a time is that of the
-slowest rank. The bare call has its bytes side by side already, and buffers that are used again and again.
+slowest rank. The bare call moves the same bytes, contiguous already, and reuses its buffers.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from jaxmpi.data.sources.packed import INDEX, ROW, Manifest, shard_name, write_m
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep, message
 
 RECORD_BYTES = 110_000  # the mean of ImageNet's
-NOT_PERMITTED = 77  # what scripts/cluster.py says where it cannot emulate
+NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster
 
 
 # ---------------------------------------------------------------- shuffle
@@ -63,7 +63,7 @@ class Blobs:
 
 
 def run_job(options: argparse.Namespace) -> None:
-    """As a rank: both ways in turn, for each group; rank 0 writes seconds."""
+    """Be a rank: time both ways in turn, for each group; rank 0 writes seconds."""
     from jaxmpi.comm.control import MpiProcesses
     from jaxmpi.comm.topology import gather_workers
 
@@ -75,7 +75,7 @@ def run_job(options: argparse.Namespace) -> None:
         source = Blobs(int(options.mb * 1e6))
         memory, _ = keep(source, Data(memory="partition", group_size=group), 0, control.size, True, workers)
         memory.begin(0, None)
-        while memory.group is not None and not memory.shuffle_s:  # from where records were read to the first epoch's
+        while memory.group is not None and not memory.shuffle_s:  # the shuffle to the first epoch
             time.sleep(0.0002)
         ours, bare = [], []
         for epoch in range(options.rounds if group > 1 else 0):
@@ -89,7 +89,7 @@ def run_job(options: argparse.Namespace) -> None:
 
 
 def slowest(control: Any, work: Callable[[], object]) -> float:
-    """Seconds until the last rank is through, all having begun together."""
+    """Seconds until the last rank is done, after a common start."""
     control.barrier()
     begin = time.perf_counter()
     work()
@@ -97,14 +97,14 @@ def slowest(control: Any, work: Callable[[], object]) -> float:
 
 
 def wait_for_shuffle(memory: MemoryShuffle, epoch: int) -> None:
-    """Have the shuffle to the next epoch made."""
+    """Wait for the shuffle to the next epoch."""
     memory.reached(epoch)
     while len(memory.shuffle_s) < epoch + 2:
         time.sleep(0.0002)
 
 
 def bare_alltoallv(memory: MemoryShuffle, epoch: int) -> Callable[[], None]:
-    """The same bytes from and to the same members, in the same segments; the communicator is silent meanwhile."""
+    """Bare exchange of the same bytes, in the same segments; it needs an idle communicator."""
     group, source, sampler = memory.group, memory.source, memory.sampler
     assert isinstance(sampler, GroupSampler)
     whose = members(len(source), sampler.effective_batch, group.size)
@@ -135,7 +135,7 @@ def shuffle(options: argparse.Namespace) -> None:
 
 
 def job(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
-    """What a job of so many ranks has written."""
+    """Results of a job of so many ranks."""
     script = [sys.executable, __file__, "shuffle", "--mb", str(options.mb), "--rounds", str(options.rounds)]
     cluster = [sys.executable, str(Path(__file__).parent / "cluster.py"), "--hosts", str(ranks), "--rate", options.rate]
     here = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
@@ -166,7 +166,7 @@ print(time.perf_counter() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_
 
 
 def index(options: argparse.Namespace) -> None:
-    """Seconds and most memory beyond a JAX process to open a data set of empty shards."""
+    """Seconds and peak memory, beyond a JAX process, to open a data set of empty shards."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "train"
         place.mkdir()
@@ -221,7 +221,7 @@ def sources(options: argparse.Namespace) -> None:
 
 
 class Far:
-    """A source whose every read waits first: it stands in for files on a busy file system."""
+    """Source whose every read waits first, like files on a busy file system."""
 
     def __init__(self, inner: Any, latency_s: float) -> None:
         self.inner, self.latency_s, self.name, self.classes = inner, latency_s, inner.name, inner.classes
@@ -230,7 +230,7 @@ class Far:
         return len(self.inner)
 
     def encoded(self, index: int) -> tuple[bytes, int]:
-        """The inner source's, later."""
+        """The inner source's bytes, after a pause."""
         time.sleep(self.latency_s)
         return self.inner.encoded(index)
 
@@ -240,7 +240,7 @@ class Far:
 
 
 def make_sources(folder: Path, blobs: list[bytes], latency_s: float) -> dict[str, tuple[Source, Data]]:
-    """The same photographs as folder, as arrays, packed (as they are, and at 256 px), in memory, and far away."""
+    """The same photographs as folder, arrays, packed (unchanged, and at 256 px), in memory, and with slow reads."""
     place = folder / "files" / "train" / "one"
     place.mkdir(parents=True)
     for i, blob in enumerate(blobs):
@@ -270,28 +270,28 @@ def make_sources(folder: Path, blobs: list[bytes], latency_s: float) -> dict[str
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds."""
+    """Seconds of a call."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def read_batches(source: Source, data: Data) -> None:
-    """An epoch."""
+    """Read an epoch of batches."""
     with Loader(source, Sampler(len(source), 32), data, train=True, stop_step=len(source) // 32) as loader:
         for _ in loader:
             pass
 
 
 def read_bytes(source: Source) -> None:
-    """Every record once, in the order of an epoch."""
+    """Read every record once, in the order of an epoch."""
     read = getattr(source, "encoded", None) or source.__getitem__
     for i in Sampler(len(source), len(source)).indices(0).indices:
         read(int(i))
 
 
 def main() -> None:
-    """One of the three; with --file: be a rank."""
+    """Run one of the three; with --file: be a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["shuffle", "index", "sources"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="of this machine")

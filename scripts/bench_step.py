@@ -3,13 +3,13 @@
     python scripts/bench_step.py [--model googlenet | digits_cnn] [--pairs 20] [--steps 5]
 
 The two take turns in one process, each for a few steps, batches and progress metrics included: the trainer with its
-loader, the hand-written loop with NumPy indexing. Printed: median milliseconds a step of both, the median
-of the ratio pair by pair and between what it lies with 95 %.
+loader, the hand-written loop with NumPy indexing. It prints median milliseconds a step of both, and the median of the
+ratio pair by pair with its 95 % interval.
 
     mpirun -n 2 python scripts/bench_step.py --comparison [--model googlenet | digits_cnn]
 
-Of several workers: the trainer's step, and in turns with it programs that only compare, a thousand times, which
-exchange ranks have come to. Printed: median milliseconds a step, microseconds a comparison, and its share of the step.
+With several workers: the trainer's step alternates with programs that only compare, a thousand times, which exchange
+ranks have reached. It prints median milliseconds a step, microseconds a comparison, and its share of the step.
 """
 
 import argparse
@@ -44,7 +44,7 @@ Steps = Callable[[int], None]  # runs so many steps and waits for the last
 
 
 def experiment(name: str) -> Experiment:
-    """The trainer's side."""
+    """Experiment of the trainer's side."""
     big = name == "googlenet"
     size = Data(source="digits", mean=(MEAN,), std=(STD,), channels=3 if big else 1, resize=64 if big else 0)
     return Experiment(
@@ -81,7 +81,7 @@ def trainer(config: Experiment) -> Steps:
 
 
 def by_hand(config: Experiment) -> Steps:
-    """What a user of Flax and Optax writes."""
+    """The loop that a user of Flax and Optax writes."""
     source = data.open_source(config.data, "train")
     rows = [source[i] for i in range(len(source))]
     shape = config.model.input_shape
@@ -127,7 +127,7 @@ def by_hand(config: Experiment) -> Steps:
 
 
 def comparisons(count: int) -> Steps:
-    """Programs in which ranks compare `count` times which exchange they have come to, and do nothing else."""
+    """Programs in which ranks only compare, `count` times, which exchange they have reached."""
     comm = world()
 
     @jax.jit

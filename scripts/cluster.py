@@ -1,4 +1,4 @@
-"""A cluster of N hosts with slow links on one Linux machine, to run any mpirun or jaxmpi command over.
+"""Emulated cluster of N hosts with slow links on one Linux machine, for any mpirun or jaxmpi command.
 
 python scripts/cluster.py --hosts 8 --rate 200mbit -- mpirun -n 8 python -m jaxmpi.train experiments/digits.py
 python scripts/cluster.py --hosts 4 --slots 2 --rate 1gbit -- jaxmpi train -n 8 experiments/digits.py
@@ -31,7 +31,7 @@ NEEDED = ("ip", "tc", "unshare", "nsenter", "mount")
 
 
 class Cluster(NamedTuple):
-    """What was asked for."""
+    """Options of the cluster."""
 
     hosts: int
     slots: int
@@ -69,11 +69,11 @@ def bits_per_s(rate: str) -> float:
     return float(match[1]) * BITS[match[2]]
 
 
-# ---------------------------------------------------------------- outside: a world that ends with this process
+# ---------------------------------------------------------------- outside: namespaces that end with this process
 
 
 def refusal() -> str:
-    """Why this machine cannot have namespaces; empty where it can."""
+    """The reason why this machine cannot have namespaces; empty if it can."""
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not found; install iproute2 and util-linux"
@@ -84,13 +84,13 @@ def refusal() -> str:
 
 
 def unshare() -> list[str]:
-    """The line that starts a command in namespaces of its own; all processes in them die with its parent."""
+    """Command line that starts a command in its own namespaces; all processes in them die with its parent."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["unshare", *user, "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 def run(argv: list[str]) -> int:
-    """Start the cluster, run the command in its first host, and give back its exit code."""
+    """Start the cluster, run the command in its first host, and return its exit code."""
     reason = refusal()
     if reason:
         print(f"cluster.py: no emulated cluster: {reason}", file=sys.stderr)
@@ -106,7 +106,7 @@ def run(argv: list[str]) -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+    """Ask the kernel to kill this process when its parent ends, however it ends."""
     import ctypes
 
     pr_set_pdeathsig = 1
@@ -117,7 +117,7 @@ def die_with_parent() -> None:
 
 
 def inside(folder: Path, cluster: Cluster) -> NoReturn:
-    """As the first process of the new world: set it up, become the command's parent, leave with its code."""
+    """Be the first process of the namespaces: set them up, run the command, exit with its code."""
     sh(f"mount -t tmpfs tmpfs {folder}")
     names = folder / "hosts"
     names.write_text("127.0.0.1 localhost\n" + "".join(f"{address(i)} node{i}\n" for i in range(cluster.hosts)))
@@ -128,16 +128,16 @@ def inside(folder: Path, cluster: Cluster) -> NoReturn:
     (folder / "hostfile").write_text("".join(f"node{i} slots={cluster.slots}\n" for i in range(cluster.hosts)))
     here = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # a process that enters a host is in its root folder
     code = subprocess.run([*enter(holders[0]), *here, *cluster.command], env=environment(folder, agent)).returncode
-    os._exit(code if code >= 0 else 128 - code)  # as pid 1: everybody else in here ends with it
+    os._exit(code if code >= 0 else 128 - code)  # as pid 1: all other processes in here end with it
 
 
 def address(host: int) -> str:
-    """Of a host's card."""
+    """Address of a host's card."""
     return f"10.77.0.{host + 1}"
 
 
 def start_host(i: int, cluster: Cluster) -> int:
-    """A process that holds host i's namespaces, its card plugged in; returns its pid."""
+    """Start a process that holds host i's namespaces, with its card plugged in; return its pid."""
     holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"])
     while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
         if holder.poll() is not None:
@@ -160,12 +160,12 @@ def start_host(i: int, cluster: Cluster) -> int:
 
 
 def enter(pid: int) -> list[str]:
-    """The line that runs a command in a host."""
+    """Command line that runs a command in a host."""
     return ["nsenter", "--target", str(pid), "--net", "--uts", "--mount"]
 
 
 def sh(*lines: str) -> None:
-    """Run lines; stop at the first that fails, with its own words."""
+    """Run lines; stop at the first that fails, with its message."""
     for line in lines:
         done = subprocess.run(shlex.split(line), capture_output=True, text=True)
         if done.returncode:
@@ -173,7 +173,7 @@ def sh(*lines: str) -> None:
 
 
 def write_agent(folder: Path, holders: list[int]) -> Path:
-    """What the launcher calls instead of ssh: AGENT node3 COMMAND ..."""
+    """Write the program that the launcher calls instead of ssh: AGENT node3 COMMAND ..."""
     for i, pid in enumerate(holders):
         (folder / f"node{i}.pid").write_text(str(pid))
     agent = folder / "agent"
@@ -188,7 +188,7 @@ def write_agent(folder: Path, holders: list[int]) -> Path:
 
 
 def environment(folder: Path, agent: Path) -> dict[str, str]:
-    """What makes a plain mpirun line use these hosts."""
+    """Variables that make a plain mpirun line use these hosts."""
     settings = {
         "PRTE_MCA_plm_ssh_agent": str(agent),
         "PRTE_MCA_hwloc_default_binding_policy": "none",  # else every host binds its rank to the same core
@@ -210,5 +210,5 @@ def environment(folder: Path, agent: Path) -> dict[str, str]:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--inside"]:
         inside(Path(sys.argv[2]), parse(sys.argv[3:]))
-    parse(sys.argv[1:])  # what is wrong is said here, not in there
+    parse(sys.argv[1:])  # report errors out here, not inside
     sys.exit(run(sys.argv[1:]))

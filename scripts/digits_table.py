@@ -20,7 +20,7 @@ LR = 0.02  # that of the experiment
 
 
 def run(workers: int, rule: str, strategy: str) -> tuple[float, float]:
-    """(top-1 of the last evaluation, seconds from start to end of the command)."""
+    """Run one command: (top-1 of the last evaluation, seconds from start to end)."""
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(workers), "experiments/digits.py"]
         lr = LR / workers if rule == "subgd" else LR

@@ -1,6 +1,8 @@
-"""Hooks of mkdocs.yml: README is the first page, all pages are in the menu, links out of docs/ become plain words.
+"""Hooks of mkdocs.yml: README as the first page, the menu, links out of docs/.
 
 uv run --group docs mkdocs build
+
+All pages are in the menu, and links out of docs/ become plain words.
 """
 
 import posixpath
@@ -26,7 +28,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_config(config: Any) -> Any:
-    """Every page of docs/ in the menu."""
+    """Put every page of docs/ in the menu."""
     pages = {path.stem for path in Path(config.docs_dir).glob("*.md")} | {"index"}
     config.nav = [{title: [f"{name}.md" for name in names if name in pages]} for title, names in MENU.items()]
     others = sorted(pages.difference(*MENU.values()))
@@ -37,19 +39,19 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """README as the first page, its links as seen from docs/."""
+    """Add README as the first page, with its links as seen from docs/."""
     text = LINK.sub(lambda m: f"[{m[1]}]({from_docs(m[2])})", (ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=text))
     return files
 
 
 def from_docs(target: str) -> str:
-    """A link of README as a page in docs/ would write it."""
+    """Rewrite a link of README as a page in docs/ would write it."""
     return target if "://" in target or target.startswith("#") else posixpath.relpath(target, "docs")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to README lead to the first page; of those to other files outside docs/ the words stay."""
+    """Point links to README at the first page; replace those to other files outside docs/ by their text."""
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
 
     def followed(match: re.Match[str]) -> str:

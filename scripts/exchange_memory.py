@@ -1,13 +1,12 @@
-"""Memory that an exchange takes beyond the gradients, for every strategy: goal at most 3 K a rank for K bytes.
+"""Memory of an exchange beyond the gradients, by strategy: goal at most 3 K a rank for K bytes.
 
 python scripts/exchange_memory.py --ranks 4 --tree alexnet
 python scripts/cluster.py --hosts 4 -- python scripts/exchange_memory.py --ranks 4 --strategies ring32 lowrank4
 
-Each strategy has a job of its own. A rank holds the gradients, and what a compressor owes, and exchanges them in one
-jit; the kernel says by how much its memory has grown at most: means, copies, MPI's buffers. `used` is of calls that
-begin with a heap that has given freed memory back; `kept` after as many calls as they come, with holes in the heap.
-What a first exchange of single numbers grows (connections, code) and what compiling takes do not count. The rank that
-grows most does.
+Each strategy has a job of its own. A rank holds the gradients and a compressor's residual, and exchanges them in one
+jit. The kernel counts the peak growth of its memory: means, copies, MPI's buffers. Calls under `used` begin with a heap
+that has returned freed memory; `kept` is after as many calls without that, with holes in the heap. Compiling and a
+first exchange of single numbers (connections, code) do not count. The figure is that of the rank that grows most.
 """
 
 import argparse
@@ -30,21 +29,21 @@ CALLS = 3
 
 
 def held_bytes(field: str) -> int:
-    """What the kernel counts for this process: VmRSS now, VmHWM at most since it was told to count anew."""
+    """Memory of this process by the kernel: VmRSS now, or VmHWM, the peak since the last reset."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert found is not None
     return int(found[1]) << 10
 
 
 def count_anew() -> int:
-    """Bytes held now, with freed memory given back; from here on VmHWM counts."""
+    """Bytes held now, with freed memory returned; resets VmHWM."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return held_bytes("VmRSS")
 
 
 def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
-    """Bytes by which this rank's memory has grown at most: used, and kept."""
+    """Peak growth of this rank's memory, in bytes: used, and kept."""
     import jax
     import jax.numpy as jnp
 
@@ -59,16 +58,16 @@ def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
         state = jax.block_until_ready(tx.init(grads)) if tx else ()
         before, peaks = count_anew(), []
         for call in range(1 + 2 * CALLS):
-            state = jax.block_until_ready(step(grads, state))[1]  # the means are let go of
+            state = jax.block_until_ready(step(grads, state))[1]  # releases the means
             peaks.append(held_bytes("VmHWM") - before)
             if call < CALLS:
                 count_anew()
-        used, kept = min(peaks[1 : 1 + CALLS]), peaks[-1]  # at times JAX lets go of the means too late
+        used, kept = min(peaks[1 : 1 + CALLS]), peaks[-1]  # at times JAX releases the means too late
     return used, kept
 
 
 def run_job(options: argparse.Namespace) -> None:
-    """As a rank; rank 0 prints copies of the gradients."""
+    """Be a rank; rank 0 prints copies of the gradients."""
     import jaxmpi
     from jaxmpi.bench.options import trees
     from jaxmpi.comm.control import processes
@@ -95,7 +94,7 @@ def measured(options: argparse.Namespace, strategy: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """A row a strategy."""
+    """Print a row per strategy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tree", default="alexnet", help="whose gradients, see `jaxmpi models`")

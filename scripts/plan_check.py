@@ -3,9 +3,9 @@
     python scripts/plan_check.py [--hosts 2 4 8] [--slots 1] [--rate 200mbit] [--floats 6000000] [--rounds 5]
 
 For each number of hosts one job runs on a cluster of its own (scripts/cluster.py): it probes, as `auto` does with more
-time, and then times the exchange of one vector, in jit, mean in and mean out. Printed are medians, and predictions from
+time, and then times the exchange of one vector, in jit, mean in and mean out. It prints medians, and predictions from
 every probe: that on the same hosts, which saw shorter vectors, and those on other numbers of hosts. Emulated hosts
-share this machine's cores; the model is told so.
+share this machine's cores, and the model takes that into account.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def run_job(options: argparse.Namespace) -> None:
 
 
 def whole(n: int, comm: MpiComm) -> int:
-    """A multiple of the workers."""
+    """Round to a multiple of the workers."""
     return n - n % comm.size
 
 
@@ -73,7 +73,7 @@ _programs: dict[str, Any] = {}
 
 
 def on_cluster(hosts: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A job on so many hosts."""
+    """Run a job on so many hosts."""
     out = folder / f"{hosts}.json"
     ranks = hosts * options.slots
     job = ["--job", str(out), "--floats", str(options.floats), "--rounds", str(options.rounds)]
@@ -98,7 +98,7 @@ def predicted(probe: autotune.Probe, hosts: int, options: argparse.Namespace, na
 
 
 def show(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a number of hosts and strategy."""
+    """Print a row per number of hosts and strategy."""
     probes = {hosts: autotune.from_json(result["probe"]) for hosts, result in results.items()}
     rows = []
     print(f"\n{options.floats:,} floats, {options.slots} ranks a host, {options.rate}, {options.rounds} rounds")
@@ -115,7 +115,7 @@ def show(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> lis
 
 
 def main() -> None:
-    """Without --job: a cluster after the other, then the table. With it: be a rank of one."""
+    """Without --job: start one cluster after the other, then print the table. With it: be a rank of one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--slots", type=int, default=1, help="ranks a host")

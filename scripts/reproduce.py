@@ -1,4 +1,4 @@
-"""The papers' tables and figures by one command each, as ratios, ours beside theirs.
+"""Tables and figures of the papers by one command each, as ratios, ours beside theirs.
 
     python scripts/reproduce.py table2                               what models cost
     python scripts/reproduce.py table3 -n 8                          exchange of models' gradients, by strategy
@@ -6,8 +6,8 @@
     python scripts/reproduce.py speedup --workers 1 2 4 8            images/s of GoogLeNet; with --hosts a host each
     python scripts/reproduce.py table3 --show                        only the lines that it would run
 
-It runs the project's other scripts and compares what they print; it measures nothing itself. Into --out (runs/papers)
-go NAME.csv, NAME.png, and NAME.md with machine, date and what to think of a difference.
+It runs the project's other scripts and compares their results; it measures nothing itself. It writes NAME.csv,
+NAME.png, and NAME.md with machine, date and a remark on differences, into --out (runs/papers).
 """
 
 import argparse
@@ -32,7 +32,7 @@ from jaxmpi.observe.plots import Bars, Quantity
 
 ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
-Values = dict[str, float]  # by what they are of
+Values = dict[str, float]  # by quantity
 
 
 class Job(NamedTuple):
@@ -40,13 +40,13 @@ class Job(NamedTuple):
 
     source: str
     lines: Callable[[argparse.Namespace], list[list[str]]]  # commands; {out} in one stands for a file
-    read: Callable[[list[str], list[str]], Values]  # what they printed, and wrote to their files -> ours
-    theirs: Callable[[argparse.Namespace], Values]  # what the paper says of as many workers
+    read: Callable[[list[str], list[str]], Values]  # their output, and the text of their files -> ours
+    theirs: Callable[[argparse.Namespace], Values]  # the paper's figures for as many workers
     remark: str  # on differences
     over_hosts: bool = True  # may run on emulated ones
 
 
-# ---------------------------------------------------------------- what is run
+# ---------------------------------------------------------------- commands
 
 
 def bench(options: argparse.Namespace, *args: str) -> list[str]:
@@ -58,7 +58,7 @@ def bench(options: argparse.Namespace, *args: str) -> list[str]:
 
 
 def cluster(options: argparse.Namespace, hosts: int) -> list[str]:
-    """What a line begins with that runs on emulated hosts; nothing on this machine."""
+    """Start of a line that runs on emulated hosts; empty on this machine."""
     line = [PYTHON, "scripts/cluster.py", "--hosts", str(hosts), "--rate", options.rate, "--"]
     return line if options.hosts and hosts > 1 else []
 
@@ -73,13 +73,13 @@ def trainings(options: argparse.Namespace) -> list[list[str]]:
 
 
 def accuracies(options: argparse.Namespace) -> list[list[str]]:
-    """Digits with every synchronous rule, 32 and 16 bits."""
+    """Train on digits with every synchronous rule, with 32 and 16 bits."""
     n = options.hosts or options.n
     return [[*cluster(options, n), *script("digits_table", "-n", str(n), "--strategies", "asa32", "asa16")]]
 
 
 def shuffles(options: argparse.Namespace) -> list[list[str]]:
-    """The shuffle with few and many workers, and what sources give."""
+    """Time the shuffle with few and many workers, and all sources."""
     many = options.hosts or options.n
     workers = [str(n) for n in dict.fromkeys((2, many))]
     where = ["--hosts", *workers, "--rate", options.rate, "--mb", "40"] if options.hosts else ["--ranks", *workers]
@@ -90,11 +90,11 @@ def shuffles(options: argparse.Namespace) -> list[list[str]]:
 
 
 def script(name: str, *args: str) -> list[str]:
-    """One of the scripts beside this one."""
+    """Command line of a script beside this one."""
     return [PYTHON, f"scripts/{name}.py", *args]
 
 
-# ---------------------------------------------------------------- what comes of it
+# ---------------------------------------------------------------- results
 
 
 def medians(text: str) -> dict[str, Values]:
@@ -154,13 +154,13 @@ def percent(cell: str) -> float:
 
 
 def tables(text: str) -> list[list[str]]:
-    """Cells of the Markdown rows in a text, heads too, the lines under them not."""
+    """Cells of the Markdown rows in a text, with heads, without the lines under them."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return [row for row in rows if set(row[0]) != {"-"}]
 
 
 def memory(printed: list[str], files: list[str]) -> Values:
-    """The shuffle beside the bare call, and by workers, of the one group of all; time of an epoch from memory."""
+    """The shuffle over all workers, beside the bare call and by workers; time of an epoch from memory."""
     whole = {row[0]: row for row in tables(printed[0])[1:] if row[0] == row[1]}
     few, many = min(whole, key=int), max(whole, key=int)
     rates = {row[0]: float(row[1].replace(",", "")) for row in tables(printed[1])[1:]}
@@ -279,7 +279,7 @@ JOBS = {
 
 
 def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, list[str], list[str]]:
-    """Ours, the lines that were run, and what they printed.
+    """Run the lines; return our values, the lines, and their output.
 
     Raises:
         UsageError: a script is not there, or failed.
@@ -287,7 +287,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
     lines, printed, files = [], [], []
     for i, template in enumerate(job.lines(options)):
         out = folder / f"of_line_{i + 1}"
-        if out.is_dir():  # of the time before
+        if out.is_dir():  # of an earlier call
             shutil.rmtree(out)
         line = [str(out) if arg == "{out}" else arg for arg in template]
         lines.append(shlex.join(line).replace(f"{ROOT}/", "").replace(PYTHON, "python"))
@@ -306,7 +306,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
 
 
 def written(out: Path) -> str:
-    """What a line wrote: a file, or the record of a run directory."""
+    """Text that a line wrote: a file, or the record of a run directory."""
     file = out / "record.jsonl" if out.is_dir() else out
     return file.read_text() if file.is_file() else ""
 
@@ -321,7 +321,7 @@ def rows_of(theirs: Values, ours: Values) -> list[dict[str, Any]]:
 
 
 def write(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[str], folder: Path) -> None:
-    """CSV, a plot where there is anything to compare, and a page."""
+    """Write a CSV, a page, and a plot if there is anything to compare."""
     with (folder / f"{name}.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, ["quantity", "paper", "ours", "ours / paper"])
         table.writeheader()
@@ -350,14 +350,14 @@ def page(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[st
 
 
 def shown_value(value: Any) -> str:
-    """Three digits; whole numbers whole."""
+    """Format with three digits; whole numbers whole."""
     if isinstance(value, (int, float)):
         return f"{value:,.0f}" if value == int(value) and abs(value) >= 100 else f"{value:.3g}"
     return "" if value is None else str(value)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=JOBS, help="a table or figure")
     parser.add_argument("-n", type=int, default=8, help="ranks of this machine")
@@ -373,7 +373,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one, and write it down."""
+    """Run one, and write its results."""
     options = parse(argv)
     job = JOBS[options.name]
     folder = options.out / options.name

@@ -1,13 +1,13 @@
-"""Kill ranks of a training job at random moments, for as long as asked, and see that it goes on every time.
+"""Kill ranks of a training job at random moments, and check that it recovers every time.
 
     python scripts/soak.py --minutes 60 --quiet 20 --hosts 4        8 ranks on emulated hosts (scripts/cluster.py)
     python scripts/soak.py --kills 200 --ranks 2 --saving --verify  most of them while a checkpoint is written
 
-The job is one `jaxmpi train --restarts`, which starts itself again after every death. Asserted: every kill is followed
-by a good resume, the rank that was killed is blamed, the record has every step once and in order, no rank and no shared
-memory is left behind, and, with --verify, every loss and the last checkpoint have the very bits of a run that nobody
-disturbed. In the quiet time at the end nobody is killed: what a rank holds then must not grow, nor what the supervisor
-holds all the time.
+The job is one `jaxmpi train --restarts`, which restarts itself after every death. Asserted: every kill is followed by
+a good resume, the killed rank is blamed, the record has every step once and in order, no rank and no shared memory is
+left behind. With --verify, every loss and the last checkpoint equal those of an undisturbed run, bit for bit. In the
+quiet time at the end no rank is killed. Then the ranks' memory, threads and handles must not grow; the supervisor's
+must not at any time.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # jaxmpi.runtime.failures's, whi
 WORDS = "words"  # jaxmpi.runtime.failures's: a folder there, on the launcher's host, that goes with the job
 PROGRESS_S = 600.0  # from a kill to the next checkpoint, on a machine that may be busy
 GONE_S = 60.0  # from a kill to the end of the job's last process
-LOOK_S = 1.0  # between looks at what processes hold
+LOOK_S = 1.0  # between samples of the processes
 FLAT = 0.02  # share by which memory may grow in the quiet time
 TINY = """
 import jax
@@ -58,7 +58,7 @@ experiment = Experiment(
 
 
 def parse() -> argparse.Namespace:
-    """What is asked for."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long at most (default: 60)")
     parser.add_argument(
@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
 
 
 def command(asked: argparse.Namespace, folder: Path, train_for: str) -> list[str]:
-    """The job that starts itself again."""
+    """Command line of the job that restarts itself."""
     cluster = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(asked.hosts)]
     cluster += ["--slots", str(-(-asked.ranks // asked.hosts)), "--rate", "1gbit", "--"]
     head = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(asked.ranks), "--restarts", "1000000"]
@@ -87,11 +87,11 @@ def command(asked: argparse.Namespace, folder: Path, train_for: str) -> list[str
     return [*(cluster if asked.hosts > 1 else []), *head, asked.experiment, "--run-dir", str(folder), *tail]
 
 
-# ---------------------------------------------------------------- what processes hold
+# ---------------------------------------------------------------- resources of processes
 
 
 class Sample(NamedTuple):
-    """What a process holds at a moment."""
+    """Resources of a process at a moment."""
 
     at_s: float
     memory_mb: float
@@ -108,7 +108,7 @@ class Seen:
         self.folders: set[bytes] = set()  # of the job in shared memory
 
     def look(self) -> None:
-        """Take a sample of every process that lives now, once a second at most."""
+        """Take a sample of every live process, once a second at most."""
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + LOOK_S
@@ -120,7 +120,7 @@ class Seen:
                 continue
 
     def growth(self, pids: list[int], since_s: float) -> dict[str, list[float]]:
-        """Of the process that grows most: what it held in the first and in the last quarter of its time since then."""
+        """Medians of the first and the last quarter since then, of the process that grows most."""
         pairs: dict[str, list[list[float]]] = {"memory_mb": [], "threads": [], "handles": []}
         for pid in pids:
             samples = [sample for sample in self.samples.get(pid, []) if sample.at_s >= since_s]
@@ -154,25 +154,25 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 def supervisors_of(folder: Path) -> list[int]:
-    """Process number of what starts the job again."""
+    """Process number of the supervisor."""
     return running(folder, b"jaxmpi.tools.cli")
 
 
 def rank_of(pid: int) -> int:
-    """The rank that a process is of a job that mpirun started; 0 where there is one process."""
+    """The rank of a process under mpirun; 0 for a single process."""
     found = re.search(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
     return int(found[1]) if found else 0
 
 
 def sample_of(pid: int) -> Sample:
-    """From /proc."""
+    """Take a sample from /proc."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     handles = len(os.listdir(f"/proc/{pid}/fd"))
     return Sample(time.monotonic(), int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), handles)
 
 
 def segments_of(pid: int) -> set[bytes]:
-    """The folder that a job has in the shared memory of each of its hosts."""
+    """The job's folder in the shared memory of each of its hosts."""
     return set(re.findall(SEGMENTS.encode() + rb"=([^\0]+)", Path(f"/proc/{pid}/environ").read_bytes()))
 
 
@@ -189,17 +189,17 @@ def leaked(folder: Path, folders: set[bytes]) -> set[str]:
     return names
 
 
-# ---------------------------------------------------------------- what the job has come to
+# ---------------------------------------------------------------- progress of the job
 
 
 def saved_step(folder: Path) -> int:
-    """The newest whole checkpoint's step, 0 where there is none."""
+    """The newest whole checkpoint's step, 0 if there is none."""
     whole = [path for path in (folder / "checkpoints").glob("step_*[0-9]") if (path / "manifest.json").is_file()]
     return max((int(path.name.split("_")[1]) for path in whole), default=0)
 
 
 def is_saving(folder: Path) -> bool:
-    """Whether a checkpoint is being written, or was when the job died."""
+    """Return True if a checkpoint is being written, or was when the job died."""
     return any((folder / "checkpoints").glob("step_*.tmp"))
 
 
@@ -210,7 +210,7 @@ def losses(folder: Path) -> list[tuple[int, int, float]]:
 
 
 def state_files(folder: Path, step: int) -> dict[str, bytes]:
-    """What every worker has at a checkpoint."""
+    """Files of every worker's state at a checkpoint."""
     return {file.name: file.read_bytes() for file in (folder / "checkpoints" / f"step_{step:08d}").glob("*.bin")}
 
 
@@ -218,7 +218,7 @@ def state_files(folder: Path, step: int) -> dict[str, bytes]:
 
 
 class Soak:
-    """A job, and what became of it so far."""
+    """A job and its history."""
 
     def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
         self.asked, self.folder, self.draw = asked, folder, random.Random(asked.seed)
@@ -244,7 +244,7 @@ class Soak:
             time.sleep(0.2)
 
     def spend(self, seconds: float) -> None:
-        """Let time pass."""
+        """Let time pass, and take samples."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.seen.look()
@@ -290,7 +290,7 @@ class Soak:
 
 
 def soak(asked: argparse.Namespace, folder: Path) -> dict:
-    """Kill until it is enough, then see how a job that nobody disturbs goes on; what was counted."""
+    """Kill ranks as often as requested, then let the job run undisturbed; return the counts."""
     begin, self = time.monotonic(), Soak(asked, folder)
     self.come_further()
     while time.monotonic() - begin < 60 * (asked.minutes - asked.quiet) and not 0 < asked.kills <= self.kills:
@@ -315,7 +315,7 @@ def soak(asked: argparse.Namespace, folder: Path) -> dict:
 
 
 def complaints(asked: argparse.Namespace, folder: Path, counted: dict) -> list[str]:
-    """What is not as promised."""
+    """Violations of the promises."""
     found = [
         f"{name}: {counted[name]}"
         for name in ("wrongly_blamed", "leaked_on_hosts", "leaked", "orphans")
@@ -332,7 +332,7 @@ def complaints(asked: argparse.Namespace, folder: Path, counted: dict) -> list[s
 
 
 def differences(asked: argparse.Namespace, folder: Path, steps: int) -> list[str]:
-    """What differs from a run that nobody disturbs."""
+    """Differences from an undisturbed run."""
     other = folder / "undisturbed"
     with (folder / "log.txt").open("ab") as log:
         subprocess.run(command(asked, other, f"{steps}st"), stdout=log, stderr=log, cwd=ROOT, check=True)
@@ -343,7 +343,7 @@ def differences(asked: argparse.Namespace, folder: Path, steps: int) -> list[str
 
 
 def main() -> None:
-    """Soak, and say what was counted."""
+    """Soak, and print the counts."""
     asked = parse()
     folder = Path(asked.folder or tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)

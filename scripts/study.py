@@ -1,16 +1,16 @@
-"""A grid of runs with several seeds each: what a rule, a batch, a wire or a period costs in accuracy, with error bars.
+"""Grid of runs with several seeds each: accuracy by rule, batch, wire or period, with error bars.
 
     python scripts/study.py batch wires periods elastic text --seeds 5 --out runs/study.jsonl [--png runs/study.png]
     python scripts/study.py --experiment experiments/digits.py --workers 1 8 --vary local-batch=8,64 optim.lr=0.02,0.1
 
 A study of STUDIES by name, or a grid: all combinations of --workers and of the values of --vary, which takes any flag
-of the trainer. Every run is a line of --out as soon as it is done; what is there already is not run again, so a study
-that was stopped goes on, and one with more seeds only adds them. A run that diverges is a line too, counted as failed
-and left out of means. The first cell is what the others are compared with, seed by seed: same seed, same initial params
-and same order of examples.
+of the trainer. Every run becomes a line of --out when it is done, and recorded runs are not repeated. So a stopped
+study goes on, and one with more seeds only adds them. A run that diverges is a line too, counted as failed and left
+out of means. The others are compared with the first cell, seed by seed: the same seed gives the same initial params and
+the same order of examples.
 
-Workers are devices of one process. With --launch, and in `elastic`, they are ranks under mpirun, as asynchronous rules
-need it.
+Workers are devices of one process. With --launch, and in `elastic`, they are ranks under mpirun, which asynchronous
+rules need.
 """
 
 import argparse
@@ -44,13 +44,13 @@ Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
 
 
 class Grid(NamedTuple):
-    """All combinations of values, but for what is common to them."""
+    """All combinations of values, and the settings common to them."""
 
     vary: Mapping[str, Sequence[str]]
     common: Mapping[str, str]
 
     def cells(self) -> list[Cell]:
-        """In the order of the values, the last flag fastest."""
+        """Cells in the order of the values, the last flag fastest."""
         names = list(self.vary)
         every = itertools.product(*self.vary.values())
         return [{**self.common, **dict(zip(names, values, strict=True))} for values in every]
@@ -62,10 +62,10 @@ class Study(NamedTuple):
     question: str
     experiment: str
     grids: Sequence[Grid]
-    launched: bool = False  # as ranks, which rules without a common step need
+    launched: bool = False  # as ranks, because asynchronous rules need them
 
     def cells(self) -> list[Cell]:
-        """Of all grids."""
+        """Cells of all grids."""
         return [cell for grid in self.grids for cell in grid.cells()]
 
 
@@ -142,7 +142,7 @@ STUDIES = {
 
 
 def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> None:
-    """Be a process of a cell's job: its seeds one after another; rank 0 appends a line for each."""
+    """Be a process of a cell's job: run its seeds in order; rank 0 appends a line for each."""
     flags = {name: value for name, value in cell.items() if name != "workers"}
     line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in flags.items()))]
     failures.install_excepthooks()
@@ -157,10 +157,10 @@ def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launc
 
 
 def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> None:
-    """One run; `row` and what came of it are a line of OUT.
+    """Run one seed; append `row` with its outcome to OUT.
 
     Raises:
-        NotFinite: it diverged, and that is in the line.
+        NotFinite: it diverged, which the line records.
     """
     try:
         with shared_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -168,7 +168,7 @@ def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> N
             row |= outcome(folder)
     except NotFinite as error:
         row["failed"] = str(error)
-        if launchers.my_rank() == 0 or registry.is_asynchronous(chosen.rule):  # where a worker finds it alone
+        if launchers.my_rank() == 0 or registry.is_asynchronous(chosen.rule):  # there one worker alone notices it
             append(out, row)
         raise
     if launchers.my_rank() == 0:
@@ -176,7 +176,7 @@ def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> N
 
 
 def append(out: Path, row: dict[str, Any]) -> None:
-    """A line; after one that was cut off, on a line of its own."""
+    """Append a line; start a new one if the last was cut off."""
     is_cut = out.exists() and out.read_bytes()[-1:] not in (b"", b"\n")
     with out.open("a") as file:
         file.write("\n" * is_cut + json.dumps(row) + "\n")
@@ -192,7 +192,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Of a run's record: the last evaluation and the way to it; or that it came to nothing."""
+    """Outcome by a run's record: the last evaluation and the curve, or the failure."""
     rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if row["kind"] == "eval"]
     steps = [row for row in rows if row["kind"] == "train"]
@@ -207,7 +207,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def start_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> bool:
-    """Run a cell's job and wait for it; whether it came to its end."""
+    """Run a cell's job and wait for it; return True if it ended well."""
     job = json.dumps({"experiment": experiment, "cell": cell, "seeds": list(seeds), "launched": launched})
     ranks = command.mpirun(command.Options(int(cell["workers"]), "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     line = [*(ranks if launched else ()), sys.executable, __file__, "--out", str(out), "--job", job]
@@ -215,7 +215,7 @@ def start_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, lau
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
-    """What is there; a line that was not written to its end is not."""
+    """Read the recorded lines; skip one that was cut off."""
     rows = []
     for line in out.read_text().splitlines() if out.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
@@ -224,7 +224,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -> None:
-    """Every cell and seed that has no line yet. A run that diverges ends its job; the other seeds get another one.
+    """Run every cell and seed without a line. A run that diverges ends its job; the other seeds get another one.
 
     Raises:
         SystemExit: a job failed for another reason; its message is above.
@@ -260,39 +260,39 @@ class Summary(NamedTuple):
 
     title: str
     unit: str  # of the mean
-    seeds: int  # that came to their end
+    seeds: int  # that finished
     failed: int
     mean: float
     error: float  # standard error
     difference: float
     difference_error: float
-    shares: list[float]  # of the steps, by worker, mean over seeds; none where workers keep step
+    shares: list[float]  # of the steps, by worker, mean over seeds; none if workers run in lock-step
 
     @property
     def within(self) -> str:
-        """Whether the difference is at most two of its standard errors; of one seed nothing is known."""
+        """Text on whether the difference is at most two standard errors; unknown for one seed."""
         if not math.isfinite(self.difference_error):
             return "unknown"
         return "yes" if abs(self.difference) <= 2 * self.difference_error else "no"
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; infinite for one value, of which nothing is known."""
+    """Standard error of the mean; infinite for one value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def metric(row: Mapping[str, Any]) -> float:
-    """What counts: bits per byte of text, or the error of the first guess in percent."""
+    """Metric of a run: bits per byte of text, or top-1 error in percent."""
     return row.get("eval_bits_per_byte", 100 * (1 - row["eval_top1"]))
 
 
 def unit(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of `metric`."""
+    """Unit of `metric`."""
     return "bits per byte" if any("eval_bits_per_byte" in row for row in rows) else "error of top-1, %"
 
 
 def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
-    """All cells that have been run, in order."""
+    """Summaries of all cells that have been run, in order."""
     run = [cell for cell in study.cells() if found(rows, study, cell)]
     reference = finished(rows, study, run[0]) if run else {}
     of_mean = unit([row for cell in run for row in found(rows, study, cell)])
@@ -314,19 +314,19 @@ def mean_shares(runs: Sequence[Sequence[int]]) -> list[float]:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
+    """The mean; NaN for no values."""
     return statistics.mean(values) if values else math.nan
 
 
 def title(cell: Cell, study: Study) -> str:
-    """What tells a cell from the others of its study."""
+    """Settings that distinguish a cell from the others of its study."""
     cells = study.cells()
     names = [name for name in dict.fromkeys(itertools.chain(*cells)) if len({each.get(name) for each in cells}) > 1]
     return ", ".join(f"{name} {cell[name]}" for name in names if name in cell) or "the experiment as it is"
 
 
 def table(study: Study, made: Sequence[Summary]) -> str:
-    """As Markdown."""
+    """Markdown table of the cells."""
     lines = [f"{study.question} `{study.experiment}`", ""]
     lines += [
         f"| cell | seeds | {made[0].unit if made else '-'} | difference | within 2 standard errors |",
@@ -366,7 +366,7 @@ def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, float | None]]]) -> list[plots.Point]:
-    """The mean of evaluations over seeds, where all have one that is finite.
+    """The mean of evaluations over seeds, if all have one that is finite.
 
     Workers that do not wait for each other evaluate a little apart, and may leave one out.
     """
@@ -375,7 +375,7 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float | None]]]) -> list[p
 
 
 def finite(value: float) -> float:
-    """0 where nothing is known."""
+    """The value, or 0 if it is not finite."""
     return value if math.isfinite(value) else 0.0
 
 
@@ -401,11 +401,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
-OWN = ("seed", "run-dir", "resume", "devices")  # flags that a study sets
+OWN = ("seed", "run-dir", "resume", "devices")  # flags that a study sets itself
 
 
 def refused(options: argparse.Namespace) -> str:
-    """What is wrong with the command line: above all what would not count; empty where nothing is."""
+    """The error in the command line, above all options without effect; empty if there is none."""
     of_grid = [name for name in ("experiment", "workers", "vary") if getattr(options, name) is not None]
     if options.studies and of_grid:
         return f"--{of_grid[0]}: it is of a grid, and {options.studies[0]} is one of its own; leave one of them out"
@@ -422,7 +422,7 @@ def refused(options: argparse.Namespace) -> str:
 
 
 def asked(options: argparse.Namespace) -> list[Study]:
-    """Named studies, or a grid."""
+    """The named studies, or a grid."""
     if options.studies:
         return [STUDIES[name] for name in options.studies]
     pairs = (text.partition("=")[::2] for text in options.vary or ())

@@ -1,15 +1,15 @@
-"""Three steps of every model under mpirun, by the trainer's own functions, and the memory of a step.
+"""Three steps of every model under mpirun by the trainer's functions, and a step's memory.
 
     python scripts/zoo_steps.py [-n 2] [--local-batch 8] [--models vgg16 resnet50] [--json FILE]
     python scripts/zoo_steps.py --tiny
 
 At full size every model has a job of its own, one after the other, on made-up images; the tiny variants share a job, on
 digits. The losses must be finite, and losses and params the same on all ranks after every step, bit for bit; else the
-job ends with an error. Printed are the mean losses of the steps, seconds of the last one, and, at full size, memory:
+job ends with an error. It prints the mean losses of the steps, seconds of the last one, and, at full size, memory:
 
-- step: what XLA plans for the step of one worker, by itself, in one program: params, optimizer state, model state and
-  batch, and on top what is alive between them (activations, gradients, scratch). No other load changes it.
-- peak of a rank: the most memory that the process held, so Python, MPI, compiler and the buffers of the exchange too.
+- step: XLA's plan for the step of one worker alone, in one program: params, optimizer state, model state and batch,
+  and temporaries (activations, gradients, scratch). No other load changes it.
+- peak of a rank: the most memory that the process held, with Python, MPI, compiler and the buffers of the exchange.
 """
 
 import argparse
@@ -52,14 +52,17 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 def images(model: Model) -> Data:
-    """Images of a model's size."""
+    """Made-up images of a model's size."""
     size, _, channels = model.input_shape
     source = "synthetic" if model.classes == 1000 else "digits"
     return Data(source, resize=size, channels=channels, mean=MEAN[:channels], std=STD[:channels])
 
 
 def recipe(name: str, **fields: Any) -> Experiment:
-    """A model with its loss, SGD with momentum, and data: made-up images for 1000 classes, digits for 10, or text."""
+    """Experiment of a model: its loss, SGD with momentum, and made-up images, digits or text.
+
+    Made-up images have 1000 classes, digits 10.
+    """
     model = MODELS[name]()
     data = Data("stdlib", window=model.input_shape[0]) if model.takes_tokens else images(model)
     loss = googlenet_loss if name.startswith("googlenet") else None
@@ -71,7 +74,7 @@ def recipe(name: str, **fields: Any) -> Experiment:
 
 
 def run_job(names: list[str], local_batch: int, steps: int, folder: Path) -> None:
-    """Be a rank: train the models one after another; FOLDER/<model>.<rank>.json holds what came of it."""
+    """Be a rank: train the models in order; write the results to FOLDER/<model>.<rank>.json."""
     workers = gather_workers(1)
     with failures.at_work():
         for name in names:
@@ -82,7 +85,7 @@ def run_job(names: list[str], local_batch: int, steps: int, folder: Path) -> Non
 
 
 def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[str, Any]:
-    """The first steps of a model: loss and seconds of each, hashes of this rank's params before and after.
+    """Run the first steps of a model: loss and seconds of each, hashes of this rank's params before and after.
 
     Raises:
         TrainingError: a loss is not finite.
@@ -109,7 +112,7 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
 
 
 def peak_rss() -> int:
-    """Bytes: the most that this process has held."""
+    """Peak memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -125,12 +128,12 @@ class StepMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of both."""
         return self.kept + self.temporary
 
 
 def step_memory(config: Experiment) -> StepMemory:
-    """What XLA plans for the step of one worker on this backend; compiles, but allocates nothing."""
+    """XLA's plan for the step of one worker on this backend; compiles, but allocates nothing."""
     plan = build.make_plan(config, ALONE)
     config = dataclasses.replace(config, model=plan.feed.model)
     functions = build.build_functions(config, ALONE, plan)
@@ -148,7 +151,7 @@ def step_memory(config: Experiment) -> StepMemory:
 
 
 def start_job(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Run one job; model to what its ranks wrote."""
+    """Run one job; map each model to its ranks' results."""
     line = command.mpirun(command.Options(options.n, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     with tempfile.TemporaryDirectory() as folder:
         sizes = ["--local-batch", str(options.local_batch), "--steps", str(options.steps)]
@@ -162,7 +165,7 @@ def start_job(names: list[str], options: argparse.Namespace) -> dict[str, list[d
 
 
 def environment(tiny: bool) -> dict[str, str]:
-    """With tiny models compiling is most of the time, and the compiler's optimisations are half of that."""
+    """Variables of a job: fewer compiler optimisations for tiny models, which mostly compile."""
     flags = [os.environ.get("XLA_FLAGS", ""), *["--xla_backend_optimization_level=0"] * tiny]
     return os.environ | {"XLA_FLAGS": " ".join(flags).strip()}
 
@@ -180,7 +183,7 @@ def cells(name: str, ranks: list[dict[str, Any]], memory: StepMemory | None) -> 
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Every model in turn; a line of a Markdown table as soon as it is done."""
+    """Run every model in turn; print a line of a Markdown table when it is done."""
     names = options.models or (TINY if options.tiny else FULL)
     result: dict[str, Any] = {}
     print(f"{options.n} ranks, local batch {options.local_batch}, jax {jax.__version__}, {jax.default_backend()}")
