@@ -226,6 +226,19 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
+def test_time_limits_are_those_of_the_code():
+    """Seconds that pages give behind a name, as in `--stall-timeout-s` (600), or in a table's next cell."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "jaxmpi").rglob("*.py"))
+    known = {name: float(s) for name, s in re.findall(r'seconds_from\("(JAXMPI_\w+_S)", (\d+)\)', sources)}
+    experiment = schema.Experiment()
+    known |= {"--stall-timeout-s": experiment.stall_timeout_s}
+    known |= {"--data.stall-timeout-s": experiment.data.stall_timeout_s}
+    text = "\n".join(page.read_text() for page in PAGES)
+    said = re.findall(r"`(JAXMPI_\w+_S|--(?:data\.)?stall-timeout-s)`(?: seconds)?(?: \(| \| )(\d+)\b", text)
+    assert {name for name, _ in said} >= known.keys()
+    assert not [(name, s) for name, s in said if known[name] != float(s)]
+
+
 def test_every_command_is_named():
     text = "\n".join(page.read_text() for page in PAGES)
     assert not [name for name in cli.COMMANDS if f"jaxmpi {name}" not in text]
@@ -239,6 +252,7 @@ OTHERS_FLAGS = {
     "ruff": {"--check"},
     "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
     "XLA": {"--xla"},
+    "a rule of one's own": {"--rule.quorum"},
 }
 
 
