@@ -248,7 +248,7 @@ def run_job(name: str, sizes: Sizes, seed: int, steps: int, goal: float | None, 
             control.barrier()
             begin = time.perf_counter()
             made.step(batch)
-            seconds.append(max(map(float, control.gather(str(time.perf_counter() - begin)))))
+            seconds.append(max(control.allgather_object(time.perf_counter() - begin)))
         else:
             if goal is not None:
                 losses[steps] = mean_loss(made, held_out, workers)
@@ -259,7 +259,7 @@ def run_job(name: str, sizes: Sizes, seed: int, steps: int, goal: float | None, 
 
 def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) -> float:
     """Mean loss over the same windows for all contenders, each rank its share."""
-    return float(workers.processes.sum(np.array([made.loss(batches)]))[0]) / workers.size
+    return float(workers.processes.allreduce_sum(np.array([made.loss(batches)]))[0]) / workers.size
 
 
 # ---------------------------------------------------------------- outside

@@ -363,7 +363,7 @@ def show_devices() -> None:
             f"{affinity.cores()} cores",
             f"sum of ranks + 1: {float(total[0]):g}",
         ]
-        lines = control.gather("; ".join(mine))
+        lines = control.allgather_object("; ".join(mine))
         if control.rank == 0:
             print("\n".join(lines), flush=True)
         control.barrier()

@@ -307,7 +307,7 @@ def run_job(name: str, batches: list[int], steps: int, file: Path) -> None:
                 begin = time.perf_counter()
                 seconds[kind].append(slowest(control, getattr(timed, kind)))
             first_s = timed.first_s() - begin if timed.steps == 1 else float("nan")
-            seconds["first"].append(max(map(float, control.gather(str(first_s)))))
+            seconds["first"].append(max(control.allgather_object(first_s)))
             seconds["step"][-1] /= timed.steps
         results.append({"batch": batch, "loss": timed.loss} | {k: v[WARM_UP:] for k, v in seconds.items()})
     if control.rank == 0:
@@ -319,7 +319,7 @@ def slowest(control: Any, run: Callable[[], Any]) -> float:
     control.barrier()
     begin = time.perf_counter()
     run()
-    return max(map(float, control.gather(str(time.perf_counter() - begin))))
+    return max(control.allgather_object(time.perf_counter() - begin))
 
 
 # ---------------------------------------------------------------- outside

@@ -151,7 +151,7 @@ class Rank:
 
     def leave(self, figure: float) -> list[float]:
         """Gather all ranks' figures, when all are done."""
-        figures = [float(text) for text in self.control.gather(str(figure))]
+        figures = self.control.allgather_object(figure)
         self._is_over.set()
         if self._thread:
             self._thread.join()
@@ -225,7 +225,7 @@ def steps_per_s(rank: Rank, options: argparse.Namespace) -> float:
     while time.perf_counter() - begin < 100 * STEP_S if not options.bsp else steps < 100 // SLOW:
         time.sleep(STEP_S * (SLOW if is_slow else 1))
         if options.bsp:
-            rank.control.sum(rank.w[:1])
+            rank.control.allreduce_sum(rank.w[:1])
         else:
             exchange()
         steps += 1

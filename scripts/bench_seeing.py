@@ -123,7 +123,7 @@ class Lines(ProgressLog):
         if turns.is_on:
             seen = super().line(step, sums, window, distance)
         else:
-            loss, count, *_ = self.workers.processes.sum(np.array([*sums, 0.0, 0.0])).tolist()
+            loss, count, *_ = self.workers.processes.allreduce_sum(np.array([*sums, 0.0, 0.0])).tolist()
             place: dict[str, Any] = {"step": step, "total_steps": self.plan.clock.total_steps}
             place |= {"epoch": self.plan.epoch(step), "examples": self.plan.examples(step)}
             lr = np.asarray(self.plan.lr(step - 1)).item()

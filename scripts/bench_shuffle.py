@@ -93,7 +93,7 @@ def slowest(control: Any, work: Callable[[], object]) -> float:
     control.barrier()
     begin = time.perf_counter()
     work()
-    return max(map(float, control.gather(str(time.perf_counter() - begin))))
+    return max(control.allgather_object(time.perf_counter() - begin))
 
 
 def wait_for_shuffle(memory: MemoryShuffle, epoch: int) -> None:

@@ -187,7 +187,7 @@ def shared_folder() -> Iterator[Path]:
     """A folder for a run, the same for all ranks: rank 0's."""
     control = comm_control.processes()
     with tempfile.TemporaryDirectory() as mine:
-        yield Path(control.gather(mine)[0])
+        yield Path(control.bcast_object(mine))
         control.barrier()
 
 

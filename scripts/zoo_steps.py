@@ -102,12 +102,12 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         state, metrics = functions.train_step(state, batch)
         jax.block_until_ready(state)
         seconds.append(time.perf_counter() - begin)
-        loss, count = workers.processes.sum(np.array([metrics.loss, metrics.count]))
+        loss, count = workers.processes.allreduce_sum(np.array([metrics.loss, metrics.count]))
         losses.append(float(loss / count))
         digests.append(tree_digest(state.params))
         if not math.isfinite(losses[-1]):
             raise TrainingError(f"{name}: got loss {losses[-1]} at step {len(losses)}; expected a finite one")
-        workers.processes.same(f"{name} after step {len(losses)}", {"loss": losses[-1], "params": digests[-1]})
+        workers.processes.assert_same(f"{name} after step {len(losses)}", {"loss": losses[-1], "params": digests[-1]})
     return {"losses": losses, "seconds": seconds, "params": digests, "peak_rss": peak_rss()}
 
 

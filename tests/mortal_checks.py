@@ -70,7 +70,7 @@ def main() -> None:
         comm = FaultTolerantComm(control)
         assert comm.size == control.size == before - 1
         check_all(comm, control)
-    control.gather("all are here")
+    control.allgather_object("all are here")
     print(f"rank {control.numbers[control.rank]} is left among {control.numbers}", flush=True)
     control.leave(0)
 

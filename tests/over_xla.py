@@ -50,7 +50,7 @@ def on_mesh(function: Any, x: np.ndarray) -> Any:
 
 def same_bits_everywhere(x: np.ndarray) -> bool:
     mine = x.tobytes().hex()
-    return set(CONTROL.gather(mine)) == {mine}
+    return set(CONTROL.allgather_object(mine)) == {mine}
 
 
 def check_strategies() -> None:
@@ -86,7 +86,7 @@ def check_compressors() -> None:
     got = on_mesh(lambda x: {name: four_steps(x, tx) for name, tx in transformations.items()}, rows[RANK])
     for name, (total, owed) in got.items():
         assert same_bits_everywhere(total), name
-        owed = CONTROL.sum(owed.astype(np.float64).reshape(-1)) / SIZE
+        owed = CONTROL.allreduce_sum(owed.astype(np.float64).reshape(-1)) / SIZE
         meant = 4 * rows.astype(np.float64).mean(0).reshape(-1)
         # 4 steps of fewer than 8 + 2 SIZE roundings of numbers below 64.
         assert np.abs(total.reshape(-1) + owed - meant).max() <= 4 * (8 + 2 * SIZE) * 64 * 2.0**-24, name

@@ -399,8 +399,8 @@ def test_who_still_gathers_when_another_fails_has_nothing_to_say(tmp_path):
     """Rank 0 has all texts and ends the job, while the last rank still waits for them; most likely
     at the first, when connections are made."""
     script = (
-        "import jaxmpi\ncomm = jaxmpi.world()\ncomm.processes.gather('abc')\n"
-        "if comm.rank == 0: raise ValueError('boom')\ncomm.processes.gather('abc')\n"
+        "import jaxmpi\ncomm = jaxmpi.world()\ncomm.processes.allgather_object('abc')\n"
+        "if comm.rank == 0: raise ValueError('boom')\ncomm.processes.allgather_object('abc')\n"
     )
     (tmp_path / "job.py").write_text(script)
     line = [*mpirun_line(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "job.py")]

@@ -96,7 +96,7 @@ for is_carried in (True, False):
     for strategy in ("ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16", "tree:32", "tree:16"):
         total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
-        processes().same(strategy, bits.hex())
+        processes().assert_same(strategy, bits.hex())
         assert carried.setdefault(strategy, bits) == bits, strategy
 if comm.rank == 0:
     print("hosts", comm.hosts, "the same bits")

@@ -203,7 +203,7 @@ class Twins(SoloComm):
         self.signed: list[Fingerprint] = []
         self.traced = 0
 
-    def sign(self, statement):
+    def assert_same(self, statement):
         self.signed.append(statement)
 
     def alltoall(self, x):

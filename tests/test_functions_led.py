@@ -311,7 +311,7 @@ def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(hosts, tmp_path):
         + COMPUTES.replace(
             "    jm.fork",
             """    from jaxmpi.comm.control import processes
-    pid = int(processes().gather(str(os.getpid()))[1])
+    pid = processes().allgather_object(os.getpid())[1]
     jm.fork""",
         )
         + """

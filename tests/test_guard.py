@@ -43,7 +43,7 @@ class Ranks(SoloProcesses):
     def __init__(self) -> None:
         self.ballots = []
 
-    def most(self, values):
+    def iallreduce_max(self, values):
         self.ballots.append(values)
         return lambda: functools.reduce(np.maximum, self.ballots)
 

@@ -29,7 +29,7 @@ class Threads:
     def host_barrier(self) -> None:
         self.barrier.wait(timeout=60)
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         if self.local_rank == 0:
             self.box[:] = [make()]
         self.host_barrier()
@@ -39,8 +39,8 @@ class Threads:
 class Containers(Threads):
     """Ranks of which number 1 does not see the folder of the others."""
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        made = super().from_first(make)
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
+        made = super().bcast_from_host_leader(make)
         return made._replace(path=made.path + self.local_rank * "-elsewhere")
 
 
@@ -297,7 +297,7 @@ class Host:
         self.local_rank, self.local_size, self.barrier = rank, 3, barrier
     def host_barrier(self):
         self.barrier.wait()
-    def from_first(self, make):
+    def bcast_from_host_leader(self, make):
         if self.local_rank == 0:
             pickle.dump(make(), open(sys.argv[1], "wb"))
         self.host_barrier()

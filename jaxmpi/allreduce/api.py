@@ -80,7 +80,7 @@ def exchange(
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
         if is_traced(leaves):
-            comm.sign(choice.statement(tree, TRACED))
+            comm.assert_same(choice.statement(tree, TRACED))
             check_in_program(comm, f"{choice.strategy}, {op} of {count_of(leaves)}")
             return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, comm) for leaf in leaves]))
         return _outside_jit(choice)(tree)
@@ -186,7 +186,7 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
             like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
             programs[key] = choice.statement(tree), _three_programs(choice, like)
         agreed, run = programs[key]
-        choice.comm.sign(agreed)  # two ranks may call with two trees that both have used before
+        choice.comm.assert_same(agreed)  # two ranks may call with two trees that both have used before
         return jax.tree.unflatten(structure, run(leaves))
 
     return call
@@ -316,7 +316,7 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
             return compression.paid(updates, state)
         choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
         with one_thread(workers):
-            workers.sign(choice.statement(updates, TRACED if traced else "exchange"))
+            workers.assert_same(choice.statement(updates, TRACED if traced else "exchange"))
             if traced:
                 check_in_program(workers, f"{spelling}, {op} of {count_of(jax.tree.leaves(updates))}")
                 total, state = run(updates, state)

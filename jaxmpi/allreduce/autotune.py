@@ -140,7 +140,7 @@ def choose(
         reason = "one worker: nothing travels" if comm.size == 1 else "no MPI ranks, so nothing is probed"
         return Verdict(f"asa:{wires[-1]}", bucket_bytes, False, f"{asked}: asa:{wires[-1]}; {reason}")
     task = Task(tuple(int(n) for n in sizes), wires, tuple(among))
-    comm.sign(
+    comm.assert_same(
         statement("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": task.sizes, "among": among})
     )
     buckets = BUCKETS if bucket_bytes == BUCKETS[0] else (bucket_bytes,)
@@ -319,7 +319,7 @@ def slowest(control: MpiProcesses, work: Callable[[], Any]) -> float:
     control.barrier()
     begin = time.perf_counter()
     work()
-    return max(map(float, control.gather(repr(time.perf_counter() - begin))))
+    return max(control.allgather_object(time.perf_counter() - begin))
 
 
 def measure_net(comm: MpiComm) -> Net:
@@ -398,16 +398,16 @@ def cores_of_a_host(comm: MpiComm) -> float:
     """Cores that the ranks of a host may use together; of the host with fewest."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     quota = affinity.quota_cores(affinity.QUOTA, os.cpu_count() or 1)
-    texts = [json.loads(text) for text in comm.processes.gather(json.dumps([mine, quota]))]
+    every = comm.processes.allgather_object([mine, quota])
     sets: dict[int, set[int]] = {}
-    for host, (cores, _) in zip(comm.hosts, texts, strict=True):
+    for host, (cores, _) in zip(comm.hosts, every, strict=True):
         sets.setdefault(host, set()).update(cores)
-    return float(min(*map(len, sets.values()), *(limit for _, limit in texts)))
+    return float(min(*map(len, sets.values()), *(limit for _, limit in every)))
 
 
 def from_rank_0(control: MpiProcesses, make: Callable[[], Any]) -> Any:
     """A JSON value that rank 0 makes, on all ranks."""
-    return json.loads(control.gather(json.dumps(make()) if control.rank == 0 else "")[0])
+    return control.bcast_object(make() if control.rank == 0 else None)
 
 
 # ---------------------------------------------------------------- on disk
@@ -415,7 +415,7 @@ def from_rank_0(control: MpiProcesses, make: Callable[[], Any]) -> Any:
 
 def identity(comm: MpiComm) -> dict[str, Any]:
     """What a probe is true for: hosts, slots, cores, versions, the kind of device."""
-    names = comm.processes.gather(socket.gethostname())
+    names = comm.processes.allgather_object(socket.gethostname())
     versions = {}
     for package in ("jaxmpi", "jax", "mpi4jax"):
         try:

@@ -16,7 +16,7 @@ from jaxmpi.core.pytrees import PyTree
 class Host(Protocol):
     """What is needed of the control plane between the ranks of a host."""
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """What the first rank of this host makes, on all its ranks."""
         ...
 
@@ -49,7 +49,7 @@ class Order:
         def call(*args: PyTree) -> PyTree:
             results = function(*args)
             if not self._is_shared:
-                self._places, self._is_shared = host.from_first(lambda: self._places), True
+                self._places, self._is_shared = host.bcast_from_host_leader(lambda: self._places), True
             return results
 
         return call

@@ -127,14 +127,14 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     Raises:
         UsageError: on all ranks, if rank 0 could make none.
     """
-    word = ""
+    answer = {}
     if control.rank == 0:
         try:
             made = json.loads(Path(options.job[0]).read_text()) if options.job else dataclasses.asdict(my_plan(options))
-            word = json.dumps({"plan": made})
+            answer = {"plan": made}
         except UsageError as error:
-            word = json.dumps({"error": str(error)})
-    answer = json.loads(control.gather(word)[0])
+            answer = {"error": str(error)}
+    answer = control.bcast_object(answer)
     check("plan" in answer, answer.get("error", ""))
     return BenchPlan.of_json(answer["plan"])
 

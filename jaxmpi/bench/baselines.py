@@ -150,4 +150,4 @@ def meeting_point(control: MpiProcesses) -> str:
     with socket.socket() as probe:
         probe.bind(("", 0))
         host = socket.gethostname() if len(set(control.hosts)) > 1 else "127.0.0.1"
-        return control.gather(f"{host}:{probe.getsockname()[1]}")[0]
+        return control.bcast_object(f"{host}:{probe.getsockname()[1]}")

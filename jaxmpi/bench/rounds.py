@@ -4,7 +4,6 @@ Short exchanges are repeated until a sample is long enough to time. The slowest 
 results so far after every round.
 """
 
-import json
 import math
 import statistics
 import time
@@ -165,7 +164,7 @@ def rotated(names: list[str], places: int) -> list[str]:
 
 def repeats_for(seconds: float, control: Processes) -> int:
     """Number of exchanges to time in a row, the same on all ranks."""
-    most = max(float(text) for text in control.gather(str(seconds)))
+    most = max(control.allgather_object(seconds))
     return min(MOST_REPEATS, max(1, math.ceil(SAMPLE_S / most)))
 
 
@@ -174,8 +173,7 @@ Round = dict[str, list["Sample"]]  # by contender, of all ranks
 
 def of_all_ranks(mine: dict[str, Sample], control: Processes) -> Round:
     """Gather every rank's samples of a round on all ranks."""
-    texts = control.gather(json.dumps({name: [*sample] for name, sample in mine.items()}))
-    each = [json.loads(text) for text in texts]
+    each = control.allgather_object({name: [*sample] for name, sample in mine.items()})
     return {name: [Sample(*samples[name]) for samples in each] for name in mine}
 
 

@@ -109,7 +109,7 @@ def save(
         make_aside(aside)
     processes.barrier()
     index = {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}
-    every = {name: rows for text in processes.gather(json.dumps(index)) for name, rows in json.loads(text).items()}
+    every = {name: rows for each in processes.allgather_object(index) for name, rows in each.items()}
     if processes.rank == 0:
         commit(folder, step, {"workers": workers, "score": score, "files": every, "extra": dict(extra)}, keep)
     processes.barrier()
@@ -303,12 +303,11 @@ def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], s
     Raises:
         UsageError: it is of another model or optimizer (path, got, expected), or all are damaged (leaf); on all ranks.
     """
-    names = json.loads(processes.gather(json.dumps([path.name for path in candidates(folder)]))[0])
+    names = processes.bcast_object([path.name for path in candidates(folder)])
     damage: list[str] = []
     for name in reversed(names):
         saved, problem = attempt(folder / name, read)
-        texts = enumerate(processes.gather(json.dumps(problem)))
-        problems = [(rank, *row) for rank, text in texts if (row := json.loads(text))]
+        problems = [(rank, *row) for rank, row in enumerate(processes.allgather_object(problem)) if row]
         if not problems:
             return saved
         others = [text for _, is_damage, text in problems if not is_damage]

@@ -87,7 +87,7 @@ class Saver:
         Communicates: a gather of short texts; all ranks call it, and return the same.
         """
         self.wait()
-        return next(filter(None, self._processes.gather(self.home.fate())), "")
+        return next(filter(None, self._processes.allgather_object(self.home.fate())), "")
 
     def save_elsewhere(
         self, states: Mapping[int, TrainState], extra: dict[str, Any], copy: Callable[[Path], None]
@@ -99,7 +99,7 @@ class Saver:
             copy: puts the record into a new directory.
         """
         place = str(refuge(self.home, copy)) if self._processes.rank == 0 else ""
-        place = Path(self._processes.gather(place)[0])
+        place = Path(self._processes.bcast_object(place))
         step = int(next(iter(states.values())).step)
         with written(step, self.home):
             self._save(place / "checkpoints", format.files_of(states, *self._equal), step, extra, None)

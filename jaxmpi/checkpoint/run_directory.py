@@ -41,7 +41,7 @@ def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
         "experiment": flags.resolved(experiment),
         "versions": provenance.versions(),
     }
-    processes.same("what this run is", facts)
+    processes.assert_same("what this run is", facts)
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> I
     """
     with contextlib.ExitStack() as held:
         home = claim(experiment, name, held) if processes.rank == 0 else None
-        folder = Path(processes.gather(str(home.path) if home else "")[0])
+        folder = Path(processes.bcast_object(str(home.path) if home else ""))
         if home is None:
             home = seen(folder)
             held.callback(home.close)

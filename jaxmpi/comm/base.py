@@ -73,7 +73,7 @@ class Comm(Protocol):
         """
         ...
 
-    def sign(self, statement: Fingerprint) -> None:
+    def assert_same(self, statement: Fingerprint) -> None:
         """Refuse to go on where the statement differs between ranks; all of them must make one."""
         ...
 
@@ -118,7 +118,7 @@ class SoloComm:
         """The vectors over `divisor`."""
         return [vector / divisor for vector in vectors]
 
-    def sign(self, statement: Fingerprint) -> None:
+    def assert_same(self, statement: Fingerprint) -> None:
         """One rank agrees with itself."""
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:

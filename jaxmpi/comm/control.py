@@ -50,11 +50,11 @@ class SoloProcesses:
         """The same: nothing is sent."""
         return self
 
-    def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+    def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """The values themselves, when asked for."""
         return lambda: values
 
-    def same(self, what: str, value: Any) -> None:
+    def assert_same(self, what: str, value: Any) -> None:
         """One rank agrees with itself, on what several could compare."""
         statement(what, value)
 
@@ -72,15 +72,15 @@ class SoloProcesses:
         del timeout_s
         return make()
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """What this process makes."""
         return make()
 
-    def sum(self, values: np.ndarray) -> np.ndarray:
+    def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
         """The values themselves."""
         return values
 
-    def rows(self, values: np.ndarray) -> np.ndarray:
+    def allgather_array(self, values: np.ndarray) -> np.ndarray:
         """The values as the one row."""
         return np.asarray(values, np.float64)[None]
 
@@ -90,9 +90,13 @@ class SoloProcesses:
         check_arrays(tree)
         return jax.tree.map(np.asarray, tree)
 
-    def gather(self, text: str) -> list[str]:
-        """The one text."""
-        return [text]
+    def allgather_object(self, value: Any) -> list[Any]:
+        """The one value, as JSON gives it back."""
+        return [json.loads(json.dumps(value))]
+
+    def bcast_object(self, value: Any) -> Any:
+        """The value, as JSON gives it back."""
+        return self.allgather_object(value)[0]
 
     def post(self) -> "Mailbox":
         """Nobody to write to."""
@@ -131,9 +135,7 @@ class MpiProcesses:
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         failures.install_hooks(failures.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         affinity.share_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
-        here = [
-            tuple(json.loads(text)) for text in self.gather(json.dumps([socket.gethostname(), device_setup.my_gpu()]))
-        ]
+        here = [tuple(each) for each in self.allgather_object([socket.gethostname(), device_setup.my_gpu()])]
         names = [host for host, _ in here]
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
         device_setup.share_gpu(max(collections.Counter(place for place in here if place[1]).values(), default=1))
@@ -153,7 +155,7 @@ class MpiProcesses:
         Raises:
             UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
         """
-        pids = [json.loads(text) for text in self.gather(json.dumps([os.getpid(), job_folder.pid_space()]))]
+        pids = self.allgather_object([os.getpid(), job_folder.pid_space()])
         is_one = len(set(self.hosts)) == 1 and len({space for _, space in pids}) == 1 and job_folder.pid_space() != 0
         check(
             is_one,
@@ -328,7 +330,7 @@ class MpiProcesses:
             other = met(self.rank, turn, even)
             if other < self.size:
                 found[other] = self._trip(other, np.zeros(floats))
-        return self.rows(found)
+        return self.allgather_array(found)
 
     def _trip(self, other: int, message: np.ndarray) -> float:
         ways = (self.world.Isend, self.world.Irecv)
@@ -410,7 +412,7 @@ class MpiProcesses:
                 )
         return make()
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """What the first rank of this host makes, on all its ranks; they wait without spinning.
 
         The value travels pickled, between ranks of one job only.
@@ -419,15 +421,15 @@ class MpiProcesses:
         self.host_barrier()
         return self._local.bcast(value)
 
-    def sum(self, values: np.ndarray) -> np.ndarray:
+    def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over ranks of f64[n]; an error that names who is absent after AGREE_TIMEOUT_S."""
         self._let_exchanges_end()
         total = np.empty_like(values, np.float64)
         self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
         return total
 
-    def rows(self, values: np.ndarray) -> np.ndarray:
-        """Every rank's f64[n], n the same on all, as f64[size, n] on every rank; raises as `sum`."""
+    def allgather_array(self, values: np.ndarray) -> np.ndarray:
+        """Every rank's f64[n], n the same on all, as f64[size, n] on every rank; raises as `allreduce_sum`."""
         self._let_exchanges_end()
         mine = np.ascontiguousarray(values, np.float64)
         out = np.empty((self.size, mine.size), np.float64)
@@ -446,7 +448,7 @@ class MpiProcesses:
         if not (failures.go_on_without(late) and wait(request, 4 * LATE_S)):
             raise TrainingError(f"{what}: rank {late} did not answer in time; all ranks must call it")
 
-    def most(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+    def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the largest over ranks of i64[n]; it is there when asked for.
 
         Asking raises `TrainingError` where a rank does not come within AGREE_TIMEOUT_S.
@@ -471,17 +473,19 @@ class MpiProcesses:
         """Wait, by looking: where a rank fails meanwhile, a blocking MPI_Allgatherv may give garbage."""
         wait(request, float("inf"))
 
-    def gather(self, text: str) -> list[str]:
-        """Every rank's text, on every rank."""
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, on every rank; tuples arrive as lists."""
         self.barrier()
-        mine = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
+        mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = self._gather_ints(mine.size)
         out = np.empty(sum(sizes), np.uint8)
         self._gathered(self.world.Iallgatherv(mine, (out, sizes)))
         ends = np.cumsum(sizes)
-        return [
-            out[end - n : end].tobytes().decode(errors="surrogateescape") for end, n in zip(ends, sizes, strict=True)
-        ]
+        return [json.loads(out[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
+
+    def bcast_object(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank; those of others do not travel."""
+        return self.allgather_object(value if self.rank == 0 else None)[0]
 
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
         """The arrays of rank `root`; every rank gives a tree of the same structure, shapes and dtypes."""
@@ -489,7 +493,7 @@ class MpiProcesses:
         check_arrays(tree)
         arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
         sent = {name: f"{array.dtype}{list(array.shape)}" for name, array in named_leaves(arrays)}
-        self.same("the tree to broadcast", sent)
+        self.assert_same("the tree to broadcast", sent)
         self.barrier()  # polled: MPI_Bcast would spin until the root is there
 
         def one(array: np.ndarray) -> np.ndarray:
@@ -500,7 +504,7 @@ class MpiProcesses:
 
         return jax.tree.map(one, arrays)
 
-    def same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
+    def assert_same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
         """Compare a JSON value over all ranks.
 
         Raises:
@@ -510,7 +514,7 @@ class MpiProcesses:
         self.compare(statement(what, value), timeout_s)
 
     def compare(self, mine: "Fingerprint", timeout_s: float | None = None) -> None:
-        """`same` for a statement made before: 32 bytes a rank, cheap enough for every step.
+        """`assert_same` for a statement made before: 32 bytes a rank, cheap enough for every step.
 
         The value itself travels only where digests differ.
         """
@@ -520,10 +524,10 @@ class MpiProcesses:
         self._arrive(self.world.Iallgather(digest, rows), mine.what, timeout_s)
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
-            places = self.gather(mine.what)
+            places = self.allgather_object(mine.what)
             check(len(set(places)) == 1, different_calls(places))
-            texts = self.gather(json.dumps(mine.value))
-            lines = [line for rank in odd[:8] for line in differences(rank, texts[0], texts[rank])]
+            values = [json.dumps(value) for value in self.allgather_object(mine.value)]
+            lines = [line for rank in odd[:8] for line in differences(rank, values[0], values[rank])]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
 
     def late(self) -> list[int]:
@@ -628,7 +632,7 @@ def same_on_all_ranks(what: str, value: Any) -> None:
     Raises:
         UsageError: on all ranks alike: rank, path, got, expected; or who did not answer within the time limit.
     """
-    processes().same(what, value)
+    processes().assert_same(what, value)
 
 
 def broadcast(tree: PyTree, root: int = 0) -> PyTree:

@@ -63,7 +63,7 @@ class RankComm:
     def _make_shared_sum(self) -> SharedSum:
         raise NotImplementedError
 
-    def sign(self, statement: Fingerprint) -> None:
+    def assert_same(self, statement: Fingerprint) -> None:
         """Compare over the control plane: microseconds where ranks are in step."""
         self.processes.compare(statement)
 

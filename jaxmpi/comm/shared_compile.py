@@ -28,7 +28,7 @@ class Host(Protocol):
         """Wait for all ranks of this host."""
         ...
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """What the first rank of this host makes, on all its ranks."""
         ...
 
@@ -71,7 +71,7 @@ def compile_together(
     argument = np.repeat(range(len(args)), [len(jax.tree.leaves(arg)) for arg in args])
     donated = tuple(np.flatnonzero(np.isin(argument, donate_argnums)).tolist())
     jax.effects_barrier()  # the control plane speaks only when the exchange is silent
-    program = control.from_first(lambda: trace(function, structure, shapes))
+    program = control.bcast_from_host_leader(lambda: trace(function, structure, shapes))
     if not program.exported:
         jitted = jax.jit(function, donate_argnums=donate_argnums)
         return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
@@ -154,7 +154,7 @@ def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: H
         except (ValueError, NotImplementedError):  # such as one that calls back into Python
             return None
 
-    made = control.from_first(make)
+    made = control.bcast_from_host_leader(make)
     if own:
         return own[0]
     return lowered.compile() if made is None else deserialize_and_load(*made, execution_devices=devices)

@@ -40,7 +40,7 @@ class Host(Protocol):
         """Wait for all ranks of this host."""
         ...
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """What the first rank of this host makes, on all its ranks."""
         ...
 
@@ -242,7 +242,7 @@ def map_together(host: Host, make: Callable[[], Made]) -> tuple[mmap.mmap, int]:
     A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
     """
     host.host_barrier()  # all are here, so the file's name lasts for a moment only
-    made = Made(*host.from_first(make))  # forked workers' lines carry JSON, in which a tuple is a list
+    made = Made(*host.bcast_from_host_leader(make))  # forked workers' lines carry JSON, in which a tuple is a list
     check(bool(made.path), made.trouble)
     try:
         with open(made.path, "r+b") as file:

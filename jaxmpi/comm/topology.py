@@ -56,7 +56,7 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
             raises.
     """
     control = processes()
-    control.same("how workers exchange", {"comm": comm, "devices": devices})
+    control.assert_same("how workers exchange", {"comm": comm, "devices": devices})
     if devices == 1 and (comm == "mpi" or control.size == 1):
         return Workers(world(), control, (control.rank,), None)
     check(

@@ -5,7 +5,6 @@ NCCL carries it between GPUs, gloo over TCP between CPUs.
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import struct
@@ -43,7 +42,7 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
     control = processes()
     device_setup.make_cpu_devices(devices)
     if isinstance(control, MpiProcesses):
-        control.same("the mesh of all devices", {"axis": axis, "devices": devices})
+        control.assert_same("the mesh of all devices", {"axis": axis, "devices": devices})
         start(control)
         check_gloo(control)
     by_rank = [sorted(jax.local_devices(rank), key=lambda device: device.id) for rank in range(control.size)]
@@ -97,9 +96,9 @@ def coordinator(control: MpiProcesses) -> str:
     with socket.create_server(("", 0), backlog=control.size) if control.rank == 0 else contextlib.nullcontext() as here:
         port = here.getsockname()[1] if here else 0
         offered = [f"{address}:{port}" for address in ([LOOPBACK] if one_host else addresses())] if here else []
-        offered = json.loads(control.gather(json.dumps(offered))[0])
+        offered = control.bcast_object(offered)
         reached = [address for address in offered if here or reaches(address)]
-        every = [json.loads(text) for text in control.gather(json.dumps(reached))]
+        every = control.allgather_object(reached)
     common = [address for address in offered if all(address in reached for reached in every)]
     cut_off = [rank for rank, reached in enumerate(every) if not set(reached) & set(offered[:1])]
     check(
@@ -144,7 +143,7 @@ def check_gloo(control: MpiProcesses) -> None:
     """Refuse several hosts whose names are not those of a network: gloo listens at the address of the name."""
     if jax.default_backend() != "cpu" or len(set(control.hosts)) == 1:
         return
-    every = control.gather(own_address())
+    every = control.allgather_object(own_address())
     alone = {rank: address for rank, address in enumerate(every) if address.startswith("127.") or not address}
     check(
         not alone,

@@ -99,10 +99,10 @@ def shared_by_ranks(make: Callable[[], SharedArray], name: str) -> SharedArray:
             errors.append(error)
             return None
 
-    ticket = processes().from_first(lambda: tried(make))
+    ticket = processes().bcast_from_host_leader(lambda: tried(make))
     if ticket and not made:
         tried(lambda: shared_array.from_ticket(ticket, {}))
-    said = [text for text in processes().gather("; ".join(f"{e}" or repr(e) for e in errors)) if text]
+    said = [text for text in processes().allgather_object("; ".join(f"{e}" or repr(e) for e in errors)) if text]
     if errors:
         raise errors[0]
     check(not said, f"shared: another rank could not make or see it: {said and said[0]}")

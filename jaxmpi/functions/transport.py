@@ -210,7 +210,7 @@ class MpiTransport:
         Where MPI does not take calls of several threads at a time (MPI_THREAD_SERIALIZED) nobody reports.
         """
         mine = [self.control.hosts[self.rank], job_folder.pid_space(), socket.gethostname(), os.getpid()]
-        rows = [json.loads(text) for text in self.control.gather(json.dumps(mine))]
+        rows = self.control.allgather_object(mine)
         far = {rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2] or row[1] == 0}
         heard = set[int]()
         post = self.control.post() if far and self.control.may_overlap else None
@@ -275,7 +275,7 @@ class MpiTransport:
         row, rows = np.frombuffer(short(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
         self._together(self.comm.Iallgather(row, rows))
         agreed = from_short([each.tobytes() for each in rows])
-        return agreed or [Report(*json.loads(text)) for text in self.control.gather(json.dumps(mine))]
+        return agreed or [Report(*each) for each in self.control.allgather_object(mine)]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         """In rounds, whose lengths fit MPI's counts."""
@@ -466,6 +466,6 @@ class SocketTransport:
         """Wait for all processes."""
         self._star(None)
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """What the master makes, as JSON."""
         return self._star(make() if self.rank == 0 else None)[0]

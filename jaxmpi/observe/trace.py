@@ -51,8 +51,8 @@ class Tracer:
 
     def _merged(self) -> list[Event]:
         offsets = self.processes.clock_offsets()
-        texts = self.processes.gather(json.dumps(of_steps(self._kept, (self.first, self.last))))
-        ranks = [[Span(*span) for span in json.loads(text)] for text in texts]
+        every = self.processes.allgather_object(of_steps(self._kept, (self.first, self.last)))
+        ranks = [[Span(*span) for span in each] for each in every]
         return merged(ranks, offsets, self.hosts)
 
 
@@ -66,7 +66,7 @@ class UncoordinatedTrace:
         """
         (self.first, self.last), self.path = steps, path
         self.offsets = processes.clock_offsets() if self.last else []
-        self.hosts = processes.gather(socket.gethostname()) if self.last else []
+        self.hosts = processes.allgather_object(socket.gethostname()) if self.last else []
         self._kept: list[Span] = []
         self._is_open = bool(self.last)
 

@@ -71,7 +71,7 @@ class StepConsensus:
         ballot = 0 if bad is None else (1 << 62) - (worker << 32) - bad  # the largest is the lowest worker's
         if bad is None and not applied:
             ballot = 1
-        self._open = step, self._processes.most(np.array([self._notice.given, ballot]))
+        self._open = step, self._processes.iallreduce_max(np.array([self._notice.given, ballot]))
         return before
 
     def count(self) -> Failure | None:

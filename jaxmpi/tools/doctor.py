@@ -6,7 +6,6 @@ mpirun -n 4 jaxmpi doctor     under any launcher, over hosts too
 """
 
 import collections
-import json
 import os
 import shutil
 import socket
@@ -116,10 +115,10 @@ def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Ti
     begin = time.perf_counter()
     once()  # compiles
     tried = np.array([once()[0] for _ in range(TRIALS)])
-    *each_s, spent_s = control.rows(np.append(tried, time.perf_counter() - begin)).max(axis=0)
+    *each_s, spent_s = control.allgather_array(np.append(tried, time.perf_counter() - begin)).max(axis=0)
     rounds = int(min(MOST_ROUNDS, max(1, (budget_s - spent_s) / np.median(each_s))))
     took, right = zip(*(once() for _ in range(rounds)), strict=True)
-    rows = control.rows(np.array([*took, float(all(right))]))
+    rows = control.allgather_array(np.array([*took, float(all(right))]))
     seconds = float(np.median(rows[:, :-1].max(axis=0)))
     carried = 2 * (control.size - 1) / control.size * 4 * floats
     return Timed(strategy, floats, seconds, carried / seconds / 1e9, bool(rows[:, -1].all()))
@@ -328,7 +327,7 @@ def examine() -> None:
     mpi = mpi_facts()
     if control.size > 1:
         mpi["device pointers"] = "handed to MPI" if is_cuda_aware() else "copied through the host"
-    ranks = [json.loads(text) for text in control.gather(json.dumps(mine()))]
+    ranks = control.allgather_object(mine())
     trips_s = [trip_s for trip_s, _ in control.pings()]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
         failures.doing("self-test: messages between pairs of ranks")

@@ -90,7 +90,7 @@ def starting(
     """
     read = partial(start_of, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
     found = format.first_whole(folder, workers.processes, read, say) if resume else None
-    workers.processes.same("the checkpoint to resume from", {"step": found.step if found else 0})
+    workers.processes.assert_same("the checkpoint to resume from", {"step": found.step if found else 0})
     return found or Start(Flat.of(state.params).vector(state.params), state, Counters())
 
 

@@ -99,7 +99,7 @@ def make_plan(
         evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
         validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
         facts = {"train": feed.facts(), "validation": validation.facts()}
-        workers.processes.same("the data", facts)
+        workers.processes.assert_same("the data", facts)
     epoch_steps = feed.samplers[0].steps_per_epoch
     total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
@@ -408,7 +408,7 @@ def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict
         shapes = jax.eval_shape(experiment.model.init, key, example)
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     params, model_state = workers.processes.bcast((params, model_state))
-    workers.processes.same("initial params", {"sha256": tree_digest(params)})
+    workers.processes.assert_same("initial params", {"sha256": tree_digest(params)})
     rule_state = jax.tree.map(np.asarray, workers.comm.jit(rule.init)(params))
     return {
         worker: create(params, model_state, rule_state, seed=experiment.seed, worker=worker) for worker in workers.mine

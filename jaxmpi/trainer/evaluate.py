@@ -28,7 +28,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
         fault_injection.reach("eval", step)
         metrics = run.functions.eval_step(params, model_state, batch)
         sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
-    loss, top1, top5, count = run.workers.processes.sum(sums).tolist()
+    loss, top1, top5, count = run.workers.processes.allreduce_sum(sums).tolist()
     means: dict[str, Any] = {"eval_count": int(count)}
     if count:
         means |= {"eval_loss": loss / count, "eval_top1": top1 / count, "eval_top5": top5 / count}

@@ -139,7 +139,7 @@ def train_until(
 def gather_all(experiment: Experiment) -> Workers:
     """The workers of the job, in the way that the experiment asks for."""
     control = processes()
-    control.same("what becomes of workers where one dies", {"on_rank_loss": experiment.on_rank_loss})
+    control.assert_same("what becomes of workers where one dies", {"on_rank_loss": experiment.on_rank_loss})
     if experiment.on_rank_loss == "shrink":
         shrink.check_fits(experiment)
     if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
@@ -154,8 +154,8 @@ def gather_all(experiment: Experiment) -> Workers:
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.Stored | None:
     """What rank 0 reads of the run that is resumed."""
     with run_directory.usable():
-        text = json.dumps(run_directory.stored(experiment, name)) if workers.processes.rank == 0 else ""
-    row = json.loads(workers.processes.gather(text)[0])
+        found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
+    row = workers.processes.bcast_object(found)
     return run_directory.Stored(*row) if row else None
 
 
@@ -175,7 +175,7 @@ def run_in(
     there = saved.step_there if isinstance(saved, format.Saved) else None  # the step in a run that is continued
     if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start if there is None else -1)
-    hosts = workers.processes.gather(socket.gethostname())
+    hosts = workers.processes.allgather_object(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     plan.feed.skipped = skipped_of(saved, workers)
     bytes_each = plan.feed.bytes_each

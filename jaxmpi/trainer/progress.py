@@ -71,7 +71,7 @@ class ProgressLog:
         """
         plan, feed = self.plan, self.plan.feed
         mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
-        every = self.workers.processes.rows(np.concatenate([mine, flat(window)]))
+        every = self.workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
         loss, count, squares, *measured, skipped, wait_s, apart = every[:, : len(mine)].sum(axis=0).tolist()
         seen = summary(every[:, len(mine) :], window.steps)
         done = Done(

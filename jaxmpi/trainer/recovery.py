@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -85,7 +84,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     step, state, sums, is_settled = pact.held
     failures.doing(f"going on without others after step {step}", failures.LONG)
     control = pact.control
-    told = [json.loads(text) for text in control.gather(json.dumps([is_settled, pact.is_unsaved]))]
+    told = control.allgather_object([is_settled, pact.is_unsaved])
     is_late, is_unsaved = not all(settled for settled, _ in told), any(unsaved for _, unsaved in told)
     workers = gather_mortal(control)
     pact.renew(workers)

@@ -72,10 +72,10 @@ def restored(
         same_params=rule.params_are_replicated,
         say=warn if workers.processes.rank == 0 else lambda text: None,
     )
-    workers.processes.same("the checkpoint to resume from", {"step": saved.step if saved else 0})
+    workers.processes.assert_same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved:
         params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
-        workers.processes.same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
+        workers.processes.assert_same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
         run_directory.refuse_other_run(saved.extra.get("experiment", {}), now, but)
     return saved
 
@@ -192,7 +192,7 @@ def note_saved(run: Run) -> None:
 
 def extra_to_save(run: Run, step: int) -> dict[str, Any]:
     """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
-    skipped = int(run.workers.processes.sum(np.array([run.plan.feed.skipped], np.float64))[0])
+    skipped = int(run.workers.processes.allreduce_sum(np.array([run.plan.feed.skipped], np.float64))[0])
     extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
     return extra | {"skipped": skipped, "lr": run.plan.lr_of(step + 1)}
 

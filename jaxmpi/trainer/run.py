@@ -73,7 +73,7 @@ def assembled(
 ) -> "Run":
     """All that the loop needs, for these workers; all ranks come here together."""
     control = workers.processes
-    hosts = control.gather(socket.gethostname())
+    hosts = control.allgather_object(socket.gethostname())
     saver = open_saver(experiment, workers, functions, home, states)
     leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
     votes = decisions.StepConsensus(control, notice, leaves)

@@ -40,7 +40,7 @@ def control() -> MpiProcesses:
 
 
 def total(x: np.ndarray) -> np.ndarray:
-    return control().sum(np.asarray(x, np.float64))
+    return control().allreduce_sum(np.asarray(x, np.float64))
 
 
 @pytest.mark.parametrize("wire", HOST_WIRES)

@@ -150,7 +150,7 @@ def test_an_exported_program_runs_on_all_ranks():
         exported = jax.export.export(step, disabled_checks=host_callbacks.EXPORTABLE)
         return bytes(exported(jax.ShapeDtypeStruct(x.shape, x.dtype)).serialize())
 
-    call = jax.jit(jax.export.deserialize(bytearray(CONTROL.from_first(trace))).call)
+    call = jax.jit(jax.export.deserialize(bytearray(CONTROL.bcast_from_host_leader(trace))).call)
     for total in (call(x), call.lower(x).compile()(x)):
         assert np.asarray(total).tolist() == (np.arange(1000.0) * SIZE * (SIZE + 1) / 2).tolist()
 
@@ -255,7 +255,7 @@ def test_params_after_20_steps_have_the_same_bits_with_and_without_overlap(strat
     inside, _ = train(strategy, False)
     assert bits(beside) == bits(inside)
     assert bits(beside) != bits(start())
-    assert len(set(CONTROL.gather(bits(beside).hex()))) == 1
+    assert len(set(CONTROL.allgather_object(bits(beside).hex()))) == 1
     assert order.leaves(7)[0] == 0  # the logits' kernel
     assert order.leaves(7)[-1] in (1, 2)  # of layer one
 

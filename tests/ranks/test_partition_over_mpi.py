@@ -171,10 +171,10 @@ def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatc
         for index in read:
             blob, label = memory.source.record(int(index))
             assert (bytes(blob), label) == (bytes([index]) * (index % 7 + 1), index)
-        everybody = CONTROL.gather(" ".join(map(str, read)))
+        everybody = CONTROL.allgather_object(" ".join(map(str, read)))
         assert collections.Counter(" ".join(everybody).split()) == collections.Counter(map(str, range(N)))
     memory.stop()
-    held = [set(text.split()) for text in CONTROL.gather(" ".join(map(str, memory.source.newest().records)))]
+    held = [set(text.split()) for text in CONTROL.allgather_object(" ".join(map(str, memory.source.newest().records)))]
     for first in range(0, SIZE, group):
         members = held[first : first + group]
         assert sorted(r for records in members for r in records) == sorted(map(str, range(N)))
@@ -212,7 +212,7 @@ def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
     said = rf"by {SIZE} ranks on rank 0's machine, which has 0\.0 GB left; take more workers"
     with pytest.raises(UsageError, match=said) as caught:
         memory.begin(0, None)
-    assert set(CONTROL.gather(str(caught.value))) == {str(caught.value)}
+    assert set(CONTROL.allgather_object(str(caught.value))) == {str(caught.value)}
     monkeypatch.setattr(group_cache, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
     memory.begin(0, None)
     memory.close()
