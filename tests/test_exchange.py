@@ -203,8 +203,8 @@ class Twins(SoloComm):
         self.signed: list[Fingerprint] = []
         self.traced = 0
 
-    def assert_same(self, statement):
-        self.signed.append(statement)
+    def assert_same(self, mine):
+        self.signed.append(mine)
 
     def alltoall(self, x):
         self.traced += 1

@@ -18,7 +18,7 @@ from jaxmpi.allreduce.building_blocks import allgather
 from jaxmpi.allreduce.call_order import check_in_program, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.dispatch import sums
-from jaxmpi.comm.agreement import Fingerprint, statement
+from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
@@ -80,7 +80,7 @@ def exchange(
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
         if is_traced(leaves):
-            comm.assert_same(choice.statement(tree, TRACED))
+            comm.assert_same(choice.fingerprint(tree, TRACED))
             check_in_program(comm, f"{choice.strategy}, {op} of {count_of(leaves)}")
             return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, comm) for leaf in leaves]))
         return _outside_jit(choice)(tree)
@@ -143,11 +143,11 @@ class Choice(NamedTuple):
     bucket_bytes: int | None
     order: Order | None = None
 
-    def statement(self, tree: PyTree, what: str = "exchange") -> Fingerprint:
+    def fingerprint(self, tree: PyTree, what: str = "exchange") -> Fingerprint:
         """What must be the same on all ranks, for messages by the name `what`."""
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
-        return statement(what, {**options, "leaf": signature(tree)})
+        return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def ready(self, count: int) -> list[int] | None:
         """Leaves in the order in which they come to exist, where that counts."""
@@ -184,7 +184,7 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in programs:
             like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-            programs[key] = choice.statement(tree), _three_programs(choice, like)
+            programs[key] = choice.fingerprint(tree), _three_programs(choice, like)
         agreed, run = programs[key]
         choice.comm.assert_same(agreed)  # two ranks may call with two trees that both have used before
         return jax.tree.unflatten(structure, run(leaves))
@@ -316,7 +316,7 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
             return compression.paid(updates, state)
         choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
         with one_thread(workers):
-            workers.assert_same(choice.statement(updates, TRACED if traced else "exchange"))
+            workers.assert_same(choice.fingerprint(updates, TRACED if traced else "exchange"))
             if traced:
                 check_in_program(workers, f"{spelling}, {op} of {count_of(jax.tree.leaves(updates))}")
                 total, state = run(updates, state)

@@ -27,7 +27,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.cost_model import Fit, Link, Net
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.comm.agreement import statement
+from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
@@ -141,7 +141,7 @@ def choose(
         return Verdict(f"asa:{wires[-1]}", bucket_bytes, False, f"{asked}: asa:{wires[-1]}; {reason}")
     task = Task(tuple(int(n) for n in sizes), wires, tuple(among))
     comm.assert_same(
-        statement("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": task.sizes, "among": among})
+        fingerprint("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": task.sizes, "among": among})
     )
     buckets = BUCKETS if bucket_bytes == BUCKETS[0] else (bucket_bytes,)
     begin = time.perf_counter()

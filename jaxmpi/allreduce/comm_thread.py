@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxmpi.allreduce import host_algorithms
 from jaxmpi.allreduce.host_algorithms import HostComm, HostSum, Requests
-from jaxmpi.comm.agreement import different_calls, statement
+from jaxmpi.comm.agreement import different_calls, fingerprint
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core import scheduling
@@ -135,7 +135,7 @@ class CommThread:
         """
         self._note("open")
         if plan not in self._agreed:
-            self.control.compare(statement("the exchange beside a program", json.loads(plan)))
+            self.control.compare(fingerprint("the exchange beside a program", json.loads(plan)))
             self._agreed.add(plan)
         if what:
             opening = Opening(what)

@@ -145,7 +145,7 @@ def calls_of(choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portabl
     labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(jax.tree.leaves(tree)))
     amount = f"{choice.strategy}, {choice.op} of {count_of(jax.tree.leaves(tree))}"
     what = "" if portable else f"exchange beside a program ({amount}, {callers()})"
-    return Calls.of(choice.strategy, choice.comm, choice.statement(tree).value, vectors, labels, portable, what)
+    return Calls.of(choice.strategy, choice.comm, choice.fingerprint(tree).value, vectors, labels, portable, what)
 
 
 # ---------------------------------------------------------------- one step late

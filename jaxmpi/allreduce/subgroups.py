@@ -57,9 +57,9 @@ class SubComm:
         """The rows of all, added in rank order; where they are is not asked."""
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
-    def assert_same(self, statement: Fingerprint) -> None:
+    def assert_same(self, mine: Fingerprint) -> None:
         """As the whole."""
-        self.comm.assert_same(statement)
+        self.comm.assert_same(mine)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """As the whole."""

@@ -1,4 +1,4 @@
-"""Statements that must be equal on all ranks before they communicate."""
+"""Fingerprints of calls and values that must be equal on all ranks before they communicate."""
 
 import hashlib
 import json
@@ -24,8 +24,8 @@ def different_calls(calls: Sequence[str]) -> str:
     return f"ranks came to different calls: rank 0 to {calls[0]!r}, {others}; {order}"
 
 
-def statement(what: str, value: Any) -> Fingerprint:
-    """A statement with its digest, to be compared once or at every step."""
+def fingerprint(what: str, value: Any) -> Fingerprint:
+    """A value with its digest, to be compared once or at every step."""
     try:
         text = json.dumps(value)  # order counts: leaves travel in it
     except (TypeError, ValueError) as error:

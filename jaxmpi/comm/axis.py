@@ -68,7 +68,7 @@ class AxisComm:
         check_one_host(self.hosts)
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
-    def assert_same(self, statement: Fingerprint) -> None:
+    def assert_same(self, mine: Fingerprint) -> None:
         """One program for all workers: nothing can differ, but there may be others than are counted on.
 
         Raises:

@@ -73,8 +73,8 @@ class Comm(Protocol):
         """
         ...
 
-    def assert_same(self, statement: Fingerprint) -> None:
-        """Refuse to go on where the statement differs between ranks; all of them must make one."""
+    def assert_same(self, mine: Fingerprint) -> None:
+        """Refuse to go on if the fingerprint differs between ranks; all of them must call it."""
         ...
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
@@ -118,7 +118,7 @@ class SoloComm:
         """The vectors over `divisor`."""
         return [vector / divisor for vector in vectors]
 
-    def assert_same(self, statement: Fingerprint) -> None:
+    def assert_same(self, mine: Fingerprint) -> None:
         """One rank agrees with itself."""
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:

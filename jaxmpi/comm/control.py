@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import Fingerprint, different_calls, statement
+from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
@@ -56,7 +56,7 @@ class SoloProcesses:
 
     def assert_same(self, what: str, value: Any) -> None:
         """One rank agrees with itself, on what several could compare."""
-        statement(what, value)
+        fingerprint(what, value)
 
     def barrier(self) -> None:
         """Nobody to wait for."""
@@ -511,10 +511,10 @@ class MpiProcesses:
             UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
             TrainingError: who is absent when time is up.
         """
-        self.compare(statement(what, value), timeout_s)
+        self.compare(fingerprint(what, value), timeout_s)
 
     def compare(self, mine: "Fingerprint", timeout_s: float | None = None) -> None:
-        """`assert_same` for a statement made before: 32 bytes a rank, cheap enough for every step.
+        """`assert_same` for a fingerprint made before: 32 bytes a rank, cheap enough for every step.
 
         The value itself travels only where digests differ.
         """

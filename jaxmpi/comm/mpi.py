@@ -63,9 +63,9 @@ class RankComm:
     def _make_shared_sum(self) -> SharedSum:
         raise NotImplementedError
 
-    def assert_same(self, statement: Fingerprint) -> None:
+    def assert_same(self, mine: Fingerprint) -> None:
         """Compare over the control plane: microseconds where ranks are in step."""
-        self.processes.compare(statement)
+        self.processes.compare(mine)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """One rank a host traces and compiles, the others take its program. Ranks must call it together."""

@@ -24,7 +24,7 @@ def mpi_facts() -> dict[str, str]:
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     levels = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in names}
     facts = {
-        "library": MPI.Get_library_version().split(",")[0].strip(),
+        "library": library_of(MPI.Get_library_version()),
         "vendor": f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}",
         "standard": ".".join(map(str, MPI.Get_version())),
     }
@@ -56,11 +56,16 @@ def thread_level(mpi: Any) -> int:
     return level
 
 
+def library_of(version: str) -> str:
+    """Name and release out of MPI_Get_library_version: Open MPI separates facts by commas, MPICH by lines and tabs."""
+    return " ".join(version.splitlines()[0].split(",")[0].split())
+
+
 def check_launcher(launch: launchers.Launch | None, mpi_size: int, library: str) -> None:
     """Stop where the launcher started N ranks and MPI sees one: the commonest failure on clusters."""
     check(
         launch is None or launch.size == mpi_size,
         f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "
-        f"({library.split(',')[0].strip()}) sees {mpi_size}: they are of different families. Use this library's own "
+        f"({library_of(library)}) sees {mpi_size}: they are of different families. Use this library's own "
         f"mpirun, or build for the launcher's MPI, with its mpicc on PATH: {failures.BUILD_FOR_MPICC}",
     )
