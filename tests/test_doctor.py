@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxmpi.comm import mpi_info
 from jaxmpi.comm.control import met
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import doctor
@@ -165,3 +166,17 @@ def test_hosts_are_examined_together():
     # A card's bucket lets 250 kB of each 1 MiB through at once: at most 1 / (1 - 0.24) of the rate of the wire.
     assert 0.01 < float(found[1]) <= float(found[2]) < 0.0239 / 0.76 * 1.05
     assert "exchange  ring32" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [
+        ("Open MPI v5.0.10, package: Open MPI builder@host, ident: 5.0.10\0", "Open MPI v5.0.10"),
+        (
+            "MPICH Version:\t4.0.2\nMPICH Release date:\tThu Apr  7\nMPICH configure:\t--build=x,y\n",
+            "MPICH Version: 4.0.2",
+        ),
+    ],
+)
+def test_of_an_mpi_its_name_and_release_are_shown(version, shown):
+    assert mpi_info.library_of(version) == shown
