@@ -1,8 +1,10 @@
 """The rooms of the package, and what a model may know."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ def test_the_contracts_on_imports_hold():
     job = run(sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache")
     assert job.returncode == 0, job.stdout
     assert "6 kept, 0 broken" in job.stdout
+
+
+def test_the_map_in_the_docs_has_the_rooms_on_their_floors():
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    train, *floors = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    assert train == "train"  # the module that `python -m` runs, above all rooms
+    rooms = {(str(n), room) for n, floor in enumerate(reversed(floors), 1) for room in floor.split(" | ")}
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    assert set(re.findall(r"^\| (\d) \| `(\w+)` \|", page, re.MULTILINE)) == rooms
 
 
 def test_importing_the_package_loads_no_jax():
