@@ -13,13 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxmpi.checkpoint import format
-from jaxmpi.config.data import Data
-from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command
-from jaxmpi.recover import shrink
 from launching import ROOT, leaked, mpirun_line, run, shared_memory, train
 from test_faults import MODEL, inject, left_behind, losses, start, trainer
 
@@ -29,26 +25,6 @@ DIGITS = str(ROOT / "experiments" / "digits.py")
 
 
 # ---------------------------------------------------------------- what is refused
-
-BAD: dict[str, dict[str, Any]] = {
-    "comm: got xla with --on-rank-loss shrink": {"comm": "xla"},
-    "devices: got 4 with --on-rank-loss shrink": {"devices": 4},
-    "rule.name: got easgd with --on-rank-loss shrink; easgd, asgd and gosgd outlive": {"rule": RuleConfig("easgd")},
-    "rule.name: got awagd with --on-rank-loss shrink": {"rule": RuleConfig("awagd")},
-    "rule.name: got local_sgd with --on-rank-loss shrink": {"rule": RuleConfig("local_sgd")},
-    "exchange.strategy: got lowrank4 with --on-rank-loss shrink": {"exchange": ExchangeConfig("lowrank4")},
-    "exchange.strategy: got none with --on-rank-loss shrink": {"exchange": ExchangeConfig("none")},
-    "exchange.overlap: got delayed with --on-rank-loss shrink": {"exchange": ExchangeConfig(overlap="delayed")},
-    "batch_statistics: got synchronised with --on-rank-loss shrink": {"batch_statistics": "synchronised"},
-    "data.memory: got partition with --on-rank-loss shrink": {"data": Data(memory="partition")},
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_what_a_death_would_take_away_is_refused(message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        shrink.check_fits(Experiment(on_rank_loss="shrink", **BAD[message]))
-    shrink.check_fits(Experiment(on_rank_loss="shrink"))
 
 
 def test_an_unknown_way_is_named_with_those_there_are():

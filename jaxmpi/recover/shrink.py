@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.allreduce import compression
 from jaxmpi.checkpoint.manager import Saver
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses
@@ -108,59 +107,6 @@ def pact(experiment: Experiment, workers: Workers, recorder: Recorder | None) ->
         return None
     assert isinstance(workers.comm, FaultTolerantComm)
     return ShrinkCoordinator(control, workers.comm, control.size, recorder)
-
-
-def check_fits(experiment: Experiment) -> None:
-    """Refuse what a rank's death would take away for good, and what has not been tried.
-
-    Raises:
-        UsageError: by field, with a way out.
-    """
-    for name, got, holds, instead in (
-        ("comm", experiment.comm, experiment.comm == "mpi", "XLA's collectives end with the first rank: --comm mpi"),
-        ("devices", experiment.devices, experiment.devices == 1, "it is between processes: leave --devices out"),
-        (
-            "rule.name",
-            experiment.rule.name,
-            experiment.rule.name == "gradients",
-            "easgd, asgd and gosgd outlive workers by themselves; of the others only gradients leaves nothing with one "
-            "worker alone: take it, or --on-rank-loss end",
-        ),
-        (
-            "exchange.strategy",
-            experiment.exchange.strategy,
-            not (
-                compression.is_compressor(experiment.exchange.strategy)
-                or experiment.exchange.strategy.startswith("none")
-            ),
-            "what a dead worker owes, or has to itself, is gone: take another strategy, or --on-rank-loss end",
-        ),
-        (
-            "exchange.overlap",
-            experiment.exchange.overlap,
-            experiment.exchange.overlap in ("auto", "off"),
-            "a step must end before the vote on it: take off, or --on-rank-loss end",
-        ),
-        (
-            "batch_statistics",
-            experiment.batch_statistics,
-            experiment.batch_statistics != "synchronised",
-            "it has not been tried inside a backward pass: take averaged or local",
-        ),
-        (
-            "data.memory",
-            experiment.data.memory,
-            experiment.data.memory == "none",
-            "a dead worker's part of the data goes with its memory: take none, or --on-rank-loss end",
-        ),
-        (
-            "backend",
-            jax.default_backend(),
-            jax.default_backend() == "cpu",
-            "it has been tried on CPUs only: --on-rank-loss end",
-        ),
-    ):
-        check(holds, f"{name}: got {got} with --on-rank-loss shrink; {instead}")
 
 
 def check_mpi(control: MpiProcesses) -> None:

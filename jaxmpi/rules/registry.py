@@ -154,24 +154,6 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
     )
 
 
-def check_recover(config: RuleConfig, recover: str, overlap: str) -> None:
-    """Refuse to leave out steps that are not finite where workers cannot know it of each other, or not in time.
-
-    Raises:
-        UsageError: `skip` under a rule whose workers step alone, or with gradients that are used a step late.
-    """
-    check(
-        not (recover == "skip" and overlap == "delayed"),
-        "on_nonfinite: got skip with exchange.overlap delayed, where a step's gradients are used by the next one, "
-        "which cannot be left out for them; use stop or rollback, or another overlap",
-    )
-    check(
-        not (recover == "skip" and is_periodic(config)),
-        f"on_nonfinite: got skip with rule {config.name}, whose workers step alone and would have to agree on every "
-        "step; use stop or rollback",
-    )
-
-
 def is_periodic(config: RuleConfig) -> bool:
     """Whether workers exchange every so many steps only, and step alone in between."""
     return lookup(RULES, config.name, "rule").is_periodic

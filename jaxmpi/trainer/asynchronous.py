@@ -20,8 +20,6 @@ from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range
-from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.recorder import Recorder
@@ -40,26 +38,6 @@ from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
-
-
-def check_fits(experiment: Experiment) -> None:
-    """Refuse what needs all workers together.
-
-    Raises:
-        UsageError: with an asynchronous rule, by field.
-    """
-    for name, value, instead in (
-        ("on_nonfinite", "rollback", "skip or stop"),
-        ("batch_statistics", "synchronised", "averaged or local"),
-        ("step_mode", "split", "auto"),
-    ):
-        got = getattr(experiment, name)
-        check(got != value, f"{name}: got {got} with an asynchronous rule, whose workers do not meet; {instead}")
-    memory = experiment.data.memory
-    check(
-        memory != "partition",
-        "data.memory: got partition with an asynchronous rule, whose workers do not meet to shuffle; take another",
-    )
 
 
 def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str, float]:

@@ -29,8 +29,9 @@ from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
 from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, prepare, provenance
 from jaxmpi.trainer.async_start import Start
-from jaxmpi.trainer.asynchronous import check_fits, run_asynchronously
+from jaxmpi.trainer.asynchronous import run_asynchronously
 from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, settle_exchange
+from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
 from jaxmpi.trainer.resume import say_changes, skipped_of, starting_states
@@ -98,10 +99,7 @@ def train_until(
     workers = gather_all(experiment)
     ranks = workers.processes.size if is_apart else workers.size
     registry.check_ranks(experiment.rule, ranks, experiment.optim.name)
-    if is_apart:
-        check_fits(experiment)
     run_directory.agree_on(experiment, workers.processes, digest)
-    registry.check_recover(experiment.rule, experiment.on_nonfinite, experiment.exchange.overlap)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         check_model(experiment.model, experiment.loss, experiment.compute_dtype)
     kept = stored_by_first(experiment, name, workers)
@@ -140,8 +138,7 @@ def gather_all(experiment: Experiment) -> Workers:
     """The workers of the job, in the way that the experiment asks for."""
     control = processes()
     control.assert_same("what becomes of workers where one dies", {"on_rank_loss": experiment.on_rank_loss})
-    if experiment.on_rank_loss == "shrink":
-        shrink.check_fits(experiment)
+    check_compatible(experiment)
     if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
         shrink.check_mpi(control)
         control.outlive()

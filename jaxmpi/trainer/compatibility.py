@@ -1,0 +1,128 @@
+"""Options that do not go together, in one table: field and values, with which other options, why, and the way out.
+
+Pairs that only one dataclass needs to know stand in its own checks. What depends on the ranks that are there, or on the
+strategy that `auto` takes, is refused by the part that knows it. docs/combining.md has every line of this table.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import check
+from jaxmpi.rules import registry
+
+
+class Refusal(NamedTuple):
+    """Values of a field that do not go with other options."""
+
+    field: str  # such as `data.memory`
+    refuses: Callable[[Any], bool]  # of its value
+    beside: Callable[[Experiment], bool]  # the other options
+    words: str  # for them, after `with`
+    instead: str
+
+
+def shrinks(experiment: Experiment) -> bool:
+    """Return True if the others go on when a worker dies."""
+    return experiment.on_rank_loss == "shrink"
+
+
+def is_asynchronous(experiment: Experiment) -> bool:
+    """Return True if workers do not wait for each other."""
+    return registry.is_asynchronous(experiment.rule)
+
+
+def is_delayed(experiment: Experiment) -> bool:
+    """Return True if a step uses the gradients of the step before."""
+    return experiment.exchange.overlap == "delayed"
+
+
+def is_periodic(experiment: Experiment) -> bool:
+    """Return True if workers step alone between exchanges."""
+    return registry.is_periodic(experiment.rule)
+
+
+def keeps_own(strategy: str) -> bool:
+    """Return True if a strategy leaves something with one worker alone."""
+    return is_compressor(strategy) or strategy.startswith("none")
+
+
+SHRINK = "--on-rank-loss shrink"
+APART = "an asynchronous rule, whose workers do not meet"
+REFUSALS = (
+    Refusal("on_nonfinite", "rollback".__eq__, is_asynchronous, APART, "skip or stop"),
+    Refusal("batch_statistics", "synchronised".__eq__, is_asynchronous, APART, "averaged or local"),
+    Refusal("step_mode", "split".__eq__, is_asynchronous, APART, "auto"),
+    Refusal("data.memory", "partition".__eq__, is_asynchronous, f"{APART} to shuffle", "take another"),
+    Refusal(
+        "on_nonfinite",
+        "skip".__eq__,
+        is_delayed,
+        "exchange.overlap delayed, where a step's gradients are used by the next one, "
+        "which cannot be left out for them",
+        "use stop or rollback, or another overlap",
+    ),
+    Refusal(
+        "on_nonfinite",
+        "skip".__eq__,
+        is_periodic,
+        "rule {rule}, whose workers step alone and would have to agree on every step",
+        "use stop or rollback",
+    ),
+    Refusal("comm", "mpi".__ne__, shrinks, SHRINK, "XLA's collectives end with the first rank: --comm mpi"),
+    Refusal("devices", (1).__ne__, shrinks, SHRINK, "it is between processes: leave --devices out"),
+    Refusal(
+        "rule.name",
+        "gradients".__ne__,
+        shrinks,
+        SHRINK,
+        "easgd, asgd and gosgd outlive workers by themselves; of the others only gradients leaves nothing with one "
+        "worker alone: take it, or --on-rank-loss end",
+    ),
+    Refusal(
+        "exchange.strategy",
+        keeps_own,
+        shrinks,
+        SHRINK,
+        "what a dead worker owes, or has to itself, is gone: take another strategy, or --on-rank-loss end",
+    ),
+    Refusal(
+        "exchange.overlap",
+        ("on", "delayed").__contains__,
+        shrinks,
+        SHRINK,
+        "a step must end before the vote on it: take off, or --on-rank-loss end",
+    ),
+    Refusal(
+        "batch_statistics",
+        "synchronised".__eq__,
+        shrinks,
+        SHRINK,
+        "it has not been tried inside a backward pass: take averaged or local",
+    ),
+    Refusal(
+        "data.memory",
+        "none".__ne__,
+        shrinks,
+        SHRINK,
+        "a dead worker's part of the data goes with its memory: take none, or --on-rank-loss end",
+    ),
+)
+
+
+def check_compatible(experiment: Experiment) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        UsageError: a field, what it goes not with, and the way out.
+    """
+    for row in REFUSALS:
+        got = operator.attrgetter(row.field)(experiment)
+        words = row.words.format(rule=experiment.rule.name)
+        check(not (row.refuses(got) and row.beside(experiment)), f"{row.field}: got {got} with {words}; {row.instead}")
+    backend = jax.default_backend() if shrinks(experiment) else "cpu"
+    check(backend == "cpu", f"backend: got {backend} with {SHRINK}; it has been tried on CPUs only: --on-rank-loss end")
