@@ -167,12 +167,12 @@ class StrategySpec(NamedTuple):
 
 
 def is_even(hosts: Sequence[int]) -> bool:
-    """Whether all hosts have equally many ranks."""
+    """Return True if all hosts have equally many ranks."""
     return len(set(collections.Counter(hosts).values())) == 1
 
 
 def is_one(hosts: Sequence[int]) -> bool:
-    """Whether all ranks are on one host."""
+    """Return True if all ranks are on one host."""
     return len(set(hosts)) == 1
 
 

@@ -111,7 +111,7 @@ _probes: dict[MpiComm, Probe] = {}
 def settle(
     comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int], among: tuple[str, ...] = ()
 ) -> Verdict:
-    """What `auto` stands for, for these workers, algorithms and size class; said by rank 0.
+    """The strategy that `auto` chooses for these workers, algorithms and size class; said by rank 0.
 
     Communicates at the first call of a size class only. All ranks have trees of the same sizes, so all know the class.
     """
@@ -130,7 +130,7 @@ _constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, where an addition
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:
-    """Whether this is part of somebody's program: leaves may be constants of it, and then tell nothing."""
+    """Return True if this is part of somebody's program: leaves may be constants of it, and then tell nothing."""
     return isinstance(_constant(), Tracer) or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
@@ -144,7 +144,7 @@ class Choice(NamedTuple):
     order: Order | None = None
 
     def fingerprint(self, tree: PyTree, what: str = "exchange") -> Fingerprint:
-        """What must be the same on all ranks, for messages by the name `what`."""
+        """Facts that must be equal on all ranks, for messages by the name `what`."""
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         return fingerprint(what, {**options, "leaf": signature(tree)})

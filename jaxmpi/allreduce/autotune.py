@@ -53,7 +53,7 @@ BASELINE = "asa:32"  # what others must beat by MARGIN
 
 
 class Verdict(NamedTuple):
-    """What `auto` came to."""
+    """The choice of `auto`."""
 
     strategy: str  # in full: asa:32
     bucket_bytes: int | None
@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is to be exchanged, and what may be used for it."""
+    """The exchange to choose for, and the strategies that may be used."""
 
     sizes: tuple[int, ...]  # floats of every leaf
     wires: tuple[str, ...] = ("32",)
@@ -75,7 +75,7 @@ class Task(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What was measured on a set of hosts."""
+    """Measurements on a set of hosts."""
 
     net: Net
     seconds: dict[str, dict[int, float]]  # strategy in full -> floats -> seconds of the slowest rank; none: impossible
@@ -96,12 +96,12 @@ def size_class(sizes: Sequence[int]) -> int:
 
 
 def is_auto(spelling: str) -> bool:
-    """Whether a strategy is `auto`, with or without a wire."""
+    """Return True if a strategy is `auto`, with or without a wire."""
     return isinstance(spelling, str) and spelling.partition(":")[0] == "auto"
 
 
 def allowed_wires(spelling: str) -> tuple[str, ...]:
-    """What may travel: 32 bits, and the wire that `auto:<wire>` names.
+    """Wires that may be used: 32 bits, and the one that `auto:<wire>` names.
 
     Raises:
         UsageError: an unknown wire.
@@ -216,7 +216,7 @@ def step_seconds(
 
 
 def can_overlap(net: Net, n: float, strategy: str) -> bool:
-    """Whether computing can go on meanwhile: cores to spare, or most of the time is spent waiting for other hosts."""
+    """Return True if computing can go on meanwhile: cores to spare, or most of the time is spent waiting for hosts."""
     whole = cost_model.predict(net, n, strategy)
     free = cost_model.predict(net._replace(between=Link(0.0, 0.0)), n, strategy)
     return net.cores >= 2 * net.slots or (net.hosts > 1 and free < whole / 2)
@@ -275,7 +275,7 @@ def next_to_measure(probe: Probe, task: Task, time_is_up: bool) -> tuple[str, in
 
 
 def shortlist(probe: Probe, task: Task) -> list[str]:
-    """What is worth a measurement: of every wire the most promising, a few in all.
+    """Strategies worth a measurement: of every wire the most promising, a few in all.
 
     The baseline comes first, then the first of every wire, then the second of every wire. If the leaves' size class is
     known, what is measured already goes before the rest of its wire.
@@ -323,7 +323,7 @@ def slowest(control: MpiProcesses, work: Callable[[], Any]) -> float:
 
 
 def measure_net(comm: MpiComm) -> Net:
-    """What messages, additions and calls cost on these hosts, all ranks at work at once."""
+    """Measure messages, additions and calls on these hosts, all ranks at work at once."""
     control = comm.processes
     ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     slots = max(map(len, ranks))
@@ -341,7 +341,7 @@ def measure_net(comm: MpiComm) -> Net:
 
 
 def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int]], long_s: float) -> Link:
-    """What a message costs where every rank of a ring sends to the next, in all rings at once.
+    """Measure a message if every rank of a ring sends to the next, in all rings at once.
 
     The longest takes `long_s`, if that is no more than 16 MiB.
     """
@@ -414,7 +414,7 @@ def from_rank_0(control: MpiProcesses, make: Callable[[], Any]) -> Any:
 
 
 def identity(comm: MpiComm) -> dict[str, Any]:
-    """What a probe is true for: hosts, slots, cores, versions, the kind of device."""
+    """Facts for which a probe holds: hosts, slots, cores, versions, the kind of device."""
     names = comm.processes.allgather_object(socket.gethostname())
     versions = {}
     for package in ("jaxmpi", "jax", "mpi4jax"):
@@ -431,13 +431,13 @@ def identity(comm: MpiComm) -> dict[str, Any]:
 
 
 def file_of(key: Mapping[str, Any]) -> Path:
-    """Where a probe is kept."""
+    """Path of the stored probe."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return caches.cache_folder("probes") / f"{digest[:16]}.json"
 
 
 def as_json(probe: Probe | None) -> dict[str, Any] | None:
-    """As plain values."""
+    """Convert to plain values."""
     if probe is None:
         return None
     return {"net": probe.net._asdict(), "seconds": probe.seconds, "classes": probe.classes}

@@ -14,10 +14,10 @@ from jaxmpi.core.pytrees import PyTree
 
 
 class Host(Protocol):
-    """What is needed of the control plane between the ranks of a host."""
+    """The control plane between the ranks of a host, as far as it is needed here."""
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """What the first rank of this host makes, on all its ranks."""
+        """The value that the first rank of this host makes, on all its ranks."""
         ...
 
 
@@ -61,7 +61,7 @@ class Order:
 
 
 def places(jaxpr: jax.extend.core.Jaxpr) -> tuple[int, ...]:
-    """Of each result the number of the equation that computes it; -1 where it is given."""
+    """Number of the equation that computes each result; -1 if it is given."""
     made = {var: i for i, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
     return tuple(-1 if isinstance(var, jax.extend.core.Literal) else made.get(var, -1) for var in jaxpr.outvars)
 

@@ -107,7 +107,7 @@ def caller() -> str:
 
 
 def line_of(frame: FrameType) -> str:
-    """As `train.py:12 in step`."""
+    """Describe a frame as `train.py:12 in step`."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

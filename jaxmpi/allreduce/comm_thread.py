@@ -79,7 +79,7 @@ class Segment(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What happened to which bucket, and when."""
+    """Events of buckets, with their times."""
 
     what: str  # open | start | summed | wait | done
     label: str

@@ -38,7 +38,7 @@ def why_not(strategy: str, comm: Comm) -> str:
 
 
 class Calls(NamedTuple):
-    """What the calls of one exchange must know."""
+    """Facts of one exchange that its calls need."""
 
     plan: str  # JSON: what must be the same on all ranks
     what: str  # this exchange's name, which ranks compare whenever a program comes to it; empty: they do not
@@ -57,7 +57,7 @@ class Calls(NamedTuple):
         portable: bool,
         what: str = "",
     ) -> "Calls":
-        """Of vectors; the effect is that of mpi4jax, so that none of its calls waits for one behind it.
+        """Calls for vectors; the effect is that of mpi4jax, so that none of its calls waits for one behind it.
 
         Args:
             strategy: its full name.
@@ -81,7 +81,7 @@ class Calls(NamedTuple):
 
 
 def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:
-    """Of each bucket, for messages: `bucket 2 of 7 (conv1/kernel and 3 more)`."""
+    """Label of each bucket, for messages: `bucket 2 of 7 (conv1/kernel and 3 more)`."""
     more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
     return [f"bucket {b + 1} of {len(buckets)} ({names[bucket[0]]}{more[b]})" for b, bucket in enumerate(buckets)]
 

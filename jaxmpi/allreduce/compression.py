@@ -1,4 +1,4 @@
-"""What travels of a whole tree where even 8 bits are too much: less than the gradients, the rest kept for later.
+"""Compressors: they send less than the gradients, even less than 8 bits each, and keep the rest for later.
 
 A compressor has state: the error that each worker still owes the others, which it adds to its next gradients. So what
 has been sent over many steps comes to what was meant. `exchange` has no state and refuses compressors;
@@ -28,7 +28,7 @@ PIECES = 8
 
 
 class Peers(NamedTuple):
-    """What a compressor may ask of the other workers."""
+    """Collectives that a compressor may use."""
 
     mean: Callable[[PyTree], PyTree]  # of a tree, by the chosen strategy and wire, the same bits on all
     rows: Callable[[PyTree], PyTree]  # leaves [...] of all workers as [w, ...], in rank order
@@ -159,7 +159,7 @@ class TopKState(NamedTuple):
 
 
 def topk(percent: float) -> Compressor:
-    """Of each leaf only the largest entries travel, k = ceil(p n / 100) of n by magnitude, with their indices.
+    """Send only the largest entries of each leaf, k = ceil(p n / 100) of n by magnitude, with their indices.
 
     m_i = g_i + e_i ;  s_i = the k largest of m_i ;  sent: (1/w) sum_i s_i ;  e_i <- m_i - s_i
 
@@ -182,7 +182,7 @@ def topk(percent: float) -> Compressor:
         )
 
     def chosen(grads: Thin, error: Thin) -> tuple[Thin, jax.Array, jax.Array]:
-        """What is meant, g + e, f32[n] each; of all of them the places of the largest, and what stands there."""
+        """The intended mean g + e, f32[n] each; the places of the largest entries of all, and their values."""
         meant = {i: leaf.astype(jnp.float32).reshape(-1) + error[i] for i, leaf in grads.items()}
         places = {i: largest(m, count(m)) for i, m in meant.items()}
         return (
@@ -192,7 +192,7 @@ def topk(percent: float) -> Compressor:
         )
 
     def added(grads: Thin, meant: Thin, own: tuple, every: tuple) -> tuple[Thin, Thin]:
-        """Of what all workers sent the mean, as gradients, and what this one kept; own: places, values; every: rows."""
+        """Mean of what all workers sent, as gradients, and the rest of this one; own: places, values; every: rows."""
         totals, owed, end = {}, {}, 0
         for i, m in meant.items():
             part = slice(end, end := end + count(m))
@@ -252,7 +252,7 @@ def mean_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
 
 
 def paid(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """What one worker alone applies: its gradients and all it still owes, as after a resume; nothing is compressed.
+    """Apply on one worker alone its gradients and all it still owes, as after a resume; nothing is compressed.
 
     m = g + e, in the dtype of g ;  e <- what that rounds off: zero for f32
     """
@@ -290,7 +290,7 @@ STEMS = {name.partition("<")[0]: row for name, row in COMPRESSORS.items()}
 
 
 def is_compressor(spelling: str) -> bool:
-    """Whether it is spelled as one, rightly or not."""
+    """Return True if it is spelled as one, rightly or not."""
     return isinstance(spelling, str) and ("/" in spelling or spelling.startswith(tuple(STEMS)))
 
 

@@ -1,4 +1,4 @@
-"""What an exchange costs: predicted seconds of every strategy. One function and one row of the table each.
+"""Cost model of an exchange: predicted seconds of every strategy. One function and one row of the table each.
 
 The alpha-beta-gamma model (Thakur et al. 2005, section 3.2): a message of m bytes takes alpha + beta m, adding m bytes
 takes gamma m. Here a message has another price inside a host than between hosts, where the ranks of a host share its
@@ -26,14 +26,14 @@ from jaxmpi.core.errors import check, lookup
 
 
 class Link(NamedTuple):
-    """What a message between two ranks costs."""
+    """Price of a message between two ranks."""
 
     alpha_s: float  # by itself
     beta_s_per_byte: float  # for each byte
 
 
 class Net(NamedTuple):
-    """Where an exchange runs."""
+    """Hosts, links and cores of an exchange."""
 
     hosts: int
     slots: int  # ranks of each host

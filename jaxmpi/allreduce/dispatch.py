@@ -35,7 +35,7 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
 
 
 def is_carried(name: str, comm: Comm) -> bool:
-    """Whether the communication thread makes the sums: between hosts it has many messages under way at once."""
+    """Return True if the communication thread makes the sums: between hosts it has many messages under way at once."""
     is_far = isinstance(comm, MpiComm) and comm is world() and len(set(comm.hosts)) > 1
     return is_far and not comm_thread_calls.why_not(name, comm)
 

@@ -176,7 +176,7 @@ FITS: dict[str, Callable[[Sequence[int]], bool]] = {  # by the hosts of all rank
 
 
 def has(strategy: Strategy, hosts: Sequence[int]) -> bool:
-    """Whether there is a sum in NumPy that gives this strategy's bits over ranks on these hosts."""
+    """Return True if there is a sum in NumPy that gives this strategy's bits over ranks on these hosts."""
     algorithm, _, wire = strategy.name.partition(":")
     fits = FITS.get(algorithm)
     return algorithm in HOST_SUMS and wire in HOST_WIRES and (fits is None or fits(hosts))

@@ -44,7 +44,7 @@ _late = itertools.count()  # programs with exchanges one step late; all ranks ma
 
 
 def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
-    """Whether the exchange runs beside the backward pass, and a line that says so and why.
+    """Return True if the exchange runs beside the backward pass, and a line that says so and why.
 
     Args:
         asked: a word of `OVERLAPS`. auto is on where ranks are on several hosts: inside one, an exchange is work for

@@ -50,7 +50,7 @@ class SubComm:
         return take(self.allgather(x), root)
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        """As the whole."""
+        """Delegate to the whole communicator."""
         return self.comm.loop(turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
@@ -58,11 +58,11 @@ class SubComm:
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
     def assert_same(self, mine: Fingerprint) -> None:
-        """As the whole."""
+        """Delegate to the whole communicator."""
         self.comm.assert_same(mine)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """As the whole."""
+        """Delegate to the whole communicator."""
         return self.comm.jit(function, donate_argnums)
 
 

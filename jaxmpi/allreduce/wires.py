@@ -1,4 +1,4 @@
-"""What travels: how f32 becomes the arrays that workers send, and comes back. One table."""
+"""Wires: f32 to the arrays that workers send, and back. One table."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -68,12 +68,12 @@ class SoloProcesses:
         """Nobody to wait for."""
 
     def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
-        """What this process makes."""
+        """The value that this process makes."""
         del timeout_s
         return make()
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """What this process makes."""
+        """The value that this process makes."""
         return make()
 
     def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
@@ -183,7 +183,7 @@ class MpiProcesses:
         return not ended
 
     def vote(self, holds: bool) -> bool:
-        """Whether all ranks are alive and say so: one answer for all that live, whoever dies meanwhile (ULFM's agree).
+        """Return True if all ranks are alive and say so: one answer for all that live, whoever dies (ULFM's agree).
 
         After False all of them must `shrink`. Needs a launcher that goes on without ranks that die.
         """
@@ -201,7 +201,7 @@ class MpiProcesses:
                 comm.Revoke()
 
     def can_shrink(self) -> bool:
-        """Whether this MPI and mpi4py have what that takes."""
+        """Return True if this MPI and mpi4py have what that takes."""
         return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
 
     def shrink(self, why: str) -> list[int]:
@@ -282,7 +282,7 @@ class MpiProcesses:
         os._exit(code)
 
     def _echoes(self, error: BaseException | None) -> str | None:
-        """Where ranks may be lost: what an error says that is there because one is; empty where that one has spoken."""
+        """Explain an error that comes of a lost rank, if ranks may be lost; empty if that rank has spoken."""
         from mpi4py import MPI
 
         names = ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
@@ -305,7 +305,7 @@ class MpiProcesses:
         return [offset for _, offset in self.pings()]
 
     def pings(self) -> list[tuple[float, float]]:
-        """Of every rank the quickest round trip from rank 0, s, and its clock's offset; on rank 0, elsewhere zeros.
+        """Quickest round trip of every rank from rank 0, s, and its clock's offset; on rank 0, elsewhere zeros.
 
         o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, so off by half of that trip at most. All ranks
         come here together.
@@ -362,7 +362,7 @@ class MpiProcesses:
             self.world.Send(np.array([time.perf_counter()]), 0, tag=3)
 
     def _let_exchanges_end(self) -> None:
-        """Where MPI lets only one thread call it at a time, wait for exchanges in XLA's threads."""
+        """Wait for exchanges in XLA's threads, if MPI lets only one thread call it at a time."""
         if not self.may_overlap:
             jax.effects_barrier()
 
@@ -389,7 +389,7 @@ class MpiProcesses:
             raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
 
     def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
-        """What each rank of this host makes, the first one before the others, who find what it has left in a cache.
+        """The value that each rank of this host makes, the first one before the others, who find its cache.
 
         The first waits for nobody; the others wait for it alone, and no longer where it dies.
 
@@ -413,7 +413,7 @@ class MpiProcesses:
         return make()
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """What the first rank of this host makes, on all its ranks; they wait without spinning.
+        """The value that the first rank of this host makes, on all its ranks; they wait without spinning.
 
         The value travels pickled, between ranks of one job only.
         """
@@ -546,7 +546,7 @@ class MpiProcesses:
         return json.loads(data.tobytes())
 
     def is_asked(self) -> bool:
-        """Whether another rank has waited in vain: who waits as well answers at once, or it would be called late."""
+        """Return True if another rank has waited in vain: one that waits as well answers at once, or counts as late."""
         return self.world.Iprobe(tag=1 if self.rank == 0 else 5)
 
     def _collect(self) -> list[int]:

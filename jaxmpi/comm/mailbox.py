@@ -11,7 +11,7 @@ class Mailbox:
         """Send, unless earlier messages to this rank have not been taken yet."""
 
     def received(self) -> list[dict[str, Any]]:
-        """What has come since the last look."""
+        """Messages since the last call."""
         return []
 
 
@@ -26,13 +26,13 @@ class MpiMailbox(Mailbox):
         self._sent: dict[int, list[Any]] = collections.defaultdict(list)
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """As of `Mailbox`."""
+        """See `Mailbox`."""
         self._sent[to] = [request for request in self._sent[to] if not request.Test()]
         if len(self._sent[to]) < self.MOST:
             self._sent[to].append(self.comm.isend(message, to))
 
     def received(self) -> list[dict[str, Any]]:
-        """As of `Mailbox`."""
+        """See `Mailbox`."""
         taken = []
         while (message := self.comm.improbe()) is not None:
             taken.append(message.recv())

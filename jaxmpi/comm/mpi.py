@@ -146,7 +146,7 @@ def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array]
 
 
 def is_cuda_aware() -> bool:
-    """Whether mpi4jax hands device pointers to MPI, as MPI4JAX_USE_CUDA_MPI asks it to.
+    """Return True if mpi4jax hands device pointers to MPI, as MPI4JAX_USE_CUDA_MPI asks it to.
 
     Raises:
         UsageError: it is asked to, but was built without CUDA.

@@ -44,7 +44,7 @@ class FaultTolerantComm(RankComm):
         self._names.append(name)
 
     def _unless_lost(self, move: Callable[..., None], operands: Buffers, results: Buffers, **attributes: Any) -> None:
-        """What programs call: a move, or zeros once a rank is gone; then all messages of all ranks fail."""
+        """Handler of programs: a move, or zeros once a rank is gone; then all messages of all ranks fail."""
         if not self.is_lost:
             try:
                 return move(operands, results, **attributes)

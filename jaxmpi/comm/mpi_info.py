@@ -32,7 +32,7 @@ def mpi_facts() -> dict[str, str]:
 
 
 def cuda_support() -> str:
-    """What Open MPI says of itself; unknown of others."""
+    """Facts about Open MPI; unknown for others."""
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
     for path in paths:
         query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
@@ -42,7 +42,7 @@ def cuda_support() -> str:
 
 
 def thread_level(mpi: Any) -> int:
-    """What MPI gives to threads.
+    """Thread level of MPI.
 
     Raises:
         UsageError: less than THREAD_SERIALIZED.

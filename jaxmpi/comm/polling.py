@@ -29,19 +29,19 @@ def wait(request: Any, timeout_s: float, is_over: Callable[[], bool] = lambda: F
 
 
 def survives_losses() -> bool:
-    """Whether the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
+    """Return True if the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
 def is_mpi_error(error: BaseException) -> bool:
-    """Whether MPI has raised it."""
+    """Return True if MPI has raised it."""
     from mpi4py import MPI
 
     return isinstance(error, MPI.Exception)
 
 
 def is_loss(error: Exception) -> bool:
-    """Whether an error says that a peer is gone, and the job goes on; not where the whole job ends."""
+    """Return True if an error says that a peer is gone, and the job goes on; not where the whole job ends."""
     from mpi4py import MPI
 
     revoked = getattr(MPI, "ERR_REVOKED", None)

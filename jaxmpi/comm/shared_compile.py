@@ -17,7 +17,7 @@ from jaxmpi.runtime.host_callbacks import EXPORTABLE
 
 
 class Host(Protocol):
-    """What sharing needs of the control plane between the ranks of a host."""
+    """The control plane between the ranks of a host, as far as sharing needs it."""
 
     @property
     def local_rank(self) -> int:
@@ -29,7 +29,7 @@ class Host(Protocol):
         ...
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """What the first rank of this host makes, on all its ranks."""
+        """The value that the first rank of this host makes, on all its ranks."""
         ...
 
 
@@ -56,7 +56,7 @@ def kind_of(args: PyTree) -> Any:
 
 
 class Program(NamedTuple):
-    """What of a traced program travels to the other ranks."""
+    """Parts of a traced program that travel to the other ranks."""
 
     exported: bytes  # StableHLO over flat leaves; empty where the program cannot travel
     structure: Any  # of the result

@@ -291,7 +291,7 @@ def flat(array: np.ndarray) -> np.ndarray:
 
 
 def segment_bytes(size: int, slots: int, chunk: int) -> int:
-    """Of the table, the rows of small sums and the slots."""
+    """Bytes of the table, the rows of small sums and the slots."""
     return table_bytes(size) + 4 * (2 * SMALL + slots * chunk)
 
 

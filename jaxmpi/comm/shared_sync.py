@@ -24,7 +24,7 @@ TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
 class Host(Protocol):
-    """What is needed of the control plane between the ranks of a host."""
+    """The control plane between the ranks of a host, as far as it is needed here."""
 
     @property
     def local_rank(self) -> int:
@@ -41,7 +41,7 @@ class Host(Protocol):
         ...
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """What the first rank of this host makes, on all its ranks."""
+        """The value that the first rank of this host makes, on all its ranks."""
         ...
 
 
@@ -55,7 +55,7 @@ ARRIVED, SUMMED, COPIED, PID, PID_SPACE, HEADER = 0, 2, 4, 6, 7, 8
 
 
 def table_bytes(size: int) -> int:
-    """Of a row a rank, and one for the word that says who has failed; whole pages."""
+    """Bytes of a row for each rank, and one for the word that says who has failed; whole pages."""
     return -(-(size + 1) * ROW * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -176,7 +176,7 @@ class Board:
             )
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is gone, as far as this one can see."""
+        """Return True if a rank's process is gone, as far as this one can see."""
         if not job_folder.pid_space() or self.words[rank * ROW + PID_SPACE] != job_folder.pid_space():
             return False
         try:
@@ -220,7 +220,7 @@ class SharedCompare(Board):
 
 @functools.lru_cache(maxsize=64)
 def digest(sizes: tuple[int, ...], divisor: float) -> int:
-    """What must be the same on all ranks, in 63 bits."""
+    """Digest of the sizes, which must be equal on all ranks, in 63 bits."""
     return int.from_bytes(hashlib.sha256(repr((sizes, divisor)).encode()).digest()[:8]) >> 1
 
 

@@ -99,7 +99,7 @@ def alone(workers: Workers) -> Workers:
 
 
 def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
-    """What takes a batch to the memory of this process's device; None on CPUs, which work in the host's, and over a
+    """Build the function that takes a batch to the memory of this process's device; None on CPUs, and over a
     mesh, to which batches have come already.
     """
     if jax.default_backend() == "cpu" or workers.mesh is not None:

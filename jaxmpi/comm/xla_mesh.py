@@ -110,7 +110,7 @@ def coordinator(control: MpiProcesses) -> str:
 
 
 def reaches(address: str) -> bool:
-    """Whether somebody listens there."""
+    """Return True if somebody listens there."""
     host, port = address.split(":")
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
@@ -132,7 +132,7 @@ def addresses() -> list[str]:
 
 
 def own_address() -> str:
-    """What this host's name stands for; empty where it is not known."""
+    """Addresses of this host's name; empty if it is not known."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -22,7 +22,7 @@ MOST_LOADERS = 1024  # per worker; each is a thread or a process
 @takes_old_names("data.")
 @dataclass(frozen=True)
 class Data:
-    """Where examples come from and what becomes of an image before the model sees it."""
+    """Source of examples, and the way of an image to the model."""
 
     source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds | packed | text | stdlib
     dir: str = ""  # root folder of imagefolder, batchfiles, tfds, packed or text; JAXMPI_DATA where empty, but for text

@@ -143,7 +143,7 @@ def load(path: Path) -> Experiment:
 
 
 def nearest_import(error: ImportError) -> str:
-    """What a package of the project offers instead, such as another model; nothing where the package is missing."""
+    """Suggest a module of the project instead, such as another model; empty if the package is missing."""
     from_module = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
     wanted, parent = from_module.groups() if from_module else (error.name or "").rpartition(".")[::-2]
     module = sys.modules.get(parent)

@@ -16,7 +16,7 @@ def printable(text: str) -> str:
 
 
 class UsageError(ValueError):
-    """What the user asked for cannot be: got, expected, way out. Shown without a traceback."""
+    """Error of what the user asked for: got, expected, way out. Shown without a traceback."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

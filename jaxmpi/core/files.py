@@ -147,7 +147,7 @@ def refuse_ways_out(folder: Path, name: str, why: str) -> None:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is one itself, not a link to one."""
+    """Return True if it is one itself, not a link to one."""
     return entry.is_dir(follow_symlinks=False)
 
 

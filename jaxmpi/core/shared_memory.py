@@ -98,7 +98,7 @@ def memory_groups() -> list[tuple[Path, Version]]:
 
 
 def left_in(group: Path, version: Version) -> int:
-    """Of a control group; it counts files in the page cache, which go when memory is needed."""
+    """Memory of a control group; it counts files in the page cache, which go when memory is needed."""
     limit, used = (read(group / name).strip() for name in (version.limit, version.used))
     if not (limit.isdigit() and used.isdigit()):
         return sys.maxsize
@@ -138,7 +138,7 @@ def attached(pid: int, fd: int, inode: int, size: int) -> Segment:
 
 
 def folder() -> str:
-    """Where files are memory; else where files are."""
+    """A folder in memory; else one for temporary files."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 

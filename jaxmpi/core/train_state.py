@@ -1,4 +1,4 @@
-"""What a worker is, between two steps. Nothing else is needed to go on exactly."""
+"""State of a worker between two steps. Nothing else is needed to go on exactly."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What becomes of one image on its way into a batch.
+"""Augmentation: the way of one image into a batch.
 
 Random choices are a function of (seed, epoch, index): the same on any number of workers, threads
 or resumed runs. Mean and standard deviation per channel are left to the device, so that a batch

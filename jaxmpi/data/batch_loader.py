@@ -60,7 +60,7 @@ class _Making(NamedTuple):
 
 @dataclass
 class _Hold:
-    """What must be given back when a loader ends, kept apart from it."""
+    """Resources to give back when a loader ends, kept apart from it."""
 
     crew: LoaderPool
     owns_crew: bool
@@ -161,7 +161,7 @@ class Loader:
         return batch
 
     def ready(self) -> bool:
-        """Whether `next` would give a batch without waiting."""
+        """Return True if `next` would give a batch without waiting."""
         return bool(self._ahead) and all(self._hold.crew.has(ticket) for ticket in self._ahead[0].tickets)
 
     def _ask(self) -> None:

@@ -40,7 +40,7 @@ class CorruptExample(TrainingError):
 
 @contextlib.contextmanager
 def corrupt_if_it_fails(blob: Any, where: str, index: int) -> Iterator[None]:
-    """What decoding `blob` raises, as `CorruptExample`: there is no one error for damaged files."""
+    """Turn any error of decoding `blob` into `CorruptExample`: there is no one error for damaged files."""
     try:
         yield
     except (MemoryError, ImportError):  # the machine's fault, and the installation's: no example is corrupt for them
@@ -187,7 +187,7 @@ def _without_rows_below(picture: Picture, bottom: int) -> Picture:
 
 
 class _Frame(NamedTuple):
-    """What a JPEG file says of its rows."""
+    """Layout of a JPEG file's rows."""
 
     place: int  # of the height, two bytes
     block: int  # px: rows that are coded together
@@ -197,7 +197,7 @@ _SKIPPED = frozenset([0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)])  # tables, ap
 
 
 def _frame(blob: bytes) -> _Frame | None:
-    """Of a file whose components are coded together, in one scan (ITU-T T.81, B.2); None for others."""
+    """Layout of a file whose components are coded together, in one scan (ITU-T T.81, B.2); None for others."""
     at, frame, components = 2, None, 0
     while at + 10 < len(blob) and blob[at] == 0xFF:
         marker, size = blob[at + 1], int.from_bytes(blob[at + 2 : at + 4], "big")

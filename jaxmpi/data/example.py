@@ -67,7 +67,7 @@ class Recipe:
 
 
 def unreadable(name: str, index: int, error: OSError) -> TrainingError:
-    """What a file system's answer becomes, whatever `data.on_error`: one that fails would be skipped whole."""
+    """Turn a file system's error into one that ends the run: skipping would skip a failed file system whole."""
     return TrainingError(
         f"{name} (example {index}) cannot be read: {error}; files must not change while a run reads them"
     )

@@ -60,7 +60,7 @@ class GroupSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """What tells this order from others of the same seed; empty where nothing does."""
+        """Facts that tell this order from others of the same seed; empty if nothing does."""
         is_plain = self.period == 1 or self.parts == 1 or not self.shuffle
         return "" if is_plain else f"shuffled over {self.parts} workers every {self.period} epochs"
 
@@ -110,7 +110,7 @@ def holders_by_place(order: np.ndarray, whose: np.ndarray) -> np.ndarray:
 
 
 def slices(examples: int, parts: int) -> list[int]:
-    """Where each member's part begins as records are read from files, side by side; and where the last one ends."""
+    """Start of each member's part as records are read from files, side by side; and the end of the last."""
     return [part * examples // parts for part in range(parts + 1)]
 
 
@@ -120,7 +120,7 @@ def holders_by_slice(examples: int, parts: int) -> np.ndarray:
 
 
 class Move(NamedTuple):
-    """What one member sends and receives in one segment of a shuffle."""
+    """One member's sends and receives in one segment of a shuffle."""
 
     sent: np.ndarray  # i64[k], records by destination, then by place
     to: np.ndarray  # i64[k], the member that each goes to
@@ -368,7 +368,7 @@ class MemorySource:
         return digest() if digest else ""
 
     def where(self, index: int) -> str:
-        """What errors call record `index`."""
+        """Name of record `index` in errors."""
         return where(self.inner, index)
 
     def record(self, index: int) -> tuple[Any, int]:

@@ -67,7 +67,7 @@ class Loaders(Protocol):
         ...
 
     def answers(self, timeout_s: float) -> list[Answer]:
-        """What has been answered; waits for the first."""
+        """Answers so far; blocks for the first."""
         ...
 
     def ended(self, number: int) -> str:
@@ -119,7 +119,7 @@ class LoaderPool:
         return job
 
     def attach(self, job: int, ring: Ring) -> None:
-        """Where the job's batches lie."""
+        """Memory of the job's batches."""
         for number in range(self.size):
             self._send(number, Attach(job, ring))
 
@@ -149,7 +149,7 @@ class LoaderPool:
             self._loaders.send(number, message)
 
     def has(self, ticket: int) -> bool:
-        """Whether a ticket is answered; does not wait."""
+        """Return True if a ticket is answered; does not wait."""
         self._receive(0)
         return ticket in self._answers
 
@@ -194,7 +194,7 @@ class LoaderPool:
         )
 
     def doing(self, number: int) -> tuple[str, float]:
-        """What a loader is at, empty where it is at nothing, and since when by `time.monotonic`; 0 before its start."""
+        """A loader's current example, empty if there is none, and since when by `time.monotonic`; 0 at first."""
         job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
         if not since_ns or index == NOTHING or job not in self._jobs:
             return "", since_ns / 1e9
@@ -282,7 +282,7 @@ class Threads:
         self.told[number].put(message)
 
     def answers(self, timeout_s: float) -> list[Answer]:
-        """What has been answered."""
+        """Answers so far."""
         found: list[Answer] = []
         try:
             found.append(self.done.get(block=timeout_s > 0, timeout=timeout_s))
@@ -392,7 +392,7 @@ class LoaderProcesses:
         self.outboxes[number].put(pickle.dumps(message))
 
     def answers(self, timeout_s: float) -> list[Answer]:
-        """What has been answered."""
+        """Answers so far."""
         found = []
         try:
             ready = wait(list(self.open_pipes), timeout_s)
@@ -458,7 +458,7 @@ def started(in_words: bool = False) -> Loader:
 
 
 def outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
-    """Where messages wait for a process that may be stopped, with its pipe full; None ends it."""
+    """Queue of messages for a process that may be stopped, with its pipe full; None ends it."""
     waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=hand_over, args=(pipe, waiting), daemon=True, name="jaxmpi-outbox").start()
     return waiting

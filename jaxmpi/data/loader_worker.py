@@ -98,7 +98,7 @@ class Answer(NamedTuple):
 
 
 class LoaderWorker:
-    """What a loader knows: the jobs it works for, and its row of the board."""
+    """State of a loader: the jobs it works for, and its row of the board."""
 
     def __init__(self, board: np.ndarray) -> None:
         self.board = board  # i64[8]
@@ -275,7 +275,7 @@ def greeted(hello: bytes) -> LoaderWorker:
 
 
 def handled(member: LoaderWorker, message: bytes) -> Answer | None:
-    """What is to be answered, if anything."""
+    """The next order to answer, if any."""
     try:
         return member.handle(pickle.loads(message))
     except GoneError:

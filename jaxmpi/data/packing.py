@@ -58,7 +58,7 @@ SHOWN = 20  # damaged records that are named
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What becomes of the images."""
+    """Treatment of the images."""
 
     resize: int = 0  # px: shorter side; 0 keeps the size
     quality: int = 90  # of images that are compressed anew: JPEG 1 to 100, or 0 for PNG
@@ -74,12 +74,12 @@ class Recipe:
         check(self.verify in ("decode", "header"), f"--verify: got {self.verify!r}; decode or header")
 
     def made(self) -> dict[str, Any]:
-        """What the bytes of a good image depend on."""
+        """Fields on which the bytes of a good image depend."""
         return {"resize": self.resize, "quality": self.quality, "shard_bytes": self.shard_bytes}
 
 
 class Packing(NamedTuple):
-    """What came of it."""
+    """Result of packing."""
 
     records: int
     size_bytes: int
@@ -283,7 +283,7 @@ def _begin(file: io.FileIO, folder: Path, job: dict[str, Any]) -> bool:
 
 
 def _is_of(begun: Any, job: dict[str, Any]) -> bool:
-    """Whether what was begun is this job; it may hold more, such as `on_error`, which earlier versions wrote down."""
+    """Return True if what was begun is this job; it may hold more, such as `on_error` of earlier versions."""
     return isinstance(begun, dict) and begun.items() >= job.items()
 
 
@@ -293,7 +293,7 @@ def _changed(begun: Any, job: dict[str, Any]) -> str:
 
 
 def finished(folder: Path, job: dict[str, Any]) -> Packing:
-    """What an earlier packing made.
+    """Parts that an earlier packing made.
 
     Raises:
         UsageError: of something else.
@@ -344,7 +344,7 @@ def _whole(folder: Path, number: int, first: int, examples: int) -> Shard | None
 
 
 def _is_sound(shard: Shard, first: int, examples: int) -> bool:
-    """Whether a note's numbers, which a stranger may have written, can be true."""
+    """Return True if a note's numbers, which a stranger may have written, can be true."""
     is_told = all(map(_is_count, shard)) and first < shard.next <= examples
     return is_told and shard.records + shard.skipped == shard.next - first
 
@@ -373,7 +373,7 @@ def _rows(folder: Path, number: int) -> Path:
 
 
 class _Packer(NamedTuple):
-    """What writes the shards behind those that are done."""
+    """Open the writer of the shards behind those that are done."""
 
     source: Source
     folder: Path
@@ -488,7 +488,7 @@ def _tidy(folder: Path, shards: int) -> None:
 
 
 def damaged(packed: Packed, threads: int = 2, progress: Progress | None = None, decode: bool = False) -> list[str]:
-    """What is wrong with which record; empty where all have their checksums (and can be decoded)."""
+    """Damage by record; empty if all have their checksums (and can be decoded)."""
 
     def look(index: int) -> str:
         try:
@@ -546,7 +546,7 @@ def _threads(parser: argparse.ArgumentParser) -> None:
 
 
 def pack_parser() -> argparse.ArgumentParser:
-    """Of `jaxmpi data pack`."""
+    """Parser of `jaxmpi data pack`."""
     parser = argparse.ArgumentParser("jaxmpi data pack", description="Pack SRC into DST/<split>/; run again to go on.")
     parser.add_argument("src", metavar="SRC", help="folder of the source; or digits or synthetic, which need none")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder for the packed splits")
@@ -614,7 +614,7 @@ def pack_main(argv: list[str]) -> None:
 
 
 def check_parser() -> argparse.ArgumentParser:
-    """Of `jaxmpi data check`."""
+    """Parser of `jaxmpi data check`."""
     parser = argparse.ArgumentParser("jaxmpi data check", description="Verify every record of a packed data set.")
     parser.add_argument("dst", metavar="DST", type=Path, help="what jaxmpi data pack has made")
     parser.add_argument("--decode", action="store_true", help="decode the images too")

@@ -40,7 +40,7 @@ def aligned(size: int) -> int:
 
 
 class Layout(NamedTuple):
-    """What a ring holds: `slots` batches of `batch` rows."""
+    """Layout of a ring: `slots` batches of `batch` rows."""
 
     slots: int
     batch: int

@@ -91,7 +91,7 @@ class Sampler:
 
     @property
     def name(self) -> str:
-        """What tells this order from others of the same seed; empty where nothing does."""
+        """Facts that tell this order from others of the same seed; empty if nothing does."""
         return ""
 
     @property
@@ -105,7 +105,7 @@ class Sampler:
         return math.ceil(self.effective_batch / self.size / self.multiple) * self.multiple
 
     def indices(self, step: int) -> Share:
-        """What this worker reads at `step`, counted from 0 at the start of training.
+        """Indices that this worker reads at `step`, counted from 0 at the start of training.
 
         Raises:
             IndexError: without `shuffle`, a step past the one epoch.
@@ -157,7 +157,7 @@ class FileSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """What tells this order from others of the same seed."""
+        """Facts that tell this order from others of the same seed."""
         return "whole files" if self.shuffle else ""
 
     def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:

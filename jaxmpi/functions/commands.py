@@ -1,4 +1,4 @@
-"""What a team can be told to do: one table. Every process of the team runs the same verb with the same header."""
+"""Commands to a team, in one table. Every process of the team runs the same one with the same header."""
 
 import functools
 import json
@@ -202,7 +202,7 @@ def put(team: WorkerGroup, order: Order) -> None:
 
 
 def values_of(station: WorkerSlot, order: Order) -> list[Any]:
-    """What a worker is given: from here, from the master, or out of shared memory."""
+    """Inputs of a worker: from here, from the master, or out of shared memory."""
     if order.given is not None:
         return order.given(station.rank)
     if "tickets" not in order.header:

@@ -17,7 +17,7 @@ from jaxmpi.runtime import host_callbacks
 
 @dataclass(frozen=True)
 class Turn(host_callbacks.Ordered):
-    """What keeps the sums of one fork in order: a failed one leaves nothing to those of the next."""
+    """State that keeps the sums of one fork in order: a failed one leaves nothing to those of the next."""
 
     number: int
 

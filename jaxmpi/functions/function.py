@@ -37,7 +37,7 @@ _numbers = itertools.count()  # functions in the order in which they are made, t
 
 
 class Function:
-    """What `jaxmpi.function` makes. `__wrapped__` is the user's own function."""
+    """A function over workers. `__wrapped__` is the user's own function."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Function:
         return parts
 
     def _exchange(self) -> AbstractContextManager[None]:
-        """Where an exchange in the function would be another than one over its workers, refuse it."""
+        """Refuse an exchange in the function that would not be over its workers."""
         if self.team is None or self.team.size == 1 or self.team.is_the_world:
             return nullcontext()
         return refusing_world(
@@ -246,7 +246,7 @@ class Function:
 
 
 class Given(NamedTuple):
-    """What the caller's own workers take directly: leaves by input, chosen rows."""
+    """Inputs that the caller's own workers take directly: leaves by input, chosen rows."""
 
     leaves: list[Any]
     rows: Rows | None
@@ -267,7 +267,7 @@ def update_of(update: Any) -> Output:
 
 
 def takes_argument(marker: Marker) -> bool:
-    """Whether the input comes with the call."""
+    """Return True if the input comes with the call."""
     return marker is broadcast or (isinstance(marker, Scatter) and marker.variable is None)
 
 
@@ -292,7 +292,7 @@ def check_targets(name: str, targets: Sequence[Variable]) -> None:
 
 
 def leaf_of(place: int, index: int, wanted: Output, outputs: int) -> Leaf:
-    """Where one array that the program returns goes."""
+    """Destination of one array that the program returns."""
     if place >= outputs:
         return Leaf(wanted.op, "update", wanted.into.number, index)
     if wanted.into is not None:
@@ -301,7 +301,7 @@ def leaf_of(place: int, index: int, wanted: Output, outputs: int) -> Leaf:
 
 
 def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
-    """What of an output must be the same on all workers."""
+    """Facts of an output that must be equal on all workers."""
     crosses = leaf.place in ("result", "into")
     shape = list(aval.shape[1:] if leaf.op == "gather" else aval.shape)
     return f"{leaf.place} {leaf.target} leaf {leaf.index}", f"{leaf.op} of {aval.dtype}{shape}" if crosses else ""
@@ -368,7 +368,7 @@ class Bound:
         return jax.tree.structure(tree)
 
     def header(self, batch: Any, batch_local: Any, slices: int) -> dict[str, Any]:
-        """What all workers need to know of the call."""
+        """Facts of the call that all workers need."""
         scattered, resident = bool(self.lengths), any(entry[0] == "rows" for entry in self.inputs)
         check(batch is None or scattered, "batch: got a choice of examples, but no argument is scattered")
         check(batch_local is None or resident, "batch_local: got a choice of rows, but no input is scatter(variable)")
@@ -387,7 +387,7 @@ class Bound:
         }
 
     def chosen(self) -> dict[str, int]:
-        """Of indices, what tells whether all ranks that run the script have chosen the same."""
+        """Digest of indices, by which ranks that run the script compare their choice."""
         if self.team.is_serial or len(self.team.stations) == self.team.size:
             return {}
         choices = [self.rows.indices if self.rows else None, *self.local]
@@ -422,7 +422,7 @@ def local_header(choice: Any) -> list[Any]:
 
 
 def unchanged(before: Any, now: Any) -> bool:
-    """Whether a broadcast leaf is what the workers have: the same JAX array, or the same bytes."""
+    """Return True if a broadcast leaf is what the workers have: the same JAX array, or the same bytes."""
     if isinstance(now, jax.Array) or isinstance(before, jax.Array):
         return before is now
     same_kind = before.shape == now.shape and before.dtype == canonical(now.dtype)
@@ -435,5 +435,5 @@ def as_words(array: np.ndarray) -> np.ndarray:
 
 
 def kept_copy(leaf: Any) -> Any:
-    """What tells later whether the leaf has changed: a JAX array itself, else a copy."""
+    """Token by which a later call knows if the leaf has changed: a JAX array itself, else a copy."""
     return leaf if isinstance(leaf, jax.Array) else np.array(leaf, dtype=canonical(leaf.dtype), order="C")

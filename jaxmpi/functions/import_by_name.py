@@ -54,7 +54,7 @@ def find(name: dict[str, Any]) -> Callable:
 
 
 def part_of(module: Any, name: str) -> Any:
-    """What a qualified name stands for; None where it stands for nothing."""
+    """The object of a qualified name; None if there is none."""
     return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), module)
 
 

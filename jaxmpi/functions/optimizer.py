@@ -18,7 +18,7 @@ from jaxmpi.functions.variable import make, numbers
 
 
 class Optimizer:
-    """What `jaxmpi.optimizer` makes: params and optimizer state on every worker, and the two functions of a step."""
+    """Result of `jaxmpi.optimizer`: params and optimizer state on every worker, and the two functions of a step."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Optimizer:
 
 
 def no_more_values(*_: Any, **__: Any) -> NoReturn:
-    """What a line search is given to evaluate the loss with, while it is traced."""
+    """Refuse the evaluations of a line search, while it is traced."""
     raise UsageError(
         "optimizer: tx evaluates the loss anew (value_fn), as line searches do, and a step has the examples no more; "
         "leave the search out, as in optax.lbfgs(0.1, linesearch=None), or drive one from the script through "

@@ -33,12 +33,12 @@ class KeyData:
 
 
 def is_key_data(node: Any) -> bool:
-    """Whether the node stands for typed keys."""
+    """Return True if the node stands for typed keys."""
     return isinstance(node, KeyData)
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether the leaf is an array of typed keys."""
+    """Return True if the leaf is an array of typed keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

@@ -31,7 +31,7 @@ class Scatter:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """What becomes of one output: how pieces and workers combine, and where the result is."""
+    """Reduction of one output: how pieces and workers combine, and on whom the result is."""
 
     op: str = ""  # a row of OPS; empty: nothing combines
     stays: bool = False  # left on each worker, not combined over workers
@@ -110,7 +110,7 @@ def wide(dtype: Any) -> np.dtype:
 
 
 def travels_as_sum(op: str, dtype: Any) -> bool:
-    """Whether `exchange` makes it over workers; all else is gathered and combined in rank order."""
+    """Return True if `exchange` makes it over workers; all else is gathered and combined in rank order."""
     return op in ("mean", "sum") and jnp.dtype(dtype) in FLOATS
 
 

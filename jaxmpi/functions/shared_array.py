@@ -89,12 +89,12 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """Shape of the array."""
         return self.array.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the array."""
+        """Dtype of the array."""
         return self.array.dtype
 
     @property
@@ -158,12 +158,12 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
     # ------------------------------------------------------------ for other processes of the job
 
     def ticket(self) -> dict[str, Any]:
-        """What `from_ticket` needs in another process of this host."""
+        """Ticket for `from_ticket` in another process of this host."""
         return {"key": self.key, "path": self.path, "shape": list(self.shape)}
 
 
 def is_shared(leaf: Any) -> bool:
-    """Whether it is a shared array, which is a leaf."""
+    """Return True if it is a shared array, which is a leaf."""
     return isinstance(leaf, SharedArray)
 
 
@@ -276,7 +276,7 @@ def taken(name: str, path: str) -> str:
 
 
 def path_of(name: str) -> str:
-    """Where the memory of a name is."""
+    """Path of the memory of a name."""
     check(
         re.fullmatch(r"[\w.-]{1,200}", name) is not None, f"shared: name: got {name!r}; expected letters, digits, ._-"
     )

@@ -112,7 +112,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def in_order(array: Any) -> np.ndarray:
-    """As NumPy, C-contiguous; a copy only where it must be."""
+    """Convert to C-contiguous NumPy; a copy only if it must be."""
     return np.asarray(array, order="C")
 
 
@@ -158,7 +158,7 @@ def every(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
 
 
 class Watch:
-    """What the master knows of stopped workers: it says which is, and ends it after the time limit.
+    """The master's watch over stopped workers: it names one that is, and ends it after the time limit.
 
     One that computes is not stopped, however long that takes. Looks are counted, not the clock: where the master is
     stopped as well, as by Ctrl-Z, nobody is late.
@@ -367,7 +367,7 @@ class SocketTransport:
         self.stop_watching = every(WATCH_S, self.watch.look) if jobs else lambda: None
 
     def name(self, rank: int) -> str:
-        """Of a worker, for messages."""
+        """Name of a worker, for messages."""
         return f"worker {rank} of {self.size} (process {self.jobs[rank].pid})"
 
     def _send(self, rank: int, data: Any) -> None:
@@ -467,5 +467,5 @@ class SocketTransport:
         self._star(None)
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """What the master makes, as JSON."""
+        """The master's JSON value, on all."""
         return self._star(make() if self.rank == 0 else None)[0]

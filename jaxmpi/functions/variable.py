@@ -47,7 +47,7 @@ class Variable:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of this process's own worker's leaves."""
+        """Leaves of this process's own worker."""
         return [x.shape for x in jax.tree.leaves(self.value)]
 
     def get(self, rank: int | np.integer) -> PyTree:
@@ -101,7 +101,7 @@ class Variable:
         return self._tree(self._reduce("reduce", op, strategy, keep=False))
 
     def all_reduce(self, op: str | Output = "mean", strategy: str | None = None) -> None:
-        """As `reduce`, and all workers keep the result, the same bits on each."""
+        """Reduce, and let all workers keep the result, the same bits on each."""
         self._reduce("all_reduce", op, strategy, keep=True)
 
     # ------------------------------------------------------------ how
@@ -188,7 +188,7 @@ def concatenated(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def where(rows: Rows) -> Any:
-    """What of chosen rows goes into a header: start and step, or that indices travel."""
+    """Describe chosen rows in a header: start and step, or that indices travel."""
     return "indices" if rows.indices is not None else [rows.start, rows.step]
 
 

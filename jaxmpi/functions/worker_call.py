@@ -231,7 +231,7 @@ def run_pieces(
 
 
 def add_to_old(station: WorkerSlot) -> None:
-    """What updates add becomes the new value, while nothing is stored yet."""
+    """Store the value that updates add to, if nothing is stored yet."""
     for i, leaf in enumerate(station.program.leaves):
         if leaf.op == "add":
             old, new = station.held(leaf.target)[leaf.index], station.out[i]

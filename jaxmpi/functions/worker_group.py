@@ -41,7 +41,7 @@ class WorkerFailed(TrainingError):
 
 
 class SumFailed(OutOfStep):
-    """As all workers know that wait in it."""
+    """State of a worker that waits for commands."""
 
 
 class Missing(Exception):
@@ -60,7 +60,7 @@ class MissingPrograms(Exception):
 
 
 class Order(NamedTuple):
-    """What all workers are to do."""
+    """A command to all workers."""
 
     verb: str  # of VERBS in `verbs`
     header: dict[str, Any]  # plain JSON values
@@ -114,7 +114,7 @@ class WorkerSlot:
         return jax.device_put(array, self.device)
 
     def given(self, array: Any) -> Any:
-        """As an argument of a program: a call puts NumPy's arrays on the default device sooner than `put` does."""
+        """Convert to a program's argument: a call puts NumPy's arrays on the default device sooner than `put` does."""
         is_default = self.device is jax.local_devices()[0] and jax.config.jax_default_device is None  # pyright: ignore[reportAttributeAccessIssue]
         return array if is_default and isinstance(array, np.ndarray) else self.put(array)
 
@@ -138,7 +138,7 @@ class WorkerSlot:
 
 
 class Library(Protocol):
-    """Where a team finds the functions that this process has in Python."""
+    """Registry of the functions that this process has in Python."""
 
     def program(self, form: int, shapes: tuple) -> Program:
         """The program for one structure of arguments and shapes and dtypes of their leaves."""
@@ -197,7 +197,7 @@ class WorkerGroup:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all workers see the same memory."""
+        """Return True if all workers see the same memory."""
         return len(set(getattr(getattr(self, "comm", None), "hosts", (0,)))) == 1
 
     def forget(self, numbers: list[int]) -> None:
@@ -207,7 +207,7 @@ class WorkerGroup:
                 station.forget(number)
 
     def newly_dropped(self) -> list[int]:
-        """What nobody asks for any more, since the last time; more may be dropped meanwhile."""
+        """Numbers of objects that nobody uses any more, since the last call; more may be dropped meanwhile."""
         numbers, self.dropped = self.dropped, []
         return numbers
 
@@ -304,7 +304,7 @@ class WorkerGroup:
             self.gone = f"the workers are no longer in step: {named(error):.500}{way_out}"
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Where every rank runs the script, tell the others that this one cannot even begin."""
+        """Tell the others, if every rank runs the script, that this one cannot even begin."""
         if self.is_serial:
             return
         try:
@@ -337,7 +337,7 @@ def named(error: BaseException) -> str:
 
 
 def failure(error: BaseException | None) -> Report:
-    """What went wrong; what the user did wrong needs no traceback."""
+    """Text of an error; a user's mistake needs no traceback."""
     if isinstance(error, (UsageError, TrainingError)):
         return Report("error", str(error))
     return Report("error", "".join(traceback.format_exception(error)).rstrip())
@@ -457,7 +457,7 @@ class ForkedGroup(ProcessGroup):
     way_out = "jaxmpi.close(), then fork again"
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """Of a sum that fails all others learn through shared memory; the master says which worker has ended."""
+        """Name the worker that has ended: of a sum that fails, the others learn through shared memory only."""
         try:
             return jax.block_until_ready(super().summed(mine, op, strategy))
         except Exception as error:

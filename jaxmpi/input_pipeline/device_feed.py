@@ -54,7 +54,7 @@ class DeviceFeed:
     model: Any = None  # a Model, which the source's classes fit
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks: how many examples and classes, and the source's digest of them."""
+        """Facts that must be equal on all ranks: numbers of examples and classes, and the source's digest of them."""
         digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
         load_mean_image(self.data)  # says what is wrong with it
         return {
@@ -126,7 +126,7 @@ class DeviceFeed:
 
 
 def on_devices(batches: Sequence[Batch], mesh: Mesh | None) -> train_state.Batch:
-    """What of the workers' batches goes to the devices; over a mesh this process's share of all workers', each part to
+    """Place the workers' batches on the devices; over a mesh this process's share of all workers', each part to
     its own. A device that shares the host's memory takes images where they lie.
     """
     arrays = [{"image": batch.image, "label": batch.label, "weight": batch.weight} for batch in batches]
@@ -207,7 +207,7 @@ def fitted(model: Model, source: Source, is_train: bool) -> Model:
 
 
 def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
-    """Of a source whose files are read whole, one after another; None where examples are read one by one.
+    """Order of files for a source whose files are read whole; None if examples are read one by one.
 
     Raises:
         UsageError: `data.shuffle_by` wants files of a source that has none of several examples.
@@ -221,7 +221,7 @@ def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
 
 
 def is_mixed(source: Source) -> bool:
-    """Whether neighbours differ in their labels half as often as in a random order, or the labels are not known.
+    """Return True if neighbours differ in their labels half as often as in a random order, or the labels are not known.
 
     Where they do not, such as in files sorted by class, a batch of whole files would have few classes.
     """

@@ -51,7 +51,7 @@ TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
 class MemoryShuffle:
-    """What keeps the records of one split in memory where they are read.
+    """Store that keeps the records of one split in memory on the workers that read them.
 
     Args:
         source: whose memory is filled.

@@ -99,7 +99,7 @@ class SpawnedLoaders:
         self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, tag), message))
 
     def answers(self, timeout_s: float) -> list[Answer]:
-        """What has been answered."""
+        """Answers so far."""
         deadline = time.monotonic() + timeout_s
         while not (found := self._received()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -115,7 +115,7 @@ class SpawnedLoaders:
         return found
 
     def ended(self, number: int) -> str:
-        """As the process that MPI has started has said."""
+        """Join the process that MPI has started."""
         return self.gone.get(number, "")
 
     def stop(self) -> None:
@@ -196,7 +196,7 @@ def main(worker: int) -> None:
 
 
 def _replied(loader: Loader) -> bytes:
-    """What the loader says, or how it has ended."""
+    """The loader's message, or how it has ended."""
     try:
         return loader.pipe.recv_bytes()
     except (EOFError, OSError):

@@ -15,7 +15,7 @@ Mean = Callable[[PyTree], PyTree]
 
 
 class Over(NamedTuple):
-    """What `batch_mean` takes the mean over, beside the examples at hand."""
+    """The axis of `batch_mean` beside the examples at hand."""
 
     mean: Mean | None = None
     real: jax.Array | None = None
@@ -26,7 +26,7 @@ _OVER: contextvars.ContextVar[Over | None] = contextvars.ContextVar("_OVER", def
 
 @contextlib.contextmanager
 def statistics_over(mean: Mean | None = None, real: jax.Array | None = None) -> Iterator[None]:
-    """What `batch_mean` means to the models that are called within; they see neither workers nor weights.
+    """The meaning of `batch_mean` for models called within; they see neither workers nor weights.
 
     It acts while a model is traced, so it belongs inside the function that is compiled, around `apply`.
 

@@ -1,4 +1,4 @@
-"""Whether a model gives what the trainer takes, tried on shapes alone before training."""
+"""Return True if a model gives what the trainer takes, tried on shapes alone before training."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether inputs are whole numbers, which are neither normalised nor cast to a float."""
+        """Return True if inputs are whole numbers, which are neither normalised nor cast to a float."""
         return jnp.issubdtype(self.input_dtype, jnp.integer)
 
 
@@ -66,7 +66,7 @@ def check_pair(result: Any, what: str) -> None:
 
 
 def a(thing: Any) -> str:
-    """What somebody handed over, for errors."""
+    """Describe an object that the user handed over, for errors."""
     if thing is None:
         return "None"
     kind = "class" if isinstance(thing, type) else "function"

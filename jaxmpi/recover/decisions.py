@@ -1,4 +1,4 @@
-"""What all ranks decide together while a run goes on: to leave, to stop, to skip a step, to go back."""
+"""Decisions of all ranks during a run: to leave, to stop, to skip a step, to go back."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -75,7 +75,7 @@ class StepConsensus:
         return before
 
     def count(self) -> Failure | None:
-        """What came of the open vote, if there is one."""
+        """Result of the open vote, if there is one."""
         if self._open is None:
             return None
         (step, result), self._open = self._open, None
@@ -90,7 +90,7 @@ class StepConsensus:
 
 
 class Recovery:
-    """What becomes of failures, the same on all ranks; counted over a run."""
+    """Consequence of failures, the same on all ranks; counted over a run."""
 
     def __init__(self, policy: str, limit: int) -> None:
         """Args: a name of config.RECOVERIES, and how often it may be made use of."""
@@ -116,7 +116,7 @@ class Recovery:
         raise RollBack(failure.step, str(failure))
 
     def of_difference(self, text: str) -> None:
-        """What is done about workers whose params differ.
+        """Stop or go back after workers' params differ.
 
         Raises:
             AgreedError: the run stops.
@@ -139,7 +139,7 @@ class Recovery:
 
 
 def not_finite(loss: float, finite: np.ndarray) -> int | None:
-    """What of a worker's step is not finite, as a vote says it; None where all is."""
+    """The first part of a worker's step that is not finite, as a vote says it; None if all is."""
     if not np.isfinite(loss):
         return LOSS
     return None if finite.all() else int(np.argmin(finite)) + 1

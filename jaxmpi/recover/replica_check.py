@@ -1,4 +1,4 @@
-"""Whether what is to be equal on all workers is: digests, fingerprints, and who differs."""
+"""Check that replicated state is bit-identical on all workers; name the worker that differs."""
 
 import zlib
 from collections import Counter
@@ -15,7 +15,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 
 
 def fingerprints_by(jit: Callable, workers: Workers) -> Callable[[PyTree], np.ndarray]:
-    """What gives u32[workers of this process, leaves] of a tree on its devices.
+    """Build the function that gives u32[workers of this process, leaves] of a tree on its devices.
 
     The device hashes, so that only numbers leave it. On CPUs the host does, whose memory it is: there is no program
     that all ranks of a host would have to compile for it in the midst of a run.

@@ -28,7 +28,7 @@ class Lost(Exception):
 
 
 class CommittedState(NamedTuple):
-    """What no death takes away: the state after the last step that all voted for."""
+    """The state after the last step that all ranks voted for; no death takes it away."""
 
     step: int
     state: TrainState
@@ -38,7 +38,7 @@ class CommittedState(NamedTuple):
 
 @dataclass
 class ShrinkCoordinator:
-    """What ranks that go on without each other agree on, step by step."""
+    """Agreement, step by step, of ranks that go on without each other."""
 
     control: MpiProcesses
     comm: Comm
@@ -98,7 +98,7 @@ class ShrinkCoordinator:
 
 
 def pact(experiment: Experiment, workers: Workers, recorder: Recorder | None) -> ShrinkCoordinator | None:
-    """What `--on-rank-loss shrink` needs between several ranks; else None.
+    """Coordinator of `--on-rank-loss shrink` between several ranks; else None.
 
     Args: recorder: None on ranks that do not keep the record.
     """

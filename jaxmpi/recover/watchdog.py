@@ -35,7 +35,7 @@ STALLED = 1  # exit code: to start again may help
 
 @dataclass
 class RankStatus:
-    """What is known of a rank; seconds of `time.monotonic`."""
+    """Knowledge of a rank; seconds of `time.monotonic`."""
 
     beat: dict[str, Any]
     heard_s: float
@@ -96,7 +96,7 @@ class Watchdog:
                 self.stacks[message["rank"]] = message["text"]
 
     def _allow_for_sleep(self, gap_s: float) -> None:
-        """Where this process was stopped itself, or its clock jumped, nobody else is late on that account."""
+        """Excuse all others if this process itself was stopped, or its clock jumped."""
         if gap_s > 2 * self.beat_s:
             for heard in self.known.values():
                 heard.heard_s += gap_s
@@ -184,7 +184,7 @@ class Watchdog:
 
 
 def mine(rank: int) -> dict[str, Any]:
-    """What this rank tells: its phase and step, and what it waits for."""
+    """This rank's heartbeat: its phase and step, and what it waits for."""
     at, open_spans = failures.at(), spans.under_way()
     waits = [span.name for span in open_spans if span.track == "wait"]
     opened = [f"{'waits for ' * (s.track in ('wait', 'data'))}{s.name}" for s in open_spans]
@@ -201,7 +201,7 @@ def mine(rank: int) -> dict[str, Any]:
 
 
 def own_stacks() -> str:
-    """Where every thread of this process is."""
+    """Stacks of all threads of this process."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -58,7 +58,7 @@ def nesterov(tx: optax.GradientTransformation, exchange: Exchange, delta: float,
 
 
 class Elastic(NamedTuple):
-    """What a worker holds beside its weights in the synchronous form."""
+    """State of a worker beside its weights, in the synchronous form."""
 
     steps: Any  # i32[]: so far
     center: PyTree  # equal on all workers

@@ -40,7 +40,7 @@ def check_gossip(config: RuleConfig, workers: int) -> None:
 
 
 class Push(NamedTuple):
-    """What one worker sends another."""
+    """One worker's push to another."""
 
     to: int
     share: float  # alpha_s

@@ -137,7 +137,7 @@ class GossipThread:
         return True
 
     def _guarded(self, peer: int, act: Callable[[], Any]) -> Any:
-        """What an act gives; nothing where it shows that the peer is gone."""
+        """Result of an act; None if the act shows that the peer is gone."""
         try:
             return act()
         except Exception as error:

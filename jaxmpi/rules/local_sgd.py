@@ -25,7 +25,7 @@ def local_sgd(tx: optax.GradientTransformation, exchange: Exchange, config: Rule
 
 
 class LocalState(NamedTuple):
-    """What a worker holds beside its weights."""
+    """State of a worker beside its weights."""
 
     steps: Any  # i32[]: so far
     agreed: PyTree  # w', the weights that all had when they met last

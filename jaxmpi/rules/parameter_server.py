@@ -51,11 +51,11 @@ class Layout(NamedTuple):
         return [(at, min(at + self.width(), end)) for at in range(begin, end, self.width())]
 
     def host_wire(self) -> HostWire:
-        """What turns floats into bytes."""
+        """Codec from floats to bytes."""
         return HOST_WIRES[self.wire]
 
     def message_bytes(self) -> int:
-        """Of the longest message either way."""
+        """Bytes of the longest message either way."""
         report_bytes = 8 * REPORT_FLOATS
         return HEADER_BYTES + max(self.host_wire().size_bytes(self.width()), report_bytes)
 
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """What workers have done, in numbers that add up."""
+    """Work of workers, in numbers that add up."""
 
     steps: float = 0.0
     examples: float = 0.0
@@ -83,7 +83,7 @@ class Counters(NamedTuple):
 
 
 class TimeSpent(NamedTuple):
-    """Where a worker's time went, in seconds; parts as in `step_timing.PARTS`."""
+    """Seconds of a worker by part, as in `step_timing.PARTS`."""
 
     steps: float = 0.0
     data: float = 0.0
@@ -100,7 +100,7 @@ class TimeSpent(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a worker says to the books, beside a tally of what is new and where the time went."""
+    """A worker's report to server 0, beside counters of what is new and its seconds by part."""
 
     clock: float  # its steps in this job
     saved: float  # the number of the last checkpoint that it has written its part of
@@ -111,7 +111,7 @@ class Report(NamedTuple):
 
 
 class GlobalStatus(NamedTuple):
-    """What a worker hears."""
+    """Server 0's answer to a report."""
 
     stop: float  # 1: enough examples have been seen; 2: the run is to be left and resumed later
     save: float  # the checkpoint that all are to write
@@ -210,7 +210,7 @@ class GlobalProgress:
         return set(self.reports) - self._held - self.told
 
     def is_over(self) -> bool:
-        """Whether everybody has heard the end."""
+        """Return True if everybody has heard the end."""
         return bool(self.closing) and self.told >= set(self.reports)
 
 
@@ -266,7 +266,7 @@ class Server:
             self._answer()
 
     def is_over(self) -> bool:
-        """Whether no worker will come any more and all answers are out of the house."""
+        """Return True if no worker will come any more and all answers are out of the house."""
         has_ended = self.is_closed and (self.ledger is None or self.ledger.is_over())
         return has_ended and not any(self.out.values())
 
@@ -356,11 +356,11 @@ class ServerExchange:
         return [server for server, open_ in enumerate(self._open) if open_]
 
     def lacks_only_books(self) -> bool:
-        """Whether all has been said, and nothing but the answer to the report is missing."""
+        """Return True if all has been said, and nothing but the answer to the report is missing."""
         return not any(self._todo) and [where for open_ in self._open for where in open_] == [REPORT]
 
     def is_over(self) -> bool:
-        """Whether everything is said and answered."""
+        """Return True if everything is said and answered."""
         return not any(self._todo) and not any(self._open)
 
     def _messages(self, server: int, kind: int, vector: np.ndarray | None, report: Any) -> Iterator[tuple]:

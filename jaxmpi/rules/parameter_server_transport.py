@@ -65,7 +65,7 @@ class Outbox:
 
 
 def is_complete(request: Any) -> bool:
-    """Whether a send is over; one to a rank that is gone is."""
+    """Return True if a send is over; one to a rank that is gone is."""
     try:
         return request.Test()
     except Exception as error:
@@ -78,7 +78,7 @@ def is_complete(request: Any) -> bool:
 
 
 class ServerEndpoint:
-    """Where a server's workers are served: in the main thread of its rank, or in one beside a worker.
+    """Endpoint that serves workers: in the main thread of its rank, or in one beside a worker.
 
     A round takes one message of each worker that has sent any, and rounds begin with another worker each time. A worker
     of this process could call the server instead, and sends messages over MPI as the others do. So a worker's share of
@@ -120,7 +120,7 @@ class ServerEndpoint:
                     look()
 
     def silent_s(self) -> dict[int, float]:
-        """Of server 0: for how long each worker has said nothing, but for those that wait for a word themselves."""
+        """Seconds since each worker's last word to server 0, but for workers that wait for a word themselves."""
         now_s, ledger = time.monotonic(), self.server.ledger
         awaited = {worker for worker in (ledger.awaited() if ledger else ()) if not self.server.out.get(worker)}
         return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
@@ -154,7 +154,7 @@ class ServerEndpoint:
         return True
 
     def _guarded(self, worker: int, act: Callable[[], Any]) -> Any:
-        """What an act gives; nothing where it shows that the worker is gone."""
+        """Result of an act; None if the act shows that the worker is gone."""
         if worker not in self._coming:
             return None
         try:

@@ -36,7 +36,7 @@ class RuleSpec(NamedTuple):
     check: Callable[[RuleConfig, int], None] = lambda config, workers: None  # raises UsageError
 
     def goes_by(self, setting: str) -> bool:
-        """Whether a field of RuleConfig matters to the rule."""
+        """Return True if a field of RuleConfig matters to the rule."""
         return self.settings is None or setting in self.settings
 
 
@@ -70,7 +70,7 @@ def without_effect(config: RuleConfig) -> list[str]:
 
 
 def is_asynchronous(config: RuleConfig) -> bool:
-    """Whether workers run on without waiting for each other."""
+    """Return True if workers run on without waiting for each other."""
     return lookup(RULES, config.name, "rule").is_asynchronous
 
 
@@ -155,7 +155,7 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
 
 
 def is_periodic(config: RuleConfig) -> bool:
-    """Whether workers exchange every so many steps only, and step alone in between."""
+    """Return True if workers exchange every so many steps only, and step alone in between."""
     return lookup(RULES, config.name, "rule").is_periodic
 
 

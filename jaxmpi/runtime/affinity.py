@@ -36,7 +36,7 @@ def pin_cores(local_rank: int, local_size: int) -> None:
 
 
 def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
-    """Where ranks of this host were given the same part of its cores, as in a container, each takes its share."""
+    """Take a share of the cores, if ranks of this host were all given the same ones, as in a container."""
     mine = masks[local_rank]
     alike = [rank for rank, mask in enumerate(masks) if mask == mine]
     if mine and len(alike) > 1:
@@ -49,7 +49,7 @@ def core_mask() -> list[int]:
 
 
 def idle_cores(mine: int, all_cores: int, local_size: int) -> str:
-    """What to tell where each rank may use one core and the host has more than ranks; else empty.
+    """Advice if each rank may use one core and the host has more cores than ranks; else empty.
 
     So Open MPI binds where it starts one or two ranks on a host.
     """
@@ -75,7 +75,7 @@ def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
 
 
 def roam() -> None:
-    """Where this process took a single core as its share, let its threads use all that it was given.
+    """Give this process's threads all its cores again, if it took a single one as its share.
 
     For ranks that do not keep step. A rank of its own pace on a core is not slowed by ranks on another, so those that
     share one with more of them, or with a server, would have less of the machine.

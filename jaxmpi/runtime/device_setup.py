@@ -43,7 +43,7 @@ def visible_gpus() -> list[str]:
 
 
 def my_gpu() -> str:
-    """What tells this rank's GPU from those of its host's other ranks; empty where it has none."""
+    """The variable by which this rank finds its GPU among those of its host; empty if it has none."""
     here, gpus = launched(), visible_gpus()
     if here is None or not gpus:
         return ""

@@ -173,7 +173,7 @@ def who() -> str:
 
 
 class At(NamedTuple):
-    """What this process is at, and since when."""
+    """Note the phase of this process, and since when."""
 
     phase: str
     since_s: float  # of time.monotonic
@@ -196,7 +196,7 @@ def doing(phase: str, patience: float = 1.0) -> None:
 
 
 def at() -> At:
-    """What this process is at."""
+    """The phase of this process."""
     return _at
 
 
@@ -233,7 +233,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
 
 
 def is_no_backend(error: BaseException | None) -> bool:
-    """Whether JAX could not start the backend that JAX_PLATFORMS names."""
+    """Return True if JAX could not start the backend that JAX_PLATFORMS names."""
     return isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
 
 
@@ -252,7 +252,7 @@ def go_alone() -> None:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """What the job's exit code tells launchers: starting again helps only where it is 1 or a signal's."""
+    """The job's exit code for launchers: starting again helps only if it is 1 or a signal's."""
     codes = ((KeyboardInterrupt, INTERRUPTED), (UsageError, MISUSED))
     return next((code for kind, code in codes if isinstance(error, kind)), 1)
 
@@ -286,7 +286,7 @@ def let_be_heard() -> None:
 
 
 def let_end() -> None:
-    """Where another thread is ending the job, let it: this process must not end well meanwhile."""
+    """Let another thread end the job, if one does: this process must not exit with 0 meanwhile."""
     if _ending.acquire(timeout=ENDING_S):
         _ending.release()
 

@@ -31,7 +31,7 @@ Values = dict[str, str]
 
 
 class InjectedError(RuntimeError):
-    """What the fault `raise` raises."""
+    """The error of the fault `raise`."""
 
 
 class Kind(NamedTuple):
@@ -144,7 +144,7 @@ def flip_bit(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainSt
 
 
 def fill_disk(values: Values, subject: Any) -> Any:
-    """What a full disk answers."""
+    """The error of a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC) + " (injected)")
 
 

@@ -206,7 +206,7 @@ def forget(name: str) -> None:
 
 @dataclass(frozen=True)
 class Ordered(effects.Effect):
-    """What keeps calls in order."""
+    """Effect that keeps calls in order."""
 
 
 def admit(effect: effects.Effect) -> effects.Effect:
@@ -303,7 +303,7 @@ mlir.register_lowering(_python_p, _lower, platform="cpu")
 
 @ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
 def _handler(frame: Any) -> int | None:
-    """What XLA calls. ctypes swallows exceptions, so none may leave; None is success."""
+    """Entry point that XLA calls. ctypes swallows exceptions, so none may leave; None is success."""
     try:
         return _handle(frame.contents)
     except BaseException as error:
@@ -377,7 +377,7 @@ def _as_xla_error(frame: Frame, error: BaseException) -> int:
 
 
 def _told(error: BaseException) -> str:
-    """What was raised, by which rank, and, of what is no plain message to the user, where."""
+    """The error, its rank and, unless it is a plain message to the user, its traceback."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if isinstance(error, (UsageError, TrainingError)) else f", {place.filename}:{place.lineno}"
     return f"{type(error).__name__}: {error} [{failures.who()}{where}]"

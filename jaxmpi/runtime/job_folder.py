@@ -98,7 +98,7 @@ def sweep(root: Path) -> None:
 
 
 def pid_space() -> int:
-    """Where this process's number means something; 0 where that is unknown."""
+    """Identify the namespace of this process's number; 0 if it is unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

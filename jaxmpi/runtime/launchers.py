@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """What the launcher's environment says of this process."""
+    """This process's place in the job, from the launcher's environment."""
 
     launcher: str
     rank: int

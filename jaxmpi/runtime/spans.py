@@ -1,4 +1,4 @@
-"""What this process does when: spans of time, noted by whoever works, read by recorder, trace and watchdog.
+"""Spans of time: noted by whoever works, read by recorder, trace and watchdog.
 
 Times are seconds of `time.perf_counter`, which a change of the wall clock does not move.
 """
@@ -58,12 +58,12 @@ def span(track: str, name: str) -> Iterator[None]:
 
 
 def under_way() -> list[Span]:
-    """What each thread is at; ends are not known yet."""
+    """Spans under way, by thread; their ends are not known yet."""
     return list(_open.values())
 
 
 def is_crowded() -> bool:
-    """Whether the oldest will soon be dropped."""
+    """Return True if the oldest will soon be dropped."""
     return len(_spans) > MOST // 2
 
 
@@ -100,7 +100,7 @@ def length(spans: list[tuple[float, float]]) -> float:
 
 
 def minus(spans: list[tuple[float, float]], holes: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What intervals cover and holes do not."""
+    """Intervals without the parts that holes cover."""
     left, merged = [], union(holes)
     for begin, end in union(spans):
         for hole_begin, hole_end in inside(merged, begin, end):

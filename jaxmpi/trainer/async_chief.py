@@ -32,7 +32,7 @@ LOOK_S = 0.02  # between reports of a worker that has nothing left to do but wai
 
 
 class ChiefWorker:
-    """What worker 0 does when the examples of all workers make it due."""
+    """Duties of worker 0, due by the examples of all workers."""
 
     def __init__(self, run: Run, worker: Worker, parts: UncoordinatedCheckpoint, start: Start) -> None:
         """Go on from the start of the run.
@@ -72,7 +72,7 @@ class ChiefWorker:
         )
 
     def has_news(self) -> bool:
-        """Whether a worker has made a step since the last progress line."""
+        """Return True if a worker has made a step since the last progress line."""
         assert self.answer is not None
         return self.answer.tally.examples > self.before.examples
 

@@ -1,4 +1,4 @@
-"""Where asynchronous workers begin: the center, each worker's own state, and what all have done so far."""
+"""Start of asynchronous workers: the center, each worker's own state, and progress so far."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Flat(NamedTuple):
 
     @classmethod
     def of(cls, params: PyTree) -> "Flat":
-        """Of params.
+        """Layout of params.
 
         Raises:
             UsageError: a leaf is no float32, bfloat16 or float16, by path.
@@ -69,7 +69,7 @@ def on_device(tree: PyTree) -> PyTree:
 
 @dataclass
 class Start:
-    """Where a run begins: state 0, or what a checkpoint holds of it."""
+    """Start of a run: state 0, or the part of a checkpoint."""
 
     center: np.ndarray  # f32[n]
     state: TrainState
@@ -95,7 +95,7 @@ def starting(
 
 
 def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> Start:
-    """What a checkpoint holds for a worker; one whose part is not in it begins at the center.
+    """Start of a worker from a checkpoint; one whose part is not in it begins at the center.
 
     On another number of workers weights of gossip begin anew, so that they sum to 1.
     """

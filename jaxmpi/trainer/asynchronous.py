@@ -68,7 +68,7 @@ def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str
 
 
 class StderrRecorder(Recorder):
-    """Of a rank that keeps no record: what it alone can say goes to standard error."""
+    """Recorder of a rank without a record: its own messages go to standard error."""
 
     def say(self, text: str) -> None:
         """A line that names the rank."""

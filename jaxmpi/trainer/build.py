@@ -166,7 +166,7 @@ class Functions(NamedTuple):
 
     @property
     def exchanges(self) -> bool:
-        """Whether workers tell each other anything; with strategy none they drift apart."""
+        """Return True if workers tell each other anything; with strategy none they drift apart."""
         return not self.strategy.startswith("none")
 
 
@@ -200,7 +200,7 @@ def settle_exchange(
 def probed(
     asked: exchange_config.ExchangeConfig, comm: Comm, sizes: Sequence[int], is_beside: bool
 ) -> tuple[exchange_config.ExchangeConfig, str]:
-    """What a probe finds for these leaves, and why: among what can run beside the backward pass, where that pays."""
+    """Let a probe choose for these leaves, and say why: among strategies that overlap, if overlap pays."""
     among = host_algorithms.fitting(comm.hosts) if is_beside else ()
     verdict = choose(comm, sizes, asked.strategy, asked.bucket_bytes, among)
     if is_beside and asked.overlap == "auto" and not verdict.overlap:
@@ -210,7 +210,7 @@ def probed(
 
 
 def can_go_on(name: str, asked: str, comm: Comm) -> bool:
-    """Whether a strategy that `auto` took before is possible on these ranks, with the overlap that is asked for now."""
+    """Return True if a strategy that `auto` took before is possible on these ranks, with the overlap asked for now."""
     strategy, must = algorithms.parse(name), asked in ("on", "delayed") and comm.size > 1
     return strategy.fits(comm.hosts) and (not must or host_algorithms.has(strategy, comm.hosts))
 
@@ -368,7 +368,7 @@ def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tupl
 
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:
-    """Whether the step is split: by default where several ranks would compile one program on the same cores."""
+    """Return True if the step is split: by default where several ranks would compile one program on the same cores."""
     if experiment.step_mode != "auto" or workers.mesh is not None:
         return experiment.step_mode == "split" and workers.mesh is None
     return workers.comm.size > 1 and jax.default_backend() == "cpu"

@@ -17,7 +17,7 @@ from jaxmpi.trainer.step import Metrics
 
 @dataclass
 class Guard:
-    """What a run asks of all that is above."""
+    """Checks of a run's steps and state, and the decision that follows."""
 
     votes: StepConsensus
     recovery: Recovery

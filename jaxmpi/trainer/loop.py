@@ -20,7 +20,7 @@ from jaxmpi.trainer.timetable import DueEvents
 
 
 class Position(NamedTuple):
-    """Where the loop begins."""
+    """Start of the loop."""
 
     step: int  # of this process's workers
     state: TrainState  # after it
@@ -76,7 +76,7 @@ class Coordinator(Protocol):
 
     @property
     def timer(self) -> StepTimer:
-        """Where the time of a step goes."""
+        """Clock that splits the time of a step into its parts."""
         ...
 
     def begin(self, position: Position) -> TrainState:

@@ -149,7 +149,7 @@ def gather_all(experiment: Experiment) -> Workers:
 
 
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.Stored | None:
-    """What rank 0 reads of the run that is resumed."""
+    """Read on rank 0 what must be known of the run that is resumed."""
     with run_directory.usable():
         found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
     row = workers.processes.bcast_object(found)

@@ -1,4 +1,4 @@
-"""What a progress line says of all ranks, from what their steps gave."""
+"""Progress lines about all ranks, from the metrics of their steps."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ SUMS = 6  # over workers: loss, examples, |g_i|^2; and where |g|^2 was measured 
 
 
 class Done(NamedTuple):
-    """What all workers have done, for a progress line."""
+    """Work of all workers, for a progress line."""
 
     epoch: float
     examples: int  # so far

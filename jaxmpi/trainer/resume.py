@@ -25,7 +25,7 @@ from jaxmpi.trainer.run import Run
 
 
 def extra_of(experiment: Experiment, plan: TrainingPlan, functions: Functions, elapsed_s: float) -> dict[str, Any]:
-    """What a checkpoint keeps beside the state."""
+    """JSON values that a checkpoint keeps beside the state."""
     return {
         "elapsed_s": elapsed_s,
         "scaled_for": plan.scaled_for,
@@ -41,7 +41,7 @@ def extra_of(experiment: Experiment, plan: TrainingPlan, functions: Functions, e
 
 
 def identity(experiment: Experiment, plan: TrainingPlan) -> dict[str, Any]:
-    """What makes a run the same run."""
+    """Fields that make a run the same run."""
     return run_directory.identity(experiment, plan.clock.effective_batch, plan.data)
 
 

@@ -29,7 +29,7 @@ from jaxmpi.trainer.progress import ProgressLog
 def open_saver(
     experiment: Experiment, workers: Workers, functions: Functions, home: HeldFolder, states: dict[int, TrainState]
 ) -> Saver:
-    """What writes checkpoints.
+    """Open the writer of checkpoints.
 
     Raises:
         UsageError: the disk has no room for two.

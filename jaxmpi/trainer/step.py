@@ -85,7 +85,7 @@ class Forward(NamedTuple):
         return cast_floats(outputs, jnp.float32), cast_floats(new_state, jnp.float32)
 
     def prepared(self, image: jax.Array) -> jax.Array:
-        """What the model takes: images normalised and cast, tokens as they are."""
+        """The model's input: images normalised and cast, tokens as they are."""
         if not self.model.takes_tokens:
             return normalise(image, self.data).astype(self.compute_dtype)
         name, dtype = self.model.name, self.model.input_dtype

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class DueEvents(NamedTuple):
-    """What is due after a step, in the order in which it is done."""
+    """Events that are due after a step, in the order in which they are done."""
 
     compare: bool = False
     log: bool = False

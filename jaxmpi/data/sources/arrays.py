@@ -44,7 +44,7 @@ class ArraySource:
         return np.asarray(self.images[index]), self.labels[index]
 
     def digest(self) -> str:
-        """Of all labels, and of 64 images spread over the whole: hashing all of a big array would take minutes."""
+        """Digest of all labels, and of 64 images spread over the whole: all of a big array would take minutes."""
         digest = hashlib.sha256(np.asarray(self.labels, np.int64).tobytes())
         for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
             image = np.ascontiguousarray(self.images[i])
@@ -53,7 +53,7 @@ class ArraySource:
 
 
 class PythonSource:
-    """What the user gave as `data.train` or `data.validation`: (image, label) pairs or dicts."""
+    """The user's `data.train` or `data.validation`: (image, label) pairs or dicts."""
 
     def __init__(self, examples: Any, name: str) -> None:
         self.examples, self.name = examples, name

@@ -42,7 +42,7 @@ class Source(Protocol):
 
 
 def where(source: Source, index: int) -> str:
-    """What errors call example `index`: its file where it has one."""
+    """Name of example `index` in errors: its file, if it has one."""
     named = getattr(source, "where", None)
     return named(index) if named else f"{source.name}[{index}]"
 

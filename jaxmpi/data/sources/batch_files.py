@@ -38,7 +38,7 @@ MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
 
 
 class Header(NamedTuple):
-    """What a .npy file says of itself."""
+    """Header of a .npy file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Header(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a .npy file is to hold, in words, and whether it does."""
+    """Expected contents of a .npy file, in words, and the check of them."""
 
     words: str
     fits: Callable[[Header], bool]
@@ -102,7 +102,7 @@ class BatchFileSource:
 
     @property
     def file_ends(self) -> tuple[int, ...]:
-        """Of each file, the index behind its last image."""
+        """Index behind the last image of each file."""
         return tuple(self.ends.tolist())
 
     def _open_files(self) -> None:
@@ -191,7 +191,7 @@ def _check_order(folder: str, names: list[str]) -> None:
 
 
 def header(path: str, expected: Expected = IMAGES) -> Header:
-    """What a .npy file says of itself; on the main thread only: it is not safe in threads of Python 3.11.
+    """Read the header of a .npy file; on the main thread only: it is not safe in threads of Python 3.11.
 
     Raises:
         UsageError: it is none, another one than expected, or cut off.
@@ -246,7 +246,7 @@ def _head(path: str, blob: bytes) -> Header:
 
 
 def labels_path(root: str, split: str) -> str:
-    """Where the labels of a split are."""
+    """Path of a split's labels."""
     return os.path.join(root, f"{split}_labels.npy")
 
 
@@ -293,13 +293,13 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
 
 
 def _names(files: int) -> list[str]:
-    """Of so many batch files: as texts in the order of their numbers."""
+    """Names of so many batch files, which sort as texts in the order of their numbers."""
     digits = max(5, len(str(files - 1)))
     return [f"{number:0{digits}}.npy" for number in range(files)]
 
 
 def _remove_others(folder: Path, names: list[str]) -> None:
-    """What a longer set has left behind; files with other names than numbers are not of this writer."""
+    """Remove files of a longer set before; files with other names than numbers are not of this writer."""
     with _writing(folder):
         for left in set(folder.glob("*.npy")) - {folder / name for name in names}:
             if left.stem.isdecimal():

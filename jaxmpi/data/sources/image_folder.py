@@ -83,7 +83,7 @@ def _folders(root: str) -> list[str]:
 
 
 def _is(kind: Callable[[], bool]) -> bool:
-    """What an entry of a folder is; nothing where its link leads in a circle."""
+    """Kind of a folder's entry; None if its link leads in a circle."""
     try:
         return kind()
     except OSError:

@@ -42,7 +42,7 @@ NO_TEXT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 class Manifest(NamedTuple):
-    """What manifest.json holds."""
+    """Contents of manifest.json."""
 
     records: int
     classes: int  # 0 where it is not known
@@ -53,7 +53,7 @@ class Manifest(NamedTuple):
 
 
 def shard_name(number: int) -> str:
-    """Of a shard's file."""
+    """Name of a shard's file."""
     return f"shard-{number:05d}.bin"
 
 
@@ -280,7 +280,7 @@ class Packed:
         return self._files[shard]
 
     def digest(self) -> str:
-        """Of the index, which has every record's checksum and label, and of the classes' names."""
+        """Digest of the index, which has every record's checksum and label, and of the classes' names."""
         names = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape")).hexdigest()
         return f"{self.manifest.index_sha256} {names}"
 
@@ -304,7 +304,7 @@ class PackedSource(Packed):
 
 
 def packed(config: Data, split: str) -> Source:
-    """What `jaxmpi data pack` has made, in DIR/<split>/."""
+    """Source of shards that `jaxmpi data pack` made in DIR/<split>/."""
     _check_channels(config)
     base = data_dir(config)
     check(bool(base), "packed: set data.dir or JAXMPI_DATA to a folder that jaxmpi data pack has made")

@@ -1,4 +1,4 @@
-"""Where examples come from: length and random access by index, one row in a table per kind.
+"""Sources of examples: length and random access by index, one row in a table per kind.
 
 A new source is one class and one row in `SOURCES`.
 """

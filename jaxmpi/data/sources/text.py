@@ -150,7 +150,7 @@ def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:
 
 
 def is_common(file: str) -> bool:
-    """Whether a file is the library's own: neither installed later nor made for one machine."""
+    """Return True if a file is the library's own: neither installed later nor made for one machine."""
     parts = file.split("/")
     return not set(parts) & set(NOT_THE_LIBRARY) and not any(part.startswith(OF_THE_MACHINE) for part in parts)
 

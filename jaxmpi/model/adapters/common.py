@@ -28,7 +28,7 @@ def train_arguments(call: Callable[..., Any], train: bool) -> dict[str, bool]:
 
 
 def takes(function: Callable[..., Any], count: int, by_name: dict[str, Any] | None = None) -> bool:
-    """Whether a function or class can be called with so many positional arguments, and these."""
+    """Return True if a function or class can be called with so many positional arguments, and these."""
     if isinstance(function, type):  # a metaclass may hide what its constructor takes
         function = functools.partial(function.__init__, None)
     try:
