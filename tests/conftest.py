@@ -1,4 +1,4 @@
-"""Eight fake CPU devices, and promotions that fail where user code might silently lose or gain precision.
+"""Eight fake CPU devices, and promotions that fail if user code might silently lose or gain precision.
 
 The whole suite runs in two processes, named files and slow tests in one.
 """
@@ -38,7 +38,7 @@ hypothesis.settings.load_profile("jaxmpi")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two where everything quick is run; none, which is this process itself, for what must not be disturbed."""
+    """Two if everything quick is run; none, which is this process itself, for what must not be disturbed."""
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     return 2 if is_whole and not UNDER_MPI and config.option.markexpr.startswith("not slow") else 0
 

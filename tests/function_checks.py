@@ -366,7 +366,7 @@ def check_shared():
 
 
 def synchronise() -> None:
-    """Where ranks share memory, what one writes others must not read too early."""
+    """If ranks share memory, what one writes others must not read too early."""
     if not team().is_serial:
         processes().barrier()
 
@@ -550,7 +550,7 @@ def check_pieces_that_cannot_combine():
 
 
 def check_exchange_inside():
-    """Over the function's workers where every rank runs the script; elsewhere refused while tracing, never another."""
+    """Over the function's workers if every rank runs the script; elsewhere refused while tracing, never another."""
     k = workers()
     x = np.ones((3 * k, 2), np.float32)
     by_hand = jm.function(lambda x: jm.exchange(x.sum(), "ring", op="sum"), jm.scatter, jm.mean)

@@ -98,7 +98,7 @@ def mpirun(ranks: int, *args: str, timeout_s: float, env: dict[str, str] | None 
 
 
 def train(ranks: int, *args: str, timeout_s: float = 120, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:
-    """`python -m jaxmpi.train args`, under mpirun where there are several ranks."""
+    """`python -m jaxmpi.train args`, under mpirun if there are several ranks."""
     line = mpirun_line(ranks) if ranks > 1 else []
     on_cpu = {"JAX_PLATFORMS": "cpu"} if "--devices" in args else {}  # a machine has fewer GPUs than a test wants
     env = on_cpu | (env or {})

@@ -1,4 +1,4 @@
-"""Where a step's time goes: made-up loops whose answer is known, and the real loop's clock."""
+"""Parts of a step's time: made-up loops whose answer is known, and the real loop's clock."""
 
 import time
 

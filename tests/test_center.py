@@ -173,7 +173,7 @@ class World:
             del self.there[i, s], self.back[i, s]
 
     def run(self) -> None:
-        """To the end, in a random order; fails where nobody can do anything any more."""
+        """To the end, in a random order; fails if nobody can do anything any more."""
         dies = self.rng.randrange(40) if self.case.victim >= 0 else -1
         for turn in range(100_000):
             if turn == dies:

@@ -31,7 +31,7 @@ if world.rank == 1:
 
 
 def on_cluster(*args: str, timeout_s: float = 60, env: dict[str, str] | None = None):
-    """A run of the script; the test is skipped, visibly, where namespaces are not allowed."""
+    """A run of the script; the test is skipped, visibly, if namespaces are not allowed."""
     ended = run([*CLUSTER, *args], timeout_s=timeout_s, cwd=ROOT, env=env)
     if ended.code == NOT_PERMITTED:
         pytest.skip(ended.out.strip())

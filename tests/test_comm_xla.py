@@ -79,7 +79,7 @@ def params(run_dir: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def over_xla(folder: Path) -> Path:
-    """20 steps of 4 processes, one device each, where a proxy for downloads is set."""
+    """20 steps of 4 processes, one device each, if a proxy for downloads is set."""
     return trained(folder, "xla", "--comm", "xla", "--exchange.strategy", "ring32", env=A_PROXY)
 
 

@@ -44,7 +44,7 @@ def same_on_all_workers(tree) -> bool:
 
 
 def owed(state, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """f64[w, ...]: what each worker keeps of a leaf; none where the leaf travels whole."""
+    """f64[w, ...]: what each worker keeps of a leaf; none if the leaf travels whole."""
     error = state.error[name]
     return np.zeros((WORKERS, *shape)) if error is None else np.asarray(error, np.float64).reshape(WORKERS, *shape)
 

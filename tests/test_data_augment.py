@@ -169,7 +169,7 @@ def test_area_and_aspect_of_windows_are_what_was_asked_for():
 
 
 def test_places_of_windows_are_all_as_likely():
-    """Those at the edges too, and the last one where a share is 1 itself."""
+    """Those at the edges too, and the last one if a share is 1 itself."""
     shares = np.random.default_rng(0).random((4000, 1, 4))
     windows = np.array([random_window((10, 12), (70 / 120, 70 / 120), (7 / 10, 7 / 10), s) for s in shares])
     assert {tuple(sides) for sides in windows[:, 2:]} == {(10, 7)}

@@ -107,7 +107,7 @@ class TestOrder:
         assert [whose.indices(step).indices.tolist() for step in range(2)] == [[1, 3], [5]]
 
     def test_what_makes_a_run_this_run(self):
-        """Only where it changes the order."""
+        """Only if it changes the order."""
         names = {(parts, period): sampler(40, parts, period=period).name for parts in (1, 2, 4) for period in (0, 1, 2)}
         assert [names[parts, period] for parts, period in names if parts == 1 or period == 1] == [""] * 5
         assert len({names[2, 0], names[4, 0], names[2, 2], names[4, 2]}) == 4

@@ -255,7 +255,7 @@ def cut(path: Path) -> None:
     ],
 )
 def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, name, damage, kept):
-    """Also where this is stopped once more: what lies behind is never counted on."""
+    """Also if this is stopped once more: what lies behind is never counted on."""
     whole = noise(7)
     source, folder = Breaks(whole.images, whole.labels), tmp_path / "a"
     for source.at in (6, 3):
@@ -606,7 +606,7 @@ def outcome(folder: Path) -> list[tuple[bytes, int] | None] | None:
 
 
 def read_all(folder: Path) -> list[tuple[bytes, int] | None] | None:
-    """Every record, None for one that is refused; None where the folder is."""
+    """Every record, None for one that is refused; None if the folder is."""
     try:
         source = Packed(folder)
     except UsageError:

@@ -522,7 +522,7 @@ def opened_batch_files(folder: Path) -> Any:
 
 
 def npy_head(fields: str) -> bytes:
-    """That of a .npy file, with an integer type and C order where the fields do not say."""
+    """That of a .npy file, with an integer type and C order if the fields do not say."""
     text = "{'descr': '<i8', 'fortran_order': False, " + fields + "}\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 

@@ -272,7 +272,7 @@ def state_files(run_dir: Path) -> dict[str, bytes]:
 
 
 def losses(run_dir: Path) -> list[tuple]:
-    """(step, examples, loss) of every step: each once, in order, where no example is lost or repeated."""
+    """(step, examples, loss) of every step: each once, in order, if no example is lost or repeated."""
     lines = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
     return [(line["step"], line["examples"], line["loss"]) for line in lines if line["kind"] == "train"]
 
@@ -670,7 +670,7 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 @pytest.fixture(scope="session", autouse=True)
 def page() -> Iterator[None]:
-    """What was measured; its cells of the page's table are replaced where asked for."""
+    """What was measured; its cells of the page's table are replaced if asked for."""
     yield
     start, _, rest = PAGE.read_text().partition("<!-- faults -->\n")
     table, _, end = rest.partition("<!-- end of faults -->")

@@ -261,7 +261,7 @@ def test_sums_that_all_ranks_refuse_alike_leave_them_in_step(comm, kind, message
 
 @pytest.mark.parametrize("has_failed_before", [False, True])
 def test_others_learn_of_a_sum_that_cannot_begin(has_failed_before, monkeypatch):
-    """Where a program of the user's has failed before, a program makes the sum."""
+    """If a program of the user's has failed before, a program makes the sum."""
 
     def fail(*_):
         raise MemoryError("no room for the program's results")

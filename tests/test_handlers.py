@@ -123,7 +123,7 @@ def test_attributes_keep_their_values(python, form):
     jax.jit(lambda: call([], [], **values))()
     jax.effects_barrier()
     assert {**seen, "real": 0.1} == values
-    assert seen["real"] == pytest.approx(0.1, rel=2**-24)  # an f32 where x64 is off
+    assert seen["real"] == pytest.approx(0.1, rel=2**-24)  # an f32 if x64 is off
 
 
 # ---------------------------------------------------------------- order

@@ -54,7 +54,7 @@ def there() -> Iterator[tuple[int, np.ndarray]]:
 
 @pytest.mark.parametrize("most", [None, 1000])
 def test_records_are_read_in_any_order(there, most, monkeypatch):
-    """More of them than one call takes, some of no bytes; also where the system copies less than it is asked for."""
+    """More of them than one call takes, some of no bytes; also if the system copies less than it is asked for."""
     if most:
         whole = peer_memory._readv
 

@@ -279,7 +279,7 @@ def test_a_probe_for_a_scalar_gets_candidates_of_its_own_for_long_vectors():
 
 
 def test_what_cannot_be_measured_is_left_out():
-    """Such as shm, where a container's shared memory is small."""
+    """Such as shm, if a container's shared memory is small."""
     host = CARDS._replace(hosts=1, slots=8, gamma_s_per_byte=1e-11)
     known = autotune.Probe(host, {"shm:32": {}})
     assert "shm:32" in autotune.shortlist(known, autotune.Task((10**6,)))

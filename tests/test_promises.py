@@ -25,7 +25,7 @@ UNSAFE = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
 def calls(tree: ast.AST) -> set[str]:
-    """What is called, as it is written, with `allow_pickle` where that is given."""
+    """What is called, as it is written, with `allow_pickle` if that is given."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

@@ -1,4 +1,4 @@
-"""The page from a record, whatever the record is like; opened in a browser where there is one."""
+"""The page from a record, whatever the record is like; opened in a browser if there is one."""
 
 import html.parser
 import json

@@ -135,7 +135,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
 def test_freed_memory_is_used_again_without_page_faults():
-    # A new 64 MiB takes 16384 faults of 4 KiB, or 32 of 2 MiB where the kernel gives huge pages.
+    # A new 64 MiB takes 16384 faults of 4 KiB, or 32 of 2 MiB if the kernel gives huge pages.
     assert int(python(FREED.format(keep=True)).stdout) < 32
 
 
@@ -341,7 +341,7 @@ GPUS = [
     ("0,1", 1, 2, "1", None),
     ("0,1", 3, 4, "1", "0.450"),
     ("0,1", 2, 3, "0", "0.450"),
-    ("3", 1, 2, "all", "0.450"),  # the one that is visible; to be corrected where the launcher gave each rank its own
+    ("3", 1, 2, "all", "0.450"),  # the one that is visible; to be corrected if the launcher gave each rank its own
     ("0,-1,1", 1, 3, "all", "0.300"),
     ("", 1, 2, "all", None),
     ("-1", 1, 2, "all", None),
@@ -409,7 +409,7 @@ def test_srun_may_call_every_ranks_own_gpu_0(visible, gpus, is_same, no_launcher
 
 @pytest.mark.parametrize(("backend", "is_late"), [("gpu", True), ("cpu", False)])
 def test_a_gpu_that_has_started_cannot_be_chosen_any_more(backend, is_late, monkeypatch):
-    """Where there is no GPU, only JAX's word about its backend is another."""
+    """If there is no GPU, only JAX's word about its backend is another."""
     jax.devices()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)

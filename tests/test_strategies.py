@@ -336,7 +336,7 @@ class Counting(AxisComm):
     def loop(self, turns, turn, carry):
         if turns:
             self.times, before = self.times * turns, self.times
-            jax.eval_shape(turn, 0, carry)  # once; where the loop itself is traced nothing is counted
+            jax.eval_shape(turn, 0, carry)  # once; if the loop itself is traced nothing is counted
             self.times = 0
             carry, self.times = super().loop(turns, turn, carry), before
         return carry

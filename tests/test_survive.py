@@ -81,7 +81,7 @@ class Part(NamedTuple):
 
 @pytest.fixture(scope="session")
 def reference(model, tmp_path_factory):
-    """(parts of a run) -> what is equal on all workers in the end, where each part is resumed from the one before."""
+    """(parts of a run) -> what is equal on all workers in the end, if each part is resumed from the one before."""
 
     @functools.cache
     def made(*parts: Part) -> bytes:
@@ -164,7 +164,7 @@ def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path
     assert left_behind(folder) == []
     assert leaked(before) == set()
     told_times(job, row, lost)
-    # 64 examples do not divide by 3 where a run begins, and shared memory adds in another order than the ring.
+    # 64 examples do not divide by 3 when a run begins, and shared memory adds in another order than the ring.
     if lost[0]["after"] and "shm" not in name:
         assert common(folder) == reference(*parts_of(row.ranks, lost))
 

@@ -1,4 +1,4 @@
-"""Lines through a pipe, a panel on a terminal however narrow, nothing where nothing is asked for."""
+"""Lines through a pipe, a panel on a terminal however narrow, nothing if nothing is asked for."""
 
 import fcntl
 import io

@@ -1,4 +1,4 @@
-"""When events of a run are due: in lock step, and where progress jumps."""
+"""When events of a run are due: in lock step, and if progress jumps."""
 
 import pytest
 from hypothesis import given

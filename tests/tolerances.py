@@ -19,7 +19,7 @@ subnormal in half precision has an absolute error of half its spacing, 2^-25, wh
 block, and is off by half of s, and 127 2 u s because x / s is computed as x (1 / s): less than m / 253 in all. 127 s
 may be above m by 2^-14 at most: that is its r.
 
-Where f32 results are subnormal XLA may flush them, and wire 8 has no scale below 2^-126: 2^-126 for each operation, of
+If f32 results are subnormal XLA may flush them, and wire 8 has no scale below 2^-126: 2^-126 for each operation, of
 which there are fewer than 8 w.
 
 k: 0 for `ar` and `shm`; 2 for `asa` (slices sent, sum sent) and `root` (vectors sent, sum sent); w for `ring` and

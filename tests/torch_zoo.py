@@ -30,7 +30,7 @@ class ToRows(nn.Module):
 
 class Repeat(nn.Module):
     """[batch, channels, n, n] -> [batch, channels, size, size], n < size: the nearest entries, as the pools of the
-    models do where an image is too small.
+    models do if an image is too small.
     """
 
     def __init__(self, size: int):

@@ -162,7 +162,7 @@ class StrategySpec(NamedTuple):
     sum: Callable[..., jax.Array]  # a Sum, once `<k>` or `<cross>` of the name is filled in
     wires: tuple[str, ...]
     crosses: bool = False  # whether it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
-    means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, where that is faster
+    means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, if that is faster
     fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
 
 
@@ -212,7 +212,7 @@ class Strategy(NamedTuple):
 
 
 def parse(spelling: str) -> Strategy:
-    """`algorithm[:wire]` or an alias as a Strategy; the wire is 32 where none is given.
+    """`algorithm[:wire]` or an alias as a Strategy; the wire is 32 if none is given.
 
     Raises:
         UsageError: the algorithm or the wire is unknown, or the algorithm cannot use the wire.

@@ -53,7 +53,7 @@ def exchange(
             for trees of about this size, with its bucket size unless one is given. The size class is the number of
             binary digits of the number of floats; a choice is kept for its class and these workers.
         op: mean or sum.
-        comm: who takes part; default: all ranks of the MPI job, or one worker where there is no launcher.
+        comm: who takes part; default: all ranks of the MPI job, or one worker if there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
         order: in which leaves come to exist; buckets are then those of `overlap.exchange`. Default: as in the tree.
 
@@ -126,7 +126,7 @@ def settle(
     return _settled[key]
 
 
-_constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, where an addition outside jit takes 120
+_constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, an addition outside jit 120
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:
@@ -150,7 +150,7 @@ class Choice(NamedTuple):
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def ready(self, count: int) -> list[int] | None:
-        """Leaves in the order in which they come to exist, where that counts."""
+        """Leaves in the order in which they come to exist, if that counts."""
         return self.order.leaves(count) if self.order else None
 
     def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
@@ -264,7 +264,7 @@ def _refuse_to_map(*_: Any) -> NamedTuple:
 
 
 def guarded(leaf: jax.Array, comm: Comm) -> jax.Array:
-    """The leaf, for which neither a derivative is offered nor, where it travels over MPI, a mapping."""
+    """The leaf, for which neither a derivative is offered nor, if it travels over MPI, a mapping."""
     leaf = not_differentiable(leaf)
     return not_mapped(leaf) if isinstance(comm, MpiComm) and comm.size > 1 else leaf
 

@@ -124,7 +124,7 @@ def choose(
     Args:
         comm: who exchanges.
         sizes: floats of every leaf.
-        asked: `auto`, or `auto:<wire>` where that wire may travel, too.
+        asked: `auto`, or `auto:<wire>` if that wire may travel, too.
         bucket_bytes: a size that stays, unless it is the default.
         among: algorithms to choose from, asa one of them; none given: all.
         held: probes of earlier calls of this process, by workers; used before saved ones, and updated.
@@ -257,7 +257,7 @@ def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], task: Task
 
 
 def next_to_measure(probe: Probe, task: Task, time_is_up: bool) -> tuple[str, int] | None:
-    """A strategy and a number of floats; None where all that count are measured, or there is no time.
+    """A strategy and a number of floats; None if all that count are measured, or there is no time.
 
     All strategies at the length that says more about these leaves come first, then all at the other. The baseline and
     the first of every wire are measured in any case.
@@ -480,7 +480,7 @@ DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeErro
 
 
 def read(key: Mapping[str, Any]) -> Probe | None:
-    """The saved probe of these hosts; None where there is none, it is damaged, or JAXMPI_PROBE=fresh."""
+    """The saved probe of these hosts; None if there is none, it is damaged, or JAXMPI_PROBE=fresh."""
     if os.environ.get("JAXMPI_PROBE") == "fresh":
         return None
     try:
@@ -504,13 +504,13 @@ def newest() -> tuple[dict[str, Any], Probe] | None:
             check(value["format"] == FORMAT, "of another kind")
             check_hosts(value["key"]["hosts"])
             return value["key"], from_json(value)
-        except DAMAGED:  # `read` says so where it matters
+        except DAMAGED:  # `read` says so if it matters
             continue
     return None
 
 
 def save(key: Mapping[str, Any], probe: Probe) -> None:
-    """Keep it, whole or not at all; where that cannot be, say so and go on."""
+    """Keep it, whole or not at all; if that cannot be, say so and go on."""
     try:
         path = file_of(key)
         aside = path.with_suffix(f".{os.getpid()}.tmp")

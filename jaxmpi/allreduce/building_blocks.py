@@ -33,7 +33,7 @@ def spread(leaf: jax.Array, rows: int, row: jax.Array | int) -> jax.Array:
 
 
 def place_of(comm: Comm) -> jax.Array:
-    """i32: where this worker's rank is in `comm.order`."""
+    """i32: the place of this worker's rank in `comm.order`."""
     return jnp.asarray(np.argsort(comm.order).astype(np.int32))[comm.rank]
 
 

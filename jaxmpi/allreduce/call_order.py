@@ -38,7 +38,7 @@ LIBRARIES = ("jax", "jaxlib", "jaxmpi", "optax", "flax", "equinox", "functools",
 def check_in_program(comm: Comm, what: str) -> None:
     """Let the program being traced compare, wherever it comes to this place, which exchange its ranks have come to.
 
-    Ranks that differ end the job, with the exchange that each of them has come to. Nothing where there is one worker,
+    Ranks that differ end the job, with the exchange that each of them has come to. Nothing if there is one worker,
     one program for all of them, or no CPU: a call from a GPU's program would wait for all its work.
 
     Args:

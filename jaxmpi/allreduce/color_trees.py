@@ -70,9 +70,9 @@ class Forest(NamedTuple):
     parent: list[list[int]]  # [k][w]; -1 at a root
     depth: np.ndarray  # i32[k, w]
     height: int
-    home: np.ndarray  # i32[w]: the tree in which a place has children; 0 where it has none
+    home: np.ndarray  # i32[w]: the tree in which a place has children; 0 if it has none
     rounds: list[list[tuple[int, int, int]]]  # (tree, child, parent); in a round all send once and receive once at most
-    colour: np.ndarray  # i32[rounds, w]: the tree in which a place sends to its parent; k where it does not
+    colour: np.ndarray  # i32[rounds, w]: the tree in which a place sends to its parent; k if it does not
 
 
 @functools.cache

@@ -166,7 +166,7 @@ class CommThread:
     def _collect(self, operands: list, results: list, late: int, again: int, **bucket: Any) -> None:
         """(bucket, number of its step, ticket of this step, what must be there before) -> (its sum); waits.
 
-        Where it is not under way, as after a resume, it is sent now: on all ranks alike.
+        If it is not under way, as after a resume, it is sent now: on all ranks alike.
         """
         x, number, ticket = operands[:3]
         key = late, int(number), bucket["first"]
@@ -212,7 +212,7 @@ class CommThread:
                     time.sleep(HURRY_S if self._is_waited_for else CALM_S)
 
     def _take(self) -> bool:
-        """Begin what has arrived, waiting where there is nothing else to do; False at the end."""
+        """Begin what has arrived, waiting if there is nothing else to do; False at the end."""
         with self._wake:
             while not (self._arrived or self._segments or self._is_ending):
                 self._wake.wait()
@@ -242,7 +242,7 @@ class CommThread:
             self._begin(job)
 
     def _begin(self, job: Job) -> None:
-        """Have up to WINDOW segments of a job under way; it is summed where none is left."""
+        """Have up to WINDOW segments of a job under way; it is summed if none is left."""
         while job.under_way < WINDOW and (segment := next(job.waiting, None)) is not None:
             job.under_way += 1
             self._resume(job, segment)
@@ -260,7 +260,7 @@ class CommThread:
             job.under_way -= 1
 
     def _poll(self) -> bool:
-        """Look once at all messages; go on with the segments that have theirs. False where nothing has come."""
+        """Look once at all messages; go on with the segments that have theirs. False if nothing has come."""
         if not host_algorithms.some_are_complete([request for s in self._segments for request in s.requests]):
             self._check_time()
             return not self._segments
@@ -284,7 +284,7 @@ class CommThread:
 
 
 def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
-    """Nothing, where XLA has given operand and result one buffer, as it is asked to."""
+    """Nothing, if XLA has given operand and result one buffer, as it is asked to."""
     if source.ctypes.data != to.ctypes.data:
         np.copyto(to, source)
 

@@ -22,7 +22,7 @@ TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
 
 
 def why_not(strategy: str, comm: Comm) -> str:
-    """Why an exchange cannot run beside a program; empty where it can. The same on all ranks."""
+    """Why an exchange cannot run beside a program; empty if it can. The same on all ranks."""
     if comm.size == 1:
         return "no other worker takes part in a step"
     if not isinstance(comm, MpiComm):

@@ -50,7 +50,7 @@ class Compressor(NamedTuple):
 
 
 class LowRankState(NamedTuple):
-    """Trees like params, with None where a leaf travels whole."""
+    """Trees like params, with None if a leaf travels whole."""
 
     error: PyTree  # f32[n, m], each worker's own
     q: PyTree  # f32[m, r], equal on all workers
@@ -63,7 +63,7 @@ def lowrank(rank: int) -> Compressor:
 
     A leaf [..., m] is taken as the matrix [n, m]. Leaves of fewer than two axes, and those for which r (n + m) floats
     would be no saving, travel whole. Orthonormal columns come from a QR factorization, which gives a direction even
-    where P has lost one.
+    if P has lost one.
     Communicates: two means. Vogels et al. 2019, algorithms 1 and 2.
     """
 
@@ -153,7 +153,7 @@ def transposed_dot(m: jax.Array, basis: jax.Array) -> jax.Array:
 
 
 class TopKState(NamedTuple):
-    """A tree like params, with None where a leaf travels whole."""
+    """A tree like params, with None if a leaf travels whole."""
 
     error: PyTree  # f32[n], each worker's own
 
@@ -241,7 +241,7 @@ def largest(m: jax.Array, k: int) -> jax.Array:
 def mean_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
     """f32[n]: the mean over workers of i32[w, k] places and f32[w, k] values, added worker after worker.
 
-    Divided where something was added, in place: a division of all of it would take another f32[n].
+    Divided if something was added, in place: a division of all of it would take another f32[n].
     """
 
     def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -295,7 +295,7 @@ def is_compressor(spelling: str) -> bool:
 
 
 def parse(spelling: str) -> tuple[Compressor, Strategy]:
-    """`compressor/strategy` as both, such as `lowrank4/ring16`; asa32 where only the compressor is given.
+    """`compressor/strategy` as both, such as `lowrank4/ring16`; asa32 if only the compressor is given.
 
     Raises:
         UsageError: an unknown compressor or strategy, a number that the compressor cannot take, or strategy none or

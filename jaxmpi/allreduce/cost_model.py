@@ -1,8 +1,8 @@
 """Cost model of an exchange: predicted seconds of every strategy. One function and one row of the table each.
 
 The alpha-beta-gamma model (Thakur et al. 2005, section 3.2): a message of m bytes takes alpha + beta m, adding m bytes
-takes gamma m. Here a message has another price inside a host than between hosts, where the ranks of a host share its
-card, and what runs on a host's cores takes longer where it has more ranks than cores.
+takes gamma m. Here a message has another price inside a host than between hosts, if the ranks of a host share its
+card, and what runs on a host's cores takes longer if it has more ranks than cores.
 
 w workers on h hosts of s slots each; n floats of b bytes on the wire. All ranks work at once, so a round costs what it
 costs the slowest rank.
@@ -41,7 +41,7 @@ class Net(NamedTuple):
     between: Link  # from host to host; beta of the host's card, which its ranks share
     gamma_s_per_byte: float = 0.0  # to add float32 numbers, on a core
     codec_s_per_float: Mapping[str, float] = {}  # by wire: to encode and decode one, on a core
-    cores: float = math.inf  # of a host; less than one where hosts are emulated
+    cores: float = math.inf  # of a host; less than one if hosts are emulated
     call_s: float = 0.0  # of a program that exchanges, whatever it exchanges
     even: bool = True  # whether all hosts have equally many ranks; else `slots` is the largest number
 
@@ -222,7 +222,7 @@ class CostSpec(NamedTuple):
 
     seconds: Callable[..., float]  # a Cost, once `<k>` or `<cross>` of the name is filled in
     fits: Callable[[Net], bool] = lambda net: True
-    spelled: tuple[str, ...] = ()  # what to try where the name has a blank
+    spelled: tuple[str, ...] = ()  # what to try if the name has a blank
 
 
 COSTS: dict[str, CostSpec] = {
@@ -299,7 +299,7 @@ def parts(net: Net, n: float, strategy: str) -> tuple[float, float]:
 def fit(net: Net, strategy: str, measured: Mapping[int, float]) -> Fit:
     """The factors with which the formula gives the measured seconds, by floats, of programs of one sum each.
 
-    Least squares of relative errors; where a factor would be negative, one for both, that of the longest vector.
+    Least squares of relative errors; if a factor would be negative, one for both, that of the longest vector.
     """
     check(bool(measured), f"{strategy}: nothing measured")
     seconds = [[max(s - net.call_s, s / 10)] for s in measured.values()]

@@ -1,6 +1,6 @@
 """Sums over MPI ranks in NumPy, for a thread that runs beside XLA.
 
-A sum changes this rank's vector in place and is a generator: where it must wait it yields the requests it waits for. So
+A sum changes this rank's vector in place and is a generator: if it must wait it yields the requests it waits for. So
 one thread carries any number of sums at once; a link is busy with one while another adds. Vectors, additions and
 roundings are those of `algorithms` and `wires` in jit: the same bits.
 """
@@ -71,7 +71,7 @@ def some_are_complete(requests: Requests) -> bool:
 
 
 def cut(message: np.ndarray) -> list[np.ndarray]:
-    """Parts of MESSAGE_BYTES at most; one where there is nothing to send."""
+    """Parts of MESSAGE_BYTES at most; one if there is nothing to send."""
     return [message[start : start + MESSAGE_BYTES] for start in range(0, max(message.size, 1), MESSAGE_BYTES)]
 
 
@@ -169,7 +169,7 @@ HOST_SUMS: dict[str, Sum] = {
     "hier-ring": hierarchical_ring,
     "tree": pairwise,
 }
-FITS: dict[str, Callable[[Sequence[int]], bool]] = {  # by the hosts of all ranks, where not all will do
+FITS: dict[str, Callable[[Sequence[int]], bool]] = {  # by the hosts of all ranks, if not all will do
     "hier-ring": is_even,
     "tree": lambda hosts: len(hosts).bit_count() == 1,
 }

@@ -49,10 +49,10 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
     Args:
         asked: a word of `OVERLAPS`. auto is on where ranks are on several hosts: inside one, an exchange is work for
             memory and cores, of which the backward pass leaves none.
-        unfit: why the step cannot hide an exchange; empty where it can.
+        unfit: why the step cannot hide an exchange; empty if it can.
 
     Raises:
-        UsageError: on or delayed, where it cannot be; or an unknown word.
+        UsageError: on or delayed, if it cannot be; or an unknown word.
     """
     lookup(OVERLAPS, asked, "exchange.overlap")
     reason = unfit or why_not(strategy, comm)
@@ -89,7 +89,7 @@ def exchange(
             these.
         op: mean or sum.
         comm: all MPI ranks, on CPUs; default: the world.
-        bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less where this is less.
+        bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less if this is less.
         order: of the function that computed the tree; default: from the last leaf to the first.
         portable: the program can be exported. Other MPI calls in it are not ordered with this one: they must be such
             that all leaves depend on them.
@@ -155,7 +155,7 @@ class Late(NamedTuple):
     """State of `delayed_gradients`, each worker's own."""
 
     gradients: PyTree  # of the last step, as they were sent
-    number: jax.Array  # u32[]: of that step, under which they travel; where nothing does, they are sent again
+    number: jax.Array  # u32[]: of that step, under which they travel; if nothing does, they are sent again
 
 
 def delayed_gradients(

@@ -27,7 +27,7 @@ def encode_f16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     So a bucket at 1e-12 and one at 1e+6 both survive, and entries down to 2^-28 of their block's largest stay normal
     numbers, with a relative error of at most 2^-11.
-    Where the largest entry is not finite nothing is scaled: infinities and NaN travel as they are.
+    If the largest entry is not finite nothing is scaled: infinities and NaN travel as they are.
     """
     blocks = in_blocks(x)
     largest = largest_magnitude(blocks)
@@ -40,7 +40,7 @@ def encode_f16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def largest_magnitude(x: jax.Array) -> jax.Array:
-    """The largest |x| along the last axis; NaN where there is one.
+    """The largest |x| along the last axis; NaN if there is one.
 
     Compared as integers, which order NaN above infinity: in some programs XLA:CPU's maximum of floats loses a NaN.
     """

@@ -93,7 +93,7 @@ def add_rows(rows: jax.Array) -> jax.Array:
 class GlooComm(AxisComm):
     """Workers along an axis over several processes' CPUs: one collective at a time, in one order on all of them.
 
-    gloo's messages have no names, and XLA lets programs whose results do not need each other overlap where one of them
+    gloo's messages have no names, and XLA lets programs whose results do not need each other overlap if one of them
     holds a loop: then ranks would take one's message for another's. So each collective's input here is made to need the
     result of the one before it in the same trace.
     """

@@ -103,7 +103,7 @@ class SoloComm:
         return jax.tree.map(lambda leaf: leaf[None], x)
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
-        """X where the pair (0, 0) is given, else zeros."""
+        """X if the pair (0, 0) is given, else zeros."""
         return x if (0, 0) in tuple(pairs) else jax.tree.map(jnp.zeros_like, x)
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:

@@ -230,7 +230,7 @@ class MpiProcesses:
         return gone
 
     def _has_met(self) -> bool:
-        """Make communicators of those that are left; False, on all alike, where another has died meanwhile."""
+        """Make communicators of those that are left; False, on all alike, if another has died meanwhile."""
         met = False
         try:
             self._meet()
@@ -251,7 +251,7 @@ class MpiProcesses:
         return other
 
     def leave(self, code: int = 0) -> None:
-        """Meet all ranks at the end. Where some may be lost, and MPI's own end could hang, end the process there."""
+        """Meet all ranks at the end. If some may be lost, and MPI's own end could hang, end the process there."""
         if not survives_losses():
             return self.barrier()
         try:
@@ -270,9 +270,9 @@ class MpiProcesses:
         return made
 
     def _abort(self, code: int) -> NoReturn:
-        """End every rank. Where ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too.
+        """End every rank. If ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too.
 
-        Where they would go on after that, they are killed.
+        If they would go on after that, they are killed.
         """
         if not survives_losses():
             abort(code)
@@ -320,7 +320,7 @@ class MpiProcesses:
         return found
 
     def trips(self, floats: int) -> np.ndarray:
-        """Seconds of the quickest round trip of f64[floats] between any two ranks, f64[size, size]; NaN where none was.
+        """Seconds of the quickest round trip of f64[floats] between any two ranks, f64[size, size]; NaN if none was.
 
         Pairs meet in turns, as in a round-robin tournament, so no rank has two guests; turns are not kept in step. All
         ranks come here together, and all get all.
@@ -378,7 +378,7 @@ class MpiProcesses:
         """Wait for all ranks of this host, of which one may compile meanwhile.
 
         Raises:
-            TrainingError: not all have come within 6 AGREE_TIMEOUT_S; those absent are named where all ranks are here.
+            TrainingError: not all have come within 6 AGREE_TIMEOUT_S; those absent are named if all ranks are here.
         """
         self._let_exchanges_end()
         here, limit_s = self._local.Ibarrier(), failures.LONG * AGREE_TIMEOUT_S
@@ -391,7 +391,7 @@ class MpiProcesses:
     def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
         """The value that each rank of this host makes, the first one before the others, who find its cache.
 
-        The first waits for nobody; the others wait for it alone, and no longer where it dies.
+        The first waits for nobody; the others wait for it alone, and no longer if it dies.
 
         Raises:
             TrainingError: the first has not made its own in time.
@@ -437,7 +437,7 @@ class MpiProcesses:
         return out
 
     def _arrive(self, request: Any, what: str, timeout_s: float | None = None) -> None:
-        """Wait for a message of all ranks; where those that are late are outlived they are killed, and it fails.
+        """Wait for a message of all ranks; if those that are late are outlived they are killed, and it fails.
 
         Raises:
             TrainingError: who did not come within AGREE_TIMEOUT_S.
@@ -451,7 +451,7 @@ class MpiProcesses:
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the largest over ranks of i64[n]; it is there when asked for.
 
-        Asking raises `TrainingError` where a rank does not come within AGREE_TIMEOUT_S.
+        Asking raises `TrainingError` if a rank does not come within AGREE_TIMEOUT_S.
         """
         self._let_exchanges_end()
         largest = np.array(values, np.int64)
@@ -470,7 +470,7 @@ class MpiProcesses:
         return out.tolist()
 
     def _gathered(self, request: Any) -> None:
-        """Wait, by looking: where a rank fails meanwhile, a blocking MPI_Allgatherv may give garbage."""
+        """Wait, by looking: if a rank fails meanwhile, a blocking MPI_Allgatherv may give garbage."""
         wait(request, float("inf"))
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -516,7 +516,7 @@ class MpiProcesses:
     def compare(self, mine: "Fingerprint", timeout_s: float | None = None) -> None:
         """`assert_same` for a fingerprint made before: 32 bytes a rank, cheap enough for every step.
 
-        The value itself travels only where digests differ.
+        The value itself travels only if digests differ.
         """
         self._let_exchanges_end()
         digest = np.frombuffer(mine.digest, np.uint8)
@@ -579,7 +579,7 @@ def abort(code: int) -> NoReturn:
 
     failures.let_be_heard()
     MPI.COMM_WORLD.Abort(code)
-    os._exit(code)  # not reached where MPI keeps its word
+    os._exit(code)  # not reached if MPI keeps its word
 
 
 def finalize() -> None:
@@ -598,7 +598,7 @@ Processes = SoloProcesses | MpiProcesses
 
 @functools.cache
 def processes() -> Processes:
-    """The control plane of this job; starts MPI where a launcher started several ranks.
+    """The control plane of this job; starts MPI if a launcher started several ranks.
 
     Raises:
         UsageError: mpi4py is missing, or the launcher and MPI disagree on the number of ranks.
@@ -625,9 +625,9 @@ def processes() -> Processes:
 
 
 def same_on_all_ranks(what: str, value: Any) -> None:
-    """Go on only where all ranks give the same JSON value, such as a configuration; outside jit.
+    """Go on only if all ranks give the same JSON value, such as a configuration; outside jit.
 
-    Communicates: 32 bytes a rank; the values where they differ.
+    Communicates: 32 bytes a rank; the values if they differ.
 
     Raises:
         UsageError: on all ranks alike: rank, path, got, expected; or who did not answer within the time limit.

@@ -62,7 +62,7 @@ def library_of(version: str) -> str:
 
 
 def check_launcher(launch: launchers.Launch | None, mpi_size: int, library: str) -> None:
-    """Stop where the launcher started N ranks and MPI sees one: the commonest failure on clusters."""
+    """Stop if the launcher started N ranks and MPI sees one: the commonest failure on clusters."""
     check(
         launch is None or launch.size == mpi_size,
         f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "

@@ -41,7 +41,7 @@ def is_mpi_error(error: BaseException) -> bool:
 
 
 def is_loss(error: Exception) -> bool:
-    """Return True if an error says that a peer is gone, and the job goes on; not where the whole job ends."""
+    """Return True if an error says that a peer is gone, and the job goes on; not if the whole job ends."""
     from mpi4py import MPI
 
     revoked = getattr(MPI, "ERR_REVOKED", None)
@@ -50,7 +50,7 @@ def is_loss(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def lost_ranks_left_out() -> Iterator[None]:
-    """Pass over the error of a message to or from a rank that is gone, where the job goes on without it."""
+    """Pass over the error of a message to or from a rank that is gone, if the job goes on without it."""
     try:
         yield
     except Exception as error:

@@ -58,7 +58,7 @@ def kind_of(args: PyTree) -> Any:
 class Program(NamedTuple):
     """Parts of a traced program that travel to the other ranks."""
 
-    exported: bytes  # StableHLO over flat leaves; empty where the program cannot travel
+    exported: bytes  # StableHLO over flat leaves; empty if the program cannot travel
     structure: Any  # of the result
 
 
@@ -86,7 +86,7 @@ def compile_together(
     compiled = lowered.compile()
     if control.local_rank == 0:
         control.host_barrier()
-    # JAX leaves out the tokens of ordered effects where the compiled program is called by itself.
+    # JAX leaves out the tokens of ordered effects if the compiled program is called by itself.
     run = jitted if exported.ordered_effects else compiled
     return lambda leaves: jax.tree.unflatten(program.structure, run(*leaves))
 
@@ -105,7 +105,7 @@ def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]
 
 
 def stablehlo(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], disabled_checks: Sequence[Any] = ()) -> bytes:
-    """A program as StableHLO; empty where it cannot travel."""
+    """A program as StableHLO; empty if it cannot travel."""
     try:
         return bytes(jax.export.export(jitted, disabled_checks=disabled_checks)(*shapes).serialize())
     except NotImplementedError:  # host callbacks stay in the process that made them

@@ -2,7 +2,7 @@
 
 A chain. The vectors, end to end, are cut into chunks small enough to stay in the processor's caches. Rank 0 copies a
 chunk into a slot of shared memory, rank 1 adds its own, and so on to the last rank; then every rank copies the result
-out, divided where a mean is asked for. All work at once, each on another chunk. So a rank reads its operands from
+out, divided if a mean is asked for. All work at once, each on another chunk. So a rank reads its operands from
 memory once and writes its results once, in two passes; slices that are copied in, summed and copied out take three.
 The order of additions is that of the ranks, however the vectors are cut: the same bits on all ranks and in every run.
 """
@@ -36,9 +36,9 @@ from jaxmpi.core.shared_memory import folder
 from jaxmpi.runtime import host_callbacks, spans
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
-SHORT = 32 << 10  # floats of a chunk at least, where vectors are too short to give every rank four longer ones
+SHORT = 32 << 10  # floats of a chunk at least, if vectors are too short to give every rank four longer ones
 SMALL = 256 << 10  # floats of all ranks together, up to which every rank sums everything: one wait, not one a rank
-LEAST = 1 << 10  # floats of a chunk where room is short
+LEAST = 1 << 10  # floats of a chunk if room is short
 
 
 # ---------------------------------------------------------------- the sum
@@ -92,9 +92,9 @@ class SharedSum:
         Args:
             vectors: the same shapes on every rank.
             divisor: 1 for sums, the number of ranks for means; divides the f32 sum.
-            in_place: whether results may take the place of the vectors, where XLA needs those no longer.
+            in_place: whether results may take the place of the vectors, if XLA needs those no longer.
 
-        Communicates: one call in all, through shared memory. Raises, where results are waited for: as `add`.
+        Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
         """
         odd = [f"{vector.dtype}{list(vector.shape)}" for vector in vectors if vector.dtype != np.float32]
         check(not odd, f"a sum over this host got {', '.join(odd)}; expected float32: cast before")
@@ -193,7 +193,7 @@ class SharedSum:
 
 
 def all_is_done() -> bool:
-    """Wait for the programs begun; False where one has failed, whose own caller has been told.
+    """Wait for the programs begun; False if one has failed, whose own caller has been told.
 
     Then only a program knows what is before it.
     """
@@ -252,7 +252,7 @@ def add_to(slot: np.ndarray, chunk: Chunk, vectors: Sequence[np.ndarray]) -> Non
 
 
 def copy_out(slot: np.ndarray, chunk: Chunk, totals: Sequence[np.ndarray], divisor: np.float32 | None) -> None:
-    """The slot, divided where there is a divisor, to its places in the results."""
+    """The slot, divided if there is a divisor, to its places in the results."""
     if divisor is None or divisor == 1:
         for vector, part, place in chunk.pieces:
             np.copyto(totals[vector][part], slot[place])

@@ -150,7 +150,7 @@ class Board:
                 self._look_around(rank, time.monotonic() - begin)
 
     def _look_around(self, rank: int, waited_s: float) -> None:
-        """Raise where there is nothing to wait for."""
+        """Raise if there is nothing to wait for."""
         arrived = [self.words[other * ROW + ARRIVED] for other in range(self.size)]
         for other in range(self.size):
             if arrived[other] == self.call:
@@ -230,7 +230,7 @@ def digest(sizes: tuple[int, ...], divisor: float) -> int:
 class Made(NamedTuple):
     """A file to map."""
 
-    path: str  # empty where there is none
+    path: str  # empty if there is none
     size_bytes: int = 0
     chunk: int = 0  # floats of a chunk in it
     trouble: str = ""  # why there is none

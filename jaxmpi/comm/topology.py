@@ -35,8 +35,8 @@ class Workers(NamedTuple):
     comm: Comm
     processes: Processes
     mine: tuple[int, ...]
-    mesh: jax.sharding.Mesh | None  # of all workers' devices, where XLA exchanges between them
-    apart: int = 0  # all workers, where each runs programs of its own (asynchronous rules) and `comm` is one's
+    mesh: jax.sharding.Mesh | None  # of all workers' devices, if XLA exchanges between them
+    apart: int = 0  # all workers, if each runs programs of its own (asynchronous rules) and `comm` is one's
 
     @property
     def size(self) -> int:

@@ -55,7 +55,7 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
 
 
 def start(control: MpiProcesses) -> None:
-    """`jax.distributed.initialize` with MPI's rank and size; nothing where the job has done so itself.
+    """`jax.distributed.initialize` with MPI's rank and size; nothing if the job has done so itself.
 
     Raises:
         UsageError: a rank does not reach rank 0, or has used its device already.

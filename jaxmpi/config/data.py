@@ -25,7 +25,7 @@ class Data:
     """Source of examples, and the way of an image to the model."""
 
     source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds | packed | text | stdlib
-    dir: str = ""  # root folder of imagefolder, batchfiles, tfds, packed or text; JAXMPI_DATA where empty, but for text
+    dir: str = ""  # root folder of imagefolder, batchfiles, tfds, packed or text; JAXMPI_DATA if empty, but for text
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
@@ -110,5 +110,5 @@ class Data:
 
 
 def data_dir(config: Data) -> str:
-    """`data.dir`, or the environment's JAXMPI_DATA; empty where neither is set."""
+    """`data.dir`, or the environment's JAXMPI_DATA; empty if neither is set."""
     return config.dir or os.environ.get("JAXMPI_DATA", "")

@@ -37,7 +37,7 @@ def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps
 
 
 def step_range(text: str, name: str) -> tuple[int, int]:
-    """First and last step of `10:20`; (0, 0) where nothing is given.
+    """First and last step of `10:20`; (0, 0) if nothing is given.
 
     Raises:
         UsageError: no two steps in this order.

@@ -155,7 +155,7 @@ def nearest_import(error: ImportError) -> str:
 
 
 def choose(experiment: Experiment, argv: list[str]) -> Experiment:
-    """The recipe, or what it offers for embedded data where no data folder is given."""
+    """The recipe, or what it offers for embedded data if no data folder is given."""
     given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
     if experiment.fallback is None or given or data_dir(experiment.data):
         return experiment

@@ -23,7 +23,7 @@ class RuleConfig:
     local_steps: int = 50  # local_sgd, diloco: H, steps from one exchange to the next
     outer_lr: float = 0.7  # diloco: eta of the outer optimizer; take optim.lr lower, a seventh to a third
     outer_momentum: float = 0.9  # diloco: Nesterov momentum mu of the outer optimizer, in [0, 1)
-    noise_scale: bool = True  # gradients: record variance between workers and noise scale, where there are several
+    noise_scale: bool = True  # gradients: record variance between workers and noise scale, if there are several
 
     def __post_init__(self) -> None:
         shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})

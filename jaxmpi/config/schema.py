@@ -27,7 +27,7 @@ RECOVERIES = {
     "skip": "the step changes nothing; params that differ between workers stop the run",
     "rollback": "back to the newest checkpoint; a step that fails twice is left out",
 }
-# What becomes of the other workers where one dies.
+# What becomes of the other workers if one dies.
 LOSSES = {
     "end": "the job ends; jaxmpi train --restarts starts it again",
     "shrink": "they do the step again without it and go on, on one host under mpirun --with-ft ulfm; experimental",
@@ -83,7 +83,7 @@ class Experiment:
     tensorboard: bool = False  # lines of the record to TensorBoard, too, in the run directory
     sinks: InPython[tuple[Callable[[dict[str, Any]], None], ...]] = ()  # get every line of the record
     compute_only_every: int = (
-        200  # steps between steps without exchange, on a copy, where only they tell its time; 0 = never
+        200  # steps between steps without exchange, on a copy, if only they tell its time; 0 = never
     )
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
     on_stall: str = "abort"  # abort | warn: what then happens
@@ -98,7 +98,7 @@ class Experiment:
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     replica_check_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
     on_rank_loss: str = (
-        "end"  # end | shrink: where a worker dies the job ends, or the others go on without it (experimental)
+        "end"  # end | shrink: if a worker dies the job ends, or the others go on without it (experimental)
     )
     inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # of initialisation, order, augmentation and dropout
@@ -161,7 +161,7 @@ class Experiment:
 
 
 def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:
-    """Examples per worker and step, the most of them where shares are uneven.
+    """Examples per worker and step, the most of them if shares are uneven.
 
     Args:
         uneven: let the effective batch not divide: a run that goes on with another number of workers.

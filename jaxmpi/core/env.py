@@ -8,7 +8,7 @@ import sys
 def seconds_from(variable: str, default: float) -> float:
     """A time limit that the environment may set.
 
-    Ends the process where the variable holds no number > 0: it is read while modules load.
+    Ends the process if the variable holds no number > 0: it is read while modules load.
     """
     text = os.environ.get(variable, str(default))
     try:

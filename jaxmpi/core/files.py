@@ -56,7 +56,7 @@ class HeldFolder:
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (*NO_LOCKS, errno.EBADF, errno.EINVAL):  # those two where NFS wants a file
+            if error.errno not in (*NO_LOCKS, errno.EBADF, errno.EINVAL):  # those two if NFS wants a file
                 raise
             return False
         return True

@@ -14,7 +14,7 @@ _syscall = ctypes.CDLL(None).syscall
 
 
 def futex_number() -> int | None:
-    """The call's number where it works."""
+    """The call's number if it works."""
     number = FUTEX.get(platform.machine()) if platform.system() == "Linux" else None
     works = number and _syscall(number, ctypes.byref(ctypes.c_uint32()), FUTEX_WAKE, 1, None, None, 0) == 0
     return number if works else None

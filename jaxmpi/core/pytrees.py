@@ -28,7 +28,7 @@ def signature(tree: PyTree) -> dict[str, str]:
 
 
 def check_arrays(tree: PyTree) -> None:
-    """Raise `UsageError` by path where a leaf is no array of numbers or a number."""
+    """Raise `UsageError` by path if a leaf is no array of numbers or a number."""
     for name, leaf in named_leaves(tree):
         is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         kind = "" if is_key else np.asarray(leaf).dtype.kind  # V: bfloat16 and the like

@@ -7,7 +7,7 @@ import threading
 
 
 def flush_subnormals() -> bool:
-    """Make this thread's sums give 0 for what is subnormal, as XLA's threads do; False where that is unknown.
+    """Make this thread's sums give 0 for what is subnormal, as XLA's threads do; False if that is unknown.
 
     Writes the control word through glibc's `fenv_t`, whose last word on x86 and first on ARM it is.
     """

@@ -61,7 +61,7 @@ class Segment:
 
 def available_bytes() -> int:
     """Memory that processes may take yet, page cache included: of this machine, or of the control groups that this one
-    is in where that is less; no limit where the kernel does not say.
+    is in if that is less; no limit if the kernel does not say.
     """
     machine = re.search(r"MemAvailable:\s+(\d+) kB", read(Path("/proc/meminfo")))
     free = [left_in(folder, version) for folder, version in memory_groups()]
@@ -107,7 +107,7 @@ def left_in(group: Path, version: Version) -> int:
 
 
 def read(file: Path) -> str:
-    """A file of the kernel's; nothing where there is none."""
+    """A file of the kernel's; nothing if there is none."""
     try:
         return file.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Data: where examples come from, in which order, what becomes of them, batches made ahead."""
+"""Data: the source of examples, their order, what becomes of them, batches made ahead."""
 
 from jaxmpi.config.data import data_dir as data_dir
 from jaxmpi.data.augment import Augment as Augment

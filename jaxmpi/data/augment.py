@@ -146,7 +146,7 @@ def random_window(
         area: smallest and largest share of it.
         aspect: smallest and largest width / height.
         shares: [tries][4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken;
-            where none does, the largest in the centre whose aspect is allowed.
+            if none does, the largest in the centre whose aspect is allowed.
     """
     high, wide = size
     for of_area, of_aspect, of_top, of_left in shares:

@@ -96,7 +96,7 @@ class Loader:
         start_step: first step to make; a resumed run gives the number of steps done.
         stop_step: end, exclusive. None goes on for ever in training; one epoch in an evaluation.
         crew: who makes the batches; None starts one of `data.loaders` for this loader alone.
-        classes: that labels may name where the source does not say; 0: any number.
+        classes: that labels may name if the source does not say; 0: any number.
 
     Attributes:
         wait_s: seconds the consumer has waited for batches, in all.
@@ -104,7 +104,7 @@ class Loader:
 
     Raises:
         UsageError: source and sampler do not fit, a mean image that is wrong, or a source that loader processes cannot
-            have. From `next`: whatever making the batch raised, with the example named; `TrainingError` where an
+            have. From `next`: whatever making the batch raised, with the example named; `TrainingError` if an
             example cannot be read, or a loader died or stalls.
     """
 

@@ -1,6 +1,6 @@
 """Compressed images to pixels: the one file that calls libjpeg-turbo, Pillow and OpenCV, imported when first used.
 
-JPEG files are decoded by libjpeg-turbo, at 1/2 or less of their size where that is enough. What it refuses (PNG, CMYK,
+JPEG files are decoded by libjpeg-turbo, at 1/2 or less of their size if that is enough. What it refuses (PNG, CMYK,
 damaged files) goes to Pillow, which decides what is an image and what is not.
 """
 
@@ -56,7 +56,7 @@ class Picture(NamedTuple):
     height: int  # px
     width: int
     pixels: Callable[[int, int], np.ndarray]  # (height, width) -> all of it, at least so large where it is, u8[h, w, c]
-    jpeg: tuple[Any, int] | None = None  # blob and channels, where libjpeg-turbo decodes it
+    jpeg: tuple[Any, int] | None = None  # blob and channels, if libjpeg-turbo decodes it
 
 
 def opened(blob: Any, channels: int) -> Picture:
@@ -168,7 +168,7 @@ def window(picture: Picture, top: int, left: int, height: int, width: int, px: i
 
 
 def _without_rows_below(picture: Picture, bottom: int) -> Picture:
-    """The picture, where that can be done without a row of blocks that ends below `bottom`.
+    """The picture, if that can be done without a row of blocks that ends below `bottom`.
 
     JPEG files are coded from top to bottom, so decoding may stop early: the header is made to say that there are fewer
     rows. What is left over after them is no fault then, so the file must be seen to have an end.
@@ -303,7 +303,7 @@ def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
 
 
 def encoded(image: np.ndarray, quality: int) -> bytes:
-    """u8[height, width, 1, 3 or 4] as a JPEG of quality 1 to 100; as a PNG, which loses nothing, where that is 0.
+    """u8[height, width, 1, 3 or 4] as a JPEG of quality 1 to 100; as a PNG, which loses nothing, if that is 0.
 
     Raises:
         UsageError: the image is of another shape or type.

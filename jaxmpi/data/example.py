@@ -27,7 +27,7 @@ class Recipe:
     source: Source
     augment: Augment
     skip: bool  # whether a run goes on without corrupt examples
-    classes: int = 0  # that labels may name where the source does not say; 0: any number
+    classes: int = 0  # that labels may name if the source does not say; 0: any number
 
     def row(self, epoch: int, index: int) -> Example:
         """Example `index` of the source.

@@ -44,7 +44,7 @@ MOST_BYTES = 1 << 30  # of all parts together, and of a record: their sum stays 
 
 @dataclass(frozen=True)
 class GroupSampler(Sampler):
-    """The order of examples where parts of them move to another worker every `period` epochs only.
+    """The order of examples if parts of them move to another worker every `period` epochs only.
 
     At the first of these epochs it is that of `Sampler`. In the others each member's records are permuted among
     themselves, by (seed, epoch, member): so it depends on the group's size, and on nothing else. With period 1 it is
@@ -71,7 +71,7 @@ class GroupSampler(Sampler):
         return epoch - epoch % self.period if self.period else 0
 
     def places(self, epoch: int) -> np.ndarray:
-        """i64[n]: the epoch's whole order, where examples are shuffled."""
+        """i64[n]: the epoch's whole order, if examples are shuffled."""
         begun = self._order_of_all(self.moved(epoch))
         if epoch == self.moved(epoch):
             return begun
@@ -232,7 +232,7 @@ def room(part_bytes: float, held_bytes: float, copies: int = 1) -> np.ndarray:
     """f64[2]: what a process takes for its part of the records beyond what it holds, and what its machine has left.
 
     Args:
-        copies: of the part; 2 where a shuffle makes another. As measured a chunk is there beside each, or as much of
+        copies: of the part; 2 if a shuffle makes another. As measured a chunk is there beside each, or as much of
             what moves.
     """
     need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - held_bytes
@@ -270,7 +270,7 @@ def _check_left(need_bytes: float, left_bytes: float, whose: str) -> None:
 
 
 def _pages(size_bytes: int) -> mmap.mmap:
-    """Memory from the system itself, in large pages where it has them: NumPy's would stay with the process when freed.
+    """Memory from the system itself, in large pages if it has them: NumPy's would stay with the process when freed.
 
     A little more than asked for, which takes none until it is used: another epoch's part may need it.
     """
@@ -281,7 +281,7 @@ def _pages(size_bytes: int) -> mmap.mmap:
 
 
 def run_of(blobs: Iterator[Any]) -> list[Any]:
-    """The next of these, of CHUNK_BYTES together; fewer where they end."""
+    """The next of these, of CHUNK_BYTES together; fewer if they end."""
     run: list[Any] = []
     size_bytes = 0
     while size_bytes < CHUNK_BYTES and (blob := next(blobs, None)) is not None:
@@ -409,7 +409,7 @@ class MemorySource:
         return self._promised > 0 or (place < len(self._coming) and int(self._coming[place]) == index)
 
     def _read(self, index: int) -> tuple[Any, int]:
-        """Compressed image and label from the source; an array where it has no compressed form.
+        """Compressed image and label from the source; an array if it has no compressed form.
 
         Raises:
             UsageError: the label or the array is none that can be kept.
@@ -428,7 +428,7 @@ class MemorySource:
 
         Args:
             check_part: is asked once, after a sample has been read, with the bytes that all have by it and those that
-                are here already; raises where there is no room for them.
+                are here already; raises if there is no room for them.
 
         Raises:
             CorruptExample: one is damaged; with `data.on_error` skip it is noted and has no bytes.

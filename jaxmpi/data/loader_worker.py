@@ -35,7 +35,7 @@ BOARD_ROW = 8  # i64 a loader: one line of cache
 
 
 class Open(NamedTuple):
-    """From now on `job` means this recipe: in a parcel where the loader is a process."""
+    """From now on `job` means this recipe: in a parcel if the loader is a process."""
 
     job: int
     recipe: Recipe | Parcel
@@ -49,7 +49,7 @@ class Attach(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Answer with the first good row among `indices`, None where there is none."""
+    """Answer with the first good row among `indices`, None if there is none."""
 
     job: int
     ticket: int
@@ -230,7 +230,7 @@ def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
     """Serve the worker at the other end of socket `fd` until it closes it or ends, however it ends.
 
     Args:
-        in_words: whether to answer in the paper's words where they say all.
+        in_words: whether to answer in the paper's words if they say all.
     """
     ignore_signals()
     keep_freed_memory()
@@ -289,7 +289,7 @@ def words(answer: Answer) -> bytes:
 
 
 def packed(answer: Answer) -> bytes:
-    """The answer, its errors as texts where they cannot travel."""
+    """The answer, its errors as texts if they cannot travel."""
     for failure in answer.failures:
         failure.error.add_note("in a loader process:\n" + "".join(traceback.format_exception(failure.error)))
     try:

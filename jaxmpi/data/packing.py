@@ -186,7 +186,7 @@ def _serve(work: Callable[[A], B], asked: "queue.SimpleQueue[tuple[Future[B], A]
 def pack(
     source: Source, folder: str | Path, recipe: Recipe | None = None, threads: int = 2, progress: Progress | None = None
 ) -> Packing:
-    """Write a source's examples into a folder, in their order; goes on where an earlier one was stopped.
+    """Write a source's examples into a folder, in their order; goes on if an earlier one was stopped.
 
     An image that needs no other size keeps its bytes, and is decoded to see that it can be.
 
@@ -623,7 +623,7 @@ def check_parser() -> argparse.ArgumentParser:
 
 
 def check_main(argv: list[str]) -> None:
-    """`jaxmpi data check DST`; ends with code 1 where a record is damaged."""
+    """`jaxmpi data check DST`; ends with code 1 if a record is damaged."""
     options = check_parser().parse_args(argv)
     check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
     is_whole = True

@@ -64,7 +64,7 @@ class Sampler:
         seed: of the order.
         shuffle: a new permutation every epoch. Without it the order is that of the source and
             there is one epoch: evaluation, every example exactly once.
-        multiple: of which the local batch is made one, where micro-batches must divide it.
+        multiple: of which the local batch is made one, if micro-batches must divide it.
 
     Raises:
         UsageError: a number is out of range.
@@ -133,7 +133,7 @@ class FileSampler(Sampler):
     """Whole files in a new order every epoch, the examples of each in their own order (Ma et al. 2016, section 3.3).
 
     The paper's workers load one batch file each a step. Here an epoch is all files, one after another in the order of a
-    permutation, and worker r of N takes the r-th of N consecutive parts of each step. So where a file holds as many
+    permutation, and worker r of N takes the r-th of N consecutive parts of each step. So if a file holds as many
     examples as the local batch, and these divide the number of examples, this is the paper's order; and with files of
     any lengths, N workers still see in a step the examples that one worker would see. Parts differ by one example at
     most. A step's examples come from as few files as can be: mix examples before they are written to files.

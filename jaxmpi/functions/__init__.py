@@ -57,7 +57,7 @@ def function(
 def variable(tree: PyTree) -> Variable:
     """A tree of which every worker holds its own copy, this one to begin with.
 
-    Where every rank runs the script each keeps the tree that it gives. Communicates: the tree, where workers wait.
+    If every rank runs the script each keeps the tree that it gives. Communicates: the tree, if workers wait.
     """
     return make(team(), tree)
 
@@ -73,7 +73,7 @@ def shared(
         oversize: room for growth, as a factor >= 1 of the array's bytes.
         dtype: of the shared array; it must hold the value's without loss, or `force` casts.
 
-    Where every rank runs the script, the first of each host calls a function `value` and writes; the others attach;
+    If every rank runs the script, the first of each host calls a function `value` and writes; the others attach;
     what fails on one fails on all.
 
     Raises:
@@ -87,7 +87,7 @@ def shared(
 
 
 def shared_by_ranks(make: Callable[[], SharedArray], name: str) -> SharedArray:
-    """The first rank of each host makes the array, the others attach; all raise where one could not."""
+    """The first rank of each host makes the array, the others attach; all raise if one could not."""
     made: list[SharedArray] = []
     errors: list[Exception] = []
 

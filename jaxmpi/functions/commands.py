@@ -78,7 +78,7 @@ def rests(verb: Callable[[WorkerGroup, Order], Any]) -> Callable[[WorkerGroup, O
 
 @rests
 def call(team: WorkerGroup, order: Order) -> tuple[tuple[Any, ...], Leaves]:
-    """Compute everywhere, then reduce: structures and leaves of what is returned, where results are wanted."""
+    """Compute everywhere, then reduce: structures and leaves of what is returned, if results are wanted."""
     reports = team.attempt(order.header["name"], lambda station: compute(station, order, team))
     counts = [report.count for report in reports]
     leaves = team.mine.program.leaves
@@ -222,7 +222,7 @@ def signed(station: WorkerSlot, order: Order, op: str = "") -> Report:
 
 @rests
 def reduce(team: WorkerGroup, order: Order) -> Leaves:
-    """The variable over workers, each counted once; kept by all where asked."""
+    """The variable over workers, each counted once; kept by all if asked."""
     header = order.header
     team.attempt(header["name"], functools.partial(signed, order=order, op=header["op"]))
     mine = {station.rank: station.out for station in team.stations}
@@ -242,7 +242,7 @@ def reduce(team: WorkerGroup, order: Order) -> Leaves:
 
 @rests
 def fetch(team: WorkerGroup, order: Order) -> list[list[np.ndarray]] | None:
-    """The leaves of some workers, all of them or one; kept by all where asked."""
+    """The leaves of some workers, all of them or one; kept by all if asked."""
     header = order.header
     team.attempt(header["name"], functools.partial(signed, order=order))
     wanted = range(team.size) if header["rank"] is None else [header["rank"]]

@@ -187,7 +187,7 @@ class Function:
                 leaves.append(leaf_of(place, index, wanted, len(self.outputs)))
                 if is_key and (leaves[-1].place, leaves[-1].op) != ("update", "mean"):  # its default
                     check_op(leaves[-1].op, aval.shape, f"{self.name}: output {place}")
-                if leaves[-1].place in ("result", "into"):  # of others only pieces combine, where there are several
+                if leaves[-1].place in ("result", "into"):  # of others only pieces combine, if there are several
                     check_reducible(leaves[-1].op, aval.dtype, aval.shape, f"{self.name}: output {place}")
                 says.append(said(leaves[-1], aval))
         structures = tuple(jax.tree.structure(part) for part in parts)
@@ -316,7 +316,7 @@ class Bound:
     def __init__(self, team: WorkerGroup) -> None:
         self.team = team
         self.inputs: list[list[Any]] = []  # how each leaf comes; see `compute`
-        self.given: list[Any] = []  # the leaf itself, where it comes with the call
+        self.given: list[Any] = []  # the leaf itself, if it comes with the call
         self.lengths: dict[str, int] = {}  # of scattered leaves, by name
         self.broadcast: list[Any] = []
         self.rows: Rows | None = None

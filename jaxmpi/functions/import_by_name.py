@@ -14,7 +14,7 @@ SCRIPT = "__jaxmpi_main__"  # what a worker calls the master's script: not __mai
 
 
 def name_of(function: Callable) -> dict[str, Any]:
-    """Module, qualified name, the script where the module is one, and whether the name is of what wraps the function.
+    """Module, qualified name, the script if the module is one, and whether the name is of what wraps the function.
 
     Raises:
         UsageError: another process cannot find it.

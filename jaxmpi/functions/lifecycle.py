@@ -48,7 +48,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     """Let this script lead `n` workers from here on, itself the first; the others wait for what it calls.
 
     Under a launcher with several ranks: rank 0 goes on, the others wait here and end with it. Without one: local
-    devices where there are several, else processes on this host, one a core.
+    devices if there are several, else processes on this host, one a core.
 
     Args:
         n: workers; None: all ranks, devices or cores.
@@ -102,7 +102,7 @@ def chosen(n: int | None, kind: str) -> WorkerGroup:
 
 
 def how_many(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
-    """Workers where the user names no number: all devices; of a CPU that is one device, its cores."""
+    """Workers if the user names no number: all devices; of a CPU that is one device, its cores."""
     return cores if kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus) else devices
 
 
@@ -170,7 +170,7 @@ def led_ranks() -> ProcessGroup:
 
 
 def end_ranks(led: ProcessGroup) -> None:
-    """At the end of the leading script: waiting ranks go; where they no longer listen, the job ends."""
+    """At the end of the leading script: waiting ranks go; if they no longer listen, the job ends."""
     close()
     if _lost:
         failures.end_job(1)

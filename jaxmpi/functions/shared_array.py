@@ -117,7 +117,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def resize(self, length: int) -> None:
         """Change the length of the first axis; rows that stay keep their values, others are what the memory holds.
 
-        Where several ranks run the script all must call it. Raises: UsageError: no room in shared memory.
+        If several ranks run the script all must call it. Raises: UsageError: no room in shared memory.
         """
         check(self.ndim > 0, "resize: got an array without axes; expected a first axis")
         check(length >= 0, f"resize: got {length}; expected a length >= 0")

@@ -55,14 +55,14 @@ def short(report: Report) -> bytes:
 
 
 def from_short(rows: Sequence[bytes]) -> list[Report] | None:
-    """Every worker's report without its text; None where their texts are needed."""
+    """Every worker's report without its text; None if their texts are needed."""
     if any(row[40] for row in rows) or len({row[:32] for row in rows}) > 1:
         return None
     return [Report("ok", "", int.from_bytes(row[32:40], "little")) for row in rows]
 
 
 class Transport(Protocol):
-    """Messages among `size` processes, a worker each; rank 0 is the master where one process leads."""
+    """Messages among `size` processes, a worker each; rank 0 is the master if one process leads."""
 
     rank: int
     size: int
@@ -76,7 +76,7 @@ class Transport(Protocol):
         ...
 
     def reports(self, mine: Report) -> list[Report]:
-        """Every worker's report, on all; texts are left out where all are the same and well."""
+        """Every worker's report, on all; texts are left out if all are the same and well."""
         ...
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
@@ -160,7 +160,7 @@ def every(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
 class Watch:
     """The master's watch over stopped workers: it names one that is, and ends it after the time limit.
 
-    One that computes is not stopped, however long that takes. Looks are counted, not the clock: where the master is
+    One that computes is not stopped, however long that takes. Looks are counted, not the clock: if the master is
     stopped as well, as by Ctrl-Z, nobody is late.
     """
 
@@ -197,7 +197,7 @@ class MpiTransport:
     """Over a communicator of its own, polled without spinning."""
 
     def __init__(self, control: MpiProcesses, is_led: bool) -> None:
-        """All ranks come here together. Where rank 0 leads, all come to every call; it watches for stopped ones."""
+        """All ranks come here together. If rank 0 leads, all come to every call; it watches for stopped ones."""
         self.control = control.apart()
         self.comm, self.rank, self.size = self.control.world, control.rank, control.size
         self.timeout_s = float("inf") if is_led else TIMEOUT_S
@@ -207,7 +207,7 @@ class MpiTransport:
     def _watch(self) -> None:
         """Rank 0 sees processes of its own host; others report to it that they live, from a thread.
 
-        Where MPI does not take calls of several threads at a time (MPI_THREAD_SERIALIZED) nobody reports.
+        If MPI does not take calls of several threads at a time (MPI_THREAD_SERIALIZED) nobody reports.
         """
         mine = [self.control.hosts[self.rank], job_folder.pid_space(), socket.gethostname(), os.getpid()]
         rows = self.control.allgather_object(mine)
@@ -271,7 +271,7 @@ class MpiTransport:
         return header, arrays
 
     def reports(self, mine: Report) -> list[Report]:
-        """48 bytes a rank; texts travel where they differ."""
+        """48 bytes a rank; texts travel if they differ."""
         row, rows = np.frombuffer(short(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
         self._together(self.comm.Iallgather(row, rows))
         agreed = from_short([each.tobytes() for each in rows])
@@ -301,7 +301,7 @@ class MpiTransport:
         """Wait for what all ranks take part in.
 
         Raises:
-            OutOfStep: a rank has not come to it within the time limit; it is named. Where rank 0 leads all come, and
+            OutOfStep: a rank has not come to it within the time limit; it is named. If rank 0 leads all come, and
                 computing is not late.
         """
         if not patient(request, self.timeout_s):
@@ -312,7 +312,7 @@ class MpiTransport:
 
 
 def cut(message: np.ndarray) -> list[np.ndarray]:
-    """Parts of MAX_BYTES at most; none where there is nothing."""
+    """Parts of MAX_BYTES at most; none if there is nothing."""
     return [message[start : start + MAX_BYTES] for start in range(0, message.size, MAX_BYTES)]
 
 
@@ -355,7 +355,7 @@ class SocketTransport:
     """The master's end of a socket to each worker, or a worker's end of one; also the control plane of `SharedSum`."""
 
     def __init__(self, rank: int, size: int, ends: dict[int, Connection], jobs: dict[int, subprocess.Popen]) -> None:
-        """Take the sockets by rank, and the processes where this is the master."""
+        """Take the sockets by rank, and the processes if this is the master."""
         self.rank, self.size, self.ends, self.jobs = rank, size, ends, jobs
         self.local_rank, self.local_size = rank, size
         self.looks_s = LOOKS_S if size <= (os.cpu_count() or 1) else 0.0
@@ -406,7 +406,7 @@ class SocketTransport:
         )
 
     def check_alive(self) -> None:
-        """Raise `WorkerDied` where a worker has gone."""
+        """Raise `WorkerDied` if a worker has gone."""
         for rank, job in self.jobs.items():
             if job.poll() is not None:
                 raise self.died(rank)
@@ -429,7 +429,7 @@ class SocketTransport:
         return header, arrays
 
     def reports(self, mine: Report) -> list[Report]:
-        """To the master, and from it to all: 48 bytes a worker; texts travel where they differ."""
+        """To the master, and from it to all: 48 bytes a worker; texts travel if they differ."""
         row = short(mine)
         if self.rank != 0:
             self._send(0, row)
@@ -442,7 +442,7 @@ class SocketTransport:
         return agreed or [Report(*report) for report in self._star(list(mine))]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """To the master, and from it to all where all want it."""
+        """To the master, and from it to all if all want it."""
         if self.rank != 0:
             self._send(0, as_bytes(data))
             return [np.frombuffer(self._receive(0), np.uint8) for _ in range(self.size)] if everywhere else None

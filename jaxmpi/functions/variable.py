@@ -23,7 +23,7 @@ from jaxmpi.functions.worker_group import Order, WorkerGroup
 class Variable:
     """A tree of which every worker holds its own values. Made by `jaxmpi.variable`; a function's input and target.
 
-    Where every rank runs the script, all ranks call the same methods in the same order, and all get the results; a
+    If every rank runs the script, all ranks call the same methods in the same order, and all get the results; a
     script that leads workers calls them once.
     """
 
@@ -193,7 +193,7 @@ def where(rows: Rows) -> Any:
 
 
 def indices_of(rows: Rows, span: tuple[int, int]) -> list[np.ndarray]:
-    """The indices of a worker's part, where there are any."""
+    """The indices of a worker's part, if there are any."""
     return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
 
 

@@ -134,7 +134,7 @@ def local_choice(order: Order, rank: int) -> Any:
 
 
 def take(array: Any, picked: Picked) -> Any:
-    """Rows of an array: a view where that is possible, else one copy of these rows."""
+    """Rows of an array: a view if that is possible, else one copy of these rows."""
     if isinstance(array, jax.Array):
         if next(iter(array.devices())).platform != "cpu":
             return take_on_device(array, picked)
@@ -254,7 +254,7 @@ class Buffers:
 
 
 def check_sliceable(leaves: Sequence[Leaf], out: Leaves) -> None:
-    """Refuse slices where pieces cannot combine as asked, or nothing says how they do."""
+    """Refuse slices if pieces cannot combine as asked, or nothing says how they do."""
     for leaf, x in zip(leaves, out, strict=True):
         check(
             bool(leaf.op),

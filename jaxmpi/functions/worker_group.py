@@ -84,7 +84,7 @@ class Program(NamedTuple):
     run: Callable[..., Leaves]
     leaves: tuple[Leaf, ...]
     says: str  # dtypes and shapes that must be the same on all workers
-    structures: tuple[Any, ...] = ()  # of the outputs, then of the updates, where the function is in Python
+    structures: tuple[Any, ...] = ()  # of the outputs, then of the updates, if the function is in Python
 
 
 NO_PROGRAM = Program(lambda: [], (), "")
@@ -107,7 +107,7 @@ class WorkerSlot:
         self.out: Leaves = []  # of the order that is going on
         self.program = NO_PROGRAM  # of the call that is going on
         self.count = 0  # examples of the call that is going on
-        self.done: Report | None = None  # of the call that is going on, where this worker has done its part
+        self.done: Report | None = None  # of the call that is going on, if this worker has done its part
 
     def put(self, array: Any) -> jax.Array:
         """On this worker's device."""
@@ -183,11 +183,11 @@ class WorkerGroup:
         raise NotImplementedError
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """Every worker's arrays, by rank; where this process leads, or on all."""
+        """Every worker's arrays, by rank; on the process that leads, or on all."""
         raise NotImplementedError
 
     def tell(self, order: Order) -> None:
-        """Pass an order to workers that wait for it; where every rank runs the script there are none."""
+        """Pass an order to workers that wait for it; if every rank runs the script there are none."""
         self.forget(self.newly_dropped())
 
     def end(self) -> None:
@@ -228,7 +228,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """One order at a time. To wait would be for ever where a function calls another through Python."""
+        """One order at a time. To wait would be for ever if a function calls another through Python."""
         check(
             self.busy.acquire(blocking=False),
             f"{what}: called while another call is under way, from inside of a function or from another thread; calls "
@@ -316,7 +316,7 @@ class WorkerGroup:
 
 
 def tried(station: WorkerSlot, work: Callable[[WorkerSlot], Report]) -> tuple[Report, Exception | None]:
-    """A worker's report, and the error where there was one."""
+    """A worker's report, and the error if there was one."""
     try:
         return work(station), None
     except Missing as error:
@@ -332,7 +332,7 @@ def finished(station: WorkerSlot) -> Report:
 
 
 def named(error: BaseException) -> str:
-    """Its text, or its kind where it has none."""
+    """Its text, or its kind if it has none."""
     return str(error) or type(error).__name__
 
 
@@ -344,7 +344,7 @@ def failure(error: BaseException | None) -> Report:
 
 
 def judged(what: str, reports: list[Report], errors: dict[int, Exception]) -> list[Report]:
-    """The reports, where all are well and say the same."""
+    """The reports, if all are well and say the same."""
     failed = [rank for rank, report in enumerate(reports) if report.kind == "error"]
     if failed:
         raise_failure(what, reports, failed, errors)
@@ -358,7 +358,7 @@ def judged(what: str, reports: list[Report], errors: dict[int, Exception]) -> li
 
 
 def raise_failure(what: str, reports: list[Report], failed: list[int], errors: dict[int, Exception]) -> None:
-    """The same error in all processes; the original one where no worker could do its part."""
+    """The same error in all processes; the original one if no worker could do its part."""
     own = [error for rank, error in errors.items() if rank in failed]
     if own and not any(report.kind == "ok" for report in reports):
         raise own[0]
@@ -397,7 +397,7 @@ class ProcessGroup(WorkerGroup):
         return self.line.reports(mine[0])
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` outside jit; of floats of 32 bits in shared memory, where no program is needed, the sums alone."""
+        """`exchange` outside jit; of floats of 32 bits in shared memory, if no program is needed, the sums alone."""
         [(rank, leaves)] = mine.items()
         if self.size > 1 and strategy in ("shm", "shm:32") and all(x.dtype == jnp.float32 for x in leaves):
             sum_now = self.sum_now
@@ -487,7 +487,7 @@ class ForkedGroup(ProcessGroup):
 
 
 def laid_out(parcels: list[list[Any]]) -> list[list[np.ndarray]]:
-    """Every worker's arrays C-contiguous; one that goes to several is copied once, where it must be."""
+    """Every worker's arrays C-contiguous; one that goes to several is copied once, if it must be."""
     made: dict[int, np.ndarray] = {}
     for array in itertools.chain(*parcels):
         if id(array) not in made:

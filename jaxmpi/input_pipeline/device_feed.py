@@ -46,11 +46,11 @@ class DeviceFeed:
     data: Data
     train: bool
     crew: LoaderPool  # the loaders of all feeds of this process
-    mesh: Mesh | None = None  # of all workers, where XLA exchanges between them
+    mesh: Mesh | None = None  # of all workers, if XLA exchanges between them
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
     memory: MemoryShuffle | None = None  # what keeps the source's records in memory
-    classes: int = 0  # that labels may name where the source does not say; 0: any number
+    classes: int = 0  # that labels may name if the source does not say; 0: any number
     model: Any = None  # a Model, which the source's classes fit
 
     def facts(self) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class DeviceFeed:
 
     @property
     def bytes_each(self) -> int:
-        """Bytes of text that an example predicts; 0 where examples are no text."""
+        """Bytes of text that an example predicts; 0 if examples are no text."""
         return getattr(self.source, "bytes_each", 0)
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[train_state.Batch, None, None]:
-        """Batches on the devices of this process's workers, with a leading axis of workers where there are several.
+        """Batches on the devices of this process's workers, with a leading axis of workers if there are several.
 
         The next one is on its way to the device before the step of this one begins, if it has been made by then.
         """
@@ -153,11 +153,11 @@ def open_feed(
     """The source of a split, checked against the model.
 
     Args:
-        micro_batch: which divides each worker's batch, filled up; 0 where there is none.
-        crew: of another feed, which this one shares where loaders of that kind suit it; else it has one of its own, of
+        micro_batch: which divides each worker's batch, filled up; 0 if there is none.
+        crew: of another feed, which this one shares if loaders of that kind suit it; else it has one of its own, of
             `data.loaders` loaders a worker.
 
-    Training data of another number of classes makes the model anew, where it knows how: `DeviceFeed.model`.
+    Training data of another number of classes makes the model anew, if it knows how: `DeviceFeed.model`.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
@@ -223,7 +223,7 @@ def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
 def is_mixed(source: Source) -> bool:
     """Return True if neighbours differ in their labels half as often as in a random order, or the labels are not known.
 
-    Where they do not, such as in files sorted by class, a batch of whole files would have few classes.
+    If they do not, such as in files sorted by class, a batch of whole files would have few classes.
     """
     labels = getattr(source, "labels", None)
     if labels is None or len(labels) < 2:

@@ -57,7 +57,7 @@ class MemoryShuffle:
         source: whose memory is filled.
         control: of all ranks.
         own: i64[k], the records to load for good; None where they are shuffled over a group.
-        group: communicator of mpi4py, this object's alone; None where nothing travels.
+        group: communicator of mpi4py, this object's alone; None if nothing travels.
         sampler: the order of the split, of any worker.
         each: workers of a process.
         in_background: whether MPI may be called from a thread beside others.

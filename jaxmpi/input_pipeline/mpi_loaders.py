@@ -6,7 +6,7 @@ The paper's messages, between a worker and each of its loaders:
     tag 40  to the loader   "train <job>" or "val <job>": which recipe is meant from now on
                             a file's name, NUL, what of it to make and where: JSON of `Make`, without its job
                             "stop"
-    tag 55  to the worker   "copy_finished <ticket>"; where something went wrong, or was asked beforehand, an `Answer`
+    tag 55  to the worker   "copy_finished <ticket>"; if something went wrong, or was asked beforehand, an `Answer`
                             "ended <how>": the loader has died
                             "stop": the loader has ended
 
@@ -150,7 +150,7 @@ def _spawned(size: int) -> tuple[Any, Any]:
 
 
 def _received(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
-    """Tag and message of the first that has come, whose source the status then has; None where none has."""
+    """Tag and message of the first that has come, whose source the status then has; None if none has."""
     if not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
         return None
     message = bytearray(status.Get_count(mpi.BYTE))

@@ -16,7 +16,7 @@ from jaxmpi.core.errors import TrainingError
 from jaxmpi.data.group_cache import Arena
 
 MOST_SPANS = 1024  # of one call, by POSIX's IOV_MAX
-LAUNCHER_FIRST_S = 5.0  # where a process is gone
+LAUNCHER_FIRST_S = 5.0  # if a process is gone
 _readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
 if _readv is not None:
     _readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmpi.core.pytrees import PyTree
 
-FILLER_WEIGHT = 2.0**-30  # nothing beside a real example; where there is none, the mean of the fillers, not 0 / 0
+FILLER_WEIGHT = 2.0**-30  # nothing beside a real example; if there is none, the mean of the fillers, not 0 / 0
 Mean = Callable[[PyTree], PyTree]
 
 
@@ -33,7 +33,7 @@ def statistics_over(mean: Mean | None = None, real: jax.Array | None = None) -> 
     Args:
         mean: tree -> mean over all workers, in 32 bits (`exchange(tree, "asa32")`): every batch mean is then that of
             the examples of all workers. None: of this worker's.
-        real: bool[batch], false where an example only fills the batch up and must not count. None: all count.
+        real: bool[batch], false if an example only fills the batch up and must not count. None: all count.
     """
     token = _OVER.set(Over(mean, real))
     try:

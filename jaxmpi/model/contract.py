@@ -20,7 +20,7 @@ class Model(NamedTuple):
 
     Of text, `image` is i32[batch, window], and with `label_shape` (window,) logits are f32[batch, window, classes].
 
-    Where the training data has another number of classes, the trainer takes `with_classes(number)` instead and says
+    If the training data has another number of classes, the trainer takes `with_classes(number)` instead and says
     so; it refuses a model without it.
     """
 

@@ -128,7 +128,7 @@ class Map(NamedTuple):
     y: Quantity
     value: Quantity
     at: Sequence[float]  # of the columns, evenly apart
-    rows: Sequence[Sequence[float]]  # from the top; NaN where nothing is known
+    rows: Sequence[Sequence[float]]  # from the top; NaN if nothing is known
     each: int = 1  # units of the y axis in a row
 
     @property

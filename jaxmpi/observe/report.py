@@ -56,7 +56,7 @@ class Record(NamedTuple):
     name: str
     facts: dict[str, Any]  # of the line of kind `run`, the last one if the run was resumed
     train: dict[str, np.ndarray]  # f64[lines] each, NaN if a line has none; parts as `compute`
-    own: np.ndarray  # f64[lines, ranks], NaN where unknown
+    own: np.ndarray  # f64[lines, ranks], NaN if unknown
     own_ranks: int  # neighbouring ranks in a column of `own`, which holds the slowest
     evaluations: list[dict[str, Any]]
     buckets: list[list[Any]]  # of the last line of kind `exchange`

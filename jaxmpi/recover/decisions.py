@@ -14,7 +14,7 @@ LOSS = 0  # in a ballot: not a leaf of the gradients but the loss; leaf i is i +
 
 
 class RollBack(Exception):
-    """Go back to the newest checkpoint: `step` failed, or 0 where no step is to blame."""
+    """Go back to the newest checkpoint: `step` failed, or 0 if no step is to blame."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)
@@ -146,7 +146,7 @@ def not_finite(loss: float, finite: np.ndarray) -> int | None:
 
 
 def check_budget(skipped: int, examples: int, epochs_begun: int, share: float) -> None:
-    """Stop where more of the data is skipped than `data.max_skipped` allows.
+    """Stop if more of the data is skipped than `data.max_skipped` allows.
 
     Raises:
         AgreedError: examples skipped and allowed.

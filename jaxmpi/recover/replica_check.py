@@ -55,7 +55,7 @@ def fingerprint(leaf: jax.Array) -> jax.Array:
 
 
 def difference(rows: Mapping[int, np.ndarray], leaves: list[str], step: int) -> str:
-    """Which workers differ from most of the others, and where; empty where all are equal.
+    """Which workers differ from most of the others, and in which leaf; empty if all are equal.
 
     Args:
         rows: fingerprints by worker.

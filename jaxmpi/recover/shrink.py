@@ -51,7 +51,7 @@ class ShrinkCoordinator:
     def keep(self, step: int, state: TrainState, sums: np.ndarray, is_settled: bool = False) -> None:
         """Hold a state, once all ranks have it.
 
-        Communicates: a vote. Raises: `Lost` where a rank is gone.
+        Communicates: a vote. Raises: `Lost` if a rank is gone.
         """
         jax.block_until_ready(state)
         self.vote()
@@ -63,7 +63,7 @@ class ShrinkCoordinator:
         self.held = self.held._replace(sums=sums.copy(), is_settled=True)
 
     def vote(self) -> None:
-        """Go on together; raises `Lost` where a rank is gone."""
+        """Go on together; raises `Lost` if a rank is gone."""
         is_whole = not (isinstance(self.comm, FaultTolerantComm) and self.comm.is_lost)
         if not self.control.vote(is_whole):
             raise Lost

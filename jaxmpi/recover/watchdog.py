@@ -2,7 +2,7 @@
 
 Each rank tells two others what it is at, about once a second, over a communicator of its own: rank 0, which judges, and
 one on another host if there is one, which does where rank 0 has fallen silent. A job is stuck when no rank has got on
-for `stall_timeout_s`, or one has been silent for as long: one that waits while others work, as where workers do not
+for `stall_timeout_s`, or one has been silent for as long: one that waits while others work, as when workers do not
 keep step, is not.
 """
 
@@ -215,7 +215,7 @@ def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
 
 @contextmanager
 def watching(processes: Processes, stall_timeout_s: float, on_stall: str, is_mortal: bool = False) -> Iterator[str]:
-    """Watch while this lasts; gives why it does not, empty where it does. All ranks come here together.
+    """Watch while this lasts; gives why it does not, empty if it does. All ranks come here together.
 
     Args:
         is_mortal: those that live come here again when a rank has died; until then nobody watches.

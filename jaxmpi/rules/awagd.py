@@ -14,7 +14,7 @@ def awagd(tx: optax.GradientTransformation, exchange: Exchange, average_momentum
     v_i <- mu v_i - eta g_i ;  w_i <- w + v_i ;  w <- (1/k) sum_i w_i
 
     Args: average_momentum: take the mean of the floating-point leaves of the optimizer's state as well.
-    State: tx's, each worker's own (equal on all where momentum is averaged).
+    State: tx's, each worker's own (equal on all if momentum is averaged).
     Communicates: one mean of the params a step.
     Learning rate: k eta equals SUBGD at eta, with SGD and momentum. Ma et al. 2016, section 3.3.
     """

@@ -60,7 +60,7 @@ class NoExchange:
 class Rule(NamedTuple):
     """Two pure functions. A rule returns params, not updates: p + (mean - p) would not be exact.
 
-    `init(params) -> state`; `update(grads, state, params) -> (params, state)`, where grads are this worker's.
+    `init(params) -> state`; `update(grads, state, params) -> (params, state)`, with this worker's grads.
     Called outside jit, `update` runs the jitted pieces it is made of one by one.
 
     A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
@@ -90,7 +90,7 @@ class Asynchronous(NamedTuple):
     meet: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
     # meet: (w, base, sent, seen) -> (w, base), the worker's after the exchange
     is_gossip: bool = False  # workers meet each other, not a center
-    starts_at_center: bool = False  # where a run is resumed
+    starts_at_center: bool = False  # if a run is resumed
     outward: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
     inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
 

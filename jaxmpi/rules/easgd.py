@@ -20,8 +20,8 @@ def easgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConf
 
     With momentum delta it is EAMSGD: v <- delta v - eta g(w + delta v) ;  w <- w + v, and w is what travels.
 
-    State: tx's, each worker's own, not exchanged; with momentum also v. `params` are then where gradients are taken,
-    w + delta v. Communicates: K bytes to the center and K back every tau steps, at the same time.
+    State: tx's, each worker's own, not exchanged; with momentum also v. Gradients are then taken at
+    `params` = w + delta v. Communicates: K bytes to the center and K back every tau steps, at the same time.
     With alpha_s = alpha the sum of workers and center is conserved. Zhang et al. 2015, sections 3, 4; Ma et al. 2016.
     """
     alpha, server_alpha = np.float32(config.alpha), np.float32(config.server_alpha or config.alpha)

@@ -90,7 +90,7 @@ class TimeSpent(NamedTuple):
     transfer: float = 0.0
     compute: float = 0.0
     exchange: float = 0.0  # params on their way to others and back, and what is made of them
-    sync: float = 0.0  # waits for the answer to a report: long where the worker is too far ahead of the slowest
+    sync: float = 0.0  # waits for the answer to a report: long if the worker is too far ahead of the slowest
     other: float = 0.0
     gone: float = 0.0  # 1: the worker is gone, and made these steps before
 
@@ -317,9 +317,9 @@ class ServerExchange:
         Args:
             kind: PUSH or READ; with neither vector nor report: TIMES asks for those of all workers, END lets servers
                 go.
-            vector: f32[n] to push; only its shape counts where the center is read; None: a report only.
+            vector: f32[n] to push; only its shape counts if the center is read; None: a report only.
             report: the numbers of a Report, of Counters and of TimeSpent, for server 0; the last thing said to it.
-            workers: of the job, where their times are asked for.
+            workers: of the job, if their times are asked for.
         """
         self.layout, self._wire = layout, layout.host_wire()
         nothing = np.empty(0, np.float32)

@@ -28,7 +28,7 @@ SAID, ANSWERED = range(2)  # tags: to a server or a peer; from a server
 
 
 class Pauses:
-    """Sleeps between looks, longer where nothing has come for a while."""
+    """Sleeps between looks, longer if nothing has come for a while."""
 
     def __init__(self) -> None:
         """Begin in a hurry."""
@@ -126,7 +126,7 @@ class ServerEndpoint:
         return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
 
     def poll(self) -> bool:
-        """A round; False where nothing has come."""
+        """A round; False if nothing has come."""
         workers = sorted(self._coming)
         first = next(self._first) % max(len(workers), 1)
         moved = any([self._look(worker) for worker in workers[first:] + workers[:first]])
@@ -143,7 +143,7 @@ class ServerEndpoint:
         return self.mpi.Irecv(message, worker, SAID), message
 
     def _look(self, worker: int) -> bool:
-        """Take the oldest message of a worker; False where there is none."""
+        """Take the oldest message of a worker; False if there is none."""
         coming = self._coming[worker]
         if not self._guarded(worker, lambda: coming[0][0].Test()):
             return False
@@ -165,7 +165,7 @@ class ServerEndpoint:
             del self._coming[worker]
             self.lost.append(worker)
             self.server.lose(worker)
-            # Nobody is left to say so; where there are books, these know the end.
+            # Nobody is left to say so; if there are books, these know the end.
             self.server.is_closed |= not (self._coming or self.server.ledger)
             return None
 
@@ -201,7 +201,7 @@ def converse(talk: ServerExchange, lines: Sequence[ServerChannel]) -> float:
     Returns: seconds at its end in which nothing but the answer to the report was missing.
 
     Raises:
-        TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S, six times that where only
+        TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S, six times that if only
             the answer to the report is missing.
     """
     pauses, since_s = Pauses(), None
@@ -228,7 +228,7 @@ def converse(talk: ServerExchange, lines: Sequence[ServerChannel]) -> float:
 
 
 def go_on(talk: ServerExchange, lines: Sequence[ServerChannel]) -> bool:
-    """Send what may be sent, take what has come; False where nothing has."""
+    """Send what may be sent, take what has come; False if nothing has."""
     for sending in talk.ready():
         lines[sending.server].send(sending.message, sending.answer_bytes)
     moved = False

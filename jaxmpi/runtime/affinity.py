@@ -44,14 +44,14 @@ def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
 
 
 def core_mask() -> list[int]:
-    """The cores that this process may use; none where the system does not tell."""
+    """The cores that this process may use; none if the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def idle_cores(mine: int, all_cores: int, local_size: int) -> str:
     """Advice if each rank may use one core and the host has more cores than ranks; else empty.
 
-    So Open MPI binds where it starts one or two ranks on a host.
+    So Open MPI binds if it starts one or two ranks on a host.
     """
     if mine != 1 or all_cores <= local_size:
         return ""
@@ -65,7 +65,7 @@ _given: set[int] = set()  # cores that this process had before it took its share
 
 
 def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
-    """The cores of one of `local_size` ranks, where they divide."""
+    """The cores of one of `local_size` ranks, if they divide."""
     _given.update(mine)
     if len(mine) % local_size == 0:
         share = len(mine) // local_size

@@ -13,7 +13,7 @@ MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, that JAX takes when
 def pin_gpu(local_rank: int, local_size: int) -> None:
     """Take one of the GPUs that this process sees, and a part of its memory, as if all ranks of the host saw the same.
 
-    They may not, where a launcher gives each its own; `share_gpu` corrects that once ranks can ask each other.
+    They may not, if a launcher gives each its own; `share_gpu` corrects that once ranks can ask each other.
 
     Raises:
         UsageError: a GPU has started already, and there are several.

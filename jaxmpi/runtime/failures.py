@@ -34,7 +34,7 @@ READ_S, PASSED_ON_S = 1.0, 0.1
 # How long another rank leaves rank 0 the word when both may hold the same error; longer where ranks came up slowly.
 RANK_0_FIRST_S, RANK_0_FIRST_MOST_S = 4.0, 30.0
 LOADED_S = time.monotonic()  # nearly when this process began
-MISUSED = 2  # exit code where what was asked for cannot be
+MISUSED = 2  # exit code if what was asked for cannot be
 PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
 # How to come by an MPI, for errors that miss one.
 GET_MPI = (
@@ -75,7 +75,7 @@ INTERRUPT_NOTE = "interrupted: the run saves itself and leaves; Ctrl-C again end
 
 
 def write_error(text: str) -> None:
-    """Write to standard error from a signal handler: Python's buffered streams may be in use where it interrupts."""
+    """Write to standard error from a signal handler: Python's buffered streams may be in use when it interrupts."""
     with suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 
@@ -116,7 +116,7 @@ class Job:
     echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
     has_spawned: bool = False  # processes by MPI spawn, with which Open MPI 5's launcher takes an abort for 0 at times
-    kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, where the others go on without them
+    kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, if the others go on without them
 
 
 _job: Job | None = None
@@ -142,14 +142,14 @@ def outlive(kill: Callable[[Sequence[int]], bool]) -> None:
     """From now on a rank of this job that fails by itself, not together with the others, goes alone.
 
     Args:
-        kill: ends other ranks; False where one has ended already, though nobody has noticed.
+        kill: ends other ranks; False if one has ended already, though nobody has noticed.
     """
     if _job is not None:
         _job.kill = kill
 
 
 def go_on_without(ranks: Sequence[int]) -> bool:
-    """End these ranks, where the others go on; False where they cannot."""
+    """End these ranks, if the others go on; False if they cannot."""
     return _job is not None and _job.kill is not None and _job.kill(ranks)
 
 
@@ -177,7 +177,7 @@ class At(NamedTuple):
 
     phase: str
     since_s: float  # of time.monotonic
-    count: int  # of phases so far: it is stuck where this stays
+    count: int  # of phases so far: it is stuck if this stays
     patience: float = 1.0  # how many times longer than others the phase may last
 
 
@@ -203,7 +203,7 @@ def at() -> At:
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback.
 
-    An error that is there because another rank has ended, by `Job.echoes`, is a line, or none where that rank has
+    An error that is there because another rank has ended, by `Job.echoes`, is a line, or none if that rank has
     said why.
     """
     echo = _job.echoes(error) if _job else None
@@ -244,7 +244,7 @@ def rank_0_first_s() -> float:
 
 
 def go_alone() -> None:
-    """End this rank where the others go on without it: by a signal, since Open MPI would end them after a bad exit."""
+    """End this rank if the others go on without it: by a signal, since Open MPI would end them after a bad exit."""
     if _job is not None and _job.kill:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -258,7 +258,7 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def end_job(code: int) -> NoReturn:
-    """End all ranks with `code`, from any thread; by SIGKILL where a launcher might take that for 0."""
+    """End all ranks with `code`, from any thread; by SIGKILL if a launcher might take that for 0."""
     sys.stdout.flush()
     sys.stderr.flush()
     if _job is not None and _job.size > 1:

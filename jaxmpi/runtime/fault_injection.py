@@ -253,7 +253,7 @@ MOST_S = 1e8  # to sleep
 
 
 def check_values(text: str, values: Values, workers: int) -> None:
-    """Raise `UsageError` where what only some kinds take is out of range."""
+    """Raise `UsageError` if what only some kinds take is out of range."""
     for key, most in MOST.items():
         got = values.get(key, "0")
         expected = "0 or 1" if most == 1 else f"0 to {most}"
@@ -307,7 +307,7 @@ class Ordered:
         return [fault.text for place, fault in self._faults if place not in self._met | before]
 
     def _may(self, place: int, fault: Fault) -> bool:
-        """Count one more; False where it has been often enough. Written before it happens: it may be the last thing."""
+        """Count one more; False if it has been often enough. Written before it happens: it may be the last thing."""
         if fault.times == 0:
             return True
         for time_ in range(fault.times):
@@ -323,7 +323,7 @@ _ordered: Ordered | None = None
 
 
 def order(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Path) -> None:
-    """Have these faults happen in this process, where one of `mine` is their rank.
+    """Have these faults happen in this process, if one of `mine` is their rank.
 
     Args:
         folder: the run directory, which remembers what has happened.

@@ -235,10 +235,10 @@ def call(
         results: shapes and dtypes.
         in_place: pairs (operand, result) that may share a buffer; XLA copies an operand that is used elsewhere.
         effect: calls with one effect run in order; give another library's to be ordered among its calls. None: a call
-            runs as soon as its operands are there, beside others, and may be left out where nobody uses its results.
+            runs as soon as its operands are there, beside others, and may be left out if nobody uses its results.
         attributes: constants of the program, passed on by name.
 
-    Where XLA's interface is not the one this file knows, or off CPUs, it is `io_callback`, ordered, with copies.
+    If XLA's interface is not the one this file knows, or off CPUs, it is `io_callback`, ordered, with copies.
 
     Communicates: what the function does.
     """
@@ -278,7 +278,7 @@ def _abstract(*operands: Any, results: tuple, effect: effects.Effect | None, **_
 def _lower(
     ctx: mlir.LoweringRuleContext, *operands: Any, results: Any, in_place: Any, effect: Any, constants: Any
 ) -> list:
-    """A custom call; where there is an effect, its last operand and result is the effect's token."""
+    """A custom call; if there is an effect, its last operand and result is the effect's token."""
     lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=True, operand_output_aliases=dict(in_place))
     typed = {k: np.int64(v) if isinstance(v, int) else v for k, v in constants}
     if effect is None:
@@ -331,7 +331,7 @@ def _views(buffers: Buffers, writable: bool) -> list[np.ndarray]:
 
 
 def _read(format: str, address: int | None) -> tuple[int, ...]:
-    """Numbers in memory; none where there is no address."""
+    """Numbers in memory; none if there is no address."""
     return struct.unpack(format, string_at(address, struct.calcsize(format))) if address else ()
 
 
@@ -388,7 +388,7 @@ def _told(error: BaseException) -> str:
 
 @functools.cache
 def why_not() -> str:
-    """Why calls go through `io_callback`; empty where the handler works, as a tiny program shows once a process.
+    """Why calls go through `io_callback`; empty if the handler works, as a tiny program shows once a process.
 
     JAXMPI_FFI=off asks for `io_callback`.
     """

@@ -41,7 +41,7 @@ LAUNCHERS = {
 
 
 def launched() -> Launch | None:
-    """The launcher that started this process with its rank and size, or None where there is none."""
+    """The launcher that started this process with its rank and size, or None if there is none."""
     for launcher, names in LAUNCHERS.items():
         rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
         if rank is None or size is None:
@@ -58,13 +58,13 @@ def launched() -> Launch | None:
 
 
 def my_rank() -> int:
-    """This process's rank by the launcher's word, 0 where there is no launcher; needs no MPI."""
+    """This process's rank by the launcher's word, 0 if there is no launcher; needs no MPI."""
     here = launched()
     return here.rank if here else 0
 
 
 def launched_workers() -> int:
-    """Ranks of this job by the launcher's word, 1 where there is none; needs no MPI. For recipes that depend on it."""
+    """Ranks of this job by the launcher's word, 1 if there is none; needs no MPI. For recipes that depend on it."""
     here = launched()
     return here.size if here else 1
 

@@ -49,4 +49,4 @@ def tune_mpi(here: Launch) -> None:
             sweep(folder.parent)
             hold(folder)
         mark(BEGAN)
-    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process where there is no such network
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process if there is no such network

@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def commit(root: Path | None) -> str:
-    """The commit of the project, `+` behind it where files differ; empty outside git."""
+    """The commit of the project, `+` behind it if files differ; empty outside git."""
     try:
         git = partial(subprocess.run, cwd=root, capture_output=True, text=True, timeout=10, check=True)
         head = git(["git", "rev-parse", "HEAD"]).stdout.strip()

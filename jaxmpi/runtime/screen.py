@@ -8,7 +8,7 @@ from jaxmpi.runtime import launchers
 
 
 def columns_of(out: Any) -> int:
-    """Columns of the terminal that a stream leads to, 0 where it leads to none.
+    """Columns of the terminal that a stream leads to, 0 if it leads to none.
 
     Open MPI gives every rank a terminal of its own, and passes on what is written there to wherever mpirun's own output
     goes. So under a launcher the first process above that writes elsewhere is asked.
@@ -24,7 +24,7 @@ def columns_of(out: Any) -> int:
 
 
 def output_of(process: int) -> str:
-    """The file behind a process's stdout; empty where that cannot be known."""
+    """The file behind a process's stdout; empty if that cannot be known."""
     try:
         return os.readlink(f"/proc/{process}/fd/1")
     except OSError:
@@ -32,7 +32,7 @@ def output_of(process: int) -> str:
 
 
 def parent_of(process: int) -> int:
-    """The process that started this one; 0 where that cannot be known."""
+    """The process that started this one; 0 if that cannot be known."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):

@@ -20,7 +20,7 @@ TRACKS = {
     "wait": "the step waits for a bucket",
     "other": "evaluation, checkpoint, log",
 }
-MOST = 1 << 15  # kept where nobody reads them
+MOST = 1 << 15  # kept if nobody reads them
 
 
 class Span(NamedTuple):

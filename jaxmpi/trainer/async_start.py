@@ -82,7 +82,7 @@ class Start:
 def starting(
     folder: Path, state: TrainState, workers: Workers, rule: Asynchronous, resume: bool, say: Callable[[str], None]
 ) -> Start:
-    """State 0, or the newest checkpoint where a run is resumed, with any number of workers.
+    """State 0, or the newest checkpoint if a run is resumed, with any number of workers.
 
     Args:
         folder: RUN/checkpoints.

@@ -200,6 +200,6 @@ def end_s(state: TrainState) -> float:
 
 
 def check_alive(answer: Answer) -> None:
-    """Raise `TrainingError` where worker 0 is gone."""
+    """Raise `TrainingError` if worker 0 is gone."""
     if answer.books.closing == 2:
         raise TrainingError("worker 0, which keeps the record, is gone; go on from the last checkpoint with --resume")

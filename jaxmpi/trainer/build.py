@@ -141,7 +141,7 @@ def make_plan(
 
 
 def slice_of(local_batch: int, before: int) -> int:
-    """Examples of a slice where a worker has more to do than `before`, so that it needs no more memory; else 0."""
+    """Examples of a slice if a worker has more to do than `before`, so that it needs no more memory; else 0."""
     slices = -(-local_batch // before)
     return -(-local_batch // slices) if slices > 1 else 0
 
@@ -162,7 +162,7 @@ class Functions(NamedTuple):
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
     why: str = ""  # what `auto` came to, for the log
-    lone: ComputeOnlyStep | None = None  # where nothing else tells the time of an exchange
+    lone: ComputeOnlyStep | None = None  # if nothing else tells the time of an exchange
 
     @property
     def exchanges(self) -> bool:
@@ -173,9 +173,9 @@ class Functions(NamedTuple):
 def settle_exchange(
     experiment: Experiment, plan: TrainingPlan, workers: Workers, kept: run_directory.Stored | None
 ) -> tuple[Experiment, str]:
-    """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty where nothing was left open.
+    """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty if nothing was left open.
 
-    They are those of the run that is resumed, so that it goes on bit for bit; where there are none, or these ranks
+    They are those of the run that is resumed, so that it goes on bit for bit; if there are none, or these ranks
     cannot have them, those that a probe finds.
     """
     asked = experiment.exchange
@@ -322,7 +322,7 @@ def exchange_for(
 
 
 def unfit_for_overlap(experiment: Experiment, plan: TrainingPlan) -> str:
-    """Why this step cannot hide an exchange; empty where it can."""
+    """Why this step cannot hide an exchange; empty if it can."""
     if experiment.step_mode == "split":
         return "the step is split (step_mode split)"
     if experiment.on_rank_loss == "shrink":
@@ -368,7 +368,7 @@ def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tupl
 
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:
-    """Return True if the step is split: by default where several ranks would compile one program on the same cores."""
+    """Return True if the step is split: by default if several ranks would compile one program on the same cores."""
     if experiment.step_mode != "auto" or workers.mesh is not None:
         return experiment.step_mode == "split" and workers.mesh is None
     return workers.comm.size > 1 and jax.default_backend() == "cpu"

@@ -12,7 +12,7 @@ from jaxmpi.trainer.run import Run
 
 
 def distance(run: Run, state: TrainState) -> float | None:
-    """L2 of this process's workers from the mean or center that they met last, summed; None where no rule keeps it."""
+    """L2 of this process's workers from the mean or center that they met last, summed; None if no rule keeps it."""
     of = run.functions.rule.distance
     return rows(of(state.rule_state), run.workers).sum().item() if of else None
 

@@ -88,7 +88,7 @@ class Coordinator(Protocol):
         ...
 
     def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
-        """One step; no metrics where it was left out."""
+        """One step; no metrics if it was left out."""
         ...
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
@@ -124,7 +124,7 @@ class Coordinator(Protocol):
         ...
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """After the last step: the last evaluation; empty where this process knows of none."""
+        """After the last step: the last evaluation; empty if this process knows of none."""
         ...
 
 

@@ -69,11 +69,11 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
 
     Args:
         experiment: what to run.
-        name: of the run directory where the experiment names none.
+        name: of the run directory if the experiment names none.
         root: the project's folder, whose commit is recorded.
         digest: of the experiment file, compared over ranks.
 
-    Returns: the last evaluation: eval_loss, eval_top1, eval_top5, eval_count; empty where no step was left to do.
+    Returns: the last evaluation: eval_loss, eval_top1, eval_top5, eval_count; empty if no step was left to do.
 
     Raises:
         UsageError: the experiment cannot run as asked, or ranks differ.

@@ -20,7 +20,7 @@ from jaxmpi.recover.decisions import check_budget
 from jaxmpi.trainer.build import TrainingPlan
 from jaxmpi.trainer.step import Metrics
 
-SUMS = 6  # over workers: loss, examples, |g_i|^2; and where |g|^2 was measured |g_i|^2, |g|^2, steps
+SUMS = 6  # over workers: loss, examples, |g_i|^2; and if |g|^2 was measured |g_i|^2, |g|^2, steps
 
 
 class Done(NamedTuple):
@@ -43,7 +43,7 @@ class ProgressLog:
     workers: Workers
     recorder: Recorder
     tracer: Tracer
-    noise: Noise | None  # where the rule measures it
+    noise: Noise | None  # if the rule measures it
     max_skipped: float  # share of the data
 
     def sums(self, step: int, metrics: Metrics) -> np.ndarray:
@@ -54,7 +54,7 @@ class ProgressLog:
         return np.array([losses.sum(), counts.sum(), squares.sum(), *self._measured(step, metrics, squares)])
 
     def _measured(self, step: int, metrics: Metrics, squares: np.ndarray) -> list[float]:
-        """|g_i|^2, |g|^2 and 1 over workers; zeros where their gradients are not of as many examples."""
+        """|g_i|^2, |g|^2 and 1 over workers; zeros if their gradients are not of as many examples."""
         is_whole = self.plan.examples(step) - self.plan.examples(step - 1) == self.plan.clock.effective_batch
         if metrics.mean_square is None or not is_whole:
             return [0.0] * 3
@@ -64,7 +64,7 @@ class ProgressLog:
         """The mean loss of all workers' examples since the last line, and where the time went.
 
         Args:
-            distance: of this process's workers from what they met, summed, where the rule keeps it.
+            distance: of this process's workers from what they met, summed, if the rule keeps it.
 
         Raises:
             TrainingError: more data is skipped than may be.
@@ -101,7 +101,7 @@ class ProgressLog:
         check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), self.max_skipped)
 
     def _noise(self, local: float, mean: float, count: float) -> dict[str, float]:
-        """Fields of the record on the noise of gradients, where it was measured."""
+        """Fields of the record on the noise of gradients, if it was measured."""
         return self.noise.fields(Means(local / count, mean / count)) if self.noise and count else {}
 
 

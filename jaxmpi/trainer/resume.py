@@ -53,7 +53,7 @@ def restored(
     now: dict[str, Any],
     but: Sequence[str] = (),
 ) -> format.Saved | None:
-    """The newest checkpoint of a run directory, the same on all ranks; None where there is none.
+    """The newest checkpoint of a run directory, the same on all ranks; None if there is none.
 
     Args:
         states: of this process's workers, in the place of which it is read.
@@ -125,7 +125,7 @@ def step_for(step: int, effective_batch: int, plan: TrainingPlan) -> int:
 def starting_states(
     experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: TrainingPlan
 ) -> tuple[dict[int, TrainState], format.Saved | Start | None]:
-    """State 0, or that of the newest checkpoint where the run is resumed; workers apart have a start each.
+    """State 0, or that of the newest checkpoint if the run is resumed; workers apart have a start each.
 
     A run that continues another begins with that one's newest checkpoint, until it has one of its own.
     """
@@ -150,7 +150,7 @@ def say_changes(
 ) -> None:
     """Say, and record, by which settings and from which learning rate a resumed run departs from its checkpoint.
 
-    A decay that spans the run has another rate at the same step where the run is made longer or shorter.
+    A decay that spans the run has another rate at the same step if the run is made longer or shorter.
     """
     found = run_directory.changes(extra.get("settings"), run_directory.settings(experiment))
     lr, before = plan.lr_of(start + 1), extra.get("lr")

@@ -32,7 +32,7 @@ class Metrics(NamedTuple):
     finite: Any = None  # bool[leaves of params]: whether this worker's gradients are
     applied: Any = None  # bool[], the same on all workers: whether the update was finite, and so was made
     squares: Any = None  # f32[]: |g_i|^2 of this worker's gradients
-    mean_square: Any = None  # f32[]: |g|^2 of their mean over workers, where the rule measures it
+    mean_square: Any = None  # f32[]: |g|^2 of their mean over workers, if the rule measures it
 
 
 class EvalMetrics(NamedTuple):
@@ -75,7 +75,7 @@ class Forward(NamedTuple):
         """Normalise, cast, apply, cast back: forward and backward run in `compute_dtype`, params stay f32.
 
         Args:
-            real: bool[batch], false where an example only fills the batch up: batch statistics leave it out.
+            real: bool[batch], false if an example only fills the batch up: batch statistics leave it out.
         """
         check_image(self.model.name, image.shape, self.model.input_shape)
         image = self.prepared(image)
@@ -256,7 +256,7 @@ def train_step(
     """One update; also runs outside jit, piece by piece.
 
     Args:
-        guard: `or_before` or a jit of it, where an update that is not finite is not made; None where all are.
+        guard: `or_before` or a jit of it, if an update that is not finite is not made; None if all are.
     """
     grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
     if rule.measured:
@@ -297,7 +297,7 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
 
 
 def an_example(values: jax.Array) -> jax.Array:
-    """f32[batch]: the mean over an example's tokens, where it has any."""
+    """f32[batch]: the mean over an example's tokens, if it has any."""
     return values.astype(jnp.float32).reshape(values.shape[0], -1).mean(-1)
 
 

@@ -18,7 +18,7 @@ class Source(Protocol):
     also have
 
     - `where(i) -> str`: the name of example i in errors.
-    - `digest() -> str`: the same on all ranks where their data are.
+    - `digest() -> str`: the same on all ranks if their data are.
     - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
       Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
       ends the run; `CorruptExample` is skipped where `data.on_error` says so.

@@ -179,7 +179,7 @@ class _Descriptor:
 
 
 def _check_order(folder: str, names: list[str]) -> None:
-    """Raise `UsageError` where names differ in how many digits they have, and else in digits only."""
+    """Raise `UsageError` if names differ in how many digits they have, and else in digits only."""
     alike: dict[str, str] = {}
     for name in names:
         first = alike.setdefault(re.sub(r"\d+", "0", name), name)

@@ -41,7 +41,7 @@ def equinox_model(
 
     Raises:
         UsageError: `make` is no module and no function of one argument; by `init` and `apply`,
-            where an image is not of `input_shape`.
+            if an image is not of `input_shape`.
     """
     import equinox as eqx
 

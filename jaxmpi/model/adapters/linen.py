@@ -18,13 +18,13 @@ def linen_model(module: Any, *, name: str, input_shape: tuple[int, ...], classes
     in evaluation there is no random stream, and the model state comes back as it went in.
 
     Args:
-        module: an instance. Where its call has an argument of `TRAIN_ARGUMENTS` it gets it by name.
+        module: an instance. If its call has an argument of `TRAIN_ARGUMENTS` it gets it by name.
         name: of the model, for errors and records.
         input_shape: of one example: (height, width, channels).
         classes: number of logits.
 
     Raises:
-        UsageError: `module` is no Linen module; by `init` and `apply`, where an image is not of
+        UsageError: `module` is no Linen module; by `init` and `apply`, if an image is not of
             `input_shape`.
     """
     from flax import linen

@@ -31,7 +31,7 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
     Raises:
         UsageError: `make` is no function of one argument; no name, shape or number of classes; by `init`
-            and `apply`, where an image is not of `input_shape`.
+            and `apply`, if an image is not of `input_shape`.
     """
     from flax import nnx  # here, since a model of another library need not pay for its import
 
