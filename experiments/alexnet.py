@@ -15,7 +15,7 @@ from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, S
 from jaxmpi.runtime.launchers import launched_workers
 from models.alexnet import alexnet, alexnet_tiny
 
-embedded = Experiment(
+fallback = Experiment(
     model=alexnet_tiny(),
     data=Data(source="digits", resize=64, mean=(0.305,), std=(0.376,)),
     optim=Optim("adam", lr=2e-3, lr_scaling="none", clip_norm=1.0),
@@ -51,5 +51,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=128,
     train_for="70ep",
-    fallback=embedded,
+    fallback=fallback,
 )

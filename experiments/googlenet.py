@@ -14,7 +14,7 @@ from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, S
 from jaxmpi.runtime.launchers import launched_workers
 from models.googlenet import googlenet, googlenet_loss
 
-embedded = Experiment(
+fallback = Experiment(
     model=googlenet(classes=10, image_size=64, init="he"),
     loss=googlenet_loss,
     data=Data(source="digits", resize=64, mean=(0.305,), std=(0.376,)),
@@ -48,5 +48,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=32,
     train_for="90ep",
-    fallback=embedded,
+    fallback=fallback,
 )

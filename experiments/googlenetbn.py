@@ -16,7 +16,7 @@ from models.googlenetbn import googlenetbn
 
 LOCAL_BATCH = 64
 
-embedded = Experiment(
+fallback = Experiment(
     model=googlenetbn(classes=10, image_size=64),
     loss=googlenet_loss,
     data=Data(source="digits", resize=64, mean=(0.305,), std=(0.376,)),
@@ -55,5 +55,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=LOCAL_BATCH,
     train_for="90ep",
-    fallback=embedded,
+    fallback=fallback,
 )

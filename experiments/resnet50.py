@@ -15,7 +15,7 @@ from models.resnet import resnet50
 
 LOCAL_BATCH = 64
 
-embedded = Experiment(
+fallback = Experiment(
     model=resnet50(classes=10, image_size=32),
     data=Data(source="digits", resize=32, mean=(0.305,), std=(0.376,)),
     optim=Optim("momentum", lr=0.02, lr_scaling="none", momentum=0.9, weight_decay=1e-4, decay_bias=False),
@@ -52,5 +52,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=LOCAL_BATCH,
     train_for="90ep",
-    fallback=embedded,
+    fallback=fallback,
 )

@@ -13,7 +13,7 @@ The second line on digits, with 2 workers: 97 % top-1 (docs/results.md).
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
 from models.vgg import vgg16, vgg16_tiny
 
-embedded = Experiment(
+fallback = Experiment(
     model=vgg16_tiny(),
     data=Data(source="digits", resize=32, mean=(0.305,), std=(0.376,)),
     optim=Optim("adam", lr=1e-3, lr_scaling="none", clip_norm=1.0),
@@ -42,5 +42,5 @@ experiment = Experiment(
     exchange=ExchangeConfig("asa32"),
     local_batch=32,
     train_for="40ep",
-    fallback=embedded,
+    fallback=fallback,
 )

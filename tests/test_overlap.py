@@ -335,8 +335,8 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
     ("fields", "reason"),
     [
         ({}, ""),
-        ({"form": "fused"}, ""),
-        ({"form": "split"}, "the step is split (step_mode split)"),
+        ({"step_mode": "fused"}, ""),
+        ({"step_mode": "split"}, "the step is split (step_mode split)"),
         ({"micro_batch": 8}, "gradients come to exist with the last micro-batch only"),
         ({"micro_batch": 16}, ""),  # the local batch
         ({"micro_batch": 8, "exchange": ExchangeConfig(overlap="delayed")}, ""),

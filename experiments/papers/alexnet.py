@@ -8,14 +8,14 @@ The full model but for its 10 classes. Changed from the paper: data, 16 images a
 
 import dataclasses
 
-from experiments.alexnet import embedded
 from experiments.alexnet import experiment as paper
+from experiments.alexnet import fallback
 from models.alexnet import alexnet
 
 experiment = dataclasses.replace(
     paper,
     model=alexnet(classes=10, image_size=64),
-    data=dataclasses.replace(embedded.data, std=paper.data.std[:1]),
+    data=dataclasses.replace(fallback.data, std=paper.data.std[:1]),
     optim=dataclasses.replace(paper.optim, lr=0.01),
     local_batch=16,
     train_for="200st",

@@ -8,14 +8,14 @@ worker instead of 32, 300 steps, 2 workers. Why that rate: docs/results.md.
 
 import dataclasses
 
-from experiments.googlenet import embedded
 from experiments.googlenet import experiment as paper
+from experiments.googlenet import fallback
 from models.googlenet import googlenet
 
 experiment = dataclasses.replace(
     paper,
     model=googlenet(classes=10, image_size=64),
-    data=embedded.data,
+    data=fallback.data,
     optim=dataclasses.replace(paper.optim, lr=0.0005),
     local_batch=16,
     train_for="300st",

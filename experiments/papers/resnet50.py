@@ -8,8 +8,8 @@ one is warm-up, the rate divided by 10 after four, 2 workers. Figures: docs/resu
 
 import dataclasses
 
-from experiments.resnet50 import embedded
 from experiments.resnet50 import experiment as paper
+from experiments.resnet50 import fallback
 from models.resnet import resnet50
 
 LOCAL_BATCH = 32
@@ -17,7 +17,7 @@ LOCAL_BATCH = 32
 experiment = dataclasses.replace(
     paper,
     model=resnet50(classes=10, image_size=32),
-    data=embedded.data,
+    data=fallback.data,
     optim=dataclasses.replace(paper.optim, lr=0.1 * LOCAL_BATCH / 256),
     schedule=dataclasses.replace(paper.schedule, boundaries=("4ep",), warmup="1ep"),
     local_batch=LOCAL_BATCH,

@@ -9,14 +9,14 @@ docs/results.md.
 
 import dataclasses
 
-from experiments.vgg16 import embedded
 from experiments.vgg16 import experiment as paper
+from experiments.vgg16 import fallback
 from models.vgg import vgg16_tiny
 
 experiment = dataclasses.replace(
     paper,
     model=vgg16_tiny(init="published"),
-    data=dataclasses.replace(embedded.data, std=paper.data.std[:1]),
+    data=dataclasses.replace(fallback.data, std=paper.data.std[:1]),
     local_batch=16,
     train_for="20ep",
     eval_every="5ep",

@@ -1,7 +1,7 @@
 """Rounds inside a job: every contender runs once per round, on all ranks together.
 
-Short exchanges are repeated until a sample is long enough to time. The slowest rank's time counts, and rank 0 keeps the
-results so far after every round.
+Short exchanges are repeated until a sample is long enough to time. The slowest rank's time counts. Rank 0
+stores the results so far every few seconds, for a job that is ended early.
 """
 
 import math

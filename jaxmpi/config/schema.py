@@ -46,7 +46,7 @@ COMMS = {
 # The parts of an experiment, and how each is spelled: objects of other libraries, such as Optax's, are none of them.
 PARTS: dict[str, tuple[type, str]] = {
     "data": (Data, 'Data("array", train=..., validation=...) takes examples of your own'),
-    "optim": (Optim, 'Optim("adamw", lr=1e-3); Optax optimizers go into a loop of your own, docs/exchange.md'),
+    "optim": (Optim, 'Optim("adamw", lr=1e-3); Optax optimizers go into a loop of your own, docs/extending.md'),
     "schedule": (Schedule, 'Schedule("cosine", warmup="5ep"); Optax schedules go into a loop of your own'),
     "rule": (RuleConfig, 'RuleConfig("awagd")'),
     "exchange": (ExchangeConfig, 'ExchangeConfig("asa16")'),
