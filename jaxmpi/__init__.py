@@ -4,6 +4,7 @@ A public name is imported when it is first used: importing jaxmpi starts neither
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
     from jaxmpi.functions.lifecycle import close as close
     from jaxmpi.functions.lifecycle import fork as fork
     from jaxmpi.functions.optimizer import optimizer as optimizer
-    from jaxmpi.functions.reductions import add as add
-    from jaxmpi.functions.reductions import gather as gather
-    from jaxmpi.functions.reductions import local as local
-    from jaxmpi.functions.reductions import max as max
-    from jaxmpi.functions.reductions import mean as mean
-    from jaxmpi.functions.reductions import min as min
-    from jaxmpi.functions.reductions import prod as prod
-    from jaxmpi.functions.reductions import scatter as scatter
-    from jaxmpi.functions.reductions import sum as sum
 
 _NAMES = {
     "jaxmpi.allreduce.api": (
@@ -62,22 +54,18 @@ _NAMES = {
         "fork",
     ),
     "jaxmpi.functions.optimizer": ("optimizer",),
-    "jaxmpi.functions.reductions": (
-        "add",
-        "gather",
-        "local",
-        "max",
-        "mean",
-        "min",
-        "prod",
-        "scatter",
-        "sum",
-    ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+# Words for inputs and outputs of functions. They stood here in 0.1, and a reader took `jaxmpi.sum` for a collective.
+_MOVED = ("add", "gather", "local", "max", "mean", "min", "prod", "scatter", "sum")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "functions":
+        return importlib.import_module("jaxmpi.functions")
+    if name in _MOVED:
+        warnings.warn(f"jaxmpi.{name} is jaxmpi.functions.{name} now", FutureWarning, stacklevel=2)
+        return getattr(importlib.import_module("jaxmpi.functions"), name)
     if name not in _HOME:
         raise AttributeError(f"module 'jaxmpi' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

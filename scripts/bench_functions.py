@@ -64,7 +64,8 @@ def calls(options: argparse.Namespace) -> Result:
     """Time a call and its parts, in a rank or a leading script: medians in ms."""
     import jax
 
-    import jaxmpi as jm
+    import jaxmpi
+    from jaxmpi import functions as jm
     from jaxmpi.functions.lifecycle import team
 
     if options.led:
@@ -75,7 +76,7 @@ def calls(options: argparse.Namespace) -> Result:
     parts: dict[str, Callable] = {"call": lambda: wrapped(x, y, params), "bare": lambda: bare(*half, params)}
     if not options.led:
         results = jax.tree.leaves(bare(*half, params))
-        parts["exchange"] = lambda: jm.world().sum_on_host_now(results, 2)  # type: ignore[attr-defined]
+        parts["exchange"] = lambda: jaxmpi.world().sum_on_host_now(results, 2)  # type: ignore[attr-defined]
     seconds = times(parts, options.rounds)
     result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}
     if options.led:
@@ -102,7 +103,7 @@ def shuffle(options: argparse.Namespace) -> Result:
     """Time rows by index out of shared memory, beside np.take of the share; all ranks at once."""
     import jax.numpy as jnp
 
-    import jaxmpi as jm
+    from jaxmpi import functions as jm
     from jaxmpi.comm.control import processes
 
     size, rank, rows = processes().size, processes().rank, 20_000
@@ -203,7 +204,7 @@ def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
     """Time steps as in the paper: gradients, their mean over workers, an update on each."""
     import jax
 
-    import jaxmpi as jm
+    from jaxmpi import functions as jm
     from jaxmpi.functions import worker_call
     from jaxmpi.functions.lifecycle import team
 

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-import jaxmpi as jm
+import jaxmpi
+from jaxmpi import functions as jm
 from jaxmpi.comm.control import processes
 from jaxmpi.functions.lifecycle import team
 from jaxmpi.functions.partitioning import bounds
@@ -37,7 +38,7 @@ def data(n: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
 
 
 def fails(call, message: str) -> None:
-    with pytest.raises(jm.UsageError, match=re.escape(message)):
+    with pytest.raises(jaxmpi.UsageError, match=re.escape(message)):
         call()
 
 
@@ -542,7 +543,7 @@ def check_pieces_that_cannot_combine():
     for where, f in given.items():
         message = f"slices: {where}: got float32[1] of one piece and float32[2]"
         fails(lambda f=f: f(f32(range(3 * k)), slices=2), message)
-        with pytest.raises((jm.UsageError, WorkerFailed), match="use gather, or slices=1"):
+        with pytest.raises((jaxmpi.UsageError, WorkerFailed), match="use gather, or slices=1"):
             f(f32(range(2 * k + 1)), slices=2)
     kept = jm.function(lambda x: x, jm.scatter, jm.gather)(f32(range(3 * k)), slices=2)
     assert np.asarray(kept).tolist() == list(range(3 * k))
@@ -553,10 +554,10 @@ def check_exchange_inside():
     """Over the function's workers if every rank runs the script; elsewhere refused while tracing, never another."""
     k = workers()
     x = np.ones((3 * k, 2), np.float32)
-    by_hand = jm.function(lambda x: jm.exchange(x.sum(), "ring", op="sum"), jm.scatter, jm.mean)
-    tx = optax.chain(jm.exchange_gradients(op="sum"), optax.scale(1.0))
+    by_hand = jm.function(lambda x: jaxmpi.exchange(x.sum(), "ring", op="sum"), jm.scatter, jm.mean)
+    tx = optax.chain(jaxmpi.exchange_gradients(op="sum"), optax.scale(1.0))
     by_optax = jm.function(lambda x: tx.update(x.sum(), tx.init(x.sum()))[0], jm.scatter, jm.mean)
-    jitted = jax.jit(lambda x: jm.exchange(x, op="sum"))
+    jitted = jax.jit(lambda x: jaxmpi.exchange(x, op="sum"))
     if processes().size == 1:
         assert float(jitted(np.float32(6))) == 6  # over the script alone: JAX has its trace
     by_jit = jm.function(lambda x: jitted(x.sum()), jm.scatter, jm.mean)

@@ -12,7 +12,8 @@ NOTHING: dict[str, str] = {}
 HEAD = """
 import os, resource, signal, sys, time
 import numpy as np, jax, jax.numpy as jnp
-import jaxmpi as jm
+import jaxmpi
+from jaxmpi import functions as jm
 """
 ALL_CHECKS = (
     HEAD
@@ -108,7 +109,7 @@ if __name__ == "__main__":
     if {n}:
         jm.fork({n})
     totals = [total(x)]
-    if {n} or jm.world().rank:
+    if {n} or jaxmpi.world().rank:
         slow = jax.jit(lambda a: jax.lax.fori_loop(0, 200, lambda i, b: b @ a, a))(jnp.eye(500))  # else it runs at once
         try:
             jax.block_until_ready(jax.jit(lambda x: io_callback(fail, x, x, ordered=True))(slow))
@@ -285,7 +286,7 @@ STOPPED = (
     os.kill(team().line.jobs[1].pid, signal.SIGSTOP)
     try:
         jm.variable(np.zeros(1 << 22, np.float32))  # more than a socket holds
-    except jm.TrainingError as error:
+    except jaxmpi.TrainingError as error:
         print(error, flush=True)
     jm.close()
     jm.fork(2)
@@ -350,7 +351,7 @@ if __name__ == "__main__":
         if pid == 0:
             if n == 2:
                 try: f(x)
-                except jm.UsageError as error: print(error, flush=True)
+                except jaxmpi.UsageError as error: print(error, flush=True)
             shared.free()
             sys.exit(0)
         print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), os.path.exists(shared.path), flush=True)
@@ -456,8 +457,8 @@ f(x)
 if processes().rank == 1: time.sleep(60)
 for i in range(2):
     try: f(x)
-    except jm.TrainingError as error: print("first:", error, flush=True)
-    except jm.UsageError as error: print("then:", error, flush=True)
+    except jaxmpi.TrainingError as error: print("first:", error, flush=True)
+    except jaxmpi.UsageError as error: print("then:", error, flush=True)
 sys.exit(3)
 """
     )
@@ -484,7 +485,7 @@ for i in range(3):
     jm.close()
     try:
         f(np.ones(4, np.float32))
-    except jm.UsageError as error:
+    except jaxmpi.UsageError as error:
         print(error)
 sys.exit(3)
 """
@@ -501,7 +502,7 @@ sys.exit(3)
 @pytest.mark.slow
 def test_every_process_of_the_user_sees_a_named_array(tmp_path):
     name = f"test-{os.getpid()}"
-    other = f"import jaxmpi as jm; a = jm.shared(name={name!r}); print(a[:].tolist()); a[1] = 7"
+    other = f"from jaxmpi import functions as jm; a = jm.shared(name={name!r}); print(a[:].tolist()); a[1] = 7"
     script = (
         HEAD
         + f"""
@@ -510,7 +511,7 @@ a = jm.shared(np.float32([1, 2, 3]), name={name!r})
 print(subprocess.run([sys.executable, "-c", {other!r}], capture_output=True, text=True, check=True).stdout)
 print(a[:].tolist())
 try: jm.shared(np.float32([1]), name={name!r})
-except jm.UsageError as error: print(error)
+except jaxmpi.UsageError as error: print(error)
 a.free()
 b = jm.shared(np.float32([4]), name={name!r})
 os.kill(os.getpid(), signal.SIGKILL)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxmpi
+
 PACKAGE = Path(__file__).parent.parent / "jaxmpi"
 
 
@@ -51,8 +53,6 @@ def test_importing_starts_neither_mpi_nor_a_device_and_loads_no_plotting():
 
 def test_public_names_are_those_that_types_are_checked_with():
     """The table of lazy names and the imports under TYPE_CHECKING are the same list, for two readers."""
-    import jaxmpi
-
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     [typed] = [node for node in tree.body if isinstance(node, ast.If)]
     named = {(alias.name, node.module) for node in typed.body for alias in node.names}  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,3 +90,9 @@ def test_a_model_knows_neither_rank_nor_communicator(file):
 )
 def test_every_way_to_learn_of_workers_is_seen(line):
     assert identifiers(line) & OF_WORKERS
+
+
+def test_words_of_functions_are_taken_from_the_top_and_their_new_place_said():
+    with pytest.warns(FutureWarning, match=r"jaxmpi\.sum is jaxmpi\.functions\.sum now"):
+        assert jaxmpi.sum is jaxmpi.functions.sum  # pyright: ignore[reportAttributeAccessIssue]
+    assert {name for name in jaxmpi._MOVED if not hasattr(jaxmpi.functions, name)} == set()

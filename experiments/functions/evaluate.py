@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn.datasets import load_digits
 
-import jaxmpi as jm
+from jaxmpi import functions as jm
 
 
 def shifted(images):

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import minimize
 from sklearn.datasets import load_digits
 
-import jaxmpi as jm
+from jaxmpi import functions as jm
 
 DECAY, ITERATIONS = 1e-3, 60
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn.datasets import load_digits
 
-import jaxmpi as jm  # changed
+from jaxmpi import functions as jm  # changed
 
 BATCH, STEPS, LR = 144, 100, 0.5
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxmpi.comm.control import broadcast as broadcast
 from jaxmpi.comm.control import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
@@ -13,7 +14,16 @@ from jaxmpi.functions.lifecycle import close as close
 from jaxmpi.functions.lifecycle import fork as fork
 from jaxmpi.functions.lifecycle import launched, team
 from jaxmpi.functions.optimizer import optimizer as optimizer
-from jaxmpi.functions.reductions import Output, mean, scatter
+from jaxmpi.functions.reductions import Output
+from jaxmpi.functions.reductions import add as add
+from jaxmpi.functions.reductions import gather as gather
+from jaxmpi.functions.reductions import local as local
+from jaxmpi.functions.reductions import max as max
+from jaxmpi.functions.reductions import mean as mean
+from jaxmpi.functions.reductions import min as min
+from jaxmpi.functions.reductions import prod as prod
+from jaxmpi.functions.reductions import scatter as scatter
+from jaxmpi.functions.reductions import sum as sum
 from jaxmpi.functions.shared_array import SharedArray
 from jaxmpi.functions.variable import Variable, make
 
@@ -49,7 +59,7 @@ def function(
     )
     check(
         isinstance(outputs, (Output, str, tuple, list)),
-        f"outputs: got {outputs!r}; expected jaxmpi.mean, sum, ... or several",
+        f"outputs: got {outputs!r}; expected jaxmpi.functions.mean, sum, ... or several",
     )
     return Function(f, inputs, outputs, updates, strategy)
 

@@ -276,12 +276,12 @@ def check_markers(inputs: Sequence[Marker], outputs: Sequence[Output]) -> None:
     for marker in inputs:
         check(
             marker is broadcast or isinstance(marker, (Scatter, Variable)),
-            f"inputs: got {marker!r}; expected jaxmpi.scatter, jaxmpi.broadcast, a variable or scatter(variable)",
+            f"inputs: got {marker!r}; expected jaxmpi.functions.scatter, broadcast, a variable or scatter(variable)",
         )
     for output in outputs:
         check(
             isinstance(output, Output) and output.op != "add",
-            f"outputs: got {output!r}; expected jaxmpi.mean, sum, prod, min, max, gather or local, or its name",
+            f"outputs: got {output!r}; expected jaxmpi.functions.mean, sum, prod, min, max, gather, local or a name",
         )
 
 

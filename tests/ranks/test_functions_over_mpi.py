@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import function_checks
-import jaxmpi as jm
+import jaxmpi
 from function_checks import f32
+from jaxmpi import functions as jm
 from jaxmpi.comm.control import SoloProcesses, processes
 
 if isinstance(processes(), SoloProcesses):
@@ -27,7 +28,7 @@ def test_one_rank_cannot_even_begin():
     """What it did wrong reaches the others, and the next call works."""
     f = jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
     x = np.ones(2 * SIZE, np.float32)
-    with pytest.raises(jm.TrainingError, match=r"worker 1 of \d failed:\n.*expected numbers"):
+    with pytest.raises(jaxmpi.TrainingError, match=r"worker 1 of \d failed:\n.*expected numbers"):
         f(np.array(["a"] * 2 * SIZE) if RANK == 1 else x)
     assert float(f(x)) == 2 * SIZE
 
@@ -35,9 +36,9 @@ def test_one_rank_cannot_even_begin():
 def test_ranks_at_different_calls():
     f, g = (jm.function(f, jm.scatter, jm.sum) for f in (lambda x: x.sum(), lambda x: x.max()))
     x = np.ones(2 * SIZE, np.float32)
-    with pytest.raises(jm.UsageError, match="differs between workers"):
+    with pytest.raises(jaxmpi.UsageError, match="differs between workers"):
         (g if RANK == 1 else f)(x)
-    with pytest.raises(jm.UsageError, match="differs between workers"):
+    with pytest.raises(jaxmpi.UsageError, match="differs between workers"):
         f(x[:SIZE] if RANK == 1 else x)
     assert float(f(x)) == float(g(x)) * 2 == 2 * SIZE
 
@@ -47,7 +48,7 @@ def test_ranks_that_choose_other_rows():
     x = np.arange(4 * SIZE, dtype=np.float32)
     other = [RANK == 1, *range(1, 2 * SIZE)]
     for batch in (other, slice(RANK == 1, 2 * SIZE + (RANK == 1))):
-        with pytest.raises(jm.UsageError, match="differs between workers"):
+        with pytest.raises(jaxmpi.UsageError, match="differs between workers"):
             rows(x, batch=batch)
     assert np.asarray(rows(x, batch=slice(0, 2 * SIZE))).tolist() == x[: 2 * SIZE].tolist()
 
@@ -55,13 +56,13 @@ def test_ranks_that_choose_other_rows():
 def test_a_shared_array_that_cannot_be_made():
     """Only the first rank of a host tries to; all learn of it."""
     for make, message in ((lambda: np.array([object()]), "array of object"), (lambda: 1 / 0, "division by zero")):
-        with pytest.raises((jm.UsageError, ZeroDivisionError), match=message):
+        with pytest.raises((jaxmpi.UsageError, ZeroDivisionError), match=message):
             jm.shared(make)
     assert jm.shared(f32([1, 2]))[:].tolist() == [1, 2]
 
 
 def test_fork_after_functions():
-    with pytest.raises(jm.UsageError, match="already"):
+    with pytest.raises(jaxmpi.UsageError, match="already"):
         jm.fork()
 
 
