@@ -675,7 +675,7 @@ UNINITIALISED = {
     "plain, no pair": (
         plain_model,
         (lambda key: W, counting),
-        "init, where apply takes a state: expected (params, stat",
+        "init, if apply takes a state: expected (params, stat",
     ),
     "plain, one result": (
         plain_model,

@@ -78,7 +78,7 @@ class Comm(Protocol):
         ...
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """`jax.jit` for a program that does not communicate; where ranks share a host, one compiles for all."""
+        """`jax.jit` for a program that does not communicate; if ranks share a host, one compiles for all."""
         ...
 
 

@@ -127,7 +127,7 @@ class MpiProcesses:
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self._own: list[Any] = []  # communicators
         self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
-        self._others: dict[int, int] = {}  # where ranks are outlived: handles of the others' processes
+        self._others: dict[int, int] = {}  # if ranks are outlived: handles of the others' processes
         self._max, self._in_place, self._on_host = MPI.MAX, MPI.IN_PLACE, MPI.COMM_TYPE_SHARED
         self._votes = self.clone(MPI.COMM_WORLD)
         self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
@@ -174,7 +174,7 @@ class MpiProcesses:
                 self._others[rank] = os.pidfd_open(pids[rank])
 
     def _kill(self, ranks: Sequence[int]) -> bool:
-        """End other ranks, where they are outlived; False where one of them has ended already."""
+        """End other ranks, if they are outlived; False if one of them has ended already."""
         handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
         ended = select.select(handles, [], [], 0)[0]
         for handle in set(handles) - set(ended):

@@ -64,7 +64,7 @@ class RankComm:
         raise NotImplementedError
 
     def assert_same(self, mine: Fingerprint) -> None:
-        """Compare over the control plane: microseconds where ranks are in step."""
+        """Compare over the control plane: microseconds if ranks are in step."""
         self.processes.compare(mine)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:

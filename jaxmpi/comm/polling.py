@@ -12,7 +12,7 @@ YIELDS = 200  # looks before the first sleep: a message between ranks that are i
 
 
 def wait(request: Any, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Poll an MPI request, giving the core away between looks; False where time ran out, or where `is_over` before."""
+    """Poll an MPI request, giving the core away between looks; False if time ran out, or if `is_over` before."""
     deadline = time.monotonic() + timeout_s
     for looks in itertools.count():
         if request.Test():

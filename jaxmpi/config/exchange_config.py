@@ -15,7 +15,7 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
 
 # When buckets travel.
 OVERLAPS = {
-    "auto": "on where it pays, which is between hosts",
+    "auto": "on if it pays, which is between hosts",
     "on": "while the backward pass goes on",
     "off": "after it",
     "delayed": "while the next step goes on: gradients are applied one step late, another algorithm",

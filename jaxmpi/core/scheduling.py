@@ -39,7 +39,7 @@ class SchedulingAttributes(ctypes.Structure):
 def take_short_turns() -> bool:
     """Ask the kernel for turns of 0.1 ms: who takes short turns is let in soon after waking, however busy the cores.
 
-    Linux >= 6.12 heeds it for ordinary threads; False where the call is not known.
+    Linux >= 6.12 heeds it for ordinary threads; False if the call is not known.
     """
     number = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355}.get(platform.machine())
     if platform.system() != "Linux" or number is None:

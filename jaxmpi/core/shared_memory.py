@@ -134,7 +134,7 @@ def attached(pid: int, fd: int, inode: int, size: int) -> Segment:
     return segment
 
 
-# ---------------------------------------------------------------- memory
+# ---------------------------------------------------------------- files in memory
 
 
 def folder() -> str:

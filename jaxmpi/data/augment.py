@@ -41,7 +41,7 @@ class Augment:
     mean_image: np.ndarray | None = None
 
     def __call__(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
-        """The image as the batch holds it: crop x crop where `data.crop` is set, else its own size.
+        """The image as the batch holds it: crop x crop if `data.crop` is set, else its own size.
 
         u8 stays u8. With a mean image the result is f32, (x - mean) / 255 / std. An array that is
         not u8 is taken to be prepared by its owner: it may be of any shape and only crop and
@@ -174,7 +174,7 @@ def _size(image: np.ndarray) -> str:
 
 
 def load_mean_image(config: Data) -> np.ndarray | None:
-    """`data.mean_image` as f32[height, width, channels] in [0, 255]; None where it is not set.
+    """`data.mean_image` as f32[height, width, channels] in [0, 255]; None if it is not set.
 
     Raises:
         UsageError: no such file, not a .npy file, or a shape that fits neither channels nor crop.

@@ -55,7 +55,7 @@ class Picture(NamedTuple):
 
     height: int  # px
     width: int
-    pixels: Callable[[int, int], np.ndarray]  # (height, width) -> all of it, at least so large where it is, u8[h, w, c]
+    pixels: Callable[[int, int], np.ndarray]  # (height, width) -> all of it, at least so large if it is, u8[h, w, c]
     jpeg: tuple[Any, int] | None = None  # blob and channels, if libjpeg-turbo decodes it
 
 
@@ -240,7 +240,7 @@ def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def mirrored(image: np.ndarray) -> np.ndarray:
-    """Left to right; a view where it is not u8[height, width, 3]."""
+    """Left to right; a view if it is not u8[height, width, 3]."""
     if image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3:
         return _opencv().flip(image, 1)  # copying a mirrored view goes pixel by pixel
     return image[:, ::-1]

@@ -217,7 +217,7 @@ class Arena:
         return self.bytes[self.begins[place] : self.ends[place]]
 
     def gather(self, records: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """u8: copies of these records, one after another; in `out` where it is given, which is as long."""
+        """u8: copies of these records, one after another; in `out` if it is given, which is as long."""
         places = np.searchsorted(self.records, records)
         begins, ends = self.begins[places].tolist(), self.ends[places].tolist()
         out = np.empty(sum(ends) - sum(begins), np.uint8) if out is None else out

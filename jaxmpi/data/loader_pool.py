@@ -239,7 +239,7 @@ def check_well(holds: bool, message: str) -> None:
 
 
 def kind_for(config: Data, source: Source) -> str:
-    """`data.loader`, or what suits the source: processes where images are decoded, threads where not.
+    """`data.loader`, or what suits the source: processes if images are decoded, threads if not.
 
     Raises:
         UsageError: processes for a source that changes while it is read.

@@ -100,7 +100,7 @@ class Shard(NamedTuple):
 
 
 def record_of(source: Source, index: int, *, recipe: Recipe) -> tuple[bytes, int] | CorruptExample:
-    """An example's compressed image and label; why not, where it is corrupt and such are skipped.
+    """An example's compressed image and label; why not, if it is corrupt and such are skipped.
 
     Raises:
         UsageError: its label or image is none that can be packed, or it cannot be read.
@@ -192,7 +192,7 @@ def pack(
 
     Args:
         source: of examples.
-        folder: for this split; made where it is not there.
+        folder: for this split; made if it is not there.
         recipe: what becomes of the images.
         threads: that read and compress.
         progress: called with how many more examples are done.

@@ -56,7 +56,7 @@ def idle_cores(mine: int, all_cores: int, local_size: int) -> str:
     if mine != 1 or all_cores <= local_size:
         return ""
     return (
-        f"each rank may use 1 of the {all_cores} cores of its host, which has {local_size} of the ranks; where the "
+        f"each rank may use 1 of the {all_cores} cores of its host, which has {local_size} of the ranks; if the "
         "launcher has bound them: mpirun --bind-to none, or srun --cpus-per-task"
     )
 

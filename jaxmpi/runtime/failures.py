@@ -31,7 +31,7 @@ from jaxmpi.runtime.prepare import _prepared
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
 # How long a rank that ends the job lets the launcher read what it has said, and then pass it on.
 READ_S, PASSED_ON_S = 1.0, 0.1
-# How long another rank leaves rank 0 the word when both may hold the same error; longer where ranks came up slowly.
+# How long another rank leaves rank 0 the word when both may hold the same error; longer if ranks came up slowly.
 RANK_0_FIRST_S, RANK_0_FIRST_MOST_S = 4.0, 30.0
 LOADED_S = time.monotonic()  # nearly when this process began
 MISUSED = 2  # exit code if what was asked for cannot be
@@ -112,7 +112,7 @@ class Job:
     rank: int
     size: int
     abort: Callable[[int], NoReturn]  # ends all ranks
-    wait_for_all: Callable[[float], bool]  # False where time ran out
+    wait_for_all: Callable[[float], bool]  # False if time ran out
     echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
     has_spawned: bool = False  # processes by MPI spawn, with which Open MPI 5's launcher takes an abort for 0 at times

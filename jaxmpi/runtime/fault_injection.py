@@ -58,7 +58,7 @@ class Fault(NamedTuple):
 
 
 def kill(values: Values, subject: Any) -> Any:
-    """SIGKILL, as the system sends it where memory runs out."""
+    """SIGKILL, as the system sends it when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -173,7 +173,7 @@ def drop_link(values: Values, subject: Any) -> Any:
 
 
 def cut_off(handle: str) -> bool:
-    """Shut a file descriptor's connection to another host; False where it is none."""
+    """Shut a file descriptor's connection to another host; False if it is none."""
     try:
         copy = os.dup(int(handle))
     except OSError:  # the folder's own handle, which is gone

@@ -414,7 +414,7 @@ def _probe() -> None:
     like = (ShapedArray(x.shape, x.dtype),)
     options = {"results": like, "in_place": (), "effect": ORDERED, "constants": (("name", name),)}
     try:
-        with jax.ensure_compile_time_eval():  # also where the caller is being traced
+        with jax.ensure_compile_time_eval():  # also while the caller is traced
             got = np.asarray(jax.jit(lambda v: _python_p.bind(v, **options))(x)[0])
     finally:
         forget(name)

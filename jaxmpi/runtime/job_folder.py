@@ -47,7 +47,7 @@ def is_marked(name: str) -> bool:
 def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
     """A folder of a job's own in this host's shared memory, as a setting for Open MPI; removed even if this is killed.
 
-    Open MPI leaves 16 MiB a rank behind where its launcher is killed, and at times where that kills ranks. What others
+    Open MPI leaves 16 MiB a rank behind if its launcher is killed, and at times when that kills ranks. What others
     have left goes here, too.
     """
     if SEGMENTS in os.environ or not os.access(root, os.W_OK):
@@ -72,7 +72,7 @@ def words(setting: Mapping[str, str]) -> Path:
 
 
 def hold(folder: Path) -> int:
-    """Keep a folder of `own_segments` from `sweep` until this process ends; made on hosts where it is not there."""
+    """Keep a folder of `own_segments` from `sweep` until this process ends; made on hosts if it is not there."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(OSError):  # swept in between
@@ -94,7 +94,7 @@ def sweep(root: Path) -> None:
             os.close(handle)
 
 
-# ---------------------------------------------------------------- hooks
+# ---------------------------------------------------------------- processes
 
 
 def pid_space() -> int:

@@ -50,7 +50,7 @@ def commit(root: Path | None) -> str:
         return ""
 
 
-# ---------------------------------------------------------------- statistics of a batch
+# ---------------------------------------------------------------- models of the project
 
 
 def check_models_here(what: str) -> None:

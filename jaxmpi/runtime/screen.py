@@ -40,7 +40,7 @@ def parent_of(process: int) -> int:
 
 
 def columns_at(path: str) -> int:
-    """Columns of a terminal by its path, 0 where it is none."""
+    """Columns of a terminal by its path, 0 if it is none."""
     if not path.startswith(("/dev/pts/", "/dev/tty")):
         return 0
     try:

@@ -21,11 +21,11 @@ class Source(Protocol):
     - `digest() -> str`: the same on all ranks if their data are.
     - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
       Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
-      ends the run; `CorruptExample` is skipped where `data.on_error` says so.
+      ends the run; `CorruptExample` is skipped if `data.on_error` says so.
     - `bytes_each: int`: of text, the bytes that an example predicts.
     - `file_ends: tuple[int, ...]`: of each file of several examples, the index behind its last one: training then takes
       whole files (`data.shuffle_by`). Of `labels: int[n]`, if it has them, it is seen whether files are mixed.
-    - `in_process: bool`: True where its contents change while it is read, so that loaders must be threads.
+    - `in_process: bool`: True if its contents change while it is read, so that loaders must be threads.
     - `awaited_s(i) -> float`: until when a loader may have waited for example i to come here, by `time.monotonic`: it
       is not stalled by that.
 
@@ -34,7 +34,7 @@ class Source(Protocol):
     """
 
     name: str
-    classes: int  # 0 where it is not known
+    classes: int  # 0 if it is not known
 
     def __len__(self) -> int: ...
 

@@ -45,7 +45,7 @@ class Manifest(NamedTuple):
     """Contents of manifest.json."""
 
     records: int
-    classes: int  # 0 where it is not known
+    classes: int  # 0 if it is not known
     names: tuple[str, ...]  # of the classes; may be empty
     shard_bytes: tuple[int, ...]
     index_sha256: str

@@ -54,7 +54,7 @@ class TfdsSource:
         return f"tfds {self.name}[{self.split}][{index}]"
 
     def _encoded(self, index: int) -> tuple[Any, Any]:
-        """The image of record `index`, compressed where it is stored so, and its label."""
+        """The image of record `index`, compressed if it is stored so, and its label."""
         try:
             record = self.records[index]
         except RuntimeError as error:  # all that array_record says of a file that is gone, damaged or cannot be read
@@ -146,7 +146,7 @@ def _tfds_error(name: str, folder: str, split: str, error: Exception) -> str:
     place = f", data_dir={folder!r}" if folder else ""
     return (
         f"tfds {name}[{split}]: not prepared for random access in {folder or 'the default folder'} "
-        f"({first_line}); preparing needs importlib_resources, and TensorFlow where images are made from arrays: "
+        f"({first_line}); preparing needs importlib_resources, and TensorFlow if images are made from arrays: "
         f"pip install importlib_resources tensorflow; "
         f"then run: {_TFDS_PREPARE.format(name=name, where=place)}"
     )

@@ -71,7 +71,7 @@ def plain_model(
         return result
 
     def model_init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
-        made = pair(init(*(key, image)[:count]), "init, where apply takes a state: expected (params, state)")
+        made = pair(init(*(key, image)[:count]), "init, if apply takes a state: expected (params, state)")
         return jax.tree.map(jnp.asarray, made)
 
     def model_apply(
