@@ -43,6 +43,28 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 2 if is_whole and not UNDER_MPI and config.option.markexpr.startswith("not slow") else 0
 
 
+# A file's tests stay in one process. If a long file began last, a core would wait for minutes. By itself xdist begins
+# with the files of most tests, which are not those that take longest (--no-loadscope-reorder, --durations).
+LONGEST = (
+    "train",
+    "mpirun",
+    "readme",
+    "overlap",
+    "asynchronous",
+    "rundir",
+    "adapters",
+    "bench",
+    "functions_led",
+    "comm_xla",
+)
+FIRST = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first."""
+    items.sort(key=lambda item: FIRST.get(item.path.name, len(FIRST)))
+
+
 def pytest_report_header() -> list[str]:
     names = ("jaxmpi", "jax", "jaxlib", "flax", "optax", "numpy")
     lines = ["versions: " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)]

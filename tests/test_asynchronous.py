@@ -127,7 +127,7 @@ def check_trace(path: Path, meets_center: bool) -> None:
 SHARED = (DIGITS, "--local-batch", "8", "--effective-batch", "0", "--eval-every", "99ep")  # worker 0 does not evaluate
 
 
-@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd"])
+@pytest.mark.parametrize("name", ["easgd", "gosgd", pytest.param("asgd", marks=pytest.mark.slow)])  # served as easgd
 def test_workers_of_equal_speed_begin_together_and_make_equal_shares(name, tmp_path):
     """Steps of 10 ms at least, some 120 each. What may differ by chance: 10 steps of which a worker has yet to report,
     and some 60 ms of the 1.4 s that worker 0 writes the record: 13 %, and a worker beside others as many again.

@@ -4,6 +4,8 @@ import json
 import math
 import sys
 
+import pytest
+
 from launching import run
 from models import MODELS
 
@@ -14,6 +16,7 @@ def test_every_model_has_a_tiny_variant():
     assert {name.removesuffix("_tiny") for name in TINY} == {name.removesuffix("_tiny") for name in MODELS}
 
 
+@pytest.mark.slow  # each model alone is run by other tests; two minutes of compiling
 def test_three_steps_on_two_ranks(tmp_path):
     out = tmp_path / "rows.json"
     line = [sys.executable, "scripts/zoo_steps.py", "-n", "2", "--tiny", "--json", str(out)]
