@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import ml_dtypes
 import numpy as np
 
-from jaxmpi.allreduce.color_trees import Forest, plant
+from jaxmpi.allreduce.algorithms.color_trees import Forest, plant
 
 Rows = np.ndarray  # f32[workers, n]
 

@@ -26,7 +26,7 @@ from models import MODELS
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
 QUICK = ("--rounds", "2", "--warm-up", "1")
-LIBRARIES = [name for name in baselines.PEERS if baselines.installed(name)]
+LIBRARIES = [name for name, row in baselines.PEERS.items() if row.is_other and baselines.installed(name)]
 
 
 def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi.allreduce.host_algorithms import MESSAGE_BYTES
-from jaxmpi.allreduce.host_wires import HOST_WIRES
-from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.allreduce.host_comm import MESSAGE_BYTES
+from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import TrainingError
@@ -250,7 +249,7 @@ def test_gossip_keeps_weights_and_the_weighted_mean_in_every_schedule(workers, p
         np.testing.assert_allclose(mean, (workers - 1) / 2, atol=4 * merges * U * workers)
 
 
-@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 def test_both_ends_know_what_travelled_whatever_the_wire(wire):
     """So the sum of worker and center is conserved to rounding of the sum, not of the wire."""
     case = Case(asynchronous("easgd", alpha=0.3), 1, 2, 1, wire=wire)
@@ -266,7 +265,7 @@ def test_both_ends_know_what_travelled_whatever_the_wire(wire):
     np.testing.assert_allclose(after, before, atol=8 * U * 16)
 
 
-@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 def test_what_a_wire_keeps_back_stays_with_an_asgd_worker(wire):
     """After exchanges without learning the center has it all: the residual travels in the end."""
     rule = asynchronous("asgd")
@@ -281,7 +280,7 @@ def test_what_a_wire_keeps_back_stays_with_an_asgd_worker(wire):
     assert residual <= {"32": 0, "16": 2.0**-11, "bf16": 2.0**-8, "8": 1 / 253}[wire] * 32
 
 
-@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("n", [1, BLOCK, 10_000, 3_000_000])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi.allreduce import host_algorithms, host_wires
-from jaxmpi.allreduce.host_wires import HOST_WIRES
-from jaxmpi.allreduce.wires import BLOCK, SMALLEST_NORMAL, WIRES
+from jaxmpi.allreduce import host_comm, wires
+from jaxmpi.allreduce.wires import BLOCK, SMALLEST_NORMAL, WIRES, host_wire
 from jaxmpi.core import scheduling
 from test_wires import ODD, normals
 
@@ -34,9 +33,9 @@ def in_thread(function: Callable):
 
 def both_ways(wire: str, x: np.ndarray) -> tuple[list[Any], list[Any]]:
     """The arrays sent and what arrives: in NumPy, and in a program."""
-    there, back = HOST_WIRES[wire].encode, HOST_WIRES[wire].decode
+    there, back = host_wire(wire).encode, host_wire(wire).decode
     sent, arrived = in_thread(lambda: (there(x), back(there(x))))
-    assert sent.size == HOST_WIRES[wire].size_bytes(x.size)
+    assert sent.size == host_wire(wire).size_bytes(x.size)
     jitted = jax.jit(lambda v: (WIRES[wire].encode(v), WIRES[wire].decode(WIRES[wire].encode(v))))
     encoded, decoded = jax.tree.map(np.asarray, jitted(x))
     return [parts(wire, sent), arrived], [encoded, decoded]
@@ -47,11 +46,11 @@ NUMBERS = {"16": np.float16, "8": np.int8}
 
 def parts(wire: str, sent: np.ndarray):
     if wire in NUMBERS:
-        return host_wires.parts(sent, NUMBERS[wire])[::-1]
+        return wires.parts(sent, NUMBERS[wire])[::-1]
     return sent.view(np.float32 if wire == "32" else jnp.bfloat16)
 
 
-@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("scale", [1e-37, 1e-12, 1.0, 3e5, 1e36])
 def test_wires_are_those_of_programs_in_every_bit(wire, scale):
     for n in (1, BLOCK - 1, BLOCK, BLOCK + 1, 1009, 1000 * BLOCK):
@@ -61,7 +60,7 @@ def test_wires_are_those_of_programs_in_every_bit(wire, scale):
             assert mine.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("name", "values"), ODD, ids=[name for name, _ in ODD])
 def test_odd_values_arrive_as_in_programs(wire, name, values):
     (_, ours), (_, theirs) = both_ways(wire, np.array(values, np.float32))
@@ -86,9 +85,19 @@ def test_a_thread_may_ask_for_short_turns():
     assert granted == [sys.platform == "linux"]
 
 
-@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 def test_columns_are_whole_blocks_and_one_message(wire):
-    width = host_algorithms.columns(HOST_WIRES[wire])
+    width = host_comm.columns(host_wire(wire))
     assert width % BLOCK == 0
-    size_bytes = HOST_WIRES[wire].size_bytes
-    assert size_bytes(width) <= host_algorithms.MESSAGE_BYTES < size_bytes(width + BLOCK)
+    size_bytes = host_wire(wire).size_bytes
+    assert size_bytes(width) <= host_comm.MESSAGE_BYTES < size_bytes(width + BLOCK)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_wire_without_a_numpy_side_gives_the_same_floats_through_its_program(wire):
+    given, program = host_wire(wire), wires.through_program(WIRES[wire]._replace(on_host=None))
+    for n in (1, BLOCK, BLOCK + 1, 1009):
+        x = normals(n, n, 1.0)
+        sent = program.encode(x)
+        assert (sent.dtype, sent.size) == (np.uint8, program.size_bytes(n))
+        np.testing.assert_array_equal(program.decode(sent), given.decode(given.encode(x)))

@@ -20,14 +20,15 @@ import pytest
 
 import launching
 from jaxmpi.allreduce import autotune, cost_model
-from jaxmpi.allreduce.algorithms import STRATEGIES, parse
+from jaxmpi.allreduce.algorithms import ALL, STRATEGIES, StrategySpec, parse
+from jaxmpi.allreduce.algorithms.color_trees import PRICE
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.allreduce.color_trees import PRICE
-from jaxmpi.allreduce.cost_model import COSTS, Fit, Link, Net
-from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.allreduce.cost_model import Fit
+from jaxmpi.allreduce.prices import Link, Net, turn
+from jaxmpi.allreduce.wires import WIRES, Wire
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.format import sealed
-from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.axis import AxisComm, add_rows
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
@@ -61,7 +62,7 @@ def traffic(spelling: str, n: int, hosts: int, slots: int) -> list[tuple[int, in
     """The messages of a strategy over so many hosts."""
     size = hosts * slots
     comm, strategy = AxisComm("w", size, tuple(rank // slots for rank in range(size))), parse(spelling)
-    traced = jax.make_jaxpr(lambda x: strategy.sum(x, comm, strategy.wire), axis_env=[("w", size)])(jnp.zeros(n))
+    traced = jax.make_jaxpr(lambda x: strategy.spec.sum(x, comm, strategy.wire), axis_env=[("w", size)])(jnp.zeros(n))
     return list(sent(traced.jaxpr))
 
 
@@ -141,7 +142,7 @@ def test_the_naive_reducer_grows_with_the_workers_and_a_ring_does_not():
 
 
 def test_every_strategy_has_a_price_and_nothing_is_sent_by_one_worker():
-    assert set(COSTS) == set(STRATEGIES)
+    assert all(row.seconds for row in STRATEGIES.values())
     one = CARDS._replace(hosts=1)
     assert {cost_model.predict(one, 1e6, name) for name in cost_model.candidates(CARDS, tuple(WIRES))} == {0.0}
 
@@ -153,6 +154,34 @@ def test_candidates_are_strategies_that_fit():
         assert [parse(name).name for name in names] == names
         assert any(name.startswith("hier-") for name in names) == hierarchies
         assert not {"none:32", "ar:32", "ar:16"} & set(names)
+
+
+def two_bf16(x):
+    """Each float as two of 16 bits, the second what the first leaves out."""
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def test_rows_of_a_users_own_are_exchanged_with_and_priced(monkeypatch):
+    comm, x = AxisComm("w", 4), np.random.default_rng(0).standard_normal((4, 1000), np.float32)
+    wire = Wire(two_bf16, lambda sent: sent[0].astype(jnp.float32) + sent[1].astype(jnp.float32))
+    monkeypatch.setitem(WIRES, "two", wire)
+    spec = StrategySpec(lambda x, comm, wire: add_rows(wire.decode(comm.allgather(wire.encode(x)))), ALL)
+    monkeypatch.setitem(STRATEGIES, "gather", spec)
+    for name in ("ring:two", "gather:two"):
+        mean = jax.vmap(lambda row, name=name: exchange(row, name, comm=comm), axis_name="w")(x)
+        # Four encodings at most of sums up to 4 max |x|, each within 2^-16 of what is encoded, over 4.
+        np.testing.assert_allclose(mean[0], x.mean(0), atol=4 * 2.0**-16 * np.abs(x).max())
+    names = cost_model.candidates(CARDS, ("two",))
+    assert "ring:two" in names
+    assert "gather:two" not in names
+    assert cost_model.predict(CARDS, 1e6, "ring:two") > cost_model.predict(CARDS, 1e6, "ring:bf16")
+    with pytest.raises(UsageError, match="'gather' has no cost formula"):
+        cost_model.predict(CARDS, 1e6, "gather:two")
+    priced = spec._replace(seconds=lambda net, n, wire: net.workers * turn(net, n, wire, 1))
+    monkeypatch.setitem(STRATEGIES, "gather", priced)
+    assert "gather:two" in cost_model.candidates(CARDS, ("two",))
+    assert cost_model.predict(CARDS, 1e6, "gather:two") > 0
 
 
 # ---------------------------------------------------------------- measured factors

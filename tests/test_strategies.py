@@ -12,11 +12,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import references
-from jaxmpi.allreduce import algorithms, color_trees
-from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES, parse
+from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES, color_trees, hierarchical, parse
+from jaxmpi.allreduce.algorithms.color_trees import plant
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.building_blocks import alltoall_by_rotation
-from jaxmpi.allreduce.color_trees import plant
 from jaxmpi.allreduce.subgroups import SubComm
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.core.errors import UsageError
@@ -231,7 +230,7 @@ def test_what_is_in_angle_brackets_is_filled_in():
     assert isinstance(color, functools.partial)
     assert (color.func, color.keywords) == (color_trees.coloured_trees, {"colours": 4})
     assert isinstance(hier, functools.partial)
-    assert hier.func is algorithms.hierarchical
+    assert hier.func is hierarchical.hierarchical
     assert hier.keywords["cross"].keywords == {"colours": 4}
 
 
@@ -345,7 +344,7 @@ class Counting(AxisComm):
 def sent_by_each(spelling: str, n: int, hosts: tuple[int, ...]) -> list[float]:
     """Bytes that every worker sends in a sum of f32[n]."""
     comm, strategy = Counting(hosts), parse(spelling)
-    run = jax.vmap(lambda x: strategy.sum(x, comm, strategy.wire), axis_name="w")
+    run = jax.vmap(lambda x: strategy.spec.sum(x, comm, strategy.wire), axis_name="w")
     jax.eval_shape(run, jax.ShapeDtypeStruct((len(hosts), n), jnp.float32))
     return comm.sent.tolist()
 

@@ -155,7 +155,7 @@ class Choice(NamedTuple):
 
     def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
         """Which leaves travel together; a strategy that takes all leaves at once gains nothing from fusing them."""
-        bucket_bytes = 0 if parse(self.strategy).means else self.bucket_bytes
+        bucket_bytes = 0 if parse(self.strategy).spec.means else self.bucket_bytes
         return plan([leaf.size for leaf in leaves], bucket_bytes, self.ready(len(leaves)))
 
     def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:

@@ -24,8 +24,9 @@ import numpy as np
 
 from jaxmpi.allreduce import cost_model
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.cost_model import Fit, Link, Net
+from jaxmpi.allreduce.cost_model import Fit
 from jaxmpi.allreduce.dispatch import sums
+from jaxmpi.allreduce.prices import Link, Net, add
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
@@ -184,7 +185,7 @@ def decide(probe: Probe, task: Task, asked: str, buckets: Sequence[int | None], 
 
 def size_of(bucket_bytes: int | None, strategy: str) -> str:
     """In words."""
-    if parse(strategy).means:
+    if parse(strategy).spec.means:
         return "leaves as they are"
     return "one flat buffer" if bucket_bytes is None else f"buckets of {bucket_bytes / 2**20:g} MiB"
 
@@ -204,14 +205,14 @@ def step_seconds(
     """Predicted seconds of one exchange of leaves of these sizes; what is fused is copied there and back."""
     if net.workers == 1:
         return 0.0
-    if parse(strategy).means:  # takes all leaves at once, where they are
+    if parse(strategy).spec.means:  # takes all leaves at once, where they are
         return net.call_s + cost_model.predict(net, sum(sizes), strategy, fits)
     limit = math.inf if bucket_bytes is None else bucket_bytes
     small = sum(n for n in sizes if 4 * n < limit)
     seconds = net.call_s + sum(cost_model.predict(net, n, strategy, fits) for n in sizes if 4 * n >= limit)
     if small:
         count = max(1, math.ceil(4 * small / limit))
-        seconds += count * cost_model.predict(net, small / count, strategy, fits) + 2 * cost_model.add(net, small)
+        seconds += count * cost_model.predict(net, small / count, strategy, fits) + 2 * add(net, small)
     return seconds
 
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.allreduce import host_algorithms
-from jaxmpi.allreduce.host_algorithms import HostComm, HostSum, Requests
+from jaxmpi.allreduce.algorithms.table import HostSum
+from jaxmpi.allreduce.host_comm import HostComm, Requests, some_are_complete
 from jaxmpi.comm.agreement import different_calls, fingerprint
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm, world
@@ -177,7 +177,7 @@ class CommThread:
     def _carry(
         self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, first: int, label: str
     ) -> None:
-        total = HostSum(strategy, self.comm)
+        total = HostSum.named(strategy, self.comm)
         tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
         job = self.jobs[key] = Job(label, x, total.of(x, tags), self._openings.get(number))
         self._note("start", label)
@@ -261,7 +261,7 @@ class CommThread:
 
     def _poll(self) -> bool:
         """Look once at all messages; go on with the segments that have theirs. False if nothing has come."""
-        if not host_algorithms.some_are_complete([request for s in self._segments for request in s.requests]):
+        if not some_are_complete([request for s in self._segments for request in s.requests]):
             self._check_time()
             return not self._segments
         self._moved_s = time.monotonic()

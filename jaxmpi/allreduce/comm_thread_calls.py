@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce import host_algorithms
-from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.algorithms import STRATEGIES, parse
+from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.comm_thread import DONE, OPEN, START, courier
-from jaxmpi.allreduce.host_algorithms import HostSum
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import check
@@ -27,10 +26,11 @@ def why_not(strategy: str, comm: Comm) -> str:
         return "no other worker takes part in a step"
     if not isinstance(comm, MpiComm):
         return "workers are not MPI ranks"
-    if not host_algorithms.has(parse(strategy), comm.hosts):
+    if not parse(strategy).has_sum_on_host(comm.hosts):
+        able = ", ".join(name for name, row in STRATEGIES.items() if row.on_host)
         return (
-            f"strategy {strategy} is not among {', '.join(host_algorithms.HOST_SUMS)}, or not for these ranks: "
-            "hier-ring needs equally many on every host, tree 2, 4, 8 or another power of two"
+            f"strategy {strategy} is not among {able}, or not for these ranks: "
+            "hier-<cross> needs equally many on every host, tree 2, 4, 8 or another power of two"
         )
     if not comm.processes.may_overlap:
         return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
@@ -66,7 +66,7 @@ class Calls(NamedTuple):
             portable: the program can be exported.
             what: the exchange's name, for ranks to compare at each run.
         """
-        total = HostSum(strategy, courier().comm)
+        total = HostSum.named(strategy, courier().comm)
         ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
         most = courier().control.tags // 2  # a resumed exchange has the upper half
         check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")

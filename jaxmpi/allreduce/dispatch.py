@@ -22,8 +22,8 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
         UsageError: an array has more floats than one MPI message may.
     """
     strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
-    if strategy.means:
-        return strategy.means(list(vectors), comm, divisor)
+    if strategy.spec.means:
+        return strategy.spec.means(list(vectors), comm, divisor)
     if is_carried(name, comm):
         labels = [f"bucket {i + 1} of {len(flat)}" for i in range(len(flat))]
         plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}
@@ -46,7 +46,7 @@ def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
         return flat
     missing = -flat.size % comm.size
     padded = jnp.pad(flat, (0, missing)) if missing else flat
-    return strategy.sum(padded, comm, strategy.wire)[: flat.size]
+    return strategy.spec.sum(padded, comm, strategy.wire)[: flat.size]
 
 
 def check_counts(vectors: Sequence[jax.Array], name: str, comm: Comm) -> None:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi.allreduce import host_algorithms
 from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.algorithms.table import fitting_on_host
 from jaxmpi.allreduce.api import (
     BUCKET_BYTES,
     Choice,
@@ -121,9 +121,7 @@ def chosen_for(
     check(is_traced(jax.tree.leaves(tree)), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
     if is_auto(strategy):
         sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
-        strategy, bucket_bytes, *_ = settle(
-            workers, strategy, bucket_bytes, sizes, host_algorithms.fitting(workers.hosts)
-        )
+        strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, fitting_on_host(workers.hosts))
     return Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
 
 

@@ -1,15 +1,29 @@
-"""Wires: f32 to the arrays that workers send, and back. One table."""
+"""Wires: f32 to what workers send, and back; in a program, and the same bits in NumPy. One table."""
 
+import bisect
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
+from jaxmpi.core.errors import lookup
 from jaxmpi.core.pytrees import PyTree
 
 BLOCK = 256  # floats that share a scale on wires 16 and 8: 0.8 and 1.6 % on top of the bytes
 SMALLEST_NORMAL = 2.0**-126
+
+
+class HostWire(NamedTuple):
+    """A wire in NumPy, to and from the bytes of one message."""
+
+    size_bytes: Callable[[int], int]  # of n floats
+    encode: Callable[[np.ndarray], np.ndarray]  # f32[n] -> u8[size_bytes(n)]; a view if nothing changes
+    decode: Callable[[np.ndarray], np.ndarray]  # u8[size_bytes(n)] -> f32[n]; a view if nothing changes
+    is_exact: bool = False
 
 
 class Wire(NamedTuple):
@@ -20,6 +34,10 @@ class Wire(NamedTuple):
 
     encode: Callable[[jax.Array], PyTree]
     decode: Callable[[PyTree], jax.Array]
+    on_host: HostWire | None = None  # the same numbers in NumPy; without it sums run in programs alone
+
+
+# ---------------------------------------------------------------- in a program
 
 
 def encode_f16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -95,9 +113,142 @@ def of_blocks(blocks: jax.Array, n: int) -> jax.Array:
     return blocks.reshape(*blocks.shape[:-2], -1)[..., :n]
 
 
+# ---------------------------------------------------------------- in NumPy
+
+
+def encode_bf16_on_host(x: np.ndarray) -> np.ndarray:
+    """Rounded to nearest, ties to even."""
+    return x.astype(ml_dtypes.bfloat16).view(np.uint8)
+
+
+def decode_bf16_on_host(sent: np.ndarray) -> np.ndarray:
+    """The upper halves of floats."""
+    return sent.view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def encode_f16_on_host(x: np.ndarray) -> np.ndarray:
+    """Inverses of the powers of two, f32[ceil(n / BLOCK)], then halves, f16[n]; see `encode_f16`."""
+    sent = np.empty(size_f16(x.size), np.uint8)
+    inverses, halves = parts(sent, np.float16)
+    blocks = in_blocks_on_host(x)
+    largest = np.maximum(blocks.max(1), -blocks.min(1))
+    usable = np.isfinite(largest) & (largest > 0)
+    power = np.where(usable, np.clip(15 - np.frexp(largest)[1], -126, 126), 0)
+    inverses[:] = np.ldexp(np.float32(1), -power)
+    scaled = np.ldexp(np.float32(1), power)[:, None]
+    if x.size % BLOCK:
+        halves[:] = (blocks * scaled).reshape(-1)[: x.size]
+    else:
+        np.multiply(blocks, scaled, out=halves.reshape(blocks.shape), casting="same_kind")
+    return sent
+
+
+def decode_f16_on_host(sent: np.ndarray) -> np.ndarray:
+    """The scaled halves times the inverses of their blocks."""
+    return decode_blocks_on_host(*parts(sent, np.float16))
+
+
+def size_f16(n: int) -> int:
+    """Two bytes a float, and a scale a block."""
+    return 2 * n + 4 * -(-n // BLOCK)
+
+
+def encode_i8_on_host(x: np.ndarray) -> np.ndarray:
+    """Scales, f32[ceil(n / BLOCK)], then multiples, i8[n]; see `encode_i8`."""
+    sent = np.empty(size_i8(x.size), np.uint8)
+    scales, multiples = parts(sent, np.int8)
+    blocks = in_blocks_on_host(x)
+    largest = np.abs(blocks).max(1)
+    over_127 = largest * np.float32(1 / 127)  # XLA makes the division this product
+    rounded_up = (over_127.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)
+    scales[:] = np.where(np.isfinite(largest), np.maximum(rounded_up.view(np.float32), SMALLEST_NORMAL), np.nan)
+    quotients = blocks * (1 / scales)[:, None]
+    multiples[:] = np.rint(quotients, out=quotients).reshape(-1)[: x.size].astype(np.int8)
+    return sent
+
+
+def decode_i8_on_host(sent: np.ndarray) -> np.ndarray:
+    """The multiples times their blocks' scales."""
+    return decode_blocks_on_host(*parts(sent, np.int8))
+
+
+def size_i8(n: int) -> int:
+    """A byte a float, and a scale a block."""
+    return n + 4 * -(-n // BLOCK)
+
+
+def parts(sent: np.ndarray, dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray]:
+    """Views of a message: scales, f32[ceil(n / BLOCK)], and numbers, dtype[n]."""
+    blocks = -(-sent.size // (BLOCK * np.dtype(dtype).itemsize + 4))
+    return sent[: 4 * blocks].view(np.float32), sent[4 * blocks :].view(dtype)
+
+
+def decode_blocks_on_host(scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Numbers times the scales of their blocks, f32[n]."""
+    products = np.multiply(in_blocks_on_host(numbers), scales[:, None], dtype=np.float32)
+    return products.reshape(-1)[: numbers.size]
+
+
+def in_blocks_on_host(x: np.ndarray) -> np.ndarray:
+    """[n] as [ceil(n / BLOCK), BLOCK], the last block filled with zeros."""
+    missing = -x.size % BLOCK
+    return (np.pad(x, (0, missing)) if missing else x).reshape(-1, BLOCK)
+
+
+def host_wire(name: str) -> HostWire:
+    """The NumPy side of a wire; of one that has none, its program's, called from NumPy.
+
+    Raises:
+        UsageError: the wire is unknown.
+    """
+    wire = lookup(WIRES, name, "wire")
+    return wire.on_host or through_program(wire)
+
+
+@functools.cache
+def through_program(wire: Wire) -> HostWire:
+    """The arrays that a wire's program gives, one after another as bytes. Not on a thread that a program waits for."""
+    encode, decode = jax.jit(wire.encode), jax.jit(wire.decode)
+
+    @functools.cache
+    def sent(n: int) -> tuple[list[jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
+        return jax.tree.flatten(jax.eval_shape(wire.encode, jax.ShapeDtypeStruct((n,), jnp.float32)))
+
+    @functools.cache
+    def floats(size_bytes: int) -> int:
+        """The n that gives so many bytes: more floats never take fewer."""
+        return bisect.bisect_left(range(8 * size_bytes + 1), size_bytes, key=size)
+
+    def size(n: int) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in sent(n)[0])
+
+    def to_bytes(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(encode(x))])
+
+    def to_floats(message: np.ndarray) -> np.ndarray:
+        leaves, structure = sent(floats(message.size))
+        cuts = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])[:-1]
+        parts = np.split(message, cuts)
+        arrays = [part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+        return np.asarray(decode(jax.tree.unflatten(structure, arrays)))
+
+    return HostWire(size, to_bytes, to_floats)
+
+
+# ---------------------------------------------------------------- the table
+
+
 WIRES: dict[str, Wire] = {
-    "32": Wire(lambda x: x, lambda sent: sent),
-    "16": Wire(encode_f16, decode_blocks),
-    "bf16": Wire(lambda x: x.astype(jnp.bfloat16), lambda sent: sent.astype(jnp.float32)),
-    "8": Wire(encode_i8, decode_blocks),
+    "32": Wire(
+        lambda x: x,
+        lambda sent: sent,
+        HostWire(lambda n: 4 * n, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32), is_exact=True),
+    ),
+    "16": Wire(encode_f16, decode_blocks, HostWire(size_f16, encode_f16_on_host, decode_f16_on_host)),
+    "bf16": Wire(
+        lambda x: x.astype(jnp.bfloat16),
+        lambda sent: sent.astype(jnp.float32),
+        HostWire(lambda n: 2 * n, encode_bf16_on_host, decode_bf16_on_host),
+    ),
+    "8": Wire(encode_i8, decode_blocks, HostWire(size_i8, encode_i8_on_host, decode_i8_on_host)),
 }

@@ -1,4 +1,4 @@
-"""Allreduce of other libraries on the same bytes, in one table.
+"""Allreduce of other libraries, and by another way of ours, on the same bytes, in one table.
 
 Importing torch takes seconds and jax.distributed must start before the device, so both happen inside functions.
 """
@@ -13,10 +13,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi.allreduce.api import Op
+from jaxmpi.allreduce.api import Op, exchange
 from jaxmpi.bench.contenders import Arrays, Contender, Inputs, Run, of_several
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import world
+from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.core.errors import UsageError, lookup
 
 
@@ -28,6 +29,7 @@ class Peer(NamedTuple):
     connect: Callable[[MpiProcesses], None]  # once per job, before the device starts
     start: Callable[[Inputs], Run]
     receives: bool = False  # into an array of its own, or in place
+    is_other: bool = True  # another library's, and so one of `all`
 
 
 def nothing_to_connect(control: MpiProcesses) -> None:
@@ -57,6 +59,17 @@ def mpi4jax_flat(inputs: Inputs) -> Run:
     """One mpi4jax.allreduce of one flat array, in jit, without division."""
     run = jax.jit(world().allreduce)
     return lambda: [jax.block_until_ready(run(inputs.flat))]
+
+
+def by_mpi4py(strategy: str) -> Callable[[Inputs], Run]:
+    """`jaxmpi.exchange` of the tree, mean, in jit, over mpi4py instead of mpi4jax: as `--on-rank-loss shrink` has it."""
+
+    def start(inputs: Inputs) -> Run:
+        comm = FaultTolerantComm(of_several(inputs))
+        run = jax.jit(lambda leaves: exchange(leaves, strategy, comm=comm))
+        return lambda: jax.block_until_ready(run(inputs.leaves))
+
+    return start
 
 
 def connect_jax(control: MpiProcesses) -> None:
@@ -114,19 +127,21 @@ PEERS = {
     "mpi4py": Peer("mpi4py", "sum", nothing_to_connect, mpi4py_allreduce, receives=True),
     "mpi4jax": Peer("mpi4jax", "mean", nothing_to_connect, mpi4jax_tree),
     "mpi4jax-flat": Peer("mpi4jax", "sum", nothing_to_connect, mpi4jax_flat),
+    "asa32-by-mpi4py": Peer("mpi4py", "mean", nothing_to_connect, by_mpi4py("asa32"), is_other=False),
+    "ring32-by-mpi4py": Peer("mpi4py", "mean", nothing_to_connect, by_mpi4py("ring32"), is_other=False),
     "psum": Peer("jax", "mean", connect_jax, psum),
     "torch": Peer("torch", "sum", connect_torch, torch_allreduce, receives=True),
 }
 
 
 def importable(names: Sequence[str]) -> tuple[str, ...]:
-    """The peers of these names, or those of `all` that are installed; `none` is none.
+    """The peers of these names; `all`: other libraries that are installed; `none`: none.
 
     Raises:
         UsageError: an unknown name, or one whose package is not installed.
     """
     if tuple(names) in (("all",), ("none",)):
-        return tuple(name for name in PEERS if names[0] == "all" and installed(name))
+        return tuple(name for name, row in PEERS.items() if names[0] == "all" and row.is_other and installed(name))
     for name in names:
         package = lookup(PEERS, name, "peer (all and none stand alone)").package
         if not installed(name):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.allreduce import host_algorithms
+from jaxmpi.allreduce import host_comm
 from jaxmpi.allreduce.comm_thread import TIMEOUT_S
 from jaxmpi.comm.polling import is_loss
 from jaxmpi.core import scheduling
@@ -99,7 +99,7 @@ class GossipThread:
         """Begin to send; whether it is the end."""
         share = parcel.share if parcel else 0.0
         messages = [np.array([PUSHED if parcel else ENDED, share], np.float64).view(np.uint8)]
-        messages += host_algorithms.cut(parcel.body) if parcel else []
+        messages += host_comm.cut(parcel.body) if parcel else []
         for message in messages if to not in self.gone else []:
             self._guarded(to, lambda message=message: self._outboxes[to].send(message, to))
         self._begun[to] += parcel is not None
@@ -116,7 +116,7 @@ class GossipThread:
             return False  # until the main thread has taken some; at the end it waits for all
         if coming is None:
             return bool(self._guarded(peer, lambda: self._head(peer)))
-        self._guarded(peer, lambda: host_algorithms.some_are_complete(coming.requests))
+        self._guarded(peer, lambda: host_comm.some_are_complete(coming.requests))
         if any(coming.requests) or peer in self.gone:
             return False
         self.arrived.append(coming.parcel)
@@ -132,7 +132,7 @@ class GossipThread:
             self.ended.add(peer)
             return True
         parcel = Parcel(float(head[1]), np.empty(self.body_bytes, np.uint8))
-        parts = [self.mpi.Irecv(part, peer) for part in host_algorithms.cut(parcel.body)]
+        parts = [self.mpi.Irecv(part, peer) for part in host_comm.cut(parcel.body)]
         self._coming[peer] = IncomingParcel(parcel, parts)
         return True
 

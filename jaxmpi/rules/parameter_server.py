@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.allreduce.host_algorithms import MESSAGE_BYTES
-from jaxmpi.allreduce.host_wires import HOST_WIRES, HostWire
-from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.allreduce.host_comm import MESSAGE_BYTES
+from jaxmpi.allreduce.wires import BLOCK, HostWire, host_wire
 
 PUSH, READ, REPORT, TIMES, END, LEAVE = range(6)  # kinds of messages; LEAVE ends a run that is to be resumed
 HEADER_BYTES = 16
@@ -52,7 +51,7 @@ class Layout(NamedTuple):
 
     def host_wire(self) -> HostWire:
         """Codec from floats to bytes."""
-        return HOST_WIRES[self.wire]
+        return host_wire(self.wire)
 
     def message_bytes(self) -> int:
         """Bytes of the longest message either way."""

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 
 from jaxmpi.allreduce import autotune, cost_model
-from jaxmpi.allreduce.cost_model import Fits, Link, Net
+from jaxmpi.allreduce.cost_model import Fits
+from jaxmpi.allreduce.prices import Link, Net, wire_format
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError, check
@@ -126,7 +127,7 @@ def check_options(options: argparse.Namespace) -> None:
     check(options.cores > 0, f"--cores: got {options.cores}; expected > 0")
     check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
     for wire in options.wires:
-        cost_model.wire_format(wire)
+        wire_format(wire)
     if options.plot:
         plots.check_file(options.plot, "--plot")
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi.allreduce import algorithms, compression, host_algorithms, overlap
+from jaxmpi.allreduce import algorithms, compression, overlap
+from jaxmpi.allreduce.algorithms.table import fitting_on_host
 from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
@@ -201,7 +202,7 @@ def probed(
     asked: exchange_config.ExchangeConfig, comm: Comm, sizes: Sequence[int], is_beside: bool
 ) -> tuple[exchange_config.ExchangeConfig, str]:
     """Let a probe choose for these leaves, and say why: among strategies that overlap, if overlap pays."""
-    among = host_algorithms.fitting(comm.hosts) if is_beside else ()
+    among = fitting_on_host(comm.hosts) if is_beside else ()
     verdict = choose(comm, sizes, asked.strategy, asked.bucket_bytes, among)
     if is_beside and asked.overlap == "auto" and not verdict.overlap:
         alone, why = probed(dataclasses.replace(asked, overlap="off"), comm, sizes, False)
@@ -212,7 +213,7 @@ def probed(
 def can_go_on(name: str, asked: str, comm: Comm) -> bool:
     """Return True if a strategy that `auto` took before is possible on these ranks, with the overlap asked for now."""
     strategy, must = algorithms.parse(name), asked in ("on", "delayed") and comm.size > 1
-    return strategy.fits(comm.hosts) and (not must or host_algorithms.has(strategy, comm.hosts))
+    return strategy.spec.fits(comm.hosts) and (not must or strategy.has_sum_on_host(comm.hosts))
 
 
 def to_center(asked: exchange_config.ExchangeConfig) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.allreduce.host_wires import HOST_WIRES
+from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.rules.gossip_transport import MOST, GossipThread
@@ -43,7 +43,7 @@ def total(x: np.ndarray) -> np.ndarray:
     return control().allreduce_sum(np.asarray(x, np.float64))
 
 
-@pytest.mark.parametrize("wire", HOST_WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("servers", [0, 1])
 def test_center_and_workers_keep_their_sum(servers, wire):
     """Each comes as often as it likes; rank 0's server is a thread, or the last rank serves alone."""

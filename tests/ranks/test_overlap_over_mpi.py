@@ -16,11 +16,11 @@ import pytest
 
 import jaxmpi
 import references
-from jaxmpi.allreduce import host_algorithms, host_wires, overlap
-from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce import host_comm, overlap
+from jaxmpi.allreduce.algorithms.table import fitting_on_host
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import THREAD, WINDOW, courier
-from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.runtime import host_callbacks, spans
@@ -30,9 +30,8 @@ if COMM.size == 1:
     pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
 CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
 SIZE, RANK = COMM.size, int(COMM.rank)
-EVERY = [f"{name}:{wire}" for name in host_algorithms.HOST_SUMS for wire in host_wires.HOST_WIRES]
-STRATEGIES = [name for name in EVERY if host_algorithms.has(parse(name), COMM.hosts)]
-ROW = host_algorithms.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
+STRATEGIES = [f"{name}:{wire}" for name in fitting_on_host(COMM.hosts) for wire in WIRES]
+ROW = host_comm.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
 # The last has more segments than may be under way at once, its last rows are short or empty.
 LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (WINDOW + 2) + BLOCK + 1]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.allreduce import autotune, cost_model, overlap
+from jaxmpi.allreduce import autotune, cost_model, overlap, prices
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.control import processes
 from jaxmpi.comm.mpi import MpiComm
@@ -68,7 +68,7 @@ def test_auto_sums_inside_and_outside_jit_and_says_once_what_it_chose(cache, cap
 def test_every_size_class_has_a_choice_of_its_own_and_keeps_it(cache, monkeypatch, capsys):
     """Messages are said to be dear and additions too, so a scalar and 8 MB want different strategies."""
     comm, timed = workers(), []
-    net = cost_model.Net(1, SIZE, cost_model.Link(1e-3, 1e-8), cost_model.Link(0.0, 0.0), 1e-9)
+    net = prices.Net(1, SIZE, prices.Link(1e-3, 1e-8), prices.Link(0.0, 0.0), 1e-9)
     monkeypatch.setattr(autotune, "BUDGET_S", 60.0)
     monkeypatch.setattr(autotune, "measure_net", lambda comm: net)
 

@@ -2,19 +2,20 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
+from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.pytrees import PyTree
 
-Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
 PRICE = 1 << 13  # floats that would travel in the time that a message costs by itself, roughly, on most networks
 MAX_COLOURS = 16
 
@@ -133,3 +134,41 @@ def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int,
             taken |= {(*e, at): step for e in ends(step)}
     count = max((i for _, _, i in taken), default=-1) + 1
     return [[edge for (end, _, at), edge in taken.items() if end == "child" and at == i] for i in range(count)]
+
+
+# ---------------------------------------------------------------- what they cost
+
+
+def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float:
+    """Turns: m + 2 H, each of 2 max(k, a) rounds of n / (k m), for m packets a part, trees of height H and arity a.
+
+    Kumar et al. 2018, section 4.2, with the schedule of `coloured_trees`: packets without content travel
+    too.
+    """
+    k, arity, height = forest(net.workers, colours)
+    packets = max(1, round(math.sqrt(2 * height * n / (k * PRICE))))
+    turns, rounds = packets + 2 * height, 2 * max(arity, min(k, net.workers - 1))
+    packet = n / (k * packets)
+    crossing = ring_crossing(net) if k == 1 else net.slots if net.hosts > 1 else 0
+    each = rounds * turn(net, packet, wire, crossing)
+    return turns * (each + add(net, (k + rounds / 2) * packet) + code(net, (k + rounds / 2) * packet, wire))
+
+
+@functools.cache
+def forest(workers: int, colours: int) -> tuple[int, int, int]:
+    """(trees, children of a node, height) of `plant`, without planting."""
+    k = min(colours, workers)
+    arity = max(1, -(-(workers - 1) // (workers // k)))
+    height, position = 0, workers - 1
+    while position > 0:
+        height, position = height + 1, (position - 1) // arity
+    return k, arity, height
+
+
+COLOR = StrategySpec(coloured_trees, ALL, crosses=True, seconds=coloured_trees_seconds, spelled=("color2", "color4"))
+PIPERING = StrategySpec(
+    functools.partial(coloured_trees, colours=1),
+    ALL,
+    crosses=True,
+    seconds=functools.partial(coloured_trees_seconds, colours=1),
+)

@@ -1,0 +1,24 @@
+"""How a bucket is summed: one module for each algorithm, one row of `table.STRATEGIES` for each strategy.
+
+A module holds the sum inside a program, the same sum in NumPy if there is one, its cost, and its row; `spec` says what
+each must be.
+
+Inside a program a strategy takes f32[n], n % comm.size == 0, and gives the sum over workers, bitwise equal on all of
+them; it adds in f32 whatever the wire. It sees only a Comm, whose rank may be a traced value: no Python branch on rank.
+Loops over packets and round a ring are `lax` loops, so that a step at 64 ranks traces and compiles as fast as one at 2.
+
+In NumPy a sum changes this rank's vector in place and is a generator: if it must wait it yields the requests it waits
+for. So one thread carries any number of sums at once; a link is busy with one while another adds. Vectors, additions
+and roundings are those in the program: the same bits.
+
+What a sum was encoded to is what all workers decode, the one that made it included: so all hold the same bits. A
+place is an index into `comm.order`: ranks of one host are neighbours.
+"""
+
+from jaxmpi.allreduce.algorithms.spec import ALL as ALL
+from jaxmpi.allreduce.algorithms.spec import StrategySpec as StrategySpec
+from jaxmpi.allreduce.algorithms.table import ALIASES as ALIASES
+from jaxmpi.allreduce.algorithms.table import STRATEGIES as STRATEGIES
+from jaxmpi.allreduce.algorithms.table import Strategy as Strategy
+from jaxmpi.allreduce.algorithms.table import find as find
+from jaxmpi.allreduce.algorithms.table import parse as parse

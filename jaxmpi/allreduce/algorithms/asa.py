@@ -1,0 +1,56 @@
+"""ASA: all-to-all, sum, allgather. Ma et al. 2016, section 3.2."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
+from jaxmpi.allreduce.building_blocks import allgather, alltoall
+from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
+from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
+from jaxmpi.allreduce.wires import HostWire, Wire
+from jaxmpi.comm.axis import add_rows
+from jaxmpi.comm.base import Comm
+
+
+def alltoall_sum_allgather(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """ASA: each worker sums its own slice of all workers' vectors, in rank order, then shares it.
+
+    Sends 2 (w - 1) / w of the vector; rounds twice (slices sent, sum sent). Ma et al. 2016, section 3.2.
+    """
+    parts = wire.decode(alltoall(wire.encode(x.reshape(comm.size, -1)), comm))  # f32[w, n/w]: my slice of each worker
+    mine = add_rows(parts)
+    return wire.decode(allgather(wire.encode(mine), comm)).reshape(-1)
+
+
+def alltoall_sum_allgather_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """ASA, its all-to-all as rotations: one partner at a time."""
+    size, place, order, numbers = comm.size, comm.place, comm.order, comm.numbers
+    mine = rows[numbers[place]]
+    parts = {numbers[place]: wire.encode(mine)}
+    for step in range(1, size):
+        to, source = (place + step) % size, (place - step) % size
+        parts[numbers[source]] = received = np.empty(wire.size_bytes(mine.size), np.uint8)
+        yield comm.swap(wire.encode(rows[numbers[to]]), order[to], received, order[source], tag)
+    total = wire.decode(parts[0]).copy()
+    for number in range(1, size):
+        total += wire.decode(parts[number])
+    whose = [numbers[(place - back) % size] for back in range(size)]
+    yield from pass_on(wire.encode(total), [rows[number] for number in whose], comm, wire, tag)
+
+
+def asa_seconds(net: Net, n: float, wire: str) -> float:
+    """2 (w - 1) rounds of n / w: rotations, which cross hosts with up to s ranks of a host, then a ring with one.
+
+    Rotations as of Thakur et al. 2005, section 4.4 (pairwise exchange) and 4.1 (ring allgather).
+    """
+    w, part = net.workers, n / net.workers
+    rounds = [min(i, w - i, net.slots) if net.hosts > 1 else 0 for i in range(1, w)]
+    scatter = sum(rounds.count(c) * turn(net, part, wire, c) for c in set(rounds))
+    return scatter + (w - 1) * turn(net, part, wire, ring_crossing(net)) + add(net, n) + code(net, 2 * n, wire)
+
+
+ASA = StrategySpec(
+    alltoall_sum_allgather, ALL, crosses=True, on_host=alltoall_sum_allgather_on_host, seconds=asa_seconds
+)

@@ -1,0 +1,68 @@
+"""A sum inside each host, another algorithm between hosts."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from jaxmpi.allreduce.algorithms.spec import ALL, Cost, StrategySpec, Sum, SumOnHost, is_even
+from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
+from jaxmpi.allreduce.prices import Link, Net, add, turn
+from jaxmpi.allreduce.subgroups import split_by_host
+from jaxmpi.allreduce.wires import HostWire, Wire
+from jaxmpi.comm.axis import add_rows
+from jaxmpi.comm.base import Comm
+
+
+def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
+    """Sum over each host's s ranks, then `cross` between hosts on each rank's part, then share inside the host.
+
+    Between hosts each rank sends what `cross` sends of n / s floats; inside, 2 (s - 1) / s n floats at 32 bits. Rounds
+    as `cross` over the hosts.
+
+    Raises:
+        UsageError: hosts have unequal numbers of ranks.
+    """
+    inside, between = split_by_host(comm)
+    part = add_rows(inside.alltoall(x.reshape(inside.size, -1)))
+    total = cross(part, between, wire) if between.size > 1 else part
+    return inside.allgather(total).reshape(-1)
+
+
+def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
+    """Sum inside the host, `cross` between hosts on each rank's part, share inside; as `hierarchical`."""
+    inside, between = comm.inside, comm.between
+    parts = [rows[i * between.size : (i + 1) * between.size] for i in range(inside.size)]
+    mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
+    theirs = {i: [np.empty_like(row) for row in mine] for i in peers}
+    if peers:
+        yield [request for i in peers for request in inside.swap_each(parts[i], theirs[i], inside.order[i], tag)]
+    for c, row in enumerate(mine):
+        every = [row if i == inside.place else theirs[i][c] for i in range(inside.size)]
+        row[:] = functools.reduce(np.add, every)
+    if between.size > 1:
+        yield from cross(mine, between, wire, tag)
+    if peers:
+        yield [request for i in peers for request in inside.swap_each(mine, parts[i], inside.order[i], tag)]
+
+
+def hierarchical_seconds(net: Net, n: float, wire: str, cross: Cost) -> float:
+    """Inside, s - 1 rounds of n / s at 32 bits before and after; between, `cross` of n / s by all s ranks at once."""
+    host = net._replace(hosts=1)
+    inside = 2 * (net.slots - 1) * turn(host, n / net.slots, "32", 0) + add(host, n)
+    shared = Link(net.between.alpha_s, net.between.beta_s_per_byte * net.slots)
+    across = net._replace(slots=1, between=shared, cores=net.cores / net.slots)
+    return inside + (cross(across, n / net.slots, wire) if net.hosts > 1 else 0.0)
+
+
+HIERARCHICAL = StrategySpec(
+    hierarchical,
+    ALL,
+    fits=is_even,
+    on_host=hierarchical_on_host,
+    fits_on_host=is_even,
+    seconds=hierarchical_seconds,
+    is_candidate=lambda net: net.even and net.hosts > 1 and net.slots > 1,
+    spelled=("hier-asa", "hier-ring", "hier-tree", "hier-color4"),
+)

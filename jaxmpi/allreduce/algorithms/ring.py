@@ -1,0 +1,52 @@
+"""The ring: scatter-reduce, then allgather. Gibiansky 2017."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
+from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
+from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
+from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
+from jaxmpi.allreduce.wires import HostWire, Wire
+from jaxmpi.comm.base import Comm
+
+
+def ring(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """Scatter-reduce, then allgather, around the ring of ranks ordered by host.
+
+    Sends 2 (w - 1) / w of the vector in 2 (w - 1) messages; rounds once per hop while summing and once after.
+    The second half forwards the encoded chunk. Gibiansky 2017.
+    """
+    size, chunks, place = comm.size, x.reshape(comm.size, -1), place_of(comm)
+
+    def reduce_step(i: jax.Array, partial: jax.Array) -> jax.Array:
+        received = wire.decode(comm.permute(wire.encode(partial), shift(comm, 1)))
+        return received + chunks[(place - i - 1) % size]
+
+    mine = wire.encode(comm.loop(size - 1, reduce_step, chunks[place]))  # the sum of chunk place + 1
+    return wire.decode(gather_round(mine, comm, lambda back: (place + 1 - back) % size)).reshape(-1)
+
+
+def ring_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """Scatter-reduce, then allgather, around the ring_on_host of ranks ordered by host; as `ring`."""
+    size, place = comm.size, comm.place
+    sent = wire.encode(rows[place])
+    for hop in range(1, size):
+        mine = rows[(place - hop) % size]
+        received = np.empty(wire.size_bytes(mine.size), np.uint8)
+        yield comm.shift(sent, received, tag)
+        np.add(wire.decode(received), mine, out=mine)
+        sent = wire.encode(mine)
+    yield from pass_on(sent, [rows[(place + 1 - back) % size] for back in range(size)], comm, wire, tag)
+
+
+def ring_seconds(net: Net, n: float, wire: str) -> float:
+    """2 (w - 1) rounds of n / w: 2 (w - 1) alpha + 2 (w - 1) / w n b beta. Gibiansky 2017."""
+    w = net.workers
+    rounds = 2 * (w - 1) * turn(net, n / w, wire, ring_crossing(net))
+    return rounds + add(net, (w - 1) / w * n) + code(net, 2 * n, wire)
+
+
+RING = StrategySpec(ring, ALL, crosses=True, on_host=ring_on_host, seconds=ring_seconds)

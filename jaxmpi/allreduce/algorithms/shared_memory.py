@@ -1,0 +1,40 @@
+"""One host: ranks add in shared memory."""
+
+import jax
+
+from jaxmpi.allreduce.algorithms.spec import StrategySpec, is_one
+from jaxmpi.allreduce.prices import Net, add, wire_format
+from jaxmpi.allreduce.wires import Wire
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.shared_sum import CHUNK
+
+
+def shared_memory(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """One host: ranks add theirs to chunks in shared memory in turn, and copy the result; 32 bits only."""
+    del wire
+    return comm.sum_on_host([x])[0]
+
+
+def shared_memory_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
+    """All leaves where they are, in one call: nothing is fused, padded or split."""
+    return comm.sum_on_host(leaves, divisor)
+
+
+def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
+    """A chain over chunks: every rank adds n floats and copies n out, as a message inside moves n; one wait a link.
+
+    `shared_sum.SharedSum` of long vectors, by rank: it reads its n floats and the slot, writes the slot, which is an
+    addition, then reads the slot and writes its result, which is a message's way. Only on one host.
+    """
+    wait = (net.workers + n / CHUNK) * net.inside.alpha_s
+    return (wait + n * wire_format(wire)[1] * net.inside.beta_s_per_byte) * net.crowd + add(net, n)
+
+
+SHARED_MEMORY = StrategySpec(
+    shared_memory,
+    ("32",),
+    means=shared_memory_means,
+    fits=is_one,
+    seconds=shared_memory_seconds,
+    is_candidate=lambda net: net.hosts == 1,
+)

@@ -1,0 +1,46 @@
+"""What a strategy is: the same sum as a program and in NumPy, its wires, where it fits and what it costs."""
+
+import collections
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
+from jaxmpi.allreduce.prices import Net
+from jaxmpi.allreduce.wires import WIRES, HostWire, Wire
+from jaxmpi.comm.base import Comm
+
+Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
+Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
+SumOnHost = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]  # never yields an empty list
+Cost = Callable[[Net, float, str], float]  # (where, floats, wire) -> seconds
+ALL = WIRES.keys()  # and what is added later
+
+
+class StrategySpec(NamedTuple):
+    """A strategy: `sum` and its wires; all else is optional.
+
+    `<k>` or `<cross>` of a name is a keyword of `sum`, `on_host` and `seconds`, filled in by `table.find`.
+    """
+
+    sum: Callable[..., jax.Array]  # a Sum
+    wires: Collection[str]
+    crosses: bool = False  # whether it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
+    means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, if that is faster
+    fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
+    on_host: Callable[..., Iterator[Requests]] | None = None  # a SumOnHost: the bits of `sum`, beside a program
+    fits_on_host: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
+    seconds: Callable[..., float] | None = None  # a Cost; without one `auto` and `jaxmpi plan` leave it out
+    is_candidate: Callable[[Net], bool] = lambda net: True  # whether `auto` may take it
+    spelled: tuple[str, ...] = ()  # what to try if the name has a blank
+
+
+def is_even(hosts: Sequence[int]) -> bool:
+    """Return True if all hosts have equally many ranks."""
+    return len(set(collections.Counter(hosts).values())) == 1
+
+
+def is_one(hosts: Sequence[int]) -> bool:
+    """Return True if all ranks are on one host."""
+    return len(set(hosts)) == 1

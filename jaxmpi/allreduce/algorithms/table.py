@@ -1,0 +1,146 @@
+"""The table of strategies, and what a name means."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmpi.allreduce.algorithms.asa import ASA
+from jaxmpi.allreduce.algorithms.color_trees import COLOR, MAX_COLOURS, PIPERING
+from jaxmpi.allreduce.algorithms.hierarchical import HIERARCHICAL
+from jaxmpi.allreduce.algorithms.library import ALLREDUCE, NONE
+from jaxmpi.allreduce.algorithms.ring import RING
+from jaxmpi.allreduce.algorithms.root import ROOT
+from jaxmpi.allreduce.algorithms.shared_memory import SHARED_MEMORY
+from jaxmpi.allreduce.algorithms.spec import StrategySpec, SumOnHost
+from jaxmpi.allreduce.algorithms.tree import TREE
+from jaxmpi.allreduce.host_comm import HostComm, Requests, columns
+from jaxmpi.allreduce.wires import WIRES, HostWire, Wire
+from jaxmpi.core.errors import UsageError, check, lookup, nearest
+
+STRATEGIES: dict[str, StrategySpec] = {
+    "ar": ALLREDUCE,
+    "asa": ASA,
+    "ring": RING,
+    "tree": TREE,
+    "color<k>": COLOR,
+    "pipering": PIPERING,
+    "root": ROOT,
+    "hier-<cross>": HIERARCHICAL,
+    "shm": SHARED_MEMORY,
+    "none": NONE,
+}
+ALIASES = {
+    "asa32": "asa:32",
+    "asa16": "asa:16",
+    "asabf16": "asa:bf16",
+    "asa8": "asa:8",
+    "ring32": "ring:32",
+    "ring16": "ring:16",
+    "hier-ring32": "hier-ring:32",
+    "hier-ring16": "hier-ring:16",
+}
+
+
+class Strategy(NamedTuple):
+    """A spelled-out choice, such as `ring:16`."""
+
+    name: str
+    spec: StrategySpec  # its blanks filled in
+    wire: Wire
+
+    def has_sum_on_host(self, hosts: Sequence[int]) -> bool:
+        """Return True if there is a sum in NumPy that gives this strategy's bits over ranks on these hosts."""
+        return bool(self.spec.on_host and self.wire.on_host) and self.spec.fits_on_host(hosts)
+
+
+def parse(spelling: str) -> Strategy:
+    """`algorithm[:wire]` or an alias as a Strategy; the wire is 32 if none is given.
+
+    Raises:
+        UsageError: the algorithm or the wire is unknown, or the algorithm cannot use the wire.
+    """
+    check(isinstance(spelling, str), f"strategy: got {spelling!r}; expected a name, such as asa32")
+    algorithm, _, wire = ALIASES.get(spelling, spelling).partition(":")
+    wire = wire or "32"
+    row = find(algorithm)
+    encoding = lookup(WIRES, wire, "wire")
+    if wire not in row.wires:
+        raise UsageError(f"strategy {algorithm!r} cannot use wire {wire!r}; it takes {', '.join(row.wires)}")
+    return Strategy(f"{algorithm}:{wire}", row, encoding)
+
+
+def find(algorithm: str) -> StrategySpec:
+    """The row of `ring`, `color4` or `hier-ring`, the last two with their `<k>` and `<cross>` filled in."""
+    if colours := re.fullmatch(r"color(\d+)", algorithm):
+        k = int(colours[1])
+        check(1 <= k <= MAX_COLOURS, f"got strategy {algorithm!r}; expected color1 to color{MAX_COLOURS}")
+        row = STRATEGIES["color<k>"]
+        return row._replace(
+            sum=functools.partial(row.sum, colours=k),
+            seconds=row.seconds and functools.partial(row.seconds, colours=k),
+        )
+    if algorithm.startswith("hier-") and "<" not in algorithm:
+        cross, row = find(algorithm.removeprefix("hier-")), STRATEGIES["hier-<cross>"]
+        able = ", ".join(name for name, other in STRATEGIES.items() if other.crosses)
+        check(cross.crosses, f"got strategy {algorithm!r}; between hosts there can be {able}")
+        return StrategySpec(
+            functools.partial(row.sum, cross=cross.sum),
+            row.wires,
+            fits=row.fits,
+            on_host=row.on_host and cross.on_host and functools.partial(row.on_host, cross=cross.on_host),
+            fits_on_host=lambda hosts: row.fits_on_host(hosts) and cross.fits_on_host(sorted(set(hosts))),
+            seconds=row.seconds and cross.seconds and functools.partial(row.seconds, cross=cross.seconds),
+            is_candidate=row.is_candidate,
+        )
+    blanks = [name for name in STRATEGIES if "<" in name and algorithm in (name, name.partition("<")[0].strip("-"))]
+    check(not blanks, f"got strategy {algorithm!r}; fill in what is in <> in {blanks}, as in color4 and hier-ring")
+    if algorithm not in STRATEGIES:
+        raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm.lower(), {**STRATEGIES, **ALIASES})}")
+    return STRATEGIES[algorithm]
+
+
+# ---------------------------------------------------------------- sums in NumPy
+
+
+def spelled(fits: Callable[[StrategySpec], bool]) -> list[str]:
+    """Algorithms to choose from whose row fits, their blanks filled in."""
+    return [name for key, row in STRATEGIES.items() if fits(row) for name in row.spelled or (key,)]
+
+
+def fitting_on_host(hosts: Sequence[int]) -> tuple[str, ...]:
+    """Algorithms that have a sum in NumPy over ranks on these hosts."""
+    return tuple(name for name in spelled(lambda row: bool(row.on_host)) if parse(name).has_sum_on_host(hosts))
+
+
+class HostSum(NamedTuple):
+    """A strategy's sum in NumPy, over a HostComm."""
+
+    sum: SumOnHost
+    wire: HostWire
+    comm: HostComm
+
+    @classmethod
+    def named(cls, name: str, comm: HostComm) -> "HostSum":
+        """The one of a name such as `ring:16`, which must have one."""
+        strategy = parse(name)
+        assert strategy.spec.on_host
+        assert strategy.wire.on_host
+        return cls(strategy.spec.on_host, strategy.wire.on_host, comm)
+
+    def segments(self, n: int) -> int:
+        """How many sums f32[n] is cut into, each with a tag of its own; the same on all ranks."""
+        return max(1, -(-n // self.comm.size // columns(self.wire)))
+
+    def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:
+        """Generators which together make f32[n], C-contiguous, the sum over workers; in place.
+
+        Row i of [size, ceil(n / size)] is worker i's, as where `exchange` pads; a segment is some columns.
+        """
+        length = -(-x.size // self.comm.size)
+        rows = [x[i * length : (i + 1) * length] for i in range(self.comm.size)]
+        width = columns(self.wire)
+        for i, tag in enumerate(tags):
+            yield self.sum([row[i * width : (i + 1) * width] for row in rows], self.comm, self.wire, tag)

@@ -1,0 +1,86 @@
+"""Messages between ranks without waiting, for sums in NumPy that run on a thread beside XLA."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.allreduce.wires import BLOCK, HostWire
+
+Requests = list[Any]  # of mpi4py
+Rows = Sequence[np.ndarray]  # f32[<= n / size] each, views of one vector; row i is worker i's to sum
+MESSAGE_BYTES = 63 << 10  # Open MPI sends up to 64 KiB, header included, without asking the receiver first
+
+
+class HostComm:
+    """Messages between the workers of a job, sent and received without waiting, on a communicator of its own."""
+
+    def __init__(
+        self, mpi: Any, order: Sequence[int], hosts: Sequence[int], numbers: Sequence[int] | None = None
+    ) -> None:
+        """Take a communicator of mpi4py that is used here only, and which ranks talk, in which order.
+
+        Args:
+            order: ranks, those of one host side by side.
+            hosts: of every rank of the communicator.
+            numbers: of each place, its worker's among those that talk; none given: the rank.
+        """
+        self.mpi, self.order, self.hosts = mpi, tuple(order), tuple(hosts)
+        self.size, self.place = len(self.order), self.order.index(mpi.rank)
+        self.numbers = tuple(numbers or order)
+
+    @functools.cached_property
+    def inside(self) -> "HostComm":
+        """The ranks of this host."""
+        here = self.hosts[self.order[self.place]]
+        return self._part([rank for rank in self.order if self.hosts[rank] == here])
+
+    @functools.cached_property
+    def between(self) -> "HostComm":
+        """The ranks of equal place on all hosts, each of which has as many."""
+        return self._part(self.order[self.inside.place :: self.inside.size])
+
+    def _part(self, order: Sequence[int]) -> "HostComm":
+        return HostComm(self.mpi, order, self.hosts, range(len(order)))  # numbered as `subgroups.SubComm` does
+
+    def swap(self, sent: np.ndarray, to: int, received: np.ndarray, source: int, tag: int) -> Requests:
+        """Send one u8[n] and receive another."""
+        receiving = [self.mpi.Irecv(part, source, tag) for part in cut(received)]
+        return [*receiving, *(self.mpi.Isend(part, to, tag) for part in cut(sent))]
+
+    def swap_each(self, sent: Rows, received: Rows, to: int, tag: int) -> Requests:
+        """Send arrays to a rank, and receive as many of any dtype from it, in the same order."""
+        pairs = zip(sent, received, strict=True)
+        return [request for a, b in pairs for request in self.swap(a.view(np.uint8), to, b.view(np.uint8), to, tag)]
+
+    def shift(self, sent: np.ndarray, received: np.ndarray, tag: int) -> Requests:
+        """Send to the next place, receive from the one before."""
+        before, after = (self.order[(self.place + step) % self.size] for step in (-1, 1))
+        return self.swap(sent, after, received, before, tag)
+
+
+def some_are_complete(requests: Requests) -> bool:
+    """Look once whether any are complete; those that are become false."""
+    return bool(requests and type(requests[0]).Testsome(requests))
+
+
+def cut(message: np.ndarray) -> list[np.ndarray]:
+    """Parts of MESSAGE_BYTES at most; one if there is nothing to send."""
+    return [message[start : start + MESSAGE_BYTES] for start in range(0, max(message.size, 1), MESSAGE_BYTES)]
+
+
+def columns(wire: HostWire) -> int:
+    """How many floats of a row travel at once."""
+    return MESSAGE_BYTES // wire.size_bytes(BLOCK) * BLOCK
+
+
+def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """All workers' results round the ring: row 0 from `sent`, row i from i places back, forwarded as it came."""
+    rows[0][:] = wire.decode(sent)
+    for row in rows[1:]:
+        received = row.view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(row.size), np.uint8)
+        yield comm.shift(sent, received, tag)
+        if not wire.is_exact:
+            row[:] = wire.decode(received)
+        sent = received
