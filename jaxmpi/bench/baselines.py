@@ -62,7 +62,7 @@ def mpi4jax_flat(inputs: Inputs) -> Run:
 
 
 def by_mpi4py(strategy: str) -> Callable[[Inputs], Run]:
-    """`jaxmpi.exchange` of the tree, mean, in jit, over mpi4py instead of mpi4jax: as `--on-rank-loss shrink` has it."""
+    """`jaxmpi.exchange` of the tree, mean, in jit, by mpi4py instead of mpi4jax, as `--on-rank-loss shrink` has it."""
 
     def start(inputs: Inputs) -> Run:
         comm = FaultTolerantComm(of_several(inputs))
