@@ -12,6 +12,8 @@ import hypothesis
 import jax
 import pytest
 
+# Hundreds of jobs import jaxmpi: with bytecode in a fraction of the time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests run side by side, and JAX does not write into its cache in one go: each process has a cache of its own.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

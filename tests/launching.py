@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import os
 import re
 import shutil
@@ -13,10 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import pytest
 
+from jaxmpi.config import experiment_file
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.launch import command
-from jaxmpi.runtime import job_folder
+from jaxmpi.runtime import failures, job_folder, provenance
+from jaxmpi.trainer import main
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PYTEST_XDIST_")
@@ -103,6 +108,25 @@ def train(ranks: int, *args: str, timeout_s: float = 120, env: dict[str, str] | 
     on_cpu = {"JAX_PLATFORMS": "cpu"} if "--devices" in args else {}  # a machine has fewer GPUs than a test wants
     env = on_cpu | (env or {})
     return run([*line, sys.executable, "-m", "jaxmpi.train", *args], timeout_s=timeout_s, env=env, cwd=cwd)
+
+
+def train_here(*args: str) -> Ended:
+    """`python -m jaxmpi.train args` in this process, which has loaded JAX: what it prints, and how it would end.
+
+    Types are promoted as users have it.
+    """
+    said, promotion = io.StringIO(), (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"))
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), promotion[0], promotion[1]:
+        try:
+            experiment, path = experiment_file.parse(list(args))
+            main.train(experiment, path.stem, provenance.project_root(path), digest=provenance.file_digest(path))
+            code = 0
+        except (UsageError, TrainingError) as error:
+            code = failures.exit_code(error)
+            print(f"error: {error}")
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else 1
+    return Ended(code, said.getvalue(), False)
 
 
 def on_small_disk(folder: Path, script: str) -> Ended:

@@ -122,10 +122,10 @@ Differentiated = Callable[[Any, Any, jax.Array, jax.Array, jax.Array], tuple[jax
 Evaluated = Callable[[Any, Any, jax.Array], jax.Array]
 
 
-def train_four(text: str, folder: Path) -> tuple[np.ndarray, float]:
-    """Losses of 20 steps of 4 ranks, and the loss of the evaluation behind them."""
+def train_two(text: str, folder: Path) -> tuple[np.ndarray, float]:
+    """Losses of 20 steps of 2 ranks, and the loss of the evaluation behind them."""
     (folder / "net.py").write_text(text + EXPERIMENT)
-    ended = train(4, str(folder / "net.py"), "--run-dir", str(folder / "run"))
+    ended = train(2, str(folder / "net.py"), "--run-dir", str(folder / "run"))
     assert ended.code == 0, ended.out
     assert "split form" in ended.out  # programs travelled between ranks
     rows = [json.loads(line) for line in (folder / "run" / "record.jsonl").read_text().splitlines()]
@@ -197,8 +197,8 @@ def test_linen_trains_to_a_known_loss(tmp_path, as_users_have_it):
         return module.apply({"params": params, "batch_stats": stats}, image, train=False)
 
     start = module.init(KEY, IMAGE, train=True)
-    want = known(start["params"], start["batch_stats"], differentiated, evaluated, workers=4)
-    check_losses(train_four(LINEN, tmp_path), want)
+    want = known(start["params"], start["batch_stats"], differentiated, evaluated, workers=2)
+    check_losses(train_two(LINEN, tmp_path), want)
 
 
 def test_equinox_trains_to_a_known_loss(tmp_path, as_users_have_it):
@@ -215,8 +215,8 @@ def test_equinox_trains_to_a_known_loss(tmp_path, as_users_have_it):
         quiet = eqx.nn.inference_mode(eqx.combine(params, static))
         return jax.vmap(lambda x: quiet(x, state, key=None)[0], axis_name="batch")(image.transpose(0, 3, 1, 2))
 
-    want = known(params, state, differentiated, evaluated, workers=4)
-    check_losses(train_four(EQUINOX, tmp_path), want)
+    want = known(params, state, differentiated, evaluated, workers=2)
+    check_losses(train_two(EQUINOX, tmp_path), want)
 
 
 def test_plain_functions_train_to_the_loss_of_one_worker(tmp_path, as_users_have_it):
@@ -229,7 +229,7 @@ def test_plain_functions_train_to_the_loss_of_one_worker(tmp_path, as_users_have
         lambda params, state, image: forward(params, image),
         workers=1,
     )
-    check_losses(train_four(PLAIN, tmp_path), want)
+    check_losses(train_two(PLAIN, tmp_path), want)
 
 
 # ---------------------------------------------------------------- Linen

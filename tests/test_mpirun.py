@@ -15,11 +15,14 @@ WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 CORE, PARTITION = (f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "partition"))
 SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
-SUITES = {2: ["tests/ranks"], 3: [CORE], 4: [CORE, PARTITION, "-k", SOME]}
-WHOLE = [pytest.param(ranks, ["tests/ranks"], marks=pytest.mark.slow) for ranks in (3, 4, 8)]
+SUITES = {2: ["tests/ranks"], 3: [CORE]}
+BY_HAND = [(4, [CORE, PARTITION, "-k", SOME]), *((ranks, ["tests/ranks"]) for ranks in (3, 4, 8))]
 
 
-@pytest.mark.parametrize(("ranks", "suite"), [*SUITES.items(), *WHOLE])
+CASES = [*SUITES.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_HAND)]
+
+
+@pytest.mark.parametrize(("ranks", "suite"), CASES)
 def test_suite_over_mpi(ranks, suite):
     limit_s = 280 if ranks < 8 else 560
     ended = mpirun(ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suite, timeout_s=limit_s)

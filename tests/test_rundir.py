@@ -218,7 +218,10 @@ APART = (
 )
 
 
-@pytest.mark.parametrize(("way", "ranks", "rule"), [("moved", 1, ()), ("replaced", 1, ()), ("removed", 2, ()), APART])
+GONE = [pytest.param("moved", 1, (), marks=pytest.mark.slow), ("replaced", 1, ()), ("removed", 2, ()), APART]
+
+
+@pytest.mark.parametrize(("way", "ranks", "rule"), GONE)
 def test_a_run_whose_directory_goes_away_is_saved_and_says_where(way, ranks, rule, tmp_path):
     """It was made anew in silence, without the record: the next job there resumed from this one's params."""
     do, said, place = WAYS[way]

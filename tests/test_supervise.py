@@ -350,18 +350,21 @@ def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(tmp_path):
     text = (ROOT / "experiments" / "digits.py").read_text()
     (tmp_path / "leaves.py").write_text(LEAVES + text)
     ended = run(
-        [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(tmp_path / "leaves.py")], timeout_s=90
+        [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(tmp_path / "leaves.py")],
+        timeout_s=90,
+        env={"JAXMPI_LAUNCHER_TIMEOUT_S": "3"},
     )
     assert not ended.timed_out, ended.out
     assert ended.code != 0
-    assert "which has not ended the job for 15 s after rank [1] had left it" in ended.out
+    assert "which has not ended the job for 3 s after rank [1] had left it" in ended.out
 
 
 def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
     """It is stopped, so that it cannot see that a rank is killed."""
     args = ("experiments/digits.py", "--train-for", "400st", "--checkpoint-every", "10st", "--run-dir", str(tmp_path))
     command = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", "--restarts", "1", *args]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    env = os.environ | {"JAXMPI_LAUNCHER_TIMEOUT_S": "3"}
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
     try:
         record = tmp_path / "record.jsonl"
         while not (record.exists() and '"kind": "checkpoint"' in record.read_text()):

@@ -25,9 +25,9 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Sampler
-from jaxmpi.runtime import job_folder
-from jaxmpi.trainer.main import train as train_here
-from launching import ROOT, Ended, kill_session, mpirun_line, run, train
+from jaxmpi.runtime import failures, job_folder
+from jaxmpi.trainer.main import train as fit
+from launching import ROOT, Ended, kill_session, mpirun_line, run, train, train_here
 from models.cnn import digits_cnn_tiny
 
 DIGITS = "experiments/digits.py"
@@ -98,6 +98,11 @@ def losses(run_dir: Path) -> np.ndarray:
     return np.array([row["loss"] for row in record(run_dir, "train")])
 
 
+def train_on(ranks: int, *args: str) -> Ended:
+    """Several ranks under mpirun; one here."""
+    return train(ranks, *args) if ranks > 1 else train_here(*args)
+
+
 FOURS = {"four": (4, ()), "devices": (1, ("--devices", "4")), "fused": (4, ("--step-mode", "fused"))}
 
 
@@ -107,7 +112,7 @@ def test_one_worker_and_four_see_the_same_examples(count, tmp_path):
     (tmp_path / "tiny.py").write_text(TINY_EXPERIMENT)
     runs = {"one": (1, ())} | dict([*FOURS.items()][:count])
     for name, (ranks, args) in runs.items():
-        ended = train(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / name), *args)
+        ended = train_on(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / name), *args)
         assert ended.code == 0, ended.out
     one, *others = (losses(tmp_path / name) for name in runs)
     assert len(one) == 20
@@ -138,20 +143,21 @@ experiment = Experiment(
     "rule", ["gradients", *(pytest.param(name, marks=pytest.mark.slow) for name in ("subgd", "awagd"))]
 )
 def test_kill_and_resume_is_bit_exact(rule, tmp_path):
-    common = ("--rule.name", rule, "--train-for", "300st", "--checkpoint-every", "50st", "--eval-every", "300st", *TINY)
-    args = (DIGITS, *common, "--optim.lr", "0.01", "--run-dir")
+    (tmp_path / "tiny.py").write_text(TINY_EXPERIMENT)
+    common = ("--rule.name", rule, "--train-for", "90st", "--checkpoint-every", "30st", "--eval-every", "90st", *TINY)
+    args = (str(tmp_path / "tiny.py"), *common, "--optim.lr", "0.01", "--run-dir")
     ended = train(2, *args, str(tmp_path / "whole"))
     assert ended.code == 0, ended.out
-    slowly = ("--inject", "slow:rank=1,step=51,seconds=0.05,times=0")  # so that its death comes before its end
-    killed = kill_one_rank_after(50, [*args, str(tmp_path / "killed"), *slowly], tmp_path / "killed")
+    slowly = ("--inject", "slow:rank=1,step=31,seconds=0.1,times=0")  # so that its death comes before its end
+    killed = kill_one_rank_after(30, [*args, str(tmp_path / "killed"), *slowly], tmp_path / "killed")
     assert killed != 0
     assert record(tmp_path / "killed", "eval") == []  # it did not reach its end
     ended = train(2, *args, str(tmp_path / "killed"), "--resume")
     assert ended.code == 0, ended.out
     assert "resumed at step" in ended.out
-    whole = checkpoint_bytes(tmp_path / "whole", 300)
+    whole = checkpoint_bytes(tmp_path / "whole", 90)
     assert sorted(whole) == ["common.bin", "worker_00000.bin", "worker_00001.bin"]
-    assert checkpoint_bytes(tmp_path / "killed", 300) == whole
+    assert checkpoint_bytes(tmp_path / "killed", 90) == whole
 
 
 def kill_one_rank_after(step: int, args: list[str], run_dir: Path) -> int:
@@ -189,7 +195,7 @@ def rank_1_of(run_dir: Path) -> int:
 
 
 def test_help_lists_every_field_with_its_meaning():
-    ended = train(1, DIGITS, "--help")
+    ended = train_here(DIGITS, "--help")
     assert ended.code == 0
     for part in dataclasses.fields(Experiment):
         if part.name not in ("model", "loss", "fallback", "sinks", "data", "optim", "schedule", "rule", "exchange"):
@@ -242,7 +248,7 @@ IMPORTS = {
 @pytest.mark.parametrize("line", IMPORTS)
 def test_an_unknown_model_is_answered_with_the_nearest(line, tmp_path):
     (tmp_path / "experiment.py").write_text(line)
-    ended = train(1, str(tmp_path / "experiment.py"), timeout_s=60)
+    ended = train_here(str(tmp_path / "experiment.py"))
     assert ended.code != 0
     assert IMPORTS[line] in ended.out, ended.out
     assert "Traceback" not in ended.out
@@ -251,23 +257,28 @@ def test_an_unknown_model_is_answered_with_the_nearest(line, tmp_path):
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named(case):
     args, message = BAD[case]
-    ended = train(1, *args, timeout_s=60)
-    assert not ended.timed_out
-    assert ended.code != 0
+    ended = train_here(*args)
+    assert ended.code == failures.MISUSED
     assert message in re.sub(r"[\s│]+", " ", ended.out), ended.out
-    assert "Traceback" not in ended.out
+
+
+def test_bad_input_ends_a_process_with_one_sentence_and_code_2():
+    args, message = BAD["strategy"]
+    ended = train(1, *args, timeout_s=60)
+    assert ended.code == failures.MISUSED
+    assert re.fullmatch(rf"jaxmpi: .*:\nerror: .*{re.escape(message)}.*\n", ended.out), ended.out
 
 
 def test_bad_input_is_said_once_by_several_ranks(tmp_path):
-    ended = train(3, DIGITS, "--effective-batch", "64", "--run-dir", str(tmp_path / "run"))
+    ended = train(2, DIGITS, "--effective-batch", "63", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
     assert ended.code != 0
-    assert ended.out.count("effective_batch 64 is not divisible by 3 workers; nearest that are: 63 or 66") == 1
+    assert ended.out.count("effective_batch 63 is not divisible by 2 workers; nearest that are: 62 or 64") == 1
 
 
 @pytest.mark.parametrize(("args", "message"), [(["--optim.momentum", "1.5"], "got 1.5;"), (["--optim.lr", "x"], "'x'")])
 def test_a_wrong_field_is_said_once_by_several_ranks(args, message):
-    ended = train(3, DIGITS, *args, timeout_s=60)
+    ended = train(2, DIGITS, *args, timeout_s=60)
     assert not ended.timed_out
     assert ended.code != 0
     assert re.sub(r"\x1b\[[\d;]*m", "", ended.out).count(message) == 1, ended.out
@@ -330,10 +341,10 @@ experiment = Experiment(
 
 def test_resume_from_another_model_names_the_leaf(tmp_path):
     args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert train(1, *args).code == 0
+    assert train_here(*args).code == 0
     other = (ROOT / DIGITS).read_text().replace("digits_cnn()", "digits_cnn_tiny()")
     (tmp_path / "other.py").write_text(other.replace("import digits_cnn", "import digits_cnn_tiny"))
-    ended = train(1, str(tmp_path / "other.py"), *args[1:], "--resume")
+    ended = train_here(str(tmp_path / "other.py"), *args[1:], "--resume")
     assert ended.code != 0
     assert re.search(r"params/\S+: got float32\[.*\], expected float32\[.*\]", ended.out), ended.out
     assert "Traceback" not in ended.out
@@ -355,8 +366,8 @@ OTHER_RUNS = {
 def test_resume_goes_on_with_the_same_run_only(name, tmp_path):
     flags, messages = OTHER_RUNS[name]
     args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert train(1, *args).code == 0
-    ended = train(1, *args, "--resume", *flags)
+    assert train_here(*args).code == 0
+    ended = train_here(*args, "--resume", *flags)
     assert ended.code != 0
     for message in messages:
         assert f"{message} (the checkpoint's)" in ended.out
@@ -366,18 +377,18 @@ def test_resume_goes_on_with_the_same_run_only(name, tmp_path):
 def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launcher, capsys):
     schedule, rest = Schedule("poly", power=1.0), {"effective_batch": 60, "run_dir": str(tmp_path)}
     begun = Experiment(digits_cnn_tiny(), data=DATA, optim=Optim("momentum", lr=0.01), schedule=schedule, **rest)
-    train_here(dataclasses.replace(begun, train_for="4st", checkpoint_every="2st"), "digits")
+    fit(dataclasses.replace(begun, train_for="4st", checkpoint_every="2st"), "digits")
     gone = tmp_path / "checkpoints" / "step_00000004"
     shutil.rmtree(gone)
     same = dataclasses.replace(begun, resume=True, train_for="4st", log_every=1, eval_every="1st", keep_best=2)
-    train_here(same, "digits")
+    fit(same, "digits")
     said = capsys.readouterr()
     assert "changed since" not in said.out
     assert said.err.count("passed over: ") == 1
     assert f"passed over: {gone}: gone, though the record has it as saved\n" in said.err
     assert record(tmp_path, "changed") == []
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
-    train_here(dataclasses.replace(same, train_for="8st", optim=Optim("momentum", lr=0.02)), "digits")
+    fit(dataclasses.replace(same, train_for="8st", optim=Optim("momentum", lr=0.02)), "digits")
     changed = {
         "optim.lr": {"was": 0.01, "is": 0.02},
         "train_for": {"was": "4st", "is": "8st"},
@@ -426,10 +437,18 @@ def small(run_dir: Path, **fields) -> Experiment:
     return Experiment(digits_cnn_tiny(), data=DATA, optim=optim, schedule=schedule, run_dir=str(run_dir), **fields)
 
 
-@pytest.fixture
-def trained(tmp_path, no_launcher) -> Path:
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory) -> Path:
     """A run with an effective batch of 30: 48 steps are an epoch, the last of 27 examples; saved after step 61."""
-    train_here(small(tmp_path / "a", effective_batch=30, train_for="61st"), "digits")
+    folder = tmp_path_factory.mktemp("trained") / "a"
+    fit(small(folder, effective_batch=30, train_for="61st"), "digits")
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path, trained_once) -> Path:
+    """A copy of that run."""
+    shutil.copytree(trained_once, tmp_path / "a")
     return tmp_path / "a"
 
 
@@ -437,7 +456,7 @@ def test_a_new_run_continues_another_with_twice_its_effective_batch(tmp_path, tr
     """Step 48 + 13 of 30 examples is step 24 + 6 of 60, and the learning rate goes by the new steps."""
     more = {"effective_batch": 60, "micro_batch": 20, "train_for": "60st", "checkpoint_every": "45st", "log_every": 1}
     begun = small(tmp_path / "b", continue_from=str(trained), **more)
-    loss = train_here(begun, "digits")["eval_loss"]
+    loss = fit(begun, "digits")["eval_loss"]
     said = capsys.readouterr().out
     assert f"continues {trained} after its step 61: effective batch 30 there, 60 here, so from step 30\n" in said
     [line] = record(tmp_path / "b", "continued")
@@ -455,14 +474,14 @@ def test_a_new_run_continues_another_with_twice_its_effective_batch(tmp_path, tr
 
     whole = checkpoint_bytes(tmp_path / "b", 60)
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "step_00000060")
-    train_here(dataclasses.replace(begun, resume=True), "digits")
+    fit(dataclasses.replace(begun, resume=True), "digits")
     assert checkpoint_bytes(tmp_path / "b", 60) == whole
     again = small(tmp_path / "b", **more | {"resume": True, "train_for": "62st"})
-    assert train_here(again, "digits")["eval_count"] == 360  # and without the other run
+    assert fit(again, "digits")["eval_count"] == 360  # and without the other run
 
 
 def test_a_continued_run_counts_the_optimizers_steps_anew(tmp_path, trained):
-    train_here(small(tmp_path / "b", continue_from=str(trained), effective_batch=60, train_for="31st"), "digits")
+    fit(small(tmp_path / "b", continue_from=str(trained), effective_batch=60, train_for="31st"), "digits")
     folder = tmp_path / "b" / "checkpoints" / "step_00000030"
     files = json.loads((folder / "manifest.json").read_text())["files"]
     counts = [(name, row["offset"]) for name, rows in files.items() for row in rows if row["path"].endswith("count")]
@@ -471,7 +490,7 @@ def test_a_continued_run_counts_the_optimizers_steps_anew(tmp_path, trained):
 
 def test_a_resume_with_another_effective_batch_names_the_way_out(trained):
     with pytest.raises(UsageError, match=r"effective batch: got 60, expected 30 .*\n.*--continue-from RUN") as refused:
-        train_here(small(trained, effective_batch=60, train_for="70st", resume=True), "digits")
+        fit(small(trained, effective_batch=60, train_for="70st", resume=True), "digits")
     assert "export" not in str(refused.value)
 
 
@@ -491,7 +510,7 @@ def test_only_another_effective_batch_is_continued_with(case, tmp_path, trained,
     asked = {"run_dir": "b", "continue_from": "a", "effective_batch": 60, "train_for": "70st", **fields}
     saved = checkpoint_bytes(trained, 61)
     with pytest.raises(UsageError, match=message):
-        train_here(small(Path(asked.pop("run_dir")), **asked), "digits")
+        fit(small(Path(asked.pop("run_dir")), **asked), "digits")
     assert checkpoint_bytes(trained, 61) == saved
 
 
@@ -506,9 +525,9 @@ def test_resume_on_other_data_is_refused(tmp_path):
             Image.fromarray(image).save(folder / f"{i}.png")
     data = ("--data.source", "imagefolder", "--data.dir", str(tmp_path), "--effective-batch", "4")
     args = (DIGITS, *data, "--train-for", "2st", "--eval-every", "0st", "--run-dir", str(tmp_path / "run"))
-    assert train(1, *args).code == 0
+    assert train_here(*args).code == 0
     (tmp_path / "train" / "class3" / "3.png").unlink()
-    ended = train(1, *args, "--resume")
+    ended = train_here(*args, "--resume")
     assert ended.code != 0
     assert "the data.train.examples: got 19, expected 20 (the checkpoint's)" in ended.out
 
@@ -516,7 +535,7 @@ def test_resume_on_other_data_is_refused(tmp_path):
 def test_images_and_labels_that_do_not_fit_are_named(tmp_path):
     for mistake, message in MISFITS.items():
         (tmp_path / "misfit.py").write_text(SOFTMAX + mistake)
-        ended = train(1, str(tmp_path / "misfit.py"), "--run-dir", str(tmp_path / "run"))
+        ended = train_here(str(tmp_path / "misfit.py"), "--run-dir", str(tmp_path / "run"))
         assert ended.code != 0
         assert re.search(message, ended.out), ended.out
         assert "Traceback" not in ended.out
@@ -586,8 +605,8 @@ experiment = Experiment(
 
 def test_a_finished_run_says_that_nothing_is_left(tmp_path):
     args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert train(1, *args).code == 0
-    ended = train(1, *args, "--resume")
+    assert train_here(*args).code == 0
+    ended = train_here(*args, "--resume")
     assert ended.code == 0
     assert "nothing left to do: train_for ends at step 2" in ended.out
 
@@ -700,13 +719,13 @@ def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     if where == "save":
         (tmp_path / "run" / "checkpoints" / "step_00000002").write_text("a file")
-    ended = train(3, str(path), "--effective-batch", "30", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+    ended = train(2, str(path), "--effective-batch", "30", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
     assert ended.code != 0
     assert (
         "ArithmeticError: in apply" if where == "apply" else "cannot be written: [Errno 20] Not a directory"
     ) in ended.out
-    assert "rank 0/3 on " in ended.out
+    assert "rank 0/2 on " in ended.out
 
 
 RAISES_IN_APPLY = """
@@ -762,11 +781,11 @@ experiment = Experiment(
 def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, args, tmp_path):
     (tmp_path / "net.py").write_text(STATEFUL)
     line = (str(tmp_path / "net.py"), *args, "--run-dir", str(tmp_path / "run"))
-    ended = train(ranks, *line, "--train-for", "20st")
+    ended = train_on(ranks, *line, "--train-for", "20st")
     assert ended.code == 0, ended.out
-    ended = train(ranks, *line, "--resume")
+    ended = train_on(ranks, *line, "--resume")
     assert ended.code == 0, ended.out
-    whole = train(ranks, *line[:-1], str(tmp_path / "whole"))
+    whole = train_on(ranks, *line[:-1], str(tmp_path / "whole"))
     assert whole.code == 0, whole.out
     assert checkpoint_bytes(tmp_path / "run", 30) == checkpoint_bytes(tmp_path / "whole", 30)
     assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.5  # a linear model after 30 steps; chance is 0.1
@@ -800,7 +819,7 @@ def test_a_run_that_never_saved_begins_its_record_anew(tmp_path):
     job.wait()
     with (tmp_path / "run" / "record.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # cut off
-    ended = train(1, *args[:2], "3st", *args[3:], "--resume")
+    ended = train_here(*args[:2], "3st", *args[3:], "--resume")
     assert ended.code == 0, ended.out
     assert [row["step"] for row in record(tmp_path / "run", "train")] == [1, 3]
 
@@ -855,20 +874,12 @@ def test_resume_is_bit_exact_whatever_the_options(case, tmp_path):
     """Through an epoch's short last step: 24 steps are an epoch."""
     ranks, *options = RESUMED[case]
     (tmp_path / "net.py").write_text(TINY_EXPERIMENT)
-    line = (
-        str(tmp_path / "net.py"),
-        *options,
-        "--train-for",
-        "30st",
-        "--checkpoint-every",
-        "15st",
-        "--eval-every",
-        "0st",
-    )
-    assert train(ranks, *line, "--run-dir", str(tmp_path / "whole")).code == 0
+    periods = ("--train-for", "30st", "--checkpoint-every", "15st", "--eval-every", "0st")
+    line = (str(tmp_path / "net.py"), *options, *periods)
+    assert train_on(ranks, *line, "--run-dir", str(tmp_path / "whole")).code == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000030")
-    ended = train(ranks, *line, "--run-dir", str(tmp_path / "cut"), "--resume")
+    ended = train_on(ranks, *line, "--run-dir", str(tmp_path / "cut"), "--resume")
     assert ended.code == 0, ended.out
     assert "resumed at step 15" in ended.out
     assert checkpoint_bytes(tmp_path / "cut", 30) == checkpoint_bytes(tmp_path / "whole", 30)
@@ -876,9 +887,9 @@ def test_resume_is_bit_exact_whatever_the_options(case, tmp_path):
 
 def test_a_run_directory_is_never_overwritten(tmp_path):
     args = (DIGITS, "--train-for", "1st", "--run-dir", str(tmp_path / "run"))
-    assert train(1, *args).code == 0
+    assert train_here(*args).code == 0
     before = (tmp_path / "run" / "record.jsonl").read_bytes()
-    ended = train(1, *args)
+    ended = train_here(*args)
     assert ended.code != 0
     assert "holds a run already" in ended.out
     assert (tmp_path / "run" / "record.jsonl").read_bytes() == before

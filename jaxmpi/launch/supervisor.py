@@ -24,6 +24,7 @@ from typing import NamedTuple, TextIO
 
 from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.config.schema import Experiment
+from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
@@ -34,7 +35,7 @@ FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
 UNLOCK_S = 30.0  # for the last process of an ended job to exit
 PROBE_S = 20.0  # for a host to answer
 LOOK_S = 1.0  # between polls of the files that ranks leave
-ENDS_S = 15.0  # for a launcher to end a job; one waits longer for a host that has vanished
+ENDS_S = seconds_from("JAXMPI_LAUNCHER_TIMEOUT_S", 15)  # for a launcher to end a job; longer for a host that vanishes
 # By default Open MPI takes eight minutes to notice that a host has vanished; with these settings 25 s.
 KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}
 SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPALIVE.items()}
