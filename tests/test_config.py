@@ -1,6 +1,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -176,6 +177,12 @@ def test_resolved_is_json_and_holds_every_field_but_the_fallback_recipe():
     assert set(plain) == {field.name for field in dataclasses.fields(Experiment)} - {"fallback"}
     assert (plain["loss"], plain["data"]["mean"], plain["optim"]["lr"]) == ("squared", [0.5], 0.5)
     assert plain["data"]["train"] == [1]
+
+
+def test_numbers_of_numpys_are_resolved_as_numbers():
+    experiment = Experiment(seed=np.int64(3), data=Data(mean=tuple(np.float32([0.5])), std=(1.0,), channels=1))
+    plain = flags.resolved(experiment)
+    assert (plain["seed"], plain["data"]["mean"]) == (3, [0.5])
 
 
 def test_resolved_names_what_only_python_can_set():

@@ -45,6 +45,8 @@ PARSED = [
         command.Options(8, "mpirun", (), ("a.py", "--on-rank-loss", "shrink", "--seed", "1")),
     ),
     ("--resume --seed 1 -n 2 a.py", command.Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
+    ("-n 2 --lone_every 5 a.py", command.Options(2, "mpirun", (), ("a.py", "--compute-only-every", "5"))),
+    ("-n 2 --rule.quorum 2 a.py", command.Options(2, "mpirun", (), ("a.py", "--rule.quorum", "2"))),  # of one's own
     ("-n8 a.py", command.Options(8, "mpirun", (), ("a.py",))),
     ("--launcher srun -n 2 a.py", command.Options(2, "srun", (), ("a.py",))),
     (
@@ -90,6 +92,24 @@ def test_wrong_options(text, message):
 @pytest.mark.parametrize("text", ["a.py --x 1", "-n 1 a.py --x 1"])
 def test_one_worker_needs_no_launcher(path, text):
     assert line(text) == [sys.executable, "-m", "jaxmpi.train", "a.py", "--x", "1"]
+
+
+def test_one_worker_may_be_on_another_host(path):
+    mpirun = path("mpirun", VERSIONS["openmpi"])
+    got = line("--launcher-args '--host b:1' a.py")
+    assert got == [
+        mpirun,
+        "-n",
+        "1",
+        "--bind-to",
+        "none",
+        "--host",
+        "b:1",
+        sys.executable,
+        "-m",
+        "jaxmpi.train",
+        "a.py",
+    ]
 
 
 MPIRUN = [

@@ -68,6 +68,7 @@ def test_the_newest_run_of_this_experiment_is_resumed(tmp_path, monkeypatch):
     for name in (*(f"digits-{stamp}" for stamp in stamps), "digits-2-20270101-000000", "digits-9", "x"):
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "record.jsonl").write_text("")
+    Path("runs", "digits-20270101-000000").mkdir()  # of a start that was refused
     assert claim(resume=True) == Path("runs", "digits-20260102-030405-10")
 
 

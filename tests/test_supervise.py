@@ -108,6 +108,7 @@ def test_what_the_next_start_is_given(tmp_path):
     args = ("a.py", "--run_dir=old", "--resume", "--optim.lr", "1")
     assert supervisor.value_of(args, "--run-dir") == "old"
     assert supervisor.value_of(("--run-dir", "a", "--run-dir", "b"), "--run-dir") == "b"
+    assert supervisor.value_of(("--run-dir=a", "--run-dir", "b"), "--run-dir") == "b"
     assert supervisor.without(args, "--run-dir") == ["a.py", "--resume", "--optim.lr", "1"]
     assert supervisor.resuming(args, tmp_path, 0) == ("a.py", "--run_dir=old", "--optim.lr", "1")
     (tmp_path / "record.jsonl").touch()
@@ -121,12 +122,43 @@ def test_what_the_next_start_is_given(tmp_path):
     assert supervisor.resuming(args, tmp_path, first)[-3:] == ("1", "--resume", "--no-from-start")
 
 
+def test_a_run_directory_of_the_experiment_file_is_the_supervisors_too(tmp_path):
+    """It took a fresh one, and a file with `resume` was refused."""
+    file = tmp_path / "own.py"
+    fields = f"run_dir={str(tmp_path / 'own')!r}, resume=True"
+    file.write_text(f"from jaxmpi.config.schema import Experiment\nexperiment = Experiment({fields})\n")
+    args = command.with_fields_of_file((str(file), "--seed", "3"))
+    assert args == (str(file), "--seed", "3", "--run-dir", str(tmp_path / "own"), "--resume")
+    assert supervisor.run_dir(args) == tmp_path / "own"
+    other = command.with_fields_of_file((str(file), "--run_dir=b", "--no-resume"))
+    assert other == (str(file), "--run-dir", "b")
+
+
+def test_a_start_that_is_refused_leaves_no_run_directory(tmp_path):
+    """`--resume` took the empty folder for the newest run."""
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--restarts", "1"]
+    ended = run([*line, str(ROOT / "experiments" / "digits.py"), "--optim.lrr", "1"], timeout_s=60, cwd=tmp_path)
+    assert ended.code == 2, ended.out
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+
+
+def test_a_host_is_asked_with_the_launchers_own_settings(tmp_path, monkeypatch):
+    """Without them no host answered where ssh listens at another port, and an elastic job never went on."""
+    script = tmp_path / "mpirun"
+    script.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(command, "find", lambda launcher: str(script))
+    args = ("--host", "a:2,b:2", "--mca", "plm_rsh_args", "-p 2222")
+    assert command.answers("b", command.Options(4, "mpirun", args, ()), cores=2, is_root=False)
+    assert (tmp_path / "said").read_text() == "-n 1 --mca plm_rsh_args -p 2222 --host b:1 true\n"
+
+
 @pytest.mark.parametrize(("given", "begins"), [((), True), (("--no-from-start",), False)])
 def test_an_experiment_file_begins_anew_with_its_first_start_alone(tmp_path, given, begins):
     """A restart got `--resume` beside the file's `from_start`, and was refused."""
     file = tmp_path / "anew.py"
     file.write_text("from jaxmpi.config.schema import Experiment\nexperiment = Experiment(from_start=True)\n")
-    assert command.begins_anew((str(file), *given)) is begins
+    assert ("--from-start" in command.with_fields_of_file((str(file), *given))) is begins
     (tmp_path / "record.jsonl").touch()
     args = supervisor.resuming((str(file), "--from-start"), tmp_path, 0)
     again, _ = experiment_file.parse(list(args))

@@ -281,7 +281,8 @@ def begin_record(folder: Path) -> None:
 
 def resumed(experiment: Experiment, name: str) -> Path:
     """The requested run directory, or the newest of that name."""
-    made = {tuple(map(int, m.groups(default="1"))): m[0] for m in map(stamped(name).fullmatch, runs()) if m}
+    found = [m for m in map(stamped(name).fullmatch, runs()) if m and Path("runs", m[0], "record.jsonl").is_file()]
+    made = {tuple(map(int, m.groups(default="1"))): m[0] for m in found}
     folder = Path(experiment.run_dir or Path("runs", made[max(made)] if made else f"{name}-"))
     check(
         (folder / "record.jsonl").is_file(),

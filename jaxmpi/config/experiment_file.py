@@ -31,7 +31,7 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     Raises:
         UsageError: no such file, no `experiment` in it, or a field out of range.
     """
-    argv = [hyphens(arg) if arg.startswith("--") else arg for arg in argv]
+    argv = [hyphens(arg) for arg in argv]
     argv = with_new_names(argv, say_once)
     argv = file_first(argv)
     path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
@@ -104,10 +104,10 @@ def show(text: str, stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def hyphens(flag: str) -> str:
-    """`--local-batch=8` for `--local_batch=8`."""
-    name, equals, value = flag.partition("=")
-    return name.replace("_", "-") + equals + value
+def hyphens(arg: str) -> str:
+    """A flag spelled with hyphens, `--local-batch=8` for `--local_batch=8`; its value, and other arguments, as given."""
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
 
 
 def load(path: Path) -> Experiment:

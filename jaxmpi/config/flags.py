@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
+import numpy as np
 import tyro
 
 from jaxmpi.config.schema import Experiment
@@ -62,6 +63,8 @@ def resolved(experiment: Experiment) -> dict[str, Any]:
             return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and len(value) <= 100:
             return [plain(v) for v in value]
+        if isinstance(value, np.generic):
+            return value.item()
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         return getattr(value, "name", None) or getattr(value, "__name__", type(value).__name__)

@@ -51,14 +51,15 @@ def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]
     """The command line with old flags replaced.
 
     Args:
-        argv: flags with hyphens in their names.
+        argv: flags, with hyphens or underscores in their names.
         say: is given a line for each.
     """
     flags = {f"--{old.replace('_', '-')}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
     found = []
     for arg in argv:
         name, equals, value = arg.partition("=")
-        if name in flags:
-            say(f"{name} is {flags[name]} now")
-        found.append(flags.get(name, name) + equals + value)
+        new = flags.get(name.replace("_", "-"), name)
+        if new != name:
+            say(f"{name} is {new} now")
+        found.append(new + equals + value)
     return found

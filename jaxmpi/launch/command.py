@@ -19,7 +19,7 @@ from jaxmpi.config.flags import flags, unknown_flags
 from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, lookup, nearest
-from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going
+from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going, without
 from jaxmpi.rules import registry
 from jaxmpi.runtime import affinity, failures, job_folder
 
@@ -64,7 +64,9 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         if len(argv) == 1:
             raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
         values[argv[0]], argv = argv[1], argv[2:]
-    odd = [arg for arg in fields if arg.startswith("-") and (arg[:2] != "--" or unknown_flags([arg], Experiment()))]
+    # A rule of the user's own has fields that only its file knows.
+    checked = [arg for arg in fields if not arg.startswith("--rule.")]
+    odd = [arg for arg in checked if arg.startswith("-") and (arg[:2] != "--" or unknown_flags([arg], Experiment()))]
     if odd and fields[0].startswith("-"):
         known = {**values, **{f"--{name}": None for name in flags(Experiment())}}
         raise UsageError(f"got {odd[0]}; {nearest(odd[0], known)}\n{USAGE}")
@@ -126,7 +128,7 @@ def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmp
         UsageError: the launcher is unknown or not installed.
     """
     rank = [sys.executable, "-m", module, *options.train_args]
-    if options.workers <= 1:
+    if options.workers <= 1 and not options.launcher_args:
         return rank
     line = lookup({"mpirun": mpirun, "srun": srun}, options.launcher, "launcher")
     return [*line(options, cores, is_root), *options.launcher_args, *rank]
@@ -153,8 +155,7 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
     release = re.search(r"(\d+)\.\d+", version)
     if not train_args or release is None or int(release[1]) < 5:
         return False
-    file = Path(train_args[0])
-    text = " ".join([*train_args, "\n", file.read_text() if file.is_file() else ""])
+    text = " ".join([*train_args, "\n", text_of(train_args)])
     if "shrink" not in text and has_known_rule(text):
         return False  # most runs need not wait for the experiment file here
     experiment, _ = experiment_file.parse(list(train_args))
@@ -172,12 +173,27 @@ def has_known_rule(text: str) -> bool:
     return not own and all(name in registry.RULES and not registry.RULES[name].is_asynchronous for name in names)
 
 
-def begins_anew(train_args: Sequence[str]) -> bool:
-    """Return True if the experiment file has `from_start`, which applies to the first start only."""
-    file = Path(train_args[0]) if train_args else Path()
-    if not file.is_file() or "from_start" not in file.read_text():
-        return False  # most runs need not wait for the experiment file here
-    return experiment_file.parse(list(train_args))[0].from_start
+def with_fields_of_file(train_args: Sequence[str]) -> tuple[str, ...]:
+    """Arguments with what the experiment file says of where and how the run begins: it counts for the first start only.
+
+    Raises:
+        UsageError: the file or a flag is wrong.
+    """
+    if not re.search("run_dir|resume|from_start", text_of(train_args)):
+        return tuple(train_args)  # most runs need not wait for the experiment file here
+    experiment, _ = experiment_file.parse(list(train_args))
+    for flag in ("--run-dir", "--resume", "--no-resume", "--from-start", "--no-from-start"):
+        train_args = without(train_args, flag, takes_value=flag == "--run-dir")
+    fields = [*(["--run-dir", experiment.run_dir] if experiment.run_dir else []), *["--resume"] * experiment.resume]
+    return (*train_args, *fields, *["--from-start"] * experiment.from_start)
+
+
+def text_of(train_args: Sequence[str]) -> str:
+    """The experiment file, as far as it can be read; the trainer says what is wrong with it."""
+    try:
+        return Path(train_args[0]).read_text(errors="replace") if train_args else ""
+    except OSError:
+        return ""
 
 
 def srun(options: Options, cores: int, is_root: bool) -> list[str]:
@@ -213,13 +229,12 @@ def main(argv: list[str]) -> NoReturn:
             failures.unheard(sys.stdout)
         return line
 
-    plain = (options.launcher_args, options.train_args)
     if options.workers == 1 and not options.restarts:
-        line = printed(1, *plain)
+        line = printed(1, options.launcher_args, options.train_args)
         os.execv(line[0], line)
-    if options.restarts and begins_anew(options.train_args):
-        plain = (options.launcher_args, (*options.train_args, "--from-start"))
-    asked = SupervisedJob(options.workers, options.least or options.workers, options.restarts, *plain)
+    train_args = with_fields_of_file(options.train_args) if options.restarts else options.train_args
+    parts = (options.launcher_args, train_args)
+    asked = SupervisedJob(options.workers, options.least or options.workers, options.restarts, *parts)
     raise SystemExit(keep_going(asked, printed, lambda host: answers(host, options, **facts)))
 
 
@@ -239,7 +254,8 @@ def shown(line: Sequence[str], launcher_args: Sequence[str]) -> str:
 
 def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
     """Return True if a process can be started on a host."""
-    line = [*mpirun(options._replace(workers=1), cores, is_root), "--host", f"{host}:1", "true"]
+    settings = without(without(options.launcher_args, "--host"), "-H")  # how to reach hosts, such as a port of ssh
+    line = [*mpirun(options._replace(workers=1), cores, is_root), *settings, "--host", f"{host}:1", "true"]
     try:
         return subprocess.run(job_folder.over_leftovers(line), capture_output=True, timeout=PROBE_S).returncode == 0
     except subprocess.TimeoutExpired:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import NamedTuple, TextIO
 
 from jaxmpi.checkpoint import format, run_directory
+from jaxmpi.config.experiment_file import hyphens
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
@@ -249,6 +250,7 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
             code = watch.code_of(code)
             return code if watch.asked > 1 else tell(code, text)
         if code in FINAL or folder is None or home is None:
+            drop_if_empty(folder)
             return tell(code, text)
         tell(code, text)
         if fate := home.fate():
@@ -268,6 +270,13 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
         asked = asked._replace(train_args=resuming(asked.train_args, folder, first))
         say(f"restart {start + 1} of {asked.restarts} from step {step}, with {asked.workers} workers")
     raise AssertionError  # the last start returns
+
+
+def drop_if_empty(folder: Path | None) -> None:
+    """Remove a run directory that no run has come to."""
+    if folder:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def tell(code: int, text: str) -> int:
@@ -323,7 +332,7 @@ def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, 
         first: `record_in` before the first start. With `--from-start` that is another run's, until it is renamed.
     """
     record = record_in(folder)
-    if record == first and any(hyphened(arg) == "--from-start" for arg in train_args):
+    if record == first and any(hyphens(arg) == "--from-start" for arg in train_args):
         return tuple(train_args)
     again = ("--resume", "--no-from-start") if record else ()  # the experiment file may have from_start, too
     for flag in ("--resume", "--from-start", "--no-from-start"):
@@ -333,26 +342,22 @@ def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, 
 
 def value_of(args: Sequence[str], flag: str) -> str:
     """The last value of a flag, `--a b` or `--a=b`; empty if it is not given."""
-    args = [hyphened(arg) for arg in args]
-    pairs = [arg.partition("=")[2] for arg in args if arg.startswith(flag + "=")]
-    return ([*(b for a, b in itertools.pairwise(args) if a == flag), *pairs] or [""])[-1]
+    value = ""
+    for arg, following in itertools.pairwise([*map(hyphens, args), ""]):
+        if arg == flag or arg.startswith(flag + "="):
+            value = following if arg == flag else arg.partition("=")[2]
+    return value
 
 
 def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[str]:
     """Arguments without a flag and its value."""
     kept, skip = [], False
     for arg in args:
-        is_flag = hyphened(arg) == flag
-        if not (skip or is_flag or hyphened(arg).startswith(flag + "=")):
+        is_flag = hyphens(arg) == flag
+        if not (skip or is_flag or hyphens(arg).startswith(flag + "=")):
             kept.append(arg)
         skip = is_flag and takes_value
     return kept
-
-
-def hyphened(arg: str) -> str:
-    """Spell a flag with hyphens, `--run-dir` for `--run_dir`; its value is untouched."""
-    name, equals, value = arg.partition("=")
-    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
 
 
 def newest_step(folder: Path) -> int:
