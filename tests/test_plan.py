@@ -622,7 +622,8 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
         ("shm:32", (0,), "on", True),  # one worker exchanges nothing
         ("hier-asa:16", (0, 0, 1, 1), "auto", True),
         ("hier-asa:16", (0, 0, 1), "auto", False),
-        ("hier-asa:16", (0, 0, 1, 1), "on", False),
+        ("hier-asa:16", (0, 0, 1, 1), "on", True),
+        ("hier-color4:16", (0, 0, 1, 1), "on", False),
         ("hier-ring:16", (0, 1, 0, 1), "delayed", True),
         ("tree:32", (0, 1, 2), "auto", True),
         ("tree:32", (0, 1, 2), "delayed", False),

@@ -135,7 +135,7 @@ def test_bits_are_those_of_the_oracle_that_rounds_and_adds_in_the_same_order(str
 
 def direct(strategy: str, comm: AxisComm):
     chosen = parse(strategy)
-    return jax.jit(jax.vmap(lambda x: chosen.sum(x, comm, chosen.wire), axis_name=comm.axis))
+    return jax.jit(jax.vmap(lambda x: chosen.spec.sum(x, comm, chosen.wire), axis_name=comm.axis))
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (0, 2, 4, 1, 3), (3, 7, 0, 5, 1, 6, 2, 4)], ids=str)
@@ -225,8 +225,8 @@ def test_spellings(spelling, name):
 
 
 def test_what_is_in_angle_brackets_is_filled_in():
-    assert parse("ring").sum is STRATEGIES["ring"].sum
-    color, hier = parse("color4").sum, parse("hier-color4").sum
+    assert parse("ring").spec.sum is STRATEGIES["ring"].sum
+    color, hier = parse("color4").spec.sum, parse("hier-color4").spec.sum
     assert isinstance(color, functools.partial)
     assert (color.func, color.keywords) == (color_trees.coloured_trees, {"colours": 4})
     assert isinstance(hier, functools.partial)

@@ -145,12 +145,12 @@ def test_a_start_that_is_refused_leaves_no_run_directory(tmp_path):
 def test_a_host_is_asked_with_the_launchers_own_settings(tmp_path, monkeypatch):
     """Without them no host answered where ssh listens at another port, and an elastic job never went on."""
     script = tmp_path / "mpirun"
-    script.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\n')
+    script.write_text(f'#!/bin/sh\nprintf "%s " "$@" > {tmp_path}/said\n')
     script.chmod(0o755)
     monkeypatch.setattr(command, "find", lambda launcher: str(script))
     args = ("--host", "a:2,b:2", "--mca", "plm_rsh_args", "-p 2222")
     assert command.answers("b", command.Options(4, "mpirun", args, ()), cores=2, is_root=False)
-    assert (tmp_path / "said").read_text() == "-n 1 --mca plm_rsh_args -p 2222 --host b:1 true\n"
+    assert (tmp_path / "said").read_text() == "-n 1 --mca plm_rsh_args -p 2222 --host b:1 true "
 
 
 @pytest.mark.parametrize(("given", "begins"), [((), True), (("--no-from-start",), False)])

@@ -238,7 +238,8 @@ class CommThread:
         if len(set(whats)) > 1:
             raise UsageError(different_calls(whats))
         opening.is_agreed = True
-        for job in opening.held:
+        held, opening.held = opening.held, []  # openings are kept for a while, and jobs hold gradients
+        for job in held:
             self._begin(job)
 
     def _begin(self, job: Job) -> None:

@@ -105,7 +105,7 @@ def show(text: str, stream: TextIO) -> None:
 
 
 def hyphens(arg: str) -> str:
-    """A flag spelled with hyphens, `--local-batch=8` for `--local_batch=8`; its value, and other arguments, as given."""
+    """Spell a flag with hyphens, `--local-batch=8` for `--local_batch=8`; a value is as given."""
     name, equals, value = arg.partition("=")
     return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
 
