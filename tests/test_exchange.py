@@ -92,7 +92,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     st.lists(trees, min_size=20, max_size=20),
     st.sampled_from(["asa32", "asa16", "ring16", "asa8"]),

@@ -75,6 +75,7 @@ def is_job(pid: str, path: str) -> bool:
         return False
 
 
+LATE = "from jaxmpi.comm import control\ncontrol.LATE_S = 2\n"  # which ranks have to say that they are here
 ABSENT = {
     "asleep": (
         "if comm.rank == 1: time.sleep(100)\njaxmpi.exchange(np.ones(7, np.float32))\n",
@@ -92,7 +93,7 @@ ABSENT = {
 @pytest.mark.parametrize("case", ["asleep", pytest.param("a batch of another shape", marks=pytest.mark.slow)])
 def test_absent_rank_is_named_within_the_time_limit(case, tmp_path):
     code, message = ABSENT[case]
-    (tmp_path / "job.py").write_text(HEAD + code)
+    (tmp_path / "job.py").write_text(HEAD + LATE + code)
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": "3"})
     assert not ended.timed_out
     assert ended.code != 0
@@ -101,8 +102,8 @@ def test_absent_rank_is_named_within_the_time_limit(case, tmp_path):
 
 def test_a_rank_that_does_not_come_to_a_barrier_of_its_host_is_named(tmp_path):
     code = "time.sleep(100 * comm.rank)\ncomm.processes.host_barrier()\n"
-    (tmp_path / "job.py").write_text(HEAD + code)
-    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": "1.5"})
+    (tmp_path / "job.py").write_text(HEAD + LATE + code)
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": "0.5"})
     assert not ended.timed_out
     assert "a barrier of this host: rank [1] did not answer in time" in ended.out, ended.out[-3000:]
 
@@ -111,7 +112,7 @@ def test_a_rank_that_does_not_come_to_a_barrier_of_its_host_is_named(tmp_path):
 @pytest.mark.parametrize(("first", "limit_s", "later_s"), [(0, 6, 4), pytest.param(1, 12, 10, marks=pytest.mark.slow)])
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(first, limit_s, later_s, tmp_path):
     (tmp_path / "job.py").write_text(
-        f"{HEAD}from jaxmpi.comm import control\ncontrol.LATE_S = 2\n"
+        f"{HEAD}{LATE}"
         f"time.sleep({{{first}: 0, 2: 100}}.get(comm.rank, {later_s}))\njaxmpi.exchange(np.ones(7, np.float32))\n"
     )
     ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": str(limit_s)})

@@ -393,7 +393,7 @@ def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(tmp_path):
 
 def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
     """It is stopped, so that it cannot see that a rank is killed."""
-    args = ("experiments/digits.py", "--train-for", "400st", "--checkpoint-every", "10st", "--run-dir", str(tmp_path))
+    args = ("experiments/digits.py", "--train-for", "150st", "--checkpoint-every", "10st", "--run-dir", str(tmp_path))
     command = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", "--restarts", "1", *args]
     env = os.environ | {"JAXMPI_LAUNCHER_TIMEOUT_S": "3"}
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
