@@ -23,7 +23,7 @@ from test_strategies import ROWS, SUMS, oracle
 from tolerances import bound
 
 # All, or every algorithm once, with one wire or another.
-ONCE = [f"{name}:{wires[i % len(wires)]}" for i, (name, wires) in enumerate(ROWS.items())]
+ONCE = [f"{name}:{[*wires][i % len(wires)]}" for i, (name, wires) in enumerate(ROWS.items())]
 NAMES = SUMS if sys.argv[1:] == ["all"] else ONCE
 N = 997  # prime: padded for every strategy
 MESH, OVER_XLA = global_mesh("w")

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import optax
@@ -180,7 +181,9 @@ def test_resolved_is_json_and_holds_every_field_but_the_fallback_recipe():
 
 
 def test_numbers_of_numpys_are_resolved_as_numbers():
-    experiment = Experiment(seed=np.int64(3), data=Data(mean=tuple(np.float32([0.5])), std=(1.0,), channels=1))
+    seed: Any = np.int64(3)
+    mean: Any = (np.float32(0.5),)
+    experiment = Experiment(seed=seed, data=Data(mean=mean, std=(1.0,), channels=1))
     plain = flags.resolved(experiment)
     assert (plain["seed"], plain["data"]["mean"]) == (3, [0.5])
 

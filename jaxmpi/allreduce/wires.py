@@ -3,7 +3,7 @@
 import bisect
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +211,7 @@ def through_program(wire: Wire) -> HostWire:
     encode, decode = jax.jit(wire.encode), jax.jit(wire.decode)
 
     @functools.cache
-    def sent(n: int) -> tuple[list[jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
+    def sent(n: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         return jax.tree.flatten(jax.eval_shape(wire.encode, jax.ShapeDtypeStruct((n,), jnp.float32)))
 
     @functools.cache
