@@ -1,17 +1,29 @@
 """Schedules against closed forms, optimizers against plain Optax."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.core.errors import UsageError
-from jaxmpi.optim.optimizers import OPTIMIZERS, is_linear, not_bias, optimizer, scale_biases
+from jaxmpi.optim.optimizers import (
+    OPTIMIZERS,
+    check_takes_gradients,
+    is_linear,
+    is_linear_at,
+    not_bias,
+    optimizer,
+    scale_biases,
+)
 from jaxmpi.optim.schedules import Clock, schedule
+from launching import train_here
 
 CLOCK = Clock(steps_per_epoch=10, effective_batch=32, total_steps=100)
 PEAK = 0.4
@@ -149,11 +161,39 @@ def decayed(*after: optax.GradientTransformation, mask=None) -> optax.GradientTr
     return optax.chain(optax.add_decayed_weights(0.01, mask), *after)
 
 
+def kernels(params):
+    return {"conv": {"kernel": True, "bias": False}, "scale": False}
+
+
 SAME_AS_OPTAX = [
     ({"name": "sgd"}, plain(optax.identity())),
     ({"name": "momentum", "momentum": 0.8}, plain(optax.trace(0.8))),
     ({"name": "nesterov"}, plain(optax.trace(0.9, nesterov=True))),
     ({"name": "adam"}, plain(optax.scale_by_adam())),
+    ({"name": "adam", "b1": 0.8, "b2": 0.9, "eps": 1e-3}, plain(optax.scale_by_adam(0.8, 0.9, 1e-3))),
+    ({"name": "nadamw", "weight_decay": 0.01}, optax.nadamw(falling, weight_decay=0.01)),
+    ({"name": "radam"}, optax.radam(falling)),
+    ({"name": "adabelief"}, plain(optax.scale_by_belief())),
+    ({"name": "adamax"}, optax.adamax(falling)),
+    ({"name": "lion", "b2": 0.9, "weight_decay": 0.01}, optax.lion(falling, b2=0.9, weight_decay=0.01)),
+    ({"name": "lamb", "weight_decay": 0.01}, optax.lamb(falling, weight_decay=0.01)),
+    ({"name": "lars", "momentum": 0.5, "weight_decay": 0.01}, optax.lars(falling, 0.01, momentum=0.5)),
+    ({"name": "adafactor", "weight_decay": 0.01}, optax.adafactor(falling, weight_decay_rate=0.01)),
+    (
+        {"name": "muon", "b1": 0.8, "weight_decay": 0.01},
+        optax.contrib.muon(falling, weight_decay=0.01, adam_weight_decay=0.01, adam_b1=0.8),
+    ),
+    ({"name": "muon", "bias_lr_factor": 2.0}, optax.chain(optax.contrib.muon(falling), scale_biases(2.0))),
+    (
+        {"name": "adamw", "weight_decay": 0.01, "decay_mask": kernels},
+        optax.adamw(falling, weight_decay=0.01, mask=kernels),
+    ),
+    ({"name": "lamb", "weight_decay": 0.01, "decay_bias": False}, optax.lamb(falling, weight_decay=0.01, mask=kernels)),
+    ({"name": "mine", "transform": optax.sgd(0.1)}, optax.sgd(0.1)),
+    (
+        {"name": "mine", "transform": optax.adamw, "clip_norm": 0.5},
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(falling)),
+    ),
     ({"name": "rmsprop"}, plain(optax.scale_by_rms())),
     ({"name": "adagrad"}, plain(optax.scale_by_rss())),
     ({"name": "momentum", "weight_decay": 0.01}, plain(decayed(optax.trace(0.9)))),
@@ -174,21 +214,65 @@ def test_optimizers_are_optax(fields, expected):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, wanted))
 
 
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_is_linear_says_whether_updates_are_linear_in_the_gradient(name):
-    def moved(scale):
-        steps = jax.tree.map(
-            lambda after, before: np.asarray(after) - before, run(configured(name=name), 1, scale), PARAMS
-        )
-        return steps["conv"]["bias"]
+OWN = {
+    "sums of linear ones": (optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale(-0.1)), True),
+    "clipped": (optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1)), False),
+    "clipped where gradients are large": (optax.chain(optax.clip(300.0), optax.sgd(0.1)), False),
+    "signs": (optax.sign_sgd(0.1), False),
+    "linear for kernels alone": (
+        optax.multi_transform(
+            {"kernel": optax.sgd(0.1), "rest": optax.adam(0.1)},
+            lambda params: {"conv": {"kernel": "kernel", "bias": "rest"}, "scale": "rest"},
+        ),
+        False,
+    ),
+    "some tensors frozen": (
+        optax.multi_transform(
+            {"kernel": optax.sgd(0.1), "rest": optax.set_to_zero()},
+            lambda params: {"conv": {"kernel": "kernel", "bias": "rest"}, "scale": "rest"},
+        ),
+        True,
+    ),
+}
 
-    twice = np.allclose(moved(2.0), 2 * moved(1.0), rtol=1e-4)  # twice or once, so that the width does not matter
-    assert twice == is_linear(Optim(name=name))
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *OWN])
+def test_whether_an_optimizer_is_linear_is_known_or_tried_out(name):
+    """The table says so of its own; those of users are tried out, and so are the table's here."""
+    transform, linear = OWN.get(name, (None, None))
+    config = Optim(name=name, transform=transform)
+    tx = optimizer(config, falling)
+    tried = all(is_linear_at(tx, PARAMS, scale) for scale in (1e-3, 1.0, 1e3))
+    assert tried == is_linear(config, tx, PARAMS) == (OPTIMIZERS[name].linear if linear is None else linear)
 
 
 def test_clipping_is_not_linear():
-    assert not is_linear(Optim(name="sgd", clip_norm=1.0))
+    config = Optim(name="sgd", clip_norm=1.0)
+    assert not is_linear(config, optimizer(config, falling), PARAMS)
+
+
+NOT_OWN = {
+    "a name of the table": (Optim(transform=optax.sgd), "got one with the name 'momentum', which is jaxmpi's own"),
+    "no optimizer": (Optim("mine", transform=3), "optim.transform of 'mine': got a builtins.int; expected an Optax"),
+    "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
+    "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
+    "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1, eps: optimizer 'sgd' has none"),
+    "a mean that lion has not": (Optim("lion", eps=1.0), "optim.eps: optimizer 'lion' has none"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OWN)
+def test_settings_that_an_optimizer_has_not_are_refused(case):
+    config, message = NOT_OWN[case]
+    with pytest.raises(UsageError, match=message):
+        optimizer(config, falling)
+
+
+def test_an_optimizer_that_wants_the_loss_is_refused():
+    config = Optim("mine", transform=optax.lbfgs())
+    with pytest.raises(UsageError, match=r"'mine' wants more than gradients and params \(.*jaxmpi.optimizer gives"):
+        check_takes_gradients(config, optimizer(config, falling), PARAMS)
 
 
 def test_momentum_keeps_its_meaning_when_the_rate_falls():
@@ -258,3 +342,53 @@ def test_a_warm_up_may_begin_at_a_rate_of_its_own(workers, start, peak):
 def test_a_step_decay_needs_boundaries():
     with pytest.raises(UsageError, match="got no boundaries"):
         schedule(Schedule(decay="step"), CLOCK, 0.1, 1)
+
+
+def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
+    theirs = optax.warmup_cosine_decay_schedule(0.0, 0.3, 10, 100)
+    lr = schedule(Schedule(rate=theirs), CLOCK, 8 * PEAK, 8, factor=8.0)
+    assert [float(lr(step)) for step in (0, 5, 10, 99)] == [8.0 * float(theirs(step)) for step in (0, 5, 10, 99)]
+    with pytest.raises(UsageError, match="got schedule.rate and schedule.decay, warmup; give one of them"):
+        Schedule("cosine", warmup="1ep", rate=theirs)
+
+
+# ---------------------------------------------------------------- in a run
+
+IN_A_RUN = """
+import jax.numpy as jnp, optax
+from jaxmpi.config import Data, Experiment, Optim, Schedule
+from models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(), data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)), effective_batch=60,
+    optim=Optim("mine", lr_scaling="none", transform={transform}), schedule=Schedule(rate={rate}),
+    train_for="8st", checkpoint_every="4st", log_every=1,
+)
+"""
+HALVES = "lambda step: 0.1 * 0.5**step"
+
+
+def in_a_run(folder: Path, transform: str, rate: str, *flags: str) -> tuple[list[dict[str, Any]], str]:
+    """Lines of training, and what was printed."""
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(IN_A_RUN.format(transform=transform, rate=rate))
+    ended = train_here(str(folder / "mine.py"), "--run-dir", str(folder / "run"), *flags)
+    assert ended.code == 0, ended.out
+    rows = [json.loads(line) for line in (folder / "run" / "record.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "train"], ended.out
+
+
+def test_a_run_with_an_optimizer_and_a_schedule_of_optax_resumes_bit_for_bit(tmp_path):
+    whole, said = in_a_run(tmp_path / "a", "optax.adamw", HALVES)
+    assert "lr as schedule.rate says, x 1 (none)" in said
+    assert [row["lr"] for row in whole] == pytest.approx([0.1 * 0.5**k for k in range(8)], rel=1e-5)
+    in_a_run(tmp_path / "b", "optax.adamw", HALVES, "--train-for", "4st")
+    resumed, _ = in_a_run(tmp_path / "b", "optax.adamw", HALVES, "--resume")
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
+
+
+def test_a_run_with_an_optimizer_that_knows_its_rates_names_none(tmp_path):
+    rows, said = in_a_run(tmp_path, "optax.sgd(0.1, 0.9)", "None")
+    assert "learning rates are those of optimizer mine" in said
+    assert not any("lr" in row for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]

@@ -66,7 +66,7 @@ def distributed(name: str, config: Optim, lr: float, *, average_momentum: bool =
             return exchange(tree, op=op, comm=comm)
 
         talk = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
-        rule = registry.build(rule_config, tx, talk, optimizer=config.name, linear=is_linear(config))
+        rule = registry.build(rule_config, tx, talk, optimizer=config.name, linear=is_linear(config, tx, {}))
         params, state = rule.update({"w": gradient(params["w"], curvature, center)}, state, params)
         ops.extend(op for op, _ in seen)
         return params, state, [tree for _, tree in seen]
@@ -230,7 +230,9 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
     tx = optimizer(config, lambda step: jnp.float32(ETA))
     share = functools.partial(exchange, comm=SoloComm())
     talk = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
-    rule = registry.build(RuleConfig(name, force=True), tx, talk, optimizer=config.name, linear=is_linear(config))
+    rule = registry.build(
+        RuleConfig(name, force=True), tx, talk, optimizer=config.name, linear=is_linear(config, tx, {})
+    )
     apply = jax.jit(optax.apply_updates)
 
     @jax.jit
@@ -264,7 +266,9 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
 def build(name: str, config: Optim, force: bool = False) -> base.Rule:
     talk = base.Exchange(lambda tree: tree, lambda tree: tree)
     tx = optimizer(config, lambda step: jnp.float32(ETA))
-    return registry.build(RuleConfig(name, force=force), tx, talk, optimizer=config.name, linear=is_linear(config))
+    return registry.build(
+        RuleConfig(name, force=force), tx, talk, optimizer=config.name, linear=is_linear(config, tx, {})
+    )
 
 
 def test_compressors_are_for_gradients():

@@ -1,8 +1,11 @@
 """Settings of the optimizer and its schedule."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
+from jaxmpi.config.data import InPython
 from jaxmpi.core.errors import check
 
 
@@ -10,15 +13,20 @@ from jaxmpi.core.errors import check
 class Optim:
     """The optimizer that every worker runs."""
 
-    name: str = "momentum"  # sgd | momentum | nesterov | adam | adamw | rmsprop | adagrad
+    name: str = "momentum"  # sgd | momentum | nesterov | adam | adamw | lion | muon | ...: see docs/rules.md
     lr: float = 0.01  # what each worker runs, before `lr_scaling`
     lr_scaling: str = "rule"  # none | linear | sqrt in the number of workers; rule = the rule's own default
     momentum: float = 0.9  # mu, in [0, 1)
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
-    weight_decay: float = 0.0  # lambda; added to the gradient (adamw: decoupled)
+    b1: float | None = None  # decay of the mean of gradients, where the optimizer has one; None: its own
+    b2: float | None = None  # decay of the mean of their squares, likewise
+    eps: float | None = None  # what is added to a denominator, likewise
+    weight_decay: float = 0.0  # lambda; added to the gradient, or decoupled: docs/rules.md
     bias_lr_factor: float = 1.0  # tensors of one axis run this times lr; the papers use 2
     decay_bias: bool = True  # whether weight decay covers tensors of one axis; the papers say no
     clip_norm: float = 0.0  # largest global norm of the gradients a rule steps with; 0 = no clipping
+    decay_mask: InPython[Callable[[Any], Any] | None] = None  # params -> tree of bool: tensors that decay
+    transform: InPython[Any] = None  # an Optax optimizer, or (schedule) -> one; `name` is then of your own
 
     def __post_init__(self) -> None:
         check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
@@ -32,6 +40,14 @@ class Optim:
         check(
             self.bias_lr_factor > 0,
             f"optim.bias_lr_factor: got {self.bias_lr_factor}; expected > 0",
+        )
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            check(value is None or 0 <= value < 1, f"optim.{name}: got {value}; expected [0, 1)")
+        check(self.eps is None or self.eps > 0, f"optim.eps: got {self.eps}; expected > 0")
+        check(
+            self.decay_mask is None or self.decay_bias,
+            "got optim.decay_mask and optim.decay_bias False; give one of them",
         )
 
 
@@ -48,8 +64,11 @@ class Schedule:
     warmup_shape: str = "linear"  # linear | geometric; geometric rises once an epoch
     warmup_lr: float = 0.0  # lr at the start, whatever lr is scaled to; 0 means warmup_from
     warmup_from: float = 0.0  # share of lr at the start; 0 means 1/steps (linear), 1/workers (geometric)
+    rate: InPython[Callable[[Any], Any] | None] = None  # (step) -> lr, such as an Optax schedule, in place of all this
 
     def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if f.name != "rate" and getattr(self, f.name) != f.default]
+        check(self.rate is None or not given, f"got schedule.rate and schedule.{', '.join(given)}; give one of them")
         check(self.factor > 0, f"schedule.factor: got {self.factor}; expected > 0")
         check(self.warmup_lr >= 0, f"schedule.warmup_lr: got {self.warmup_lr}; expected >= 0")
         check(

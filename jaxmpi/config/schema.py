@@ -46,8 +46,8 @@ COMMS = {
 # The parts of an experiment, and how each is spelled: objects of other libraries, such as Optax's, are none of them.
 PARTS: dict[str, tuple[type, str]] = {
     "data": (Data, 'Data("array", train=..., validation=...) takes examples of your own'),
-    "optim": (Optim, 'Optim("adamw", lr=1e-3); Optax optimizers go into a loop of your own, docs/extending.md'),
-    "schedule": (Schedule, 'Schedule("cosine", warmup="5ep"); Optax schedules go into a loop of your own'),
+    "optim": (Optim, 'Optim("adamw", lr=1e-3), or Optim("mine", transform=...) with an Optax optimizer'),
+    "schedule": (Schedule, 'Schedule("cosine", warmup="5ep"), or Schedule(rate=...) with an Optax schedule'),
     "rule": (RuleConfig, 'RuleConfig("awagd")'),
     "exchange": (ExchangeConfig, 'ExchangeConfig("asa16")'),
 }

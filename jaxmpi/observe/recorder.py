@@ -114,7 +114,7 @@ class Recorder:
         epoch: float,
         examples: int,
         loss: float,
-        lr: float,
+        lr: float | None,
         wait_s: float,
         skipped: int,
         gradient_norm: float = math.nan,
@@ -141,7 +141,8 @@ class Recorder:
         per_s = (examples - before) * self._each / max(now - since, 1e-9)
         self._window = now, examples
         told: dict[str, Any] = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
-        told |= {"loss": loss, f"{self._unit}_per_s": per_s, "lr": lr, "wait_s": wait_s, "skipped": skipped}
+        told |= {"loss": loss, f"{self._unit}_per_s": per_s}
+        told |= ({} if lr is None else {"lr": lr}) | {"wait_s": wait_s, "skipped": skipped}
         told |= {"gradient_norm": gradient_norm, **more}
         shown = Progress(step, total_steps, epoch, loss, per_s, lr, told["elapsed_s"], skipped, unit=self._unit)
         shown = shown._replace(worker_steps=tuple(worker_steps))

@@ -40,7 +40,7 @@ class Progress(NamedTuple):
     epoch: float
     loss: float
     per_s: float  # of `unit`
-    lr: float
+    lr: float | None  # None: not known
     elapsed_s: float
     skipped: int = 0
     shares: dict[str, float] = {}  # noqa: RUF012 of a step's time, by part; never changed
@@ -58,13 +58,18 @@ class Progress(NamedTuple):
         return f"worker steps {' '.join(map(str, self.worker_steps))}" if each else ""
 
     @property
+    def speed(self) -> str:
+        """How fast it goes, and by which learning rate."""
+        return f"{self.per_s:.1f} {self.unit}/s" + ("" if self.lr is None else f"  lr {self.lr:.3g}")
+
+    @property
     def line(self) -> str:
         """All of it in one line."""
         parts = [text for _, text in percents(self.shares, self.estimated)]
         return "  ".join(
             [
                 f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {self.loss:.4f}",
-                f"{self.per_s:.1f} {self.unit}/s  lr {self.lr:.3g}  {self.elapsed_s:.1f} s",
+                f"{self.speed}  {self.elapsed_s:.1f} s",
                 *([f"skipped {self.skipped}"] if self.skipped else []),
                 *([" ".join(parts)] if parts else []),
                 *([f"slowest {self.slowest}"] if self.slowest else []),
@@ -201,7 +206,7 @@ class Panel(Silent):
         if self.top1:
             curve = sparkline(self.top1, max(4, width - 17))
             rows.append(fitted(f"top-1 {f'{100 * self.top1[-1]:.2f} %':<9} {curve}", width))
-        rows.append(fitted(f"{now.per_s:.1f} {now.unit}/s  lr {now.lr:.3g}  {now.elapsed_s:.0f} s", width))
+        rows.append(fitted(f"{now.speed}  {now.elapsed_s:.0f} s", width))
         if now.shares:
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
         if self._classic:

@@ -1,37 +1,92 @@
 """Learning-rate schedules and optimizers: configuration -> Optax."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import optax.contrib
 
 from jaxmpi.config.optim import Optim
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree
+
+Transform = optax.GradientTransformation
+Mask = Callable[[PyTree], PyTree] | None  # params -> which tensors decay; None: all
 
 
 class OptimizerSpec(NamedTuple):
-    """Direction from gradient, and whether it is linear in it."""
+    """An optimizer of Optax's: a direction, to which decay and learning rate are added here, or the whole of it."""
 
-    direction: Callable[[Optim], optax.GradientTransformation]
-    linear: bool
+    direction: Callable[[Optim], Transform] | None = None
+    whole: Callable[[Optim, optax.Schedule, Mask], Transform] | None = None
+    linear: bool = False  # whether the mean of workers' updates is the update of their mean gradient
+    decays_after: bool = False  # decay is decoupled: added to the direction, not to the gradient
+    takes: tuple[str, ...] = ()  # of b1, b2 and eps
 
 
+def given(config: Optim, **arguments: str) -> dict[str, Any]:
+    """Optax's arguments by the fields of Optim, of those that are set."""
+    values = {name: getattr(config, field) for name, field in arguments.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def adams(config: Optim) -> dict[str, Any]:
+    """The arguments that Adam and its kin have in common."""
+    return given(config, b1="b1", b2="b2", eps="eps")
+
+
+def lamb(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
+    """LAMB: Adam's direction, scaled to each tensor's norm. You et al. 2020."""
+    return optax.lamb(lr, **adams(config), weight_decay=config.weight_decay, mask=mask)
+
+
+def lars(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
+    """LARS: momentum over gradients scaled to each tensor's norm. You et al. 2017."""
+    every = True if mask is None else mask
+    return optax.lars(lr, config.weight_decay, every, momentum=config.momentum, **given(config, eps="eps"))
+
+
+def adafactor(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
+    """Adafactor: second moments by row and column. Shazeer and Stern 2018."""
+    decay = config.weight_decay or None
+    return optax.adafactor(lr, weight_decay_rate=decay, weight_decay_mask=mask, **given(config, eps="eps"))
+
+
+def muon(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
+    """Muon: momentum made orthogonal, of tensors of two axes; AdamW for all others. Jordan et al. 2024."""
+    adam = given(config, adam_b1="b1", adam_b2="b2", eps="eps")
+    decay = config.weight_decay
+    return optax.contrib.muon(lr, weight_decay=decay, adam_weight_decay=decay, weight_decay_mask=mask, **adam)
+
+
+MOMENTS = ("b1", "b2", "eps")
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "sgd": OptimizerSpec(lambda c: optax.identity(), True),
-    "momentum": OptimizerSpec(lambda c: optax.trace(c.momentum), True),
-    "nesterov": OptimizerSpec(lambda c: optax.trace(c.momentum, nesterov=True), True),
-    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(), False),
-    "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(), False),
-    "rmsprop": OptimizerSpec(lambda c: optax.scale_by_rms(), False),
-    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(), False),
+    "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True),
+    "momentum": OptimizerSpec(lambda c: optax.trace(c.momentum), linear=True),
+    "nesterov": OptimizerSpec(lambda c: optax.trace(c.momentum, nesterov=True), linear=True),
+    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS),
+    "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS),
+    "nadamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS),
+    "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS),
+    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS),
+    "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS),
+    "lion": OptimizerSpec(
+        lambda c: optax.scale_by_lion(**given(c, b1="b1", b2="b2")), decays_after=True, takes=("b1", "b2")
+    ),
+    "rmsprop": OptimizerSpec(lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps")),
+    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",)),
+    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS),
+    "lars": OptimizerSpec(whole=lars, takes=("eps",)),
+    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",)),
+    "muon": OptimizerSpec(whole=muon, takes=MOMENTS),
 }
 
 
-def optimizer(config: Optim, lr: optax.Schedule) -> optax.GradientTransformation:
-    """Clip, decay, direction, learning rate per tensor: an Optax chain in that order (adamw decays after).
+def optimizer(config: Optim, lr: optax.Schedule) -> Transform:
+    """Clip, decay, direction, learning rate per tensor: an Optax chain in that order (some decay after the direction).
 
     v <- mu v + (g + lambda w) ;  w <- w - eta v   (momentum)
     v <- mu v - eta (g + lambda w) ;  w <- w + v   (with `rate_in_velocity`)
@@ -40,22 +95,75 @@ def optimizer(config: Optim, lr: optax.Schedule) -> optax.GradientTransformation
     second v goes on with the rates under which it was gathered. Krizhevsky et al. 2012, section 5, have the second.
 
     Raises:
-        UsageError: an unknown optimizer.
+        UsageError: an unknown optimizer, a setting that it does not have, or a `transform` that is none.
     """
-    row = lookup(OPTIMIZERS, config.name, "optimizer")
-    decay = [optax.add_decayed_weights(config.weight_decay, mask=None if config.decay_bias else not_bias)]
-    decay = decay if config.weight_decay else []
-    after = config.name == "adamw"
     rate = [scale_biases(config.bias_lr_factor)] if config.bias_lr_factor != 1 else []
+    clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+    mask = config.decay_mask or (None if config.decay_bias else not_bias)
+    if config.transform is not None:
+        return optax.chain(*clip, own(config, lr), *rate)
+    row = lookup(OPTIMIZERS, config.name, "optimizer")
+    odd = [name for name in MOMENTS if getattr(config, name) is not None and name not in row.takes]
+    check(not odd, f"optim.{', '.join(odd)}: optimizer {config.name!r} has none; leave it out")
+    if row.whole:
+        return optax.chain(*clip, row.whole(config, lr, mask), *rate)
+    assert row.direction
+    decay = [optax.add_decayed_weights(config.weight_decay, mask=mask)] if config.weight_decay else []
     rate = [*rate, optax.scale_by_learning_rate(lr)]
     return optax.chain(
-        *([optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []),
-        *([] if after else decay),
+        *clip,
+        *([] if row.decays_after else decay),
         *(rate if config.rate_in_velocity else []),
         row.direction(config),
-        *(decay if after else []),
+        *(decay if row.decays_after else []),
         *([] if config.rate_in_velocity else rate),
     )
+
+
+def own(config: Optim, lr: optax.Schedule) -> Transform:
+    """The user's own optimizer.
+
+    Raises:
+        UsageError: it is none, has the name of one of jaxmpi's, or another setting that would have no effect is given.
+    """
+    check(
+        config.name not in OPTIMIZERS,
+        f"optim.transform: got one with the name {config.name!r}, which is jaxmpi's own; name yours, as in "
+        'Optim("mine", transform=...)',
+    )
+    idle = [name for name in (*MOMENTS, "weight_decay") if getattr(config, name)]
+    check(not idle, f"optim.{', '.join(idle)}: got optim.transform, too, which has its own; leave it out")
+    made = config.transform if has_own_rate(config) else config.transform(lr)
+    kind = f"{type(made).__module__.partition('.')[0]}.{type(made).__name__}"
+    check(
+        isinstance(made, Transform),
+        f"optim.transform of {config.name!r}: got a {kind}; expected an Optax optimizer, or a function of the "
+        "learning-rate schedule that gives one",
+    )
+    return made
+
+
+def has_own_rate(config: Optim) -> bool:
+    """Return True if the user's own optimizer knows its learning rates: no schedule of ours has a part in it."""
+    return config.transform is not None and (isinstance(config.transform, Transform) or not callable(config.transform))
+
+
+def check_takes_gradients(config: Optim, tx: Transform, params: PyTree) -> None:
+    """Refuse an optimizer that wants more than gradients, state and params.
+
+    Args:
+        params: their shapes.
+
+    Raises:
+        UsageError: such as a line search, which evaluates the loss.
+    """
+    try:
+        jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
+    except TypeError as error:
+        raise UsageError(
+            f"optimizer {config.name!r} wants more than gradients and params ({error}); jaxmpi.optimizer gives it the "
+            "value and gradient of a loss, docs/functions.md"
+        ) from error
 
 
 def at_step(state: PyTree, step: int) -> PyTree:
@@ -65,9 +173,48 @@ def at_step(state: PyTree, step: int) -> PyTree:
     return jax.tree.map(now, state, is_leaf=is_schedule)
 
 
-def is_linear(config: Optim) -> bool:
-    """Return True if the mean of the workers' updates is the update of the mean gradient."""
-    return lookup(OPTIMIZERS, config.name, "optimizer").linear and not config.clip_norm
+def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
+    """Return True if the mean of the workers' updates is the update of the mean gradient.
+
+    Of the table's optimizers it is known; of the user's own it is tried out.
+
+    Args:
+        tx: what `optimizer` has made of the configuration.
+        params: their shapes.
+    """
+    if config.transform is None:
+        return lookup(OPTIMIZERS, config.name, "optimizer").linear and not config.clip_norm
+    return all(is_linear_at(tx, params, scale) for scale in (1e-3, 1.0, 1e3))  # clipping shows at one of them
+
+
+def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:
+    """Two workers with gradients of a size, beside one with their mean, for three steps from the same random params.
+
+    The tensors have the axes of the model's, but at most three entries along each.
+    """
+    rng = np.random.default_rng(0)
+
+    def noise(size: float) -> PyTree:
+        small = lambda leaf: (size * rng.standard_normal([min(n, 3) for n in leaf.shape])).astype(leaf.dtype)  # noqa: E731
+        return jax.tree.map(small, params)
+
+    def size(update: jax.Array) -> jax.Array:
+        return jnp.maximum(jnp.abs(update).max(), 1e-30)  # some tensors may be left as they are
+
+    @jax.jit
+    def step(w: PyTree, states: list[PyTree], gradients: list[PyTree]) -> tuple[PyTree, list[PyTree], jax.Array]:
+        gradients = [*gradients, jax.tree.map(lambda a, b: (a + b) / 2, *gradients)]
+        (a, _), (b, _), (one, _) = made = [tx.update(g, s, w) for g, s in zip(gradients, states, strict=True)]
+        apart = jax.tree.map(lambda a, b, one: jnp.abs((a + b) / 2 - one).max() / size(one), a, b, one)
+        return optax.apply_updates(w, one), [state for _, state in made], jnp.stack(jax.tree.leaves(apart)).max()
+
+    w, states, worst = noise(1.0), None, 0.0
+    for _ in range(3):
+        states = states or [tx.init(w)] * 3
+        w, states, apart = step(w, states, [noise(scale), noise(scale)])
+        worst = max(worst, float(apart))
+    # Each of a few operations on three numbers of a size rounds by 2^-24; what is not linear is off by tenths.
+    return worst < 1e-3
 
 
 def not_bias(params: PyTree) -> PyTree:

@@ -95,12 +95,17 @@ def geometric_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
 WARMUPS = {"linear": linear_warmup, "geometric": geometric_warmup}
 
 
-def schedule(config: Schedule, clock: Clock, peak_lr: float, workers: int) -> optax.Schedule:
-    """Step to learning rate: peak * warm-up share * decay share.
+def schedule(config: Schedule, clock: Clock, peak_lr: float, workers: int, factor: float = 1.0) -> optax.Schedule:
+    """Step to learning rate: peak * warm-up share * decay share, or factor * a schedule of the user's own.
+
+    Args:
+        factor: by which the rate is scaled for the workers; `peak_lr` has it already.
 
     Raises:
         UsageError: an unknown decay or warm-up, or a text that is no duration.
     """
+    if rate := config.rate:
+        return lambda step: jnp.asarray(factor * rate(jnp.asarray(step)), jnp.float32)
     if config.warmup_lr:
         config = dataclasses.replace(config, warmup_lr=0.0, warmup_from=min(config.warmup_lr / peak_lr, 1.0))
     decay = lookup(DECAYS, config.decay, "schedule.decay")(config, clock)

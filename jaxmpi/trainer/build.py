@@ -48,6 +48,7 @@ class TrainingPlan(NamedTuple):
     clock: schedules.Clock
     timetable: Timetable
     lr: optax.Schedule  # by step, scaling included
+    has_lr: bool  # else the user's own optimizer has its rates to itself
     headline: str
     data: dict[str, Any]  # what tells it from other data, wherever it lies
     scaled_for: int  # workers that the run began with, by which lr is scaled
@@ -67,9 +68,9 @@ class TrainingPlan(NamedTuple):
         """Epochs after `step` steps."""
         return step / self.clock.steps_per_epoch
 
-    def lr_of(self, step: int) -> float:
-        """The learning rate by which a step is made, counted from 1."""
-        return np.asarray(self.lr(max(step - 1, 0))).item()
+    def lr_of(self, step: int) -> float | None:
+        """The learning rate by which a step is made, counted from 1, if it is known."""
+        return np.asarray(self.lr(max(step - 1, 0))).item() if self.has_lr else None
 
 
 def make_plan(
@@ -111,7 +112,7 @@ def make_plan(
     headline = (
         f"{experiment.model.name}: {workers.size} workers x local batch {local_batch} = effective batch "
         f"{effective_batch}; {len(feed.source)} examples, {epoch_steps} steps an epoch, {total_steps} steps\n"
-        f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
+        + rate_words(experiment, factor, scaling)
     )
     if experiment.model.classes != asked_classes:
         headline = (
@@ -133,7 +134,8 @@ def make_plan(
             save_every=clock.steps(experiment.checkpoint_every) or total_steps,
             total_steps=total_steps,
         ),
-        schedules.schedule(experiment.schedule, clock, lr * factor, scaled_for),
+        schedules.schedule(experiment.schedule, clock, lr * factor, scaled_for, factor),
+        not optimizers.has_own_rate(experiment.optim),
         headline,
         {"the data": facts},
         scaled_for,
@@ -381,13 +383,26 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     Noise is measured between several workers with equal shares: with one there is none to see.
     """
     asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
+    tx, example = optimizers.optimizer(experiment.optim, plan.lr), experiment.model.example()
+    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(experiment.seed), example)
+    optimizers.check_takes_gradients(experiment.optim, tx, params)
     return registry.build(
         dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
-        optimizers.optimizer(experiment.optim, plan.lr),
+        tx,
         exchange,
         optimizer=experiment.optim.name + " with clip_norm" * bool(experiment.optim.clip_norm),
-        linear=optimizers.is_linear(experiment.optim),
+        linear=optimizers.is_linear(experiment.optim, tx, params),
     )
+
+
+def rate_words(experiment: Experiment, factor: float, scaling: str) -> str:
+    """How the learning rate of each worker comes about."""
+    lr = experiment.optim.lr
+    if optimizers.has_own_rate(experiment.optim):
+        return f"learning rates are those of optimizer {experiment.optim.name}"
+    if experiment.schedule.rate:
+        return f"lr as schedule.rate says, x {factor:g} ({scaling})"
+    return f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
 
 
 # ---------------------------------------------------------------- its state 0

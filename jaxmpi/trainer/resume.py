@@ -154,7 +154,7 @@ def say_changes(
     """
     found = run_directory.changes(extra.get("settings"), run_directory.settings(experiment))
     lr, before = plan.lr_of(start + 1), extra.get("lr")
-    if before not in (None, lr):
+    if None not in (before, lr) and before != lr:
         found[f"learning rate of step {start + 1}"] = (before, lr)
     if found:
         shown = lambda value: f"{value:.6g}" if isinstance(value, float) else value  # noqa: E731
