@@ -348,7 +348,7 @@ def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
     theirs = optax.warmup_cosine_decay_schedule(0.0, 0.3, 10, 100)
     lr = schedule(Schedule(rate=theirs), CLOCK, 8 * PEAK, 8, factor=8.0)
     assert [float(lr(step)) for step in (0, 5, 10, 99)] == [8.0 * float(theirs(step)) for step in (0, 5, 10, 99)]
-    with pytest.raises(UsageError, match="got schedule.rate and schedule.decay, warmup; give one of them"):
+    with pytest.raises(UsageError, match=r"got schedule\.rate and schedule\.decay, warmup; give one of them"):
         Schedule("cosine", warmup="1ep", rate=theirs)
 
 
