@@ -1,6 +1,6 @@
 """Eight fake CPU devices, and promotions that fail if user code might silently lose or gain precision.
 
-The whole suite runs in two processes, named files and slow tests in one.
+The whole suite runs in three processes, named files and slow tests in one.
 """
 
 import importlib.metadata
@@ -40,9 +40,12 @@ hypothesis.settings.load_profile("jaxmpi")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two if everything quick is run; none, which is this process itself, for what must not be disturbed."""
+    """Three if everything quick is run; none, which is this process itself, for what must not be disturbed.
+
+    Three on two cores: a fifth of the time is spent on waits for somebody's time limit.
+    """
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-    return 2 if is_whole and not UNDER_MPI and config.option.markexpr.startswith("not slow") else 0
+    return 3 if is_whole and not UNDER_MPI and config.option.markexpr.startswith("not slow") else 0
 
 
 # A file's tests stay in one process. If a long file began last, a core would wait for minutes. By itself xdist begins

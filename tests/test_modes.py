@@ -142,7 +142,7 @@ print("eval_count", alone["eval_count"])
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_process_trains_again_after_a_loss_that_is_not_finite(ranks, tmp_path):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = mpirun_line(ranks) if ranks > 1 else []

@@ -15,7 +15,7 @@ WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 CORE, PARTITION = (f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "partition"))
 SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
-SUITES = {2: ["tests/ranks"], 3: [CORE]}
+SUITES = {2: ["tests/ranks"], 3: [CORE, "-k", "sum"]}  # three: no power of two
 BY_HAND = [(4, [CORE, PARTITION, "-k", SOME]), *((ranks, ["tests/ranks"]) for ranks in (3, 4, 8))]
 
 
@@ -45,7 +45,10 @@ FAULTS = {
 IN_SHARED_MEMORY = ("raise", "hard_exit", "killed", "terminated")  # what ranks do then
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW = ("exit_3_early",)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FAULTS])
 def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
     code, message = FAULTS[fault]
     other = "jaxmpi.exchange(np.ones(998, np.float32))\n"

@@ -119,7 +119,8 @@ def test_a_run_directory_that_holds_another_kind_of_thing_is_refused(tmp_path, n
 def test_a_place_where_no_run_directory_can_be_is_said_in_a_sentence(tmp_path, flags):
     (tmp_path / "file").touch()
     options, fields = flags[:2] if "--restarts" in flags else (), ["--resume"] if "--resume" in flags else []
-    for place in ("/dev/null/x", str(tmp_path / "file"), str(tmp_path / ("x" * 300))):
+    places = ("/dev/null/x", str(tmp_path / "file"), str(tmp_path / ("x" * 300)))
+    for place in places if not flags else places[1:2]:
         line = ["-m", "jaxmpi.tools.cli", "train", *options, "experiments/digits.py", "--run-dir", place, *fields]
         ended = run([sys.executable, *line], timeout_s=60)
         assert ended.code == 2, ended.out
@@ -219,7 +220,7 @@ APART = (
 )
 
 
-GONE = [pytest.param("moved", 1, (), marks=pytest.mark.slow), ("replaced", 1, ()), ("removed", 2, ()), APART]
+GONE = [pytest.param("moved", 1, (), marks=pytest.mark.slow), ("replaced", 1, ()), ("removed", 1, ()), APART]
 
 
 @pytest.mark.parametrize(("way", "ranks", "rule"), GONE)

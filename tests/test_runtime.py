@@ -454,7 +454,7 @@ def test_a_platform_that_is_not_there_is_one_sentence():
     assert "Traceback" not in job.stderr
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
     command = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py"
     line = f"{command} --train-for 2st --run-dir {tmp_path}"

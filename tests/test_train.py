@@ -1,6 +1,7 @@
 """Whole runs of `python -m jaxmpi.train`: what comes out, kill and resume, bad input."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -406,11 +407,11 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
 
 def test_a_run_directory_may_have_a_name_that_is_no_text(tmp_path):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
-    for flags in ((), ("--resume",)):
-        ended = train(2, DIGITS, *TINY, "--train-for", "2st", "--run-dir", folder, *flags)
+    for steps, on in ((2, train_here), (4, functools.partial(train, 2))):
+        ended = on(DIGITS, *TINY, "--train-for", f"{steps}st", "--run-dir", folder, *["--resume"] * (steps == 4))
         assert ended.code == 0, ended.out
         assert "run directory " in ended.out
-    assert (Path(folder) / "checkpoints" / "step_00000002" / "manifest.json").is_file()
+        assert (Path(folder) / "checkpoints" / f"step_{steps:08d}" / "manifest.json").is_file()
 
 
 def test_shared_memory_that_is_read_only_is_named_with_a_way_out(tmp_path):
@@ -543,6 +544,7 @@ def test_images_and_labels_that_do_not_fit_are_named(tmp_path):
 
 SOFTMAX = """
 import dataclasses
+import functools
 import jax.numpy as jnp, numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
@@ -733,6 +735,7 @@ def apply(*args):
     raise ArithmeticError("in apply")
 
 import dataclasses
+import functools
 experiment = dataclasses.replace(experiment, model=experiment.model._replace(apply=apply))
 """
 
@@ -802,10 +805,10 @@ def test_runs_that_start_at_once_have_directories_of_their_own(tmp_path):
     (tmp_path / "net.py").write_text(TINY_EXPERIMENT)
     line = [sys.executable, "-m", "jaxmpi.train", str(tmp_path / "net.py"), "--train-for", "2st"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    jobs = [subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) for _ in range(3)]
-    assert [job.wait(timeout=120) for job in jobs] == [0, 0, 0]
+    jobs = [subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [job.wait(timeout=120) for job in jobs] == [0, 0]
     runs = sorted((tmp_path / "runs").iterdir())
-    assert len(runs) == 3
+    assert len(runs) == 2
     assert all(len(record(run, "run")) == 1 for run in runs)
 
 
