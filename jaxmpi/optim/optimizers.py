@@ -63,6 +63,7 @@ def muon(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
 
 
 MOMENTS = ("b1", "b2", "eps")
+TRIED_STEPS = 20  # some begin as another: RAdam is momentum for five steps
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True),
     "momentum": OptimizerSpec(lambda c: optax.trace(c.momentum), linear=True),
@@ -188,7 +189,7 @@ def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
 
 
 def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:
-    """Two workers with gradients of a size, beside one with their mean, for three steps from the same random params.
+    """Two workers with gradients of a size, beside one with their mean, step by step from the same random params.
 
     The tensors have the axes of the model's, but at most three entries along each.
     """
@@ -209,7 +210,7 @@ def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:
         return optax.apply_updates(w, one), [state for _, state in made], jnp.stack(jax.tree.leaves(apart)).max()
 
     w, states, worst = noise(1.0), None, 0.0
-    for _ in range(3):
+    for _ in range(TRIED_STEPS):
         states = states or [tx.init(w)] * 3
         w, states, apart = step(w, states, [noise(scale), noise(scale)])
         worst = max(worst, float(apart))
