@@ -1,8 +1,9 @@
 """Eight fake CPU devices, and promotions that fail if user code might silently lose or gain precision.
 
-The whole suite runs in three processes, named files and slow tests in one.
+A whole tier runs in two processes; named files and slow tests in one.
 """
 
+import gc
 import importlib.metadata
 import os
 import signal
@@ -24,6 +25,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 from jaxmpi.comm.control import processes
 from jaxmpi.runtime import launchers
 
+# A tenth of the time would go to searches for garbage among the millions of objects of traced programs.
+gc.set_threshold(100_000, 50, 100)
 # Under nohup the jobs that tests start would not hear it, either.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 UNDER_MPI = (launch := launchers.launched()) is not None and launch.size > 1
@@ -40,12 +43,9 @@ hypothesis.settings.load_profile("jaxmpi")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three if everything quick is run; none, which is this process itself, for what must not be disturbed.
-
-    Three on two cores: a fifth of the time is spent on waits for somebody's time limit.
-    """
+    """Two for a whole tier; none, which is this process itself, for what must not be disturbed."""
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-    return 3 if is_whole and not UNDER_MPI and config.option.markexpr.startswith("not slow") else 0
+    return 2 if is_whole and not UNDER_MPI and config.option.markexpr.startswith("not ") else 0
 
 
 # A file's tests stay in one process. If a long file began last, a core would wait for minutes. By itself xdist begins

@@ -185,6 +185,7 @@ def net_of(text: str, tmp_path: Path) -> dict[str, Any]:
     return runpy.run_path(str(tmp_path / "names.py"))
 
 
+@pytest.mark.e2e
 def test_linen_trains_to_a_known_loss(tmp_path, as_users_have_it):
     module = net_of(LINEN, tmp_path)["Net"]()
 
@@ -201,6 +202,7 @@ def test_linen_trains_to_a_known_loss(tmp_path, as_users_have_it):
     check_losses(train_two(LINEN, tmp_path), want)
 
 
+@pytest.mark.e2e
 def test_equinox_trains_to_a_known_loss(tmp_path, as_users_have_it):
     module, state = eqx.nn.make_with_state(net_of(EQUINOX, tmp_path)["Net"])(KEY)
     params, static = eqx.partition(module, eqx.is_inexact_array)
@@ -219,6 +221,7 @@ def test_equinox_trains_to_a_known_loss(tmp_path, as_users_have_it):
     check_losses(train_two(EQUINOX, tmp_path), want)
 
 
+@pytest.mark.e2e
 def test_plain_functions_train_to_the_loss_of_one_worker(tmp_path, as_users_have_it):
     names = net_of(PLAIN, tmp_path)
     forward = names["apply"]
@@ -459,6 +462,7 @@ def test_plain_pairs(pair, as_users_have_it):
         assert (int(model_state["calls"]), int(moved["calls"])) == (0, 1)
 
 
+@pytest.mark.e2e
 def test_importing_the_adapters_imports_no_library():
     code = "import sys, jaxmpi.model; print(sorted({'flax', 'equinox'} & set(sys.modules)))"
     assert run([sys.executable, "-c", code], timeout_s=60).out.strip() == "[]"
@@ -896,6 +900,7 @@ experiment = Experiment(
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [

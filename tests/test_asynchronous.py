@@ -127,7 +127,8 @@ def check_trace(path: Path, meets_center: bool) -> None:
 SHARED = (DIGITS, "--local-batch", "8", "--effective-batch", "0", "--eval-every", "99ep")  # worker 0 does not evaluate
 
 
-@pytest.mark.parametrize("name", ["easgd", "gosgd", pytest.param("asgd", marks=pytest.mark.slow)])  # served as easgd
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["easgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gosgd", "asgd"))])
 def test_workers_of_equal_speed_begin_together_and_make_equal_shares(name, tmp_path):
     """Steps of 10 ms at least, some 120 each. What may differ by chance: 10 steps of which a worker has yet to report,
     and some 60 ms of the 1.4 s that worker 0 writes the record: 13 %, and a worker beside others as many again.
@@ -316,6 +317,7 @@ FAULTS = {
 QUICK_FAULTS = ("worker",)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", [n if n in QUICK_FAULTS else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
 def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, tmp_path):
     fault, run_dir = FAULTS[name], tmp_path / "run"
@@ -377,6 +379,7 @@ def rank_of(rank: int, run_dir: Path) -> int:
     raise AssertionError(f"no rank {rank}")
 
 
+@pytest.mark.e2e
 def test_an_error_of_one_rank_ends_all_where_ranks_may_die(tmp_path):
     """MPI_Abort would hang there."""
     script = (
@@ -545,6 +548,7 @@ def test_an_optimizer_whose_state_is_not_averaged_is_refused_unless_forced(name)
     build(RuleConfig(name, force=True), config)
 
 
+@pytest.mark.e2e
 def test_a_single_rank_is_told_to_start_several(tmp_path):
     ended = train(1, *COMMON, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
     assert ended.code != 0
@@ -560,6 +564,7 @@ failures.PASSED_ON_S = 4.0 * (os.environ.get("OMPI_COMM_WORLD_RANK") == "0")
 """
 
 
+@pytest.mark.e2e
 def test_one_rank_says_what_is_refused_however_slow_the_launcher_ends_the_others(tmp_path):
     (tmp_path / "slowly.py").write_text(SLOWLY_ENDED)
     line = (sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "3", str(tmp_path / "slowly.py"))
@@ -619,7 +624,7 @@ def build(config: RuleConfig, optim: Optim, workers: int = 1, lr: float = 0.05) 
     comm = AxisComm("w", workers) if workers > 1 else SoloComm()
     talk = base.Exchange(lambda tree: exchange(tree, comm=comm), lambda tree: exchange(tree, op="sum", comm=comm))
     tx = optimizer(optim, lambda step: jnp.float32(lr))
-    return registry.build(config, tx, talk, optimizer=optim.name, linear=is_linear(optim))
+    return registry.build(config, tx, talk, optimizer=optim.name, linear=is_linear(optim, tx, {}))
 
 
 def gradient(w):

@@ -70,6 +70,7 @@ def two_ranks(tmp_path_factory) -> tuple[str, dict, Path]:
     return ended.out, json.loads(out.read_text()), plot
 
 
+@pytest.mark.e2e
 def test_two_ranks_time_every_strategy_and_peer(two_ranks):
     text, result, _ = two_ranks
     assert [case["floats"] for case in result["cases"][:2]] == [0, 1000]
@@ -112,6 +113,7 @@ def test_the_plot_names_what_was_timed_and_the_bound(two_ranks):
     assert (drawn.count("<!-- bound -->"), vector in drawn, tree in drawn) == (2, True, True)
 
 
+@pytest.mark.e2e
 def test_one_rank_has_no_peers_and_no_bound(tmp_path):
     out = tmp_path / "out.json"
     ended = jaxmpi_bench("-n", "1", "--strategies", "asa16", "--sizes", "0", "100", "--out", str(out), *QUICK)
@@ -123,6 +125,7 @@ def test_one_rank_has_no_peers_and_no_bound(tmp_path):
         consistent(case, rounds=2)
 
 
+@pytest.mark.e2e
 def test_under_a_launcher_every_process_is_a_rank(tmp_path):
     out = tmp_path / "out.json"
     args = ("--strategies", "tree:bf16", "none", "--sizes", "999", "--peers", "none", "--out", str(out), *QUICK)
@@ -135,6 +138,7 @@ def test_under_a_launcher_every_process_is_a_rank(tmp_path):
     assert ended.out.count("999 floats, 4 ranks") == 1  # one rank speaks
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -150,6 +154,7 @@ def test_what_is_wrong_under_a_launcher_ends_all_ranks(args, message):
     assert "Traceback" not in ended.out
 
 
+@pytest.mark.e2e
 def test_a_launcher_that_refuses_is_heard():
     ended = jaxmpi_bench("--launcher-args", "--no-such-option", "--sizes", "8", *QUICK, timeout_s=120)
     assert ended.code == 1
@@ -157,6 +162,7 @@ def test_a_launcher_that_refuses_is_heard():
     assert "jaxmpi: error: a job ended with exit code" in ended.out
 
 
+@pytest.mark.e2e
 def test_with_launcher_arguments_the_ranks_report(tmp_path):
     """On other hosts they would not see files of this one."""
     out = tmp_path / "out.json"
@@ -180,6 +186,7 @@ def test_where_one_job_fails_the_other_is_ended(capfd):
     assert capfd.readouterr().out.splitlines() == ["+ sh -c 'exit 3'", "+ sleep 1234.75"]
 
 
+@pytest.mark.e2e
 def test_what_ends_the_command_ends_its_ranks_and_shows_what_was_measured(tmp_path):
     out = tmp_path / "out.json"
     args = ("-n", "2", "--sizes", "8", "--strategies", "asa32", "--peers", "none", "--rounds", "1000000")
@@ -209,6 +216,7 @@ def in_session(leader: int) -> list[str]:
     return [entry for entry in os.listdir("/proc") if entry.isdigit() and session_of(int(entry)) == leader]
 
 
+@pytest.mark.e2e
 def test_between_hosts_the_link_is_the_bound(tmp_path):
     """1 MB at 100 Mbit/s: nothing is faster than the line but the first burst at each end, and headers go along."""
     out = tmp_path / "out.json"
@@ -238,6 +246,7 @@ def test_between_hosts_the_link_is_the_bound(tmp_path):
 # ---------------------------------------------------------------- refused before anything starts
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -68,6 +68,7 @@ def test_dry_run_shows_the_device_of_every_rank(dry):
         assert line.endswith("sum of ranks + 1: 3")  # they have spoken with each other
 
 
+@pytest.mark.e2e
 def test_where_there_is_no_gpu_it_says_so_and_stops():
     ended = run(SCRIPT, timeout_s=120, env={"JAX_PLATFORMS": "cpu"})
     assert ended.code == 77
@@ -75,6 +76,7 @@ def test_where_there_is_no_gpu_it_says_so_and_stops():
     assert len(ended.out.splitlines()) == 1
 
 
+@pytest.mark.e2e
 def test_a_model_that_fails_is_named_and_fails_the_run():
     args = ("--dry", "--models", "alexnet_tiny", "--dtypes", "float32", "--batch", "-1")
     ended = run([*SCRIPT, *args], timeout_s=240)

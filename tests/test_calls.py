@@ -57,6 +57,7 @@ BESIDE_IN_A_BRANCH = IN_A_BRANCH.replace(
 )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("strategy", "script"),
     [
@@ -84,6 +85,7 @@ def check_both_are_named(said: str) -> None:
     assert found[1] != found[2]
 
 
+@pytest.mark.e2e
 def test_ranks_of_two_hosts_at_different_exchanges_are_named():
     """No memory is shared, so a message compares."""
     script = PREAMBLE.format(strategy="ring32") + IN_ANOTHER_ORDER
@@ -98,6 +100,7 @@ def test_ranks_of_two_hosts_at_different_exchanges_are_named():
     check_both_are_named(ended.out)
 
 
+@pytest.mark.e2e
 def test_a_second_thread_is_refused_while_one_exchanges():
     """The others' exchange waits for rank 1, so both threads of rank 0 are in it for certain."""
     script = """

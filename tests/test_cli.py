@@ -45,6 +45,7 @@ def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
     assert re.search(r"unknown command 'trian'; did you mean 'train'\? .*: .*models, .*train", said)
 
 
+@pytest.mark.e2e
 def test_train_prints_its_line_and_hands_on_the_trainers_exit_code(tmp_path):
     job = run("train", str(tmp_path / "absent.py"))
     assert job.stdout.splitlines()[0] == f"+ {sys.executable} -m jaxmpi.train {tmp_path / 'absent.py'}"
@@ -53,12 +54,14 @@ def test_train_prints_its_line_and_hands_on_the_trainers_exit_code(tmp_path):
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.e2e
 def test_wrong_options_end_without_a_traceback():
     job = run("train", "-n", "many", "x.py")
     assert job.returncode == 2
     assert job.stderr == "jaxmpi: error: -n: got 'many'; expected a number of workers >= 1\n"
 
 
+@pytest.mark.e2e
 def test_models_prints_the_exact_counts():
     ended = run("models")
     assert ended.returncode == 0, ended.stderr
@@ -87,6 +90,7 @@ def table_of(text: str, bar: str) -> dict[str, list[str]]:
     return {row[0]: row for row in rows if len(row) == 6 and row[1].isdigit()}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("after_s", [0.0, 0.2, 0.6])
 @pytest.mark.parametrize("command", [["jaxmpi.tools.cli", "train", "-n", "2"], ["jaxmpi.train"]])
 def test_ctrl_c_in_the_first_second_is_one_line(command, after_s, tmp_path):

@@ -39,6 +39,7 @@ def on_cluster(*args: str, timeout_s: float = 60, env: dict[str, str] | None = N
     return ended
 
 
+@pytest.mark.e2e
 def test_hosts_have_names_slots_and_shared_memory_of_their_own():
     line = "echo $(hostname) $OMPI_COMM_WORLD_RANK; touch /dev/shm/$(hostname); ls /dev/shm | grep -c node"
     ended = on_cluster("--hosts", "3", "--slots", "2", "--", "mpirun", "-n", "6", "sh", "-c", line)
@@ -47,6 +48,7 @@ def test_hosts_have_names_slots_and_shared_memory_of_their_own():
     assert ended.out.splitlines().count("1") == 6  # nobody sees another host's file
 
 
+@pytest.mark.e2e
 def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
     """As docs/launching.md has it; `:oversubscribe` alone puts all on the first."""
     page = (ROOT / "docs" / "launching.md").read_text()
@@ -62,6 +64,7 @@ def test_hosts_share_all_cores():
     assert re.findall(r"^\d+$", ended.out, re.M) == 2 * [str(len(os.sched_getaffinity(0)))]
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves none idle")
 @pytest.mark.parametrize(("to", "lines"), [("core", 1), ("none", 0)])
 def test_cores_that_a_launcher_leaves_idle_are_told_once(to, lines):
@@ -70,6 +73,7 @@ def test_cores_that_a_launcher_leaves_idle_are_told_once(to, lines):
     assert ended.out.count(f"each rank may use 1 of the {os.cpu_count()} cores of its host") == lines
 
 
+@pytest.mark.e2e
 def test_a_link_carries_what_it_was_asked_to(tmp_path):
     """2 MB at 50 Mbit/s: 0.33 s with headers; what the queue and the first burst hide is below 0.1 s of it."""
     (tmp_path / "send.py").write_text(SEND)
@@ -115,6 +119,7 @@ def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tm
     assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
 
 
+@pytest.mark.e2e
 def test_ranks_run_in_the_folder_of_the_call():
     ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "pwd")
     assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out

@@ -83,6 +83,7 @@ def over_xla(folder: Path) -> Path:
     return trained(folder, "xla", "--comm", "xla", "--exchange.strategy", "ring32", env=A_PROXY)
 
 
+@pytest.mark.e2e
 def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, folder):
     over_mpi = trained(folder, "mpi", "--exchange.strategy", "ring32")
     assert [row["step"] for row in record(over_xla, "train")] == list(range(1, 21))
@@ -115,6 +116,7 @@ def assert_close(a: Path, b: Path, strategy: str) -> None:
         np.testing.assert_allclose(losses(a), losses(b), rtol=0, atol=U * 60 * 2.3 * 20)  # as in test_train.py
 
 
+@pytest.mark.e2e
 def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
     """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
     shutil.copytree(over_xla, folder / "resumed")
@@ -126,6 +128,7 @@ def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
     assert losses(resumed) == losses(over_xla)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("which", [pytest.param("all", marks=pytest.mark.slow), "each once"])
 def test_strategies_and_compressors_in_a_shard_map_of_ones_own(which):
     ended = mpirun(4, "tests/over_xla.py", which, timeout_s=240, env=ON_CPU)
@@ -133,6 +136,7 @@ def test_strategies_and_compressors_in_a_shard_map_of_ones_own(which):
     assert ended.out.count(" strategies and 2 compressors\n") == 4
 
 
+@pytest.mark.e2e
 def test_the_example_in_the_docs(tmp_path):
     [example] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.S)
     (tmp_path / "example.py").write_text(example)
@@ -212,6 +216,7 @@ def job(folder: Path, name: str, before: str, fault: str, env: dict[str, str]) -
     return ended
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("fault", ["raise", "terminated", *slow("exit_0_early", "killed")])
 def test_one_rank_fails_and_the_job_ends(fault, folder):
     code, message = FAULTS[fault]
@@ -219,6 +224,7 @@ def test_one_rank_fails_and_the_job_ends(fault, folder):
     assert message in ended.out, ended.out[-3000:]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("start", ["device_used", *slow("absent", "other_mesh")])
 def test_a_start_that_cannot_be_is_named(start, folder):
     code, message = STARTS[start]
@@ -227,6 +233,7 @@ def test_a_start_that_cannot_be_is_named(start, folder):
     assert "Traceback" not in ended.out
 
 
+@pytest.mark.e2e
 def test_several_devices_a_process_are_refused_over_mpi(folder):
     ended = train(2, str(folder / "tiny.py"), "--devices", "2", timeout_s=60)
     assert ended.code != 0

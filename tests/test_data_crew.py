@@ -384,6 +384,7 @@ ENDS = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("end", ENDS)
 def test_no_loader_outlives_its_worker(end, own):
     """However the worker ends: a loader at work, one that is stopped, and one that was sent SIGTERM and SIGINT."""
@@ -451,6 +452,7 @@ def leftovers(folder: Path) -> list[int]:
     return [pid for pid in pids if str(folder) in command(pid)]
 
 
+@pytest.mark.e2e
 def test_a_run_skips_and_counts_corrupt_examples(experiment):
     """Two workers in one process, three epochs and an evaluation, all with the same loader processes."""
     run_dir = experiment.parent / "run"
@@ -491,6 +493,7 @@ RANKS = """
 """
 
 
+@pytest.mark.e2e
 def test_a_rank_that_is_killed_takes_all_loaders_with_it(own):
     script = own / "job.py"
     script.write_text(textwrap.dedent(RANKS).format(folder=str(own)))
@@ -535,6 +538,7 @@ SPAWNING = """
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("end", ["well", pytest.param("killed", marks=pytest.mark.slow)])
 def test_loaders_that_mpi_starts(own, end):
     """As many ranks as the launcher has slots: none is left for loaders."""
@@ -592,6 +596,7 @@ def test_the_papers_words():
     assert (failed.ticket, failed.failures[0].position, str(failed.failures[0].error)) == (18, 2, "'x'")
 
 
+@pytest.mark.e2e
 def test_a_launcher_that_has_no_room_for_loaders(experiment, tmp_path):
     """A host that takes as many processes as there are ranks, and not one more: MPI itself refuses."""
     hosts = tmp_path / "hosts"

@@ -317,6 +317,7 @@ print(packing.pack(source, sys.argv[1] + "/train", recipe), packing.damaged(Pack
 """
 
 
+@pytest.mark.e2e
 def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path):
     """Room is made, and the packing goes on."""
     ended = on_small_disk(tmp_path, DISK_FULL)
@@ -347,6 +348,7 @@ for room_bytes in (0, 4096, 65536, 1 << 20):  # for no folder, no note, not all 
 """
 
 
+@pytest.mark.e2e
 def test_the_command_on_a_full_disk_says_one_sentence_and_goes_on_when_there_is_room(tmp_path):
     ended = on_small_disk(tmp_path, COMMAND_ON_FULL_DISK)
     assert ended.code == 0, ended.out

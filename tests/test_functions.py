@@ -41,6 +41,7 @@ def end():
     jm.close()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("check", "workers"), [*QUICK, *SLOW], ids=lambda v: getattr(v, "__name__", v))
 def test_over_devices(check, workers):
     assert jm.fork(workers) == workers
@@ -327,6 +328,7 @@ def quadratic(p, x):
     return jnp.mean((x - p) ** 2)
 
 
+@pytest.mark.e2e
 @jax.numpy_dtype_promotion("standard")  # Optax divides by whole numbers
 def test_optimizers_that_want_the_value_get_it_and_line_searches_are_refused():
     jm.fork(2)

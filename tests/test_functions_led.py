@@ -48,6 +48,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("n", "ranks", "which"), [*QUICK, *WHOLE])
 def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
     ended = lead(tmp_path, ALL_CHECKS.replace("{which}", which), n, ranks=ranks, timeout_s=200)
@@ -127,6 +128,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("n", "ranks"), [(2, 0), (0, 2)])
 def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks, tmp_path):
     ended = lead(tmp_path, FAILED_BEFORE.replace("{n}", str(n)), n, ranks=ranks)
@@ -134,6 +136,7 @@ def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks
     assert ended.out.count(expected) == max(ranks, 1), ended.out[-3000:]
 
 
+@pytest.mark.e2e
 def test_workers_let_go_of_what_is_gone_and_are_sent_nothing_that_is_shared(tmp_path):
     ended = lead(tmp_path, DROPPED, 2)
     assert ended.code == 0, ended.out
@@ -252,6 +255,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.e2e
 def test_what_goes_wrong_in_forked_workers_is_named_and_nothing_hangs(tmp_path):
     ended = lead(tmp_path, FAULTS, 2)
     assert ended.code == 0, ended.out[-4000:]
@@ -295,6 +299,7 @@ STOPPED = (
 )
 
 
+@pytest.mark.e2e
 def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
     ended = lead(tmp_path, STOPPED, 2, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "2"})
     assert ended.code == 0, ended.out[-3000:]
@@ -304,6 +309,7 @@ def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
     assert not left_over(str(tmp_path))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(hosts, tmp_path):
     """One that computes for longer than the limit does not."""
@@ -363,6 +369,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.e2e
 def test_a_child_made_by_os_fork_takes_nothing_from_its_parent(tmp_path):
     ended = lead(tmp_path, CHILD, 2, timeout_s=60)
     assert ended.code == 0, ended.out[-3000:]
@@ -393,6 +400,7 @@ ENDS = {
 RARE = ("error", "exit", "no_close")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
 def test_workers_end_with_their_master(end, tmp_path):
     code, message, status = ENDS[end]
@@ -471,6 +479,7 @@ sys.exit(3)
     assert "then: the workers are no longer in step: rank [1]" in ended.out
 
 
+@pytest.mark.e2e
 def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):
     script = (
         HEAD

@@ -255,6 +255,7 @@ print(f"{len(moments)} kills, {sum(moments)} of them while a checkpoint was writ
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kills", [40, SLOW(2000)])
 def test_a_process_killed_at_any_moment_leaves_a_good_checkpoint(kills, tmp_path):
     line = [sys.executable, "-W", "ignore", "-c", KILLS, str(tmp_path), str(kills)]

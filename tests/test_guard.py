@@ -377,6 +377,7 @@ def test_a_signal_that_a_preloaded_library_had_taken_is_no_error_at_the_end(tmp_
     assert job.returncode == 0, job.stderr
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("again", "code", "said"), [(False, 130, "interrupted: saved at step"), (True, 130, "leave: not saved")]
 )

@@ -221,6 +221,7 @@ def test_another_divisor_is_found(tiny):
     assert any("in other parts or with another divisor" in str(error) for error in came)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("n", [3, 900])
 def test_an_absent_rank_is_named_when_time_is_up(n, tiny):
     def work(engine: SharedSum, rank: int) -> None:
@@ -275,6 +276,7 @@ if path: shared_sum.os.unlink(path)
 """
 
 
+@pytest.mark.e2e
 def test_little_room_makes_small_chunks_and_none_an_error():
     """A limit on a file's size stands for a full /dev/shm."""
     half = run([sys.executable, "-c", LITTLE_ROOM, str(7 << 20)], timeout_s=60, cwd=ROOT)
@@ -326,6 +328,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("floats", [10, 10**6])
 def test_a_killed_rank_is_noticed_and_named_and_leaves_nothing(floats, tmp_path):
     (tmp_path / "job.py").write_text(DEATH)

@@ -151,6 +151,7 @@ class Tiny:
 tiny_run = functools.cache(Tiny)
 
 
+@pytest.mark.e2e
 def test_auxiliary_heads_reach_the_inner_blocks():
     tiny = tiny_run("googlenet_tiny")
     _, both = tiny.gradients(tiny.params, KEY, 1.0)
@@ -165,8 +166,10 @@ ELSEWHERE = ("alexnet", "vgg", "lstm", "gpt", "lm300m")  # test_zoo.py, test_mod
 
 
 DEEP = ("resnet101_tiny", "resnet152_tiny")  # more of the same blocks
+DEEP += ("resnet18_tiny",)  # learns in test_zoo_bn.py
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "name",
     [
@@ -189,6 +192,7 @@ def test_tiny_model_learns(name):
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_and_names(name):
     model = MODELS[name]()
@@ -280,6 +284,7 @@ def test_initialisers_draw_the_same_under_vmap():
     assert float(he_normal(KEY, (3, 3, 50, 60)).std()) == pytest.approx(math.sqrt(2 / 450), rel=0.02)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (7, 8), (9, 4)])
 def test_max_pool_is_reduce_window(size, stride):

@@ -88,6 +88,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "mode", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)], ids=lambda name: name
 )
@@ -142,6 +143,7 @@ print("eval_count", alone["eval_count"])
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_process_trains_again_after_a_loss_that_is_not_finite(ranks, tmp_path):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)

@@ -48,6 +48,7 @@ IN_SHARED_MEMORY = ("raise", "hard_exit", "killed", "terminated")  # what ranks 
 SLOW = ("exit_3_early",)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FAULTS])
 def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
     code, message = FAULTS[fault]
@@ -93,6 +94,7 @@ ABSENT = {
 
 
 # Of the second the rank that is waited for spins in MPI until the other gives up.
+@pytest.mark.e2e
 @pytest.mark.parametrize("case", ["asleep", pytest.param("a batch of another shape", marks=pytest.mark.slow)])
 def test_absent_rank_is_named_within_the_time_limit(case, tmp_path):
     code, message = ABSENT[case]
@@ -103,6 +105,7 @@ def test_absent_rank_is_named_within_the_time_limit(case, tmp_path):
     assert message in ended.out, ended.out[-3000:]
 
 
+@pytest.mark.e2e
 def test_a_rank_that_does_not_come_to_a_barrier_of_its_host_is_named(tmp_path):
     code = "time.sleep(100 * comm.rank)\ncomm.processes.host_barrier()\n"
     (tmp_path / "job.py").write_text(HEAD + LATE + code)
@@ -112,6 +115,7 @@ def test_a_rank_that_does_not_come_to_a_barrier_of_its_host_is_named(tmp_path):
 
 
 # When the first of the ranks that come gives up, the second has not waited as long by more than it is given to answer.
+@pytest.mark.e2e
 @pytest.mark.parametrize(("first", "limit_s", "later_s"), [(0, 6, 4), pytest.param(1, 12, 10, marks=pytest.mark.slow)])
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(first, limit_s, later_s, tmp_path):
     (tmp_path / "job.py").write_text(
@@ -123,6 +127,7 @@ def test_a_rank_that_came_late_but_waits_is_not_called_absent(first, limit_s, la
     assert "exchange: rank [2] did not answer in time" in ended.out, ended.out[-3000:]
 
 
+@pytest.mark.e2e
 def test_launcher_and_mpi_of_different_families_are_named():
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
     ended = run([sys.executable, "-c", "import jaxmpi; jaxmpi.world()"], timeout_s=60, env=env, cwd=ROOT)
@@ -146,6 +151,7 @@ print(f"child of {comm.rank}: {code}, sum {total[0]}", flush=True)
 """
 
 
+@pytest.mark.e2e
 def test_a_forked_child_ends_without_its_parents_job(tmp_path):
     (tmp_path / "job.py").write_text(HEAD + FORKS)
     ended = mpirun(2, "-W", "ignore", str(tmp_path / "job.py"), tmp_path.name, timeout_s=60)  # JAX warns of forks
@@ -155,6 +161,7 @@ def test_a_forked_child_ends_without_its_parents_job(tmp_path):
     assert "jaxmpi: rank" not in ended.out
 
 
+@pytest.mark.e2e
 def test_a_script_may_end_with_exchanges_that_nobody_has_waited_for(tmp_path):
     """MPI ends after mpi4jax's hook, which waits for them; before it, ranks would end each other."""
     (tmp_path / "job.py").write_text(

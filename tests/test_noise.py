@@ -141,6 +141,7 @@ experiment = Experiment(
 """
 
 
+@pytest.mark.e2e
 def test_the_record_has_what_the_examples_say(tmp_path):
     """The loss is w x, so an example's gradient is the example; short steps do not count."""
     (tmp_path / "linear.py").write_text(LINEAR)
@@ -156,6 +157,7 @@ def test_the_record_has_what_the_examples_say(tmp_path):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.e2e
 def test_one_worker_has_nobody_to_compare_with(tmp_path):
     (tmp_path / "linear.py").write_text(LINEAR)
     ended = train(1, str(tmp_path / "linear.py"), "--run-dir", str(tmp_path / "run"))

@@ -122,6 +122,7 @@ def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, got.params, tree)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("place", ["below a file", "full"])
 def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir, tmp_path):
     """Below a file it waited for ever for a thread of Orbax."""

@@ -140,7 +140,8 @@ if comm.rank == 0:
 """
 
 
-@pytest.mark.parametrize("cores", [1, 0])
+@pytest.mark.e2e
+@pytest.mark.parametrize("cores", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_buckets_leave_while_the_backward_pass_goes_on(cores, tmp_path):
     """Forward and backward of 8 equal layers are 23 products, and from the 10th on two give one more gradient.
 
@@ -194,6 +195,7 @@ FAULTS = {  # what ranks do, what is said (a pattern), and the one time limit in
 SLOW_FAULTS = ("another size on rank 1", "rank 1 does not come", "rank 1 is killed")  # like others, or their like
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault in SLOW_FAULTS)) for fault in FAULTS]
 )
@@ -212,6 +214,7 @@ def test_a_fault_ends_the_job(fault, tmp_path):
     assert not survivors(str(tmp_path))
 
 
+@pytest.mark.e2e
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(tmp_path):
     """Rank 0 gives up 4 s before rank 1 has waited as long, and hears for 2 s who is there."""
     code = "from jaxmpi.comm import control\ncontrol.LATE_S = 2\n" + STEP
@@ -236,6 +239,7 @@ def survivors(path: str) -> list[str]:
     return found
 
 
+@pytest.mark.e2e
 def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
     """What is sent late in the last step is never asked for; what the last program gives is never waited for."""
     code = (
@@ -259,6 +263,7 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
     assert ended.out.count("alive False ready True") == 2
 
 
+@pytest.mark.e2e
 def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
     code = (
         "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
@@ -300,6 +305,7 @@ def train_tiny(ranks: int, tmp_path: Path, run_dir: str, *args: str) -> tuple[di
     return facts, {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
+@pytest.mark.e2e
 def test_runs_with_and_without_overlap_end_with_the_same_bits(tmp_path):
     """And so they do in separate programs, whose buckets are the same."""
     off, without = train_tiny(2, tmp_path, "off")
@@ -322,6 +328,7 @@ def test_a_delayed_run_is_resumed_with_the_same_bits(tmp_path):
     assert resumed == whole
 
 
+@pytest.mark.e2e
 def test_a_run_that_cannot_overlap_says_why(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
     args = ("--exchange.strategy", "root", "--exchange.overlap", "on", "--run-dir", str(tmp_path / "run"))
@@ -380,6 +387,7 @@ print("summed before the last start:", sum(e.what == "summed" and e.time_s < las
 """
 
 
+@pytest.mark.e2e
 def test_between_hosts_with_slow_links_buckets_arrive_while_others_are_computed(tmp_path):
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + ON_A_CLUSTER)
     cluster = [sys.executable, "scripts/cluster.py", "--hosts", "3", "--rate", "500mbit", "--"]
@@ -392,6 +400,7 @@ def test_between_hosts_with_slow_links_buckets_arrive_while_others_are_computed(
     assert "summed before the last start: 0" not in ended.out
 
 
+@pytest.mark.e2e
 def test_between_hosts_a_run_overlaps_by_itself(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
     cluster = [sys.executable, "scripts/cluster.py", "--hosts", "2", "--rate", "500mbit", "--", "mpirun", "-n", "2"]

@@ -73,6 +73,7 @@ def packed(tmp_path: Path) -> tuple[str, ...]:
     return ("--data.source", "packed", "--data.dir", str(tmp_path / "packed"))
 
 
+@pytest.mark.e2e
 def test_a_run_from_memory_is_that_from_files(tmp_path, packed):
     """An epoch is 24 steps, so that records move twice."""
     for name, args in (("files", ()), ("memory", PARTITION)):
@@ -128,6 +129,7 @@ def test_where_the_order_depends_on_the_group_another_size_is_refused(tmp_path, 
     assert re.search(r"order: got\s*, expected shuffled over 2 workers every 2 epochs", ended.out), ended.out
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("ranks", "on_error"),
     [(1, "stop"), *(pytest.param(2, on_error, marks=SLOW) for on_error in ("stop", "skip"))],
@@ -149,6 +151,7 @@ def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, ranks, on
     assert not ended.timed_out
 
 
+@pytest.mark.e2e
 def test_a_group_that_does_not_divide_the_workers(tmp_path):
     ended = run(tmp_path / "run", "5st", *PARTITION, "--data.group-size", "3", ranks=1)
     assert ended.code != 0
@@ -183,6 +186,7 @@ train.main(sys.argv[1:])
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("where", "name", "calls"),
     [

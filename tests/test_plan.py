@@ -452,6 +452,7 @@ def run(*argv: str) -> None:
     scaling_forecast.main(argv)
 
 
+@pytest.mark.e2e
 def test_a_table_and_a_plot_from_given_prices(tmp_path, capsys):
     run(*GIVEN, "--slots", "1", "8", "--plot", str(tmp_path / "plan.svg"))
     lines = capsys.readouterr().out.splitlines()
@@ -477,6 +478,7 @@ def test_a_table_and_a_plot_from_given_prices(tmp_path, capsys):
     assert [name for name in names if f"<!-- {name} -->" not in drawn] == []
 
 
+@pytest.mark.e2e
 def test_prices_of_nothing_are_drawn_too(tmp_path, capsys):
     """No exchange takes any time, so no line of one has a logarithm."""
     run(
@@ -548,6 +550,7 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
         run(*argv)
 
 
+@pytest.mark.e2e
 def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
     script = (
         "from jax._src import xla_bridge\nfrom jaxmpi.runtime import prepare\n"
@@ -581,6 +584,7 @@ def trained(ranks: int, folder: Path, *more: str) -> str:
     return ended.out
 
 
+@pytest.mark.e2e
 def test_a_run_says_and_stores_what_auto_chose(tmp_path):
     out = trained(2, tmp_path, "--train-for", "1st", "--exchange.strategy", "auto")
     [chosen] = re.findall(r"auto: (\S+:32), (?:buckets of \d+ MiB|leaves as they are): .* on 1 x 2 ranks", out)

@@ -143,6 +143,7 @@ def bash(script: str, folder: Path, timeout_s: float) -> str:
     return ended.out
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.blocks[-1])
 def test_blocks_run(scenario, clone):
     printed = ""

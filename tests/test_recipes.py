@@ -96,6 +96,7 @@ def test_every_experiment_runs_on_embedded_data(file: Path):
     assert source.classes == embedded.model.classes or file.stem == "lm300m"  # which knows words, of which few occur
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "file",
     [

@@ -197,6 +197,7 @@ FULL = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("case", FULL)
 def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
     (tmp_path / "filling.py").write_text(FILLING)
@@ -442,6 +443,7 @@ def test_tensorboard_gets_the_numbers(tmp_path):
 # ---------------------------------------------------------------- a whole run
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_quiet_run_with_profile_and_tensorboard_says_nothing_and_writes_both(ranks, tmp_path):
     pytest.importorskip("tensorboardX")

@@ -231,6 +231,7 @@ for call in (lambda: report.read(closed), lambda: report.write([fixed], fixed / 
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody without permission")
 def test_a_run_directory_without_permission_and_a_machine_without_display(tmp_path):
     closed, fixed = write_run(tmp_path / "closed", lines=3), write_run(tmp_path / "fixed", lines=3)
@@ -340,6 +341,7 @@ def deep(depth: int, value: object = 1) -> object:
     return value
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

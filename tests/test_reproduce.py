@@ -153,6 +153,7 @@ def test_what_runs_on_one_machine_alone_says_so():
         reproduce.main(["table2", "--show", "--hosts", "4"])
 
 
+@pytest.mark.e2e
 def test_a_line_that_fails_is_an_error(tmp_path):
     args = ["table3", "-n", "0", "--out", str(tmp_path)]
     ended = run([sys.executable, "scripts/reproduce.py", *args], timeout_s=100, cwd=ROOT)

@@ -42,6 +42,7 @@ def claim(resume: bool = False, run_dir: str = "") -> Path:
         return run_directory.claim(Experiment(resume=resume, run_dir=run_dir), "digits", held).path
 
 
+@pytest.mark.e2e
 def test_two_jobs_never_share_a_run_directory(tmp_path):
     (tmp_path / "record.jsonl").write_text("")
     other = subprocess.Popen(
@@ -115,6 +116,7 @@ def test_a_run_directory_that_holds_another_kind_of_thing_is_refused(tmp_path, n
     assert [*os.listdir(tmp_path)] == [name]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("flags", [(), ("--restarts", "1"), ("--resume",), ("--restarts", "1", "--resume")])
 def test_a_place_where_no_run_directory_can_be_is_said_in_a_sentence(tmp_path, flags):
     (tmp_path / "file").touch()
@@ -223,6 +225,7 @@ APART = (
 GONE = [pytest.param("moved", 1, (), marks=pytest.mark.slow), ("replaced", 1, ()), ("removed", 1, ()), APART]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("way", "ranks", "rule"), GONE)
 def test_a_run_whose_directory_goes_away_is_saved_and_says_where(way, ranks, rule, tmp_path):
     """It was made anew in silence, without the record: the next job there resumed from this one's params."""
@@ -335,6 +338,7 @@ def test_a_run_directory_that_is_not_handed_over_ends_a_run_that_nobody_misused(
         recovery.handed_over(run, SoloProcesses(), 0, held)
 
 
+@pytest.mark.e2e
 def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path, no_launcher):
     def remove(row: dict) -> None:
         if row["kind"] == "train" and row["step"] == 4:

@@ -133,12 +133,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
 def test_freed_memory_is_used_again_without_page_faults():
     # A new 64 MiB takes 16384 faults of 4 KiB, or 32 of 2 MiB if the kernel gives huge pages.
     assert int(python(FREED.format(keep=True)).stdout) < 32
 
 
+@pytest.mark.e2e
 def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
     code = (
         "import os; from jaxmpi.runtime import prepare; prepare.prepare(); "
@@ -153,6 +155,7 @@ def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
     assert kept.stdout.split() == ["0", "rdma", "1"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tmp_path):
     """A program that is cut off in the cache is compiled; one process alone says so."""
@@ -170,6 +173,7 @@ def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tm
             program.write_bytes(program.read_bytes()[:20])
 
 
+@pytest.mark.e2e
 def test_prepare_makes_devices_and_a_private_cache(tmp_path):
     code = (
         "import jax; from jaxmpi.runtime import device_setup, prepare; prepare.prepare(); "
@@ -187,6 +191,7 @@ CACHE_IN_USE = (
 )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
 @pytest.mark.parametrize("trouble", ["writable", "of another user"])
 def test_a_cache_that_others_could_have_filled_is_not_used(variable, trouble, tmp_path):
@@ -278,6 +283,7 @@ def with_last_words(patience_s: float) -> Iterator[tuple[subprocess.Popen[bytes]
         yield rank, rank.stderr
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("reads", [True, False])
 def test_last_words_are_waited_for_until_they_are_read(reads):
     """By the launcher, which forgets what it has not read when a job is ended; Ctrl-C ends the wait."""
@@ -308,6 +314,7 @@ ending.wait()
 """
 
 
+@pytest.mark.e2e
 def test_a_process_whose_thread_ends_the_job_does_not_end_well_meanwhile():
     assert python(SLOW_END).returncode == 1
 
@@ -322,12 +329,14 @@ def test_cores_of_a_quota(text, cores, tmp_path):
     assert affinity.quota_cores(tmp_path / "absent", 7) == 7
 
 
+@pytest.mark.e2e
 def test_without_a_home_nothing_is_kept_and_training_goes_on():
     job = python(CACHE_IN_USE, XDG_CACHE_HOME="/proc/nowhere")
     assert (job.returncode, job.stdout) == (0, "None\n"), job.stderr
     assert "nothing compiled is kept" in job.stderr
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("variable", ["JAXMPI_AGREE_TIMEOUT_S", "JAXMPI_EXIT_TIMEOUT_S"])
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
 def test_time_limits_that_are_none(variable, text):
@@ -348,6 +357,7 @@ GPUS = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("visible", "local_rank", "local_size", "device", "share"), GPUS)
 def test_each_local_rank_takes_its_gpu_and_share(visible, local_rank, local_size, device, share):
     code = (
@@ -371,6 +381,7 @@ print(f"share of {comm.rank}:", os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("first", "second", "more", "share"), SHARED)
 def test_ranks_on_one_gpu_share_its_memory(first, second, more, share):
     """On any machine: which GPU a rank has is read from its environment before the device starts."""
@@ -431,6 +442,7 @@ with job_folder.own_segments(pathlib.Path(sys.argv[1])) as setting:
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ends", ["by itself", "killed"])
 def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeypatch):
     monkeypatch.delenv(job_folder.SEGMENTS, raising=False)
@@ -446,6 +458,7 @@ def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeyp
     assert not left
 
 
+@pytest.mark.e2e
 def test_a_platform_that_is_not_there_is_one_sentence():
     code = "from jaxmpi.runtime import failures; failures.install_excepthooks(); import jax; jax.devices()"
     job = python(code, JAX_PLATFORMS="quantum")
@@ -454,6 +467,7 @@ def test_a_platform_that_is_not_there_is_one_sentence():
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
     command = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py"
@@ -466,6 +480,7 @@ def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_pa
         assert "Traceback" not in job.stderr
 
 
+@pytest.mark.e2e
 def test_help_may_be_read_to_its_first_line():
     line = f"{sys.executable} -m jaxmpi.train experiments/digits.py --help"
     job = subprocess.run(["bash", "-c", f"({line}; echo code $? >&2) | true"], capture_output=True, text=True, cwd=ROOT)

@@ -100,6 +100,7 @@ def net(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("word", "workers", "micro", "ranks", "args"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],

@@ -134,6 +134,7 @@ def test_a_run_directory_of_the_experiment_file_is_the_supervisors_too(tmp_path)
     assert other == (str(file), "--run-dir", "b")
 
 
+@pytest.mark.e2e
 def test_a_start_that_is_refused_leaves_no_run_directory(tmp_path):
     """`--resume` took the empty folder for the newest run."""
     line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--restarts", "1"]
@@ -200,6 +201,7 @@ def supervised(folder, script, restarts=2, **options):
     )  # fmt: skip
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("script", "code", "starts", "said"),
     [
@@ -236,6 +238,7 @@ SAVES = "trap 'echo saved; exit 75' USR1; trap 'echo {0}; exit 1' TERM HUP INT; 
 SAVES += "while :; do sleep 0.05; done"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("numbers", "code", "said"),
     [
@@ -306,6 +309,7 @@ def test_a_request_that_comes_between_two_starts_is_heard(tmp_path):
     assert (tmp_path / "starts").read_text().count("x") == 1
 
 
+@pytest.mark.e2e
 def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
     script = f"trap 'echo > {tmp_path}/asked' USR1; touch {tmp_path}/ready; while true; do sleep 0.05; done"
     line = ["nohup", sys.executable, "-c", SUPERVISED, str(tmp_path), "0", script]
@@ -321,6 +325,7 @@ def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
     job.wait(30)
 
 
+@pytest.mark.e2e
 def test_a_terminal_that_goes_is_one_request_and_what_is_said_is_not_missed(tmp_path):
     script = f"trap 'sleep 1; echo saved; echo saved; touch {tmp_path}/saved; exit 75' USR1; touch {tmp_path}/ready"
     mine, theirs = os.openpty()
@@ -377,6 +382,7 @@ def test_a_job_ends_with_its_supervisor(tmp_path):
 LEAVES = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    os._exit(0)\n"
 
 
+@pytest.mark.e2e
 def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(tmp_path):
     """Open MPI's launcher would wait for it for ever."""
     text = (ROOT / "experiments" / "digits.py").read_text()
@@ -391,6 +397,7 @@ def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(tmp_path):
     assert "which has not ended the job for 3 s after rank [1] had left it" in ended.out
 
 
+@pytest.mark.e2e
 def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
     """It is stopped, so that it cannot see that a rank is killed."""
     args = ("experiments/digits.py", "--train-for", "150st", "--checkpoint-every", "10st", "--run-dir", str(tmp_path))

@@ -134,6 +134,7 @@ ROWS = {
 }
 
 
+@pytest.mark.e2e
 def test_a_worker_goes_on_alone(model, tmp_path):
     """Rank 0, which keeps the record, dies at step 4 of 6; rank 1 does that step by itself."""
     folder = tmp_path / "run"

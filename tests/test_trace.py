@@ -108,6 +108,7 @@ def traced(folder: Path, ranks: int) -> list[dict]:
     return check_schema(json.loads((folder / "run" / "trace.json").read_text()), ranks)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_trace_of_all_ranks(ranks, tmp_path):
     events = traced(tmp_path, ranks)

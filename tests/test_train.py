@@ -51,6 +51,7 @@ def checkpoint_bytes(run_dir: Path, step: int) -> dict[str, bytes]:
 # ---------------------------------------------------------------- what comes out
 
 
+@pytest.mark.e2e
 def test_four_ranks_learn_and_record(tmp_path):
     args = (*TINY, "--train-for", "5ep", "--eval-every", "5ep", "--run-dir", str(tmp_path / "run"))
     ended = train(4, DIGITS, *args)
@@ -107,6 +108,7 @@ def train_on(ranks: int, *args: str) -> Ended:
 FOURS = {"four": (4, ()), "devices": (1, ("--devices", "4")), "fused": (4, ("--step-mode", "fused"))}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_worker_and_four_see_the_same_examples(count, tmp_path):
     """N workers x B/N = 1 worker x B: dropout apart, which is off here, the runs differ by rounding only."""
@@ -140,6 +142,7 @@ experiment = Experiment(
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "rule", ["gradients", *(pytest.param(name, marks=pytest.mark.slow) for name in ("subgd", "awagd"))]
 )
@@ -263,6 +266,7 @@ def test_bad_input_is_named(case):
     assert message in re.sub(r"[\s│]+", " ", ended.out), ended.out
 
 
+@pytest.mark.e2e
 def test_bad_input_ends_a_process_with_one_sentence_and_code_2():
     args, message = BAD["strategy"]
     ended = train(1, *args, timeout_s=60)
@@ -270,6 +274,7 @@ def test_bad_input_ends_a_process_with_one_sentence_and_code_2():
     assert re.fullmatch(rf"jaxmpi: .*:\nerror: .*{re.escape(message)}.*\n", ended.out), ended.out
 
 
+@pytest.mark.e2e
 def test_bad_input_is_said_once_by_several_ranks(tmp_path):
     ended = train(2, DIGITS, "--effective-batch", "63", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
@@ -277,6 +282,7 @@ def test_bad_input_is_said_once_by_several_ranks(tmp_path):
     assert ended.out.count("effective_batch 63 is not divisible by 2 workers; nearest that are: 62 or 64") == 1
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("args", "message"), [(["--optim.momentum", "1.5"], "got 1.5;"), (["--optim.lr", "x"], "'x'")])
 def test_a_wrong_field_is_said_once_by_several_ranks(args, message):
     ended = train(2, DIGITS, *args, timeout_s=60)
@@ -285,6 +291,7 @@ def test_a_wrong_field_is_said_once_by_several_ranks(args, message):
     assert re.sub(r"\x1b\[[\d;]*m", "", ended.out).count(message) == 1, ended.out
 
 
+@pytest.mark.e2e
 def test_ranks_with_different_configuration_are_named(tmp_path):
     trainer = [sys.executable, "-m", "jaxmpi.train", DIGITS, "--run-dir", str(tmp_path / "run")]
     ended = run([*mpirun_line(1), *trainer, ":", "-n", "1", *trainer, "--optim.lr", "0.1"], timeout_s=60)
@@ -293,6 +300,7 @@ def test_ranks_with_different_configuration_are_named(tmp_path):
     assert "rank 1: experiment.optim.lr: got 0.1, expected 0.02 (rank 0)" in ended.out
 
 
+@pytest.mark.e2e
 def test_nan_loss_names_worker_and_step_and_keeps_the_last_good_checkpoint(tmp_path):
     args = ("--optim.lr", "1e18", "--schedule.warmup", "0st", "--checkpoint-every", "1st", "--run-dir", str(tmp_path))
     ended = train(2, DIGITS, *args)
@@ -307,6 +315,7 @@ def test_nan_loss_names_worker_and_step_and_keeps_the_last_good_checkpoint(tmp_p
             assert np.isfinite(leaf).all()
 
 
+@pytest.mark.e2e
 def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
     """One example is NaN; the sampler says at which step it comes."""
     at_step = 4
@@ -363,6 +372,7 @@ OTHER_RUNS = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", OTHER_RUNS)
 def test_resume_goes_on_with_the_same_run_only(name, tmp_path):
     flags, messages = OTHER_RUNS[name]
@@ -375,6 +385,7 @@ def test_resume_goes_on_with_the_same_run_only(name, tmp_path):
     assert "leaves" not in ended.out
 
 
+@pytest.mark.e2e
 def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launcher, capsys):
     schedule, rest = Schedule("poly", power=1.0), {"effective_batch": 60, "run_dir": str(tmp_path)}
     begun = Experiment(digits_cnn_tiny(), data=DATA, optim=Optim("momentum", lr=0.01), schedule=schedule, **rest)
@@ -405,6 +416,7 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     assert said.count("changed since the checkpoint: ") == 3
 
 
+@pytest.mark.e2e
 def test_a_run_directory_may_have_a_name_that_is_no_text(tmp_path):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
     for steps, on in ((2, train_here), (4, functools.partial(train, 2))):
@@ -414,6 +426,7 @@ def test_a_run_directory_may_have_a_name_that_is_no_text(tmp_path):
         assert (Path(folder) / "checkpoints" / f"step_{steps:08d}" / "manifest.json").is_file()
 
 
+@pytest.mark.e2e
 def test_shared_memory_that_is_read_only_is_named_with_a_way_out(tmp_path):
     enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
@@ -453,6 +466,7 @@ def trained(tmp_path, trained_once) -> Path:
     return tmp_path / "a"
 
 
+@pytest.mark.e2e
 def test_a_new_run_continues_another_with_twice_its_effective_batch(tmp_path, trained, capsys):
     """Step 48 + 13 of 30 examples is step 24 + 6 of 60, and the learning rate goes by the new steps."""
     more = {"effective_batch": 60, "micro_batch": 20, "train_for": "60st", "checkpoint_every": "45st", "log_every": 1}
@@ -573,6 +587,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.e2e
 def test_params_and_classes_may_be_numpys_own_types(tmp_path):
     """Ranks other than the first know the params by their shapes only, and a number of classes may be NumPy's."""
     (tmp_path / "numpy.py").write_text(NUMPY_TYPES)
@@ -613,6 +628,7 @@ def test_a_finished_run_says_that_nothing_is_left(tmp_path):
     assert "nothing left to do: train_for ends at step 2" in ended.out
 
 
+@pytest.mark.e2e
 def test_bfloat16_and_micro_batches_in_a_whole_run(tmp_path):
     args = ("--compute-dtype", "bfloat16", "--micro-batch", "4", "--train-for", "5ep", "--eval-every", "5ep")
     # CPUs compute with 16 bits only as the compiler sees fit: it is to optimise.
@@ -631,6 +647,7 @@ def one_rank_differs(tmp_path: Path, env: str, *args: str) -> Ended:
     return run(line, timeout_s=90, env={"JAXMPI_DATA": str(tmp_path / "data")})
 
 
+@pytest.mark.e2e
 def test_ranks_with_different_versions_are_named(tmp_path):
     other = tmp_path / "site" / "optax-9.9.9.dist-info"
     other.mkdir(parents=True)
@@ -650,6 +667,7 @@ def make_digit_folders(root: Path) -> None:
             Image.new("L", (8, 8)).save(folder / "0.png")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("form", "change"),
     [
@@ -678,6 +696,7 @@ def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, 
     assert f"rank 1: train.{field}" in ended.out, ended.out
 
 
+@pytest.mark.e2e
 def test_a_data_folder_that_one_rank_lacks_is_named(tmp_path):
     make_digit_folders(tmp_path / "data")
     ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/nowhere", DIGITS, "--data.source", "imagefolder")
@@ -699,6 +718,7 @@ def test_skipped_examples_stay_counted_when_a_run_goes_on(tmp_path):
     assert [row["skipped"] for row in record(tmp_path / "run", "train")] == [1, 2, 3, 4]  # one an epoch, of one step
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
     args = (DIGITS, "--rule.name", "awagd", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert train(2, *args).code == 0
@@ -713,6 +733,7 @@ def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
     assert "(read by rank 1)" in ended.out
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("where", ["apply", "save"])
 def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
     """Only the first rank of a host traces the model, and only rank 0 makes the checkpoint's folder."""
@@ -740,6 +761,7 @@ experiment = dataclasses.replace(experiment, model=experiment.model._replace(app
 """
 
 
+@pytest.mark.e2e
 def test_strategy_none_saves_nothing(tmp_path):
     ended = train(2, DIGITS, "--exchange.strategy", "none", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert ended.code == 0, ended.out
@@ -777,6 +799,7 @@ experiment = Experiment(
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("ranks", "args"),
     [(1, ()), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, ()), (1, ("--devices", "2"))))],
@@ -794,6 +817,7 @@ def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, ar
     assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.5  # a linear model after 30 steps; chance is 0.1
 
 
+@pytest.mark.e2e
 def test_synchronised_statistics_of_a_model_without_any_are_refused(tmp_path):
     ended = train(2, DIGITS, "--batch-statistics", "synchronised", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
@@ -801,6 +825,7 @@ def test_synchronised_statistics_of_a_model_without_any_are_refused(tmp_path):
     assert "digits_cnn has no batch norm that takes its means by jaxmpi.model.batch_mean" in ended.out
 
 
+@pytest.mark.e2e
 def test_runs_that_start_at_once_have_directories_of_their_own(tmp_path):
     (tmp_path / "net.py").write_text(TINY_EXPERIMENT)
     line = [sys.executable, "-m", "jaxmpi.train", str(tmp_path / "net.py"), "--train-for", "2st"]
@@ -812,6 +837,7 @@ def test_runs_that_start_at_once_have_directories_of_their_own(tmp_path):
     assert all(len(record(run, "run")) == 1 for run in runs)
 
 
+@pytest.mark.e2e
 def test_a_run_that_never_saved_begins_its_record_anew(tmp_path):
     args = (DIGITS, "--train-for", "200000st", "--checkpoint-every", "0st", "--run-dir", str(tmp_path / "run"))
     job = subprocess.Popen([sys.executable, "-m", "jaxmpi.train", *args], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -872,6 +898,7 @@ SLOW = (
 )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in RESUMED])
 def test_resume_is_bit_exact_whatever_the_options(case, tmp_path):
     """Through an epoch's short last step: 24 steps are an epoch."""
@@ -898,6 +925,7 @@ def test_a_run_directory_is_never_overwritten(tmp_path):
     assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("on_error", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
 def test_a_corrupt_image_is_named(on_error, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (16, 8, 8), np.uint8)

@@ -199,6 +199,7 @@ STUCK += "from jaxmpi.recover.watchdog import watching\nfrom jaxmpi.runtime impo
 STUCK += "def spin():\n    time.sleep(60)\n\nwith watching(SoloProcesses(), 1.0, 'abort'):\n    spin()\n"
 
 
+@pytest.mark.e2e
 def test_a_single_process_that_is_stuck_ends_with_its_stack():
     ended = run([sys.executable, "-c", STUCK], timeout_s=50)
     assert not ended.timed_out
@@ -265,8 +266,13 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
         job.wait(timeout=20)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
-    "rule", [(), ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0")]
+    "rule",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0"),
+    ],
 )
 def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
     """Ctrl-Z for longer than --stall-timeout-s, and fg."""
@@ -295,6 +301,7 @@ def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
 CASES = [(1, ()), pytest.param(0, ("--on-stall", "warn"), marks=pytest.mark.slow)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("victim", "more"), CASES)
 def test_a_stopped_rank_is_named_with_its_phase_in_time(victim, more, tmp_path):
     said, named_s, code = stopped(tmp_path, victim, 3, *more)

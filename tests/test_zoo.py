@@ -213,6 +213,7 @@ def test_the_full_models_drop_half():
 # ---------------------------------------------------------------- tiny variants on the digits
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["alexnet_tiny", "vgg16_tiny", pytest.param("vgg19_tiny", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("standard_promotion")
 def test_tiny_variant_learns_digits(name):

@@ -48,6 +48,7 @@ def noise(*shape, seed=0) -> Any:
 # ---------------------------------------------------------------- counts and shapes
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("make", "depth", "params", "statistics"),
     [
@@ -330,6 +331,7 @@ def farthest(got, real):
     return [max(jax.tree.leaves(jax.tree.map(ratio, *part))) for part in zip(got, exact, rounded, strict=True)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("workers", "real"), [(1, 5), (2, 8), (2, 5), (4, 8), (4, 3)])
 def test_synchronised_workers_are_one_worker_with_the_real_examples(workers, real):
     # Of 3 real examples the last of 4 workers has none.
@@ -343,6 +345,7 @@ def test_workers_with_statistics_of_their_own_are_not_one_worker():
 # ---------------------------------------------------------------- learning
 
 
+@pytest.mark.e2e
 def test_tiny_resnet_learns_digits_and_running_statistics_serve_its_evaluation():
     model, digits = resnet18_tiny(image_size=32, channels=1), load_digits(return_X_y=True)
     image: Any = np.kron(digits[0][:64].reshape(-1, 8, 8, 1) / 16, np.ones((1, 4, 4, 1))).astype(np.float32)

@@ -205,6 +205,17 @@ def host_wire(name: str) -> HostWire:
     return wire.on_host or through_program(wire)
 
 
+def is_coarse(name: str) -> bool:
+    """Return True if a wire keeps 8 bits of a number or less: tried out, on one block.
+
+    Raises:
+        UsageError: the wire is unknown.
+    """
+    x = np.random.default_rng(0).standard_normal(BLOCK).astype(np.float32)
+    wire = host_wire(name)
+    return bool(np.abs(wire.decode(wire.encode(x)) - x).max() > 2.0**-10 * np.abs(x).max())  # 16 has 2^-11, bf16 2^-9
+
+
 @functools.cache
 def through_program(wire: Wire) -> HostWire:
     """The arrays that a wire's program gives, one after another as bytes. Not on a thread that a program waits for."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import optax
 
+from jaxmpi.allreduce.wires import is_coarse
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.rules.asgd import asgd
@@ -137,18 +138,15 @@ def build(
     return row.build(tx, exchange, config)
 
 
-COARSE = ("8", "bf16")  # wires that round weights to 8 bits
-
-
 def check_wire(config: RuleConfig, strategy: str) -> None:
     """Refuse to send weights through a wire that rounds away what a step changes in them.
 
     Raises:
-        UsageError: params over `8` or `bf16`, unless forced.
+        UsageError: params over a coarse wire, such as `8` or `bf16`, unless forced.
     """
     row, wire = lookup(RULES, config.name, "rule"), strategy.partition(":")[2]
     check(
-        not row.sends_params or wire not in COARSE or config.force,
+        not row.sends_params or not is_coarse(wire) or config.force,
         f"rule {config.name} sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. "
         "Use wire 32 or 16, rule gradients, or --rule.force",
     )

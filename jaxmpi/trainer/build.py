@@ -18,6 +18,7 @@ from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses, Processes
@@ -229,7 +230,7 @@ def to_center(asked: exchange_config.ExchangeConfig) -> str:
     errors.check(
         not compression.is_compressor(asked.strategy) and not asked.strategy.startswith("none"),
         f"exchange.strategy: got {asked.strategy} with an asynchronous rule, which takes its wire only: give a "
-        "strategy with one of the wires 32, 16, bf16, 8",
+        f"strategy with one of the wires {', '.join(WIRES)}",
     )
     return f"root:{algorithms.parse(asked.strategy).name.partition(':')[2]}"
 
