@@ -77,6 +77,47 @@ def test_ranks_at_different_exchanges_are_named(strategy, script):
     check_both_are_named(ended.out)
 
 
+TRACED_IN_ANOTHER_ORDER = """
+def same_lines(x):
+    return jaxmpi.exchange(x, strategy)
+
+f = jax.jit(lambda x: same_lines(x))
+g = jax.jit(
+    lambda x: same_lines(2 * x))
+first, second = (f, g) if rank == 0 else (g, f)
+print("numbers", first(x).sum(), second(x).sum(), flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_ranks_that_trace_in_another_order_are_named():
+    """Both traced exchange 1, and so exchanged with each other for good."""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + TRACED_IN_ANOTHER_ORDER, timeout_s=90)
+    assert ended.code == 2, ended.out
+    assert "numbers" not in ended.out
+    place = r"<string>:\d+ in <lambda>, <string>:\d+ in same_lines"
+    found = re.search(rf"rank 1: .*\bat: got ({place}), expected ({place}) \(rank 0\)", ended.out)
+    assert found, ended.out
+    assert found[1] != found[2]
+
+
+CALLED_FROM_OTHER_LINES = """
+step = jax.jit(jaxmpi.exchange_gradients(strategy).update)
+if rank == 0:
+    total, _ = step(x, step(x, jaxmpi.exchange_gradients(strategy).init(x))[1])
+else:
+    total, _ = step(x, step(x, jaxmpi.exchange_gradients(strategy).init(x))[1])
+print("numbers", float(total.sum()), flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_ranks_may_call_one_program_from_different_lines():
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + CALLED_FROM_OTHER_LINES, timeout_s=90)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("numbers 96.0") == 2, ended.out
+
+
 def check_both_are_named(said: str) -> None:
     found = re.search(
         r"rank 0 to '(exchange .*<string>:\d+ in .*)', rank 1 to '(exchange .*<string>:\d+ in .*)';", said

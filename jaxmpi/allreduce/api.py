@@ -15,7 +15,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import Probe, Verdict, allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import Order, fuse, plan, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
-from jaxmpi.allreduce.call_order import check_in_program, one_thread
+from jaxmpi.allreduce.call_order import callers, check_in_program, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
@@ -147,7 +147,9 @@ class Choice(NamedTuple):
         """Facts that must be equal on all ranks, for messages by the name `what`."""
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
-        return fingerprint(what, {**options, "leaf": signature(tree)})
+        # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
+        place = {"at": callers()} if what == TRACED and isinstance(self.comm, MpiComm) else {}
+        return fingerprint(what, {**place, **options, "leaf": signature(tree)})
 
     def ready(self, count: int) -> list[int] | None:
         """Leaves in the order in which they come to exist, if that counts."""

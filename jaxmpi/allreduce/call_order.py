@@ -88,10 +88,11 @@ def roll_call(processes: MpiProcesses) -> CallComparison:
 def callers() -> str:
     """The user's lines from the function being traced to this exchange, as `train.py:12 in step, loss.py:3 in mean`.
 
-    They tell apart programs of equal shapes without a number, which ranks that trace alone could not agree on.
+    They tell apart programs of equal shapes without a number, which ranks that trace alone could not agree on. Lines
+    outside the traced function are left out: ranks may call it from different ones.
     """
     lines, frame = [], sys._getframe(1)
-    while frame and not (lines and frame.f_globals.get("__name__", "") == "jax._src.pjit"):
+    while frame and frame.f_globals.get("__name__", "") != "jax._src.pjit":
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             lines.insert(0, line_of(frame))
         frame = frame.f_back
