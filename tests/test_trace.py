@@ -12,7 +12,7 @@ from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe.trace import FIRST_BUCKET, Tracer, UncoordinatedTrace, merged, of_steps
 from jaxmpi.runtime.spans import Span
-from launching import train
+from launching import train, train_here
 
 DIGITS = "experiments/digits.py"
 
@@ -70,6 +70,27 @@ def test_a_run_that_ends_before_says_so(tmp_path):
     assert tracer.add([], 5, is_end=True) == "no trace: the run ends at step 5, before step 10"
     assert tracer.add([Span("compute", "step 12", 1.0, 2.0)], 12, is_end=True).startswith("trace of steps 10 to 12")
     check_schema(json.loads((tmp_path / "trace.json").read_text()), 1)
+
+
+def test_a_run_that_goes_on_behind_the_steps_leaves_the_trace_of_the_run_before(tmp_path):
+    """A restart overwrote it with one of no spans."""
+    path = tmp_path / "trace.json"
+    path.write_text("of the run before")
+    tracer = Tracer((10, 20), SoloProcesses(), ["a"], path)
+    assert tracer.add([Span("data", "batch of step 501", 1.0, 2.0)], 510, False) == ""
+    assert tracer.add([Span("data", "batch of step 511", 2.0, 3.0)], 520, True) == ""
+    assert path.read_text() == "of the run before"
+
+
+@pytest.mark.e2e
+def test_a_rollback_over_the_first_profiled_step_profiles_it_anew(tmp_path):
+    """JAX's profiler was started while it ran."""
+    back = ("--on-nonfinite", "rollback", "--inject", "nan:rank=0,step=6", "--checkpoint-every", "4st")
+    steps = ("--profile", "5:8", "--train-for", "10st", "--run-dir", str(tmp_path / "run"))
+    ended = train_here(DIGITS, *back, *steps)
+    assert ended.code == 0, ended.out
+    assert "back to step 4" in ended.out
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
 def test_workers_that_do_not_keep_step_write_their_parts_and_one_brings_them_together(tmp_path):

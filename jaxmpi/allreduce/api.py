@@ -24,6 +24,7 @@ from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, signature
+from jaxmpi.runtime import host_callbacks
 
 Op = Literal["mean", "sum"]
 BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is
@@ -148,8 +149,9 @@ class Choice(NamedTuple):
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
-        place = {"at": callers()} if what == TRACED and isinstance(self.comm, MpiComm) else {}
-        return fingerprint(what, {**place, **options, "leaf": signature(tree)})
+        if what == TRACED and isinstance(self.comm, MpiComm):
+            options |= {"at": callers(), "compares its calls": not host_callbacks.why_not()}
+        return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def ready(self, count: int) -> list[int] | None:
         """Leaves in the order in which they come to exist, if that counts."""

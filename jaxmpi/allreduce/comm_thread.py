@@ -15,6 +15,7 @@ for that. The comparison travels while the program computes; waiting for it in `
 
 import atexit
 import functools
+import hashlib
 import json
 import threading
 import time
@@ -42,7 +43,7 @@ OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "st
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S = 0.002, 0.0003
 WINDOW = 16  # segments of a bucket under way at once
-WHAT_BYTES = 256  # of an exchange's name, as ranks compare it
+WHAT_BYTES = 256  # of an exchange's name, for messages; ranks compare its digest, too
 OPENINGS = 64  # exchanges of which it is known whether ranks have agreed on them; fewer are under way
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
@@ -134,13 +135,13 @@ class CommThread:
         Ranks compare a plan, which is JSON, when it is first used, and `what` whenever they come here, if it is given.
         """
         self._note("open")
-        if plan not in self._agreed:
-            self.control.compare(fingerprint("the exchange beside a program", json.loads(plan)))
-            self._agreed.add(plan)
-        if what:
+        if what:  # first: ranks at different exchanges may have plans that some of them know already
             opening = Opening(what)
             self._openings = {**dict(list(self._openings.items())[-OPENINGS:]), self.count: opening}
             self._hand_over(Job(f"the comparison of {what}", np.empty(0), iter([self._compared(opening)])))
+        if plan not in self._agreed:
+            self.control.compare(fingerprint("the exchange beside a program", json.loads(plan)))
+            self._agreed.add(plan)
         results[0][...] = self.count
         self.count = (self.count + segments) % 2**32
 
@@ -231,12 +232,17 @@ class CommThread:
         Raises:
             UsageError: ranks have come to different exchanges.
         """
-        mine = np.frombuffer(opening.what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES), np.uint8)
-        rows = np.empty((self.comm.size, WHAT_BYTES), np.uint8)
-        yield [self._openings_comm.Iallgather(mine, rows)]
-        whats = [row.tobytes().decode(errors="replace").rstrip() for row in rows]
-        if len(set(whats)) > 1:
-            raise UsageError(different_calls(whats))
+        what = opening.what.encode()
+        mine = hashlib.sha256(what).digest() + what[-WHAT_BYTES:].ljust(WHAT_BYTES)  # the innermost lines come last
+        rows = np.empty((self.comm.size, len(mine)), np.uint8)
+        yield [self._openings_comm.Iallgather(np.frombuffer(mine, np.uint8), rows)]
+        if (rows != rows[0]).any():
+            whats = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
+            digests = [row[:4].tobytes().hex() for row in rows]
+            is_cut = len(set(whats)) < len(set(digests))
+            raise UsageError(
+                different_calls([f"{a} ({b})" for a, b in zip(whats, digests, strict=True)] if is_cut else whats)
+            )
         opening.is_agreed = True
         held, opening.held = opening.held, []  # openings are kept for a while, and jobs hold gradients
         for job in held:

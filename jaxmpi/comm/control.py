@@ -135,10 +135,13 @@ class MpiProcesses:
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         failures.install_hooks(failures.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         affinity.share_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
-        here = [tuple(each) for each in self.allgather_object([socket.gethostname(), device_setup.my_gpu()])]
-        names = [host for host, _ in here]
+        # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
+        first = self._local.allgather(self.rank)[0]
+        here = self.allgather_object([socket.gethostname(), first, device_setup.my_gpu()])
+        names = [(host, first) for host, first, _ in here]
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
-        device_setup.share_gpu(max(collections.Counter(place for place in here if place[1]).values(), default=1))
+        places = collections.Counter((host, gpu) for host, _, gpu in here if gpu)
+        device_setup.share_gpu(max(places.values(), default=1))
 
     def _meet(self) -> None:
         """Communicators of the ranks that vote together; all of them come here together."""

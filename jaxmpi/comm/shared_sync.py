@@ -245,13 +245,15 @@ def map_together(host: Host, make: Callable[[], Made]) -> tuple[mmap.mmap, int]:
     made = Made(*host.bcast_from_host_leader(make))  # forked workers' lines carry JSON, in which a tuple is a list
     check(bool(made.path), made.trouble)
     try:
-        with open(made.path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), made.size_bytes)
-    except OSError:  # the first call finds that ranks do not see each other
-        memory = mmap.mmap(-1, made.size_bytes)
-    host.host_barrier()
-    if host.local_rank == 0:
-        os.unlink(made.path)
+        try:
+            with open(made.path, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), made.size_bytes)
+        except OSError:  # the first call finds that ranks do not see each other
+            memory = mmap.mmap(-1, made.size_bytes)
+        host.host_barrier()
+    finally:
+        if host.local_rank == 0:
+            os.unlink(made.path)
     return memory, made.chunk
 
 

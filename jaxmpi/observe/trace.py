@@ -34,7 +34,8 @@ class Tracer:
     def add(self, noted: Sequence[Span], step: int, is_end: bool) -> str:
         """Take the spans of a window that ends with this step; all ranks call it together.
 
-        Returns: a line on the file written, after the last step or at the end of the run; else empty.
+        Returns: a line on the file written, after the last step or at the end of the run; else empty. A run that goes
+            on after these steps writes none: the file is that of the run before.
 
         Communicates: when it writes, ranks compare their clocks and rank 0 gathers their spans.
         """
@@ -43,17 +44,16 @@ class Tracer:
         self._kept += noted
         if step < self.last and not is_end:
             return ""
-        events, last = self._merged(), min(self.last, step)
-        self._kept, self.last = [], 0
-        if self.processes.rank == 0:
-            write_events(events, self.path)
-        return f"trace of steps {self.first} to {last}: {self.path}"
-
-    def _merged(self) -> list[Event]:
         offsets = self.processes.clock_offsets()
         every = self.processes.allgather_object(of_steps(self._kept, (self.first, self.last)))
-        ranks = [[Span(*span) for span in each] for each in every]
-        return merged(ranks, offsets, self.hosts)
+        last = min(self.last, step)
+        self._kept, self.last = [], 0
+        if not any(every):
+            return ""
+        if self.processes.rank == 0:
+            ranks = [[Span(*span) for span in each] for each in every]
+            write_events(merged(ranks, offsets, self.hosts), self.path)
+        return f"trace of steps {self.first} to {last}: {self.path}"
 
 
 class UncoordinatedTrace:

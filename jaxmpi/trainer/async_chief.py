@@ -96,7 +96,6 @@ class ChiefWorker:
         """On the center; in gossip on worker 0's own params until all have sent theirs to the center."""
         self.result = evaluate(self.run, state._replace(params=on_device(self.shared(state))), step)
         self.evaluated = step
-        self.run.recorder.start_window(int(self.before.examples))
 
     def commit(self, state: TrainState) -> None:
         """Make a checkpoint of the parts."""
@@ -183,7 +182,7 @@ class ChiefWorker:
         step = run.plan.step(self.answer.tally.examples)
         if self.has_news():
             self.log(step)
-        if step == run.plan.clock.total_steps:
+        if step == run.plan.clock.total_steps or run.plan.timetable.between(self.done, step).evaluate:
             self.evaluate(step, state)
         self.save(step, state)
         while self.is_writing:

@@ -46,11 +46,13 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: Due
                 run = coordinator.run
                 return run_steps(coordinator, run.callbacks, position)
             except decisions.RollBack as back:
+                run.profiler.close()  # which its first step would start once more
                 begin = partial(rolled_back, run, back)
             except Exception as error:
                 if run.pact is None:
                     raise
                 run.pact.after(error, run.saver)
+                run.profiler.close()
                 begin = partial(gone_on, run, ends)
 
 
