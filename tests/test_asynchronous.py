@@ -1,5 +1,6 @@
 """Whole runs by asynchronous rules: what they count, record, save and survive; and what they refuse."""
 
+import itertools
 import json
 import os
 import re
@@ -62,6 +63,10 @@ def check_lines(run_dir: Path) -> None:
     lines = record(run_dir, "train")
     steps = [row["step"] for row in lines]
     assert steps == sorted(set(steps))
+    for before, line in itertools.pairwise(lines):  # the others go on while worker 0 evaluates
+        seconds = line["elapsed_s"] - before["elapsed_s"]
+        if seconds > 0.1:  # of which the record has six digits
+            assert line["images_per_s"] == pytest.approx((line["examples"] - before["examples"]) / seconds, rel=0.05)
 
 
 def record(run_dir: Path, kind: str) -> list[dict]:

@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_behind_the_steps_leaves_the_trace_of_the_run_before(
 def test_a_rollback_over_the_first_profiled_step_profiles_it_anew(tmp_path):
     """JAX's profiler was started while it ran."""
     back = ("--on-nonfinite", "rollback", "--inject", "nan:rank=0,step=6", "--checkpoint-every", "4st")
-    steps = ("--profile", "5:8", "--train-for", "10st", "--run-dir", str(tmp_path / "run"))
+    steps = ("--profile", "5:20", "--train-for", "20st", "--run-dir", str(tmp_path / "run"))
     ended = train_here(DIGITS, *back, *steps)
     assert ended.code == 0, ended.out
     assert "back to step 4" in ended.out
