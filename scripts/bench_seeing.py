@@ -8,22 +8,17 @@ a step of both; the median of the ratio pair by pair, of seconds and of the proc
 and the CPU time of the recorder's own calls on the training thread, beyond the line without the anatomy.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent))
 from bench_step import experiment
 
-from jaxmpi.bench.results import middle
 from jaxmpi.comm.control import processes
 from jaxmpi.observe.step_timing import LOCAL, PARTS, StepTimer, Summary, Window
 from jaxmpi.recover import decisions
@@ -135,7 +130,7 @@ class Lines(ProgressLog):
 
 def main() -> None:
     """Run, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="digits_cnn", choices=["googlenet", "digits_cnn"])
     parser.add_argument("--batch", type=int, default=32, help="of a worker")
     parser.add_argument("--pairs", type=int, default=20, help="that count")
@@ -170,9 +165,8 @@ def report(took: np.ndarray, steps: int) -> None:
 
 def shown(values: np.ndarray, digits: int) -> str:
     """Median, its 95 % interval, quartiles."""
-    median, low, high = middle(values)
     quartiles = "-".join(f"{value:.{digits}f}" for value in np.percentile(values, (25, 75)))
-    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}; quartiles {quartiles})"
+    return f"{harness.interval(values, digits)[:-1]}; quartiles {quartiles})"
 
 
 if __name__ == "__main__":

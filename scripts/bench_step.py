@@ -14,19 +14,20 @@ ranks have reached. It prints median milliseconds a step, microseconds a compari
 
 import argparse
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from harness import interval, take_turns
 
 from jaxmpi import data
 from jaxmpi.allreduce.call_order import check_in_program
-from jaxmpi.bench.results import middle
 from jaxmpi.comm.mpi import world
 from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data
@@ -39,6 +40,7 @@ from models.cnn import SmallCnn, digits_cnn
 from models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 
 BATCH = 32
+COMPARISONS = 1000  # in one program
 MEAN, STD = 0.305, 0.376
 Steps = Callable[[int], None]  # runs so many steps and waits for the last
 
@@ -66,15 +68,26 @@ def trainer(config: Experiment) -> Steps:
     functions = build.build_functions(config, workers, plan)
     state = put(build.initial_states(config, workers, functions.rule), workers)
     batches = plan.feed.batches()
+
+    def step() -> tuple[Any, Any]:
+        nonlocal state
+        state, metrics = functions.train_step(state, next(batches))
+        return state, metrics.loss
+
+    return read_late(step)
+
+
+def read_late(step: Callable[[], tuple[Any, Any]]) -> Steps:
+    """A loop over a step that returns (state, loss), in which each loss is read one step late."""
     late: list[Any] = []
 
     def run(steps: int) -> None:
-        nonlocal state
+        state = None
         for _ in range(steps):
-            state, metrics = functions.train_step(state, next(batches))
-            late.append(metrics)
+            state, loss = step()
+            late.append(loss)
             if len(late) > 1:
-                float(late.pop(0).loss)
+                float(late.pop(0))
         jax.block_until_ready(state)
 
     return run
@@ -99,7 +112,7 @@ def by_hand(config: Experiment) -> Steps:
     tx = optax.adam(1e-3)
 
     @jax.jit(donate_argnums=(0, 1, 2))
-    def step(params: Any, state: Any, rest: Any, image: jax.Array, label: jax.Array) -> tuple:
+    def update(params: Any, state: Any, rest: Any, image: jax.Array, label: jax.Array) -> tuple:
         def loss(params: Any) -> tuple[jax.Array, Any]:
             module = nnx.merge(graph, params, rest, copy=True)
             outputs = module((image.astype(jnp.float32) / 255 - MEAN) / STD, True)
@@ -111,23 +124,18 @@ def by_hand(config: Experiment) -> Steps:
 
     state = tx.init(params)
     order = epochs(len(labels))
-    late: list[jax.Array] = []
 
-    def run(steps: int) -> None:
+    def step() -> tuple[Any, jax.Array]:
         nonlocal params, state, rest
-        for _ in range(steps):
-            chosen = next(order)
-            params, state, rest, value = step(params, state, rest, images[chosen], labels[chosen])
-            late.append(value)
-            if len(late) > 1:
-                float(late.pop(0))
-        jax.block_until_ready(params)
+        chosen = next(order)
+        params, state, rest, loss = update(params, state, rest, images[chosen], labels[chosen])
+        return params, loss
 
-    return run
+    return read_late(step)
 
 
-def comparisons(count: int) -> Steps:
-    """Programs in which ranks only compare, `count` times, which exchange they have reached."""
+def comparisons() -> Callable[[], None]:
+    """A program in which ranks only compare, COMPARISONS times, which exchange they have reached."""
     comm = world()
 
     @jax.jit
@@ -136,34 +144,13 @@ def comparisons(count: int) -> Steps:
             check_in_program(comm, "a comparison alone")
             return x + 1
 
-        return jax.lax.fori_loop(0, count, once, x)
+        return jax.lax.fori_loop(0, COMPARISONS, once, x)
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            compare(jnp.zeros(())).block_until_ready()
+    def run() -> None:
+        compare(jnp.zeros(())).block_until_ready()
         jax.effects_barrier()
 
     return run
-
-
-def share_of_comparisons(config: Experiment, pairs: int, steps: int) -> None:
-    """Time the trainer's step and comparisons in turns, on all ranks; rank 0 prints."""
-    count = 1000
-    runs = {"step": trainer(config), "comparison": comparisons(count)}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(pairs + 2):  # two to compile and settle
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run(steps if name == "step" else 1)
-            times[name].append((time.perf_counter() - begin) / (steps if name == "step" else count))
-    step_s, comparison_s = (np.array(values[2:]) for values in times.values())
-    share, low, high = middle(comparison_s / step_s)
-    if world().rank == 0:
-        print(
-            f"{config.model.name}, {world().size} workers, batch {BATCH} each, {pairs} pairs, {jax.default_backend()}"
-        )
-        print(f"a step {1e3 * np.median(step_s):.2f} ms, a comparison {1e6 * np.median(comparison_s):.1f} us")
-        print(f"share {100 * share:.3f} % ({100 * low:.3f} to {100 * high:.3f})")
 
 
 def epochs(examples: int) -> Iterator[np.ndarray]:
@@ -174,30 +161,40 @@ def epochs(examples: int) -> Iterator[np.ndarray]:
         yield from np.split(order[: examples // BATCH * BATCH], examples // BATCH)
 
 
+def share_of_comparisons(config: Experiment, options: argparse.Namespace) -> None:
+    """Time the trainer's step and comparisons in turns, on all ranks; rank 0 prints."""
+    runs = {"step": partial(trainer(config), options.steps), "comparison": comparisons()}
+    times = take_turns(runs, options.pairs, warm_up=2)
+    step_s, comparison_s = np.array(times["step"]) / options.steps, np.array(times["comparison"]) / COMPARISONS
+    if world().rank == 0:
+        where = f"{world().size} workers, batch {BATCH} each, {options.pairs} pairs, {jax.default_backend()}"
+        print(f"{config.model.name}, {where}")
+        print(f"a step {1e3 * np.median(step_s):.2f} ms, a comparison {1e6 * np.median(comparison_s):.1f} us")
+        print(f"share {interval(100 * comparison_s / step_s, 3, ' %')}")
+
+
+def ratio_to_hand(config: Experiment, options: argparse.Namespace) -> None:
+    """Time both loops in turns; print their ratio."""
+    runs = {"trainer": partial(trainer(config), options.steps), "by hand": partial(by_hand(config), options.steps)}
+    times = take_turns(runs, options.pairs, warm_up=2, swap=True)
+    trainer_s, hand_s = (np.array(values) / options.steps for values in times.values())
+    print(
+        f"{options.model}, batch {BATCH}, {options.pairs} pairs of {options.steps} steps, {jax.default_backend()}\n"
+        f"trainer {1e3 * np.median(trainer_s):.2f} ms, by hand {1e3 * np.median(hand_s):.2f} ms a step\n"
+        f"ratio {interval(trainer_s / hand_s, 3)}"
+    )
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", choices=["googlenet", "digits_cnn"], default="googlenet")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--comparison", action="store_true")
     options = parser.parse_args()
     prepare.prepare()
-    config = experiment(options.model)
-    if options.comparison:
-        return share_of_comparisons(config, options.pairs, options.steps)
-    runs = {"trainer": trainer(config), "by hand": by_hand(config)}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for pair in range(options.pairs + 2):  # two to compile and settle
-        for name, run in runs.items() if pair % 2 else reversed(runs.items()):
-            begin = time.perf_counter()
-            run(options.steps)
-            times[name].append((time.perf_counter() - begin) / options.steps)
-    trainer_s, hand_s = (np.array(values[2:]) for values in times.values())
-    ratio, low, high = middle(trainer_s / hand_s)
-    print(f"{options.model}, batch {BATCH}, {options.pairs} pairs of {options.steps} steps, {jax.default_backend()}")
-    print(f"trainer {1e3 * np.median(trainer_s):.2f} ms, by hand {1e3 * np.median(hand_s):.2f} ms a step")
-    print(f"ratio {ratio:.3f} ({low:.3f} to {high:.3f})")
+    (share_of_comparisons if options.comparison else ratio_to_hand)(experiment(options.model), options)
 
 
 if __name__ == "__main__":

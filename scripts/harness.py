@@ -1,0 +1,175 @@
+"""Harness of the programs in this folder: options, jobs of ranks, turns, intervals, tables and files.
+
+A measurement is a function of a program. `on_ranks` calls it in a job of its own, on ranks of this machine or on a
+rank a host of an emulated cluster, and returns the result of rank 0. Arguments and results are JSON.
+
+    def job(batch: int) -> dict[str, list[float]]:  # on every rank
+        return harness.take_turns({"ours": ..., "theirs": ...}, rounds=20, warm_up=2)
+
+    figures = harness.on_ranks(job, 32, ranks=4, rate="200mbit")
+
+Contenders take turns, round by round, so that a drift of the machine falls on all of them.
+"""
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxmpi.runtime import job_folder, launchers
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster; test suites take it for "skipped"
+K = TypeVar("K")
+T = TypeVar("T")
+Run = Callable[[], Any]
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Parser of a program's options; its help begins with the program's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+class JobFailed(SystemExit):
+    """A job ended with an error, whose message is above; with code 77 if there can be no emulated cluster."""
+
+
+def on_ranks(
+    job: Callable[..., T],
+    *arguments: Any,
+    ranks: int = 0,
+    rate: str = "",
+    slots: int = 1,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> T:
+    """Call a function of a program on every rank of a job; return rank 0's result.
+
+    Args:
+        job: function at the top of a file in this folder.
+        arguments: for it, such as JSON can hold.
+        ranks: of the job; 0 for a single process without MPI.
+        rate: of each host's link, such as `200mbit`: the ranks run on emulated hosts. Without it they run here.
+        slots: ranks of an emulated host.
+        env: variables of the job beyond this process's.
+        timeout_s: longest duration of the job.
+
+    Raises:
+        JobFailed: the job has ended with another code than 0.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        line = [*launcher(ranks, rate, slots), *call(job, *arguments, out=out)]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+        # A rank's words stand beside a program's tables, not among them.
+        ended = subprocess.run(
+            job_folder.over_leftovers(line), cwd=ROOT, env=environ, stdout=sys.stderr, timeout=timeout_s
+        )
+        if ended.returncode == NOT_PERMITTED and rate:
+            raise JobFailed(NOT_PERMITTED)
+        if ended.returncode:
+            raise JobFailed(f"the job {shown(job, arguments)} ended with code {ended.returncode}; its message is above")
+        return json.loads(out.read_text())
+
+
+def launcher(ranks: int, rate: str, slots: int) -> list[str]:
+    """Start of the line of a job, before the command of a rank."""
+    from jaxmpi.launch import command
+    from jaxmpi.runtime import affinity
+
+    if not ranks:
+        return []
+    if not rate:
+        return command.mpirun(command.Options(ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
+    cluster = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(ranks // slots)]
+    return [*cluster, "--slots", str(slots), "--rate", rate, "--", command.find("mpirun"), "-n", str(ranks)]
+
+
+def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull) -> list[str]:
+    """Command line that calls a function of a program, and writes its result on rank 0 to `out`."""
+    program = Path(inspect.getfile(job)).stem
+    return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, json.dumps(arguments), str(out)]
+
+
+def shown(job: Callable[..., Any], arguments: Iterable[Any]) -> str:
+    """A call as text."""
+    return f"{job.__name__}({', '.join(map(repr, arguments))})"
+
+
+# ---------------------------------------------------------------- figures
+
+
+def seconds(work: Run) -> float:
+    """Seconds of a call."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def take_turns(
+    runs: dict[K, Run], rounds: int, warm_up: int = 0, clock: Callable[[Run], Any] = seconds, swap: bool = False
+) -> dict[K, list[Any]]:
+    """Figures of runs that take turns, round by round.
+
+    Args:
+        runs: by name.
+        rounds: that count.
+        warm_up: rounds before them, in which programs compile and caches fill.
+        clock: calls a run and returns its figure.
+        swap: reverse the order in the first round, and in every other after it.
+    """
+    found: dict[K, list[Any]] = {name: [] for name in runs}
+    for turn in range(warm_up + rounds):
+        for name in reversed(runs) if swap and turn % 2 == 0 else runs:
+            found[name].append(clock(runs[name]))
+    return {name: figures[warm_up:] for name, figures in found.items()}
+
+
+def interval(values: Any, digits: int, unit: str = "") -> str:
+    """Median and its 95 % confidence interval."""
+    from jaxmpi.bench.results import middle
+
+    median, low, high = middle(values)
+    return f"{median:.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+# ---------------------------------------------------------------- results
+
+
+def row(cells: Iterable[object]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(headings: Sequence[str], rows: Iterable[Iterable[object]] = ()) -> str:
+    """A Markdown table; without rows its head alone, for rows that are printed one by one."""
+    return "\n".join([row(headings), "|" + "---|" * len(headings), *map(row, rows)])
+
+
+def save(file: Path | None, figures: Any) -> None:
+    """Write figures as JSON, if a file is named."""
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def main() -> None:
+    """Be a process of a job: call the function, and write rank 0's result."""
+    program, name, arguments, out = sys.argv[1:]
+    result = getattr(importlib.import_module(program), name)(*json.loads(arguments))
+    if launchers.my_rank() == 0:
+        Path(out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
