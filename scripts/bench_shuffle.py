@@ -12,20 +12,20 @@ slowest rank. The bare call moves the same bytes, contiguous already, and reuses
 import argparse
 import dataclasses
 import hashlib
-import io
 import itertools
-import json
 import os
+import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
+from bench_data import jpegs
 
 from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
@@ -34,7 +34,6 @@ from jaxmpi.data.sources.packed import INDEX, ROW, Manifest, shard_name, write_m
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep, message
 
 RECORD_BYTES = 110_000  # the mean of ImageNet's
-NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster
 
 
 # ---------------------------------------------------------------- shuffle
@@ -62,8 +61,9 @@ class Blobs:
         return np.frombuffer(self.encoded(index)[0], np.uint8), 0
 
 
-def run_job(options: argparse.Namespace) -> None:
-    """Be a rank: time both ways in turn, for each group; rank 0 writes seconds."""
+def time_shuffles(mb: float, rounds: int) -> list[dict[str, Any]]:
+    """Be a rank: seconds of both ways in turn, for each group."""
+    from jaxmpi.allreduce.autotune import slowest
     from jaxmpi.comm.control import MpiProcesses
     from jaxmpi.comm.topology import gather_workers
 
@@ -72,28 +72,19 @@ def run_job(options: argparse.Namespace) -> None:
     assert isinstance(control, MpiProcesses)
     rows = []
     for group in (d for d in range(1, control.size + 1) if control.size % d == 0):
-        source = Blobs(int(options.mb * 1e6))
+        source = Blobs(int(mb * 1e6))
         memory, _ = keep(source, Data(memory="partition", group_size=group), 0, control.size, True, workers)
         memory.begin(0, None)
         while memory.group is not None and not memory.shuffle_s:  # the shuffle to the first epoch
             time.sleep(0.0002)
         ours, bare = [], []
-        for epoch in range(options.rounds if group > 1 else 0):
+        for epoch in range(rounds if group > 1 else 0):
             ours.append(slowest(control, lambda memory=memory, epoch=epoch: wait_for_shuffle(memory, epoch)))
             bare.append(slowest(control, bare_alltoallv(memory, epoch)))
         memory.stop()
         held = sum(int(memory.source.lengths[r]) for r in memory.source.newest().records)
         rows.append({"group": group, "ours_s": ours, "bare_s": bare, "held_bytes": held})
-    if control.rank == 0:
-        options.file.write_text(json.dumps(rows))
-
-
-def slowest(control: Any, work: Callable[[], object]) -> float:
-    """Seconds until the last rank is done, after a common start."""
-    control.barrier()
-    begin = time.perf_counter()
-    work()
-    return max(control.allgather_object(time.perf_counter() - begin))
+    return rows
 
 
 def wait_for_shuffle(memory: MemoryShuffle, epoch: int) -> None:
@@ -124,45 +115,29 @@ def shuffle(options: argparse.Namespace) -> None:
     """A row for each number of ranks and size of group."""
     size = f"{options.mb:g} MB in records of {RECORD_BYTES / 1000:g} KB"
     print(f"{size}; medians of {options.rounds}, {os.cpu_count()} cores")
-    print("\n| ranks | group | MB a worker | shuffle s | bare Alltoallv s | bare / shuffle |")
-    print("|---|---|---|---|---|---|")
+    print("\n" + harness.table(("ranks", "group", "MB a worker", "shuffle s", "bare Alltoallv s", "bare / shuffle")))
+    env, rate = {"OMPI_MCA_mpi_yield_when_idle": "1"}, options.rate if options.hosts else ""
     for ranks in options.hosts or options.ranks:
-        for row in job(options, ranks):
+        for row in harness.on_ranks(time_shuffles, options.mb, options.rounds, ranks=ranks, rate=rate, env=env):
             ours, bare = (statistics.median(row[k]) if row[k] else 0.0 for k in ("ours_s", "bare_s"))
             ratio = statistics.median(b / a for a, b in zip(row["ours_s"], row["bare_s"], strict=True)) if ours else 0.0
-            shown = f"{ours:.3f} | {bare:.3f} | {ratio:.2f}" if ours else "indices only | - | -"
-            print(f"| {ranks} | {row['group']} | {row['held_bytes'] / 1e6:.1f} | {shown} |", flush=True)
-
-
-def job(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
-    """Results of a job of so many ranks."""
-    script = [sys.executable, __file__, "shuffle", "--mb", str(options.mb), "--rounds", str(options.rounds)]
-    cluster = [sys.executable, str(Path(__file__).parent / "cluster.py"), "--hosts", str(ranks), "--rate", options.rate]
-    here = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "times.json"
-        line = [*cluster, "--", "mpirun", "-n", str(ranks)] if options.hosts else here
-        env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMPI_MCA_mpi_yield_when_idle": "1"}
-        ended = subprocess.run([*line, *script, "--file", str(file)], env=env)
-        if ended.returncode:
-            raise SystemExit(ended.returncode)
-        return json.loads(file.read_text())
+            shown = [f"{ours:.3f}", f"{bare:.3f}", f"{ratio:.2f}"] if ours else ["indices only", "-", "-"]
+            print(harness.row([ranks, row["group"], f"{row['held_bytes'] / 1e6:.1f}", *shown]), flush=True)
 
 
 # ---------------------------------------------------------------- index
 
 
-OPEN = """
-import sys, time, resource
-import jax, jaxmpi
-jax.numpy.zeros(1).block_until_ready()
-from jaxmpi.config.data import Data
-from jaxmpi.data import open_source
-before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-source = open_source(Data(source="packed", dir=sys.argv[1]), "train")
-source[0] if len(source) < 10 else source.place(len(source) - 1)
-print(time.perf_counter() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000)
-"""
+def open_packed(folder: str) -> tuple[float, float]:
+    """Seconds, and MB beyond a JAX process, to open a data set."""
+    import jax
+
+    jax.numpy.zeros(1).block_until_ready()
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    source = open_source(Data(source="packed", dir=folder), "train")
+    source[0] if len(source) < 10 else source.place(len(source) - 1)  # type: ignore[attr-defined]
+    took_s = time.perf_counter() - begin
+    return took_s, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
 
 
 def index(options: argparse.Namespace) -> None:
@@ -182,42 +157,26 @@ def index(options: argparse.Namespace) -> None:
                 file.truncate(size_bytes)  # a hole: takes no room
         digest = hashlib.sha256(rows.tobytes()).hexdigest()
         write_manifest(place, Manifest(len(rows), 1000, (), shards, digest, {}))
-        ended = subprocess.run([sys.executable, "-c", OPEN, folder], capture_output=True, text=True, check=True)
-    seconds, megabytes = map(float, ended.stdout.split())
+        seconds, megabytes = harness.on_ranks(open_packed, folder)
     print(f"{len(rows):,} records in {len(shards)} shards open in {seconds:.2f} s with {megabytes:.0f} MB")
 
 
 # ---------------------------------------------------------------- sources
 
 
-def photographs(images: int) -> list[bytes]:
-    """JPEGs of 500 x 375 px and quality 90, cut from scikit-learn's two photographs."""
-    from PIL import Image
-    from sklearn.datasets import load_sample_images
-
-    rng, photos, blobs = np.random.default_rng(0), load_sample_images()["images"], []
-    for i in range(images):
-        top, left = rng.integers(0, 427 - 375 + 1), rng.integers(0, 640 - 500 + 1)
-        file = io.BytesIO()
-        Image.fromarray(photos[i % 2][top : top + 375, left : left + 500]).save(file, "JPEG", quality=90)
-        blobs.append(file.getvalue())
-    return blobs
-
-
 def sources(options: argparse.Namespace) -> None:
     """Images/s of batches of 224 px from each source, in turn; files are in the page cache."""
     with tempfile.TemporaryDirectory() as folder:
-        made = make_sources(Path(folder), photographs(options.images), options.latency_ms / 1000)
-        seconds: dict[str, list[float]] = {name: [] for name in made}
-        reading: dict[str, list[float]] = {name: [] for name in made}
-        for _ in range(options.rounds):
-            for name, (source, data) in made.items():
-                seconds[name].append(timed(lambda source=source, data=data: read_batches(source, data)))
-                reading[name].append(timed(lambda source=source: read_bytes(source)))
-    print("\n| source | images/s, batches of 224 px | images/s, compressed only |\n|---|---|---|")
+        made = make_sources(Path(folder), [blob for _, blob in jpegs(options.images)], options.latency_ms / 1000)
+        runs = {}
+        for name, (source, data) in made.items():
+            runs[name, "whole"] = partial(read_batches, source, data)
+            runs[name, "bare"] = partial(read_bytes, source)
+        seconds = harness.take_turns(runs, options.rounds)
+    print("\n" + harness.table(("source", "images/s, batches of 224 px", "images/s, compressed only")))
     for name in made:
-        whole, bare = (options.images / statistics.median(x[name]) for x in (seconds, reading))
-        print(f"| {name} | {whole:.0f} | {bare:.0f} |")
+        rates = [options.images / statistics.median(seconds[name, what]) for what in ("whole", "bare")]
+        print(harness.row([name, *map("{:.0f}".format, rates)]))
 
 
 class Far:
@@ -269,13 +228,6 @@ def make_sources(folder: Path, blobs: list[bytes], latency_s: float) -> dict[str
     }
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds of a call."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 def read_batches(source: Source, data: Data) -> None:
     """Read an epoch of batches."""
     with Loader(source, Sampler(len(source), 32), data, train=True, stop_step=len(source) // 32) as loader:
@@ -291,8 +243,8 @@ def read_bytes(source: Source) -> None:
 
 
 def main() -> None:
-    """Run one of the three; with --file: be a rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run one of the three."""
+    parser = harness.parser(__doc__)
     parser.add_argument("what", choices=["shuffle", "index", "sources"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="of this machine")
     parser.add_argument("--hosts", type=int, nargs="+", help="emulated ones, a rank each, instead of ranks")
@@ -302,10 +254,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=1_300_000, help="of the index")
     parser.add_argument("--latency-ms", type=float, default=10, help="of a read that takes longer")
     parser.add_argument("--images", type=int, default=400, help="of the sources")
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.file:
-        return run_job(options)
     {"shuffle": shuffle, "index": index, "sources": sources}[options.what](options)
 
 

@@ -9,16 +9,13 @@ that has returned freed memory; `kept` is after as many calls without that, with
 first exchange of single numbers (connections, code) do not count. The figure is that of the rank that grows most.
 """
 
-import argparse
 import ctypes
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import harness
+
 STRATEGIES = (
     *("shm", "ar", "asa32", "asa16", "asa8", "ring32", "ring16", "ring:8", "tree:32", "hier-ring32", "hier-ring16"),
     *("root:32", "pipering:32", "color4:32", "lowrank4", "topk1"),
@@ -65,49 +62,32 @@ def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     return used, kept
 
 
-def run_job(options: argparse.Namespace) -> None:
-    """Be a rank; rank 0 prints copies of the gradients."""
+def copies(strategy: str, tree: str) -> list[float]:
+    """Be a rank: copies of the gradients, used and kept, of the rank that grows most."""
     import jaxmpi
     from jaxmpi.bench.options import trees
     from jaxmpi.comm.control import processes
 
     jaxmpi.world()
-    shapes = list(trees([options.tree])[options.tree].values())
+    shapes = list(trees([tree])[tree].values())
     size_bytes = 4 * sum(map(math.prod, shapes))
-    mine = [grown_bytes / size_bytes for grown_bytes in grown(options.strategies[0], shapes)]
-    rows = processes().allgather_object(mine)
-    if processes().rank == 0:
-        print("copies", *map(max, zip(*rows, strict=True)))
-
-
-def measured(options: argparse.Namespace, strategy: str) -> tuple[float, float]:
-    """Copies of the gradients, used and kept, from a job of its own."""
-    line = ["mpirun", "-n", str(options.ranks), sys.executable, __file__, "--rank", "--tree", options.tree]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    env |= {"PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe"}
-    ended = subprocess.run([*line, "--strategies", strategy], env=env, capture_output=True, text=True, cwd=ROOT)
-    found = re.search(r"^copies (\S+) (\S+)$", ended.stdout, re.M)
-    if ended.returncode or found is None:
-        sys.exit(f"{strategy}: {ended.stdout}{ended.stderr}")
-    return float(found[1]), float(found[2])
+    mine = [grown_bytes / size_bytes for grown_bytes in grown(strategy, shapes)]
+    return [max(of_ranks) for of_ranks in zip(*processes().allgather_object(mine), strict=True)]
 
 
 def main() -> None:
     """Print a row per strategy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tree", default="alexnet", help="whose gradients, see `jaxmpi models`")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank:
-        return run_job(options)
-    print(f"{options.ranks} ranks, gradients of {options.tree}; goal {GOAL:g} K")
-    print("\n| strategy | used | kept |\n|---|---|---|")
+    print(f"{options.ranks} ranks, gradients of {options.tree}; goal {GOAL:g} K\n")
+    print(harness.table(("strategy", "used", "kept")))
+    env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
     for strategy in options.strategies:
-        used, kept = measured(options, strategy)
-        print(f"| `{strategy}` | {used:.2f} | {kept:.2f} |", flush=True)
-    return None
+        used, kept = harness.on_ranks(copies, strategy, options.tree, ranks=options.ranks, env=env)
+        print(harness.row([f"`{strategy}`", f"{used:.2f}", f"{kept:.2f}"]), flush=True)
 
 
 if __name__ == "__main__":

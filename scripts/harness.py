@@ -99,7 +99,14 @@ def launcher(ranks: int, rate: str, slots: int) -> list[str]:
 def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull) -> list[str]:
     """Command line that calls a function of a program, and writes its result on rank 0 to `out`."""
     program = Path(inspect.getfile(job)).stem
-    return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, json.dumps(arguments), str(out)]
+    return [
+        sys.executable,
+        str(ROOT / "scripts" / "harness.py"),
+        program,
+        job.__name__,
+        json.dumps(arguments),
+        str(out),
+    ]
 
 
 def shown(job: Callable[..., Any], arguments: Iterable[Any]) -> str:
