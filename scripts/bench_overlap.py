@@ -11,12 +11,10 @@ while both run; that is the bound. Hidden is (compute + exchange - step) / (comp
 
 import argparse
 import importlib.util
-import json
+import math
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import numpy as np
 from cluster import FRAME_PAYLOAD, bits_per_s
 
@@ -32,7 +31,6 @@ CLASSES, PIXELS, LR = 10, 32, 0.01
 BUCKET_BYTES = 1 << 20  # of all contenders that have buckets
 WARM_UP = 2  # steps not counted
 IN_A_ROW = 6  # steps without a pause if one step's exchange continues in the next
-NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster
 
 
 class Timed(NamedTuple):
@@ -174,13 +172,11 @@ def with_psum(batch: int) -> Timed:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from jaxmpi.comm.control import processes
+    from jaxmpi.bench.baselines import connect_jax
 
-    control = processes()
+    control = harness.control()
     if not jax.distributed.is_initialized():
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        address = control.bcast(np.frombuffer(f"{node_address()}:{29400}".ljust(64).encode(), np.uint8))
-        jax.distributed.initialize(address.tobytes().decode().strip(), control.size, control.rank)
+        connect_jax(control)
     mesh = jax.make_mesh((control.size,), ("workers",))
     gradients, descend, init = in_jax()
 
@@ -213,25 +209,18 @@ def with_psum(batch: int) -> Timed:
     return Timed(compute, lambda: jax.block_until_ready(exchange(params)), run, lambda: float("nan"), float(loss))
 
 
-def node_address() -> str:
-    """Address of this host's network card."""
-    out = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True)
-    return out.stdout.split()[0]
-
-
 def with_ddp(batch: int) -> Timed:
     """PyTorch's DistributedDataParallel over gloo, buckets as big as ours."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
     import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
     from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # not installed by default
 
-    from jaxmpi.comm.control import processes
+    from jaxmpi.bench.baselines import connect_torch
 
-    control = processes()
+    control = harness.control()
     torch.set_num_threads(1)
     if not dist.is_initialized():
-        address = control.bcast(np.frombuffer(node_address().ljust(64).encode(), np.uint8)).tobytes().decode().strip()
-        dist.init_process_group("gloo", f"tcp://{address}:29500", rank=control.rank, world_size=control.size)
+        connect_torch(control)
     images, labels = batch_of(control.rank, batch)
     data = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), torch.from_numpy(labels.astype(np.int64))
     nets = [torch_net(), DistributedDataParallel(torch_net(), bucket_cap_mb=BUCKET_BYTES / 2**20)]
@@ -288,17 +277,14 @@ CONTENDERS: dict[str, Callable[[int], Timed]] = {
     "PyTorch DDP": with_ddp,
 }
 
-NEEDED = {"PyTorch DDP": "torch"}  # modules that may be absent
-
-
 # ---------------------------------------------------------------- inside a job
 
 
-def run_job(name: str, batches: list[int], steps: int, file: Path) -> None:
-    """Time a contender with each batch; FILE holds the seconds."""
-    from jaxmpi.comm.control import processes
+def time_contender(name: str, batches: list[int], steps: int) -> list[dict[str, Any]]:
+    """Be a rank: time a contender with each batch; return seconds of the slowest rank."""
+    from jaxmpi.allreduce.autotune import slowest
 
-    control, results = processes(), []
+    control, results = harness.control(), []
     for batch in batches:
         timed = CONTENDERS[name](batch)
         seconds: dict[str, list[float]] = {"compute": [], "exchange": [], "step": [], "first": []}
@@ -310,55 +296,29 @@ def run_job(name: str, batches: list[int], steps: int, file: Path) -> None:
             seconds["first"].append(max(control.allgather_object(first_s)))
             seconds["step"][-1] /= timed.steps
         results.append({"batch": batch, "loss": timed.loss} | {k: v[WARM_UP:] for k, v in seconds.items()})
-    if control.rank == 0:
-        file.write_text(json.dumps(results))
-
-
-def slowest(control: Any, run: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank; all begin together."""
-    control.barrier()
-    begin = time.perf_counter()
-    run()
-    return max(control.allgather_object(time.perf_counter() - begin))
+    return results
 
 
 # ---------------------------------------------------------------- outside
 
 
-class Bench(NamedTuple):
-    """Sizes of the measurement, and the cluster's command line."""
-
-    cluster: list[str]  # the beginning of the line that runs a job
-    folder: Path
-    steps: int
-
-    def run(self, name: str, batches: list[int]) -> list[dict[str, Any]]:
-        """One job of a contender; seconds by batch."""
-        file = self.folder / "times.json"
-        script = [sys.executable, __file__, "--job", name, "--file", str(file), "--steps", str(self.steps)]
-        job = subprocess.run([*self.cluster, *script, "--batches", *map(str, batches)], env=self.environment())
-        if job.returncode == NOT_PERMITTED:
-            raise SystemExit(NOT_PERMITTED)
-        if job.returncode:
-            raise SystemExit(f"the job of {name} failed")
-        return json.loads(file.read_text())
-
-    def environment(self) -> dict[str, str]:
-        """One session folder a run, and this project on the path."""
-        root = str(Path(__file__).parent.parent)
-        return os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+def job(name: str, batches: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One job of a contender on the cluster; seconds by batch."""
+    print(name, file=sys.stderr, flush=True)
+    cluster = {"ranks": options.hosts, "rate": options.rate, "env": {"OMP_NUM_THREADS": "1"}}
+    return harness.on_ranks(time_contender, name, batches, options.steps, **cluster)
 
 
-def batches_for(bench: Bench, name: str, ratios: list[float]) -> list[int]:
+def batches_for(options: argparse.Namespace) -> list[int]:
     """The batch for each exchange / compute, from the times of two other batches."""
-    small, big = bench.run(name, [8, 24])
+    small, big = job(options.contenders[0], [8, 24], options)
     a, b = (statistics.median(times["compute"]) for times in (small, big))
     exchange = statistics.median(small["exchange"] + big["exchange"])
     per_image = (b - a) / 16
-    return [max(1, round((exchange / ratio - a) / per_image + 8)) for ratio in ratios]
+    return [max(1, round((exchange / ratio - a) / per_image + 8)) for ratio in options.ratios]
 
 
-def row(times: dict[str, Any], late: bool) -> dict[str, float]:
+def figures(times: dict[str, Any], late: bool) -> dict[str, float]:
     """Medians of one job, and the figures derived from them."""
     compute, exchange, step, first = (statistics.median(times[k]) for k in ("compute", "exchange", "step", "first"))
     known = {"compute": compute, "exchange": exchange, "t_first": first, "step": step}
@@ -367,63 +327,20 @@ def row(times: dict[str, Any], late: bool) -> dict[str, float]:
     return known | {"ratio": exchange / compute, "step / bound": step / bound, "hidden": hidden}
 
 
-def show(results: dict[str, list[list[dict[str, float]]]], batches: list[int]) -> None:
-    """Print a table per batch; medians over rounds, with the smallest and the largest."""
-    for i, batch in enumerate(batches):
-        print(f"\nbatch {batch} a rank\n")
-        print("| | compute s | exchange s | exchange / compute | t_first s | step s | step / bound | hidden |")
-        print("|---|---|---|---|---|---|---|---|")
-        for name, rounds in results.items():
-            columns = {key: [rows[i][key] for rows in rounds] for key in rounds[0][i]}
-            cell = {key: f"{statistics.median(values):.3f}" for key, values in columns.items()}
-            spread = {
-                k: f"{cell[k]} ({min(v):.2f}-{max(v):.2f})"
-                for k, v in columns.items()
-                if k in ("step / bound", "hidden")
-            }
-            cell |= spread
-            keys = ("compute", "exchange", "ratio", "t_first", "step", "step / bound", "hidden")
-            print(f"| {name} | " + " | ".join("-" if cell[k].startswith("nan") else cell[k] for k in keys) + " |")
-
-
-def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Measure all contenders in turn."""
-    cluster = [sys.executable, str(Path(__file__).parent / "cluster.py"), "--hosts", str(options.hosts)]
-    line = [*cluster, "--rate", options.rate, "--", "mpirun", "-n", str(options.hosts)]
-    bench = Bench(line, folder, options.steps)
-    batches = options.batches or batches_for(bench, options.contenders[0], options.ratios)
-    contenders = [name for name in options.contenders if is_here(name)]
-    results: dict[str, list[list[dict[str, float]]]] = {name: [] for name in contenders}
-    losses = set()
-    for turn in range(options.rounds):
-        for name in contenders:
-            jobs = bench.run(name, batches)
-            results[name].append([row(times, "late" in name) for times in jobs])
-            losses.add(f"{jobs[0]['loss']:.3f}")
-            print(f"round {turn + 1}, {name}", file=sys.stderr)
-    size_bytes = sum(x.nbytes for x in params_of_all().values())
-    limit_s = 2 * (options.hosts - 1) / options.hosts * 8 * size_bytes / (FRAME_PAYLOAD * bits_per_s(options.rate))
-    print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores, {size_bytes / 1e6:.1f} MB of gradients")
-    print(f"limit of the links for 32 bits: {limit_s:.3f} s")
-    print(f"loss of the first step, all contenders: {', '.join(sorted(losses))}")
-    show(results, batches)
-    if options.json:
-        facts = {"hosts": options.hosts, "rate": options.rate, "size_bytes": size_bytes, "limit_s": limit_s}
-        options.json.write_text(json.dumps({**facts, "batches": batches, "results": results}, indent=2) + "\n")
-
-
-def is_here(name: str) -> bool:
-    """Return True if a contender can take part; print a line if not."""
-    module = NEEDED.get(name)
-    absent = module is not None and importlib.util.find_spec(module) is None
-    if absent:
-        print(f"{name} is left out: {module} cannot be imported", file=sys.stderr)
-    return not absent
+def row(name: str, rounds: list[dict[str, float]]) -> list[str]:
+    """Cells of a contender: medians over rounds, of the last two with the smallest and the largest."""
+    cells = [name]
+    for key in ("compute", "exchange", "ratio", "t_first", "step", "step / bound", "hidden"):
+        values = [of_round[key] for of_round in rounds]
+        spread = f" ({min(values):.2f}-{max(values):.2f})" if key in ("step / bound", "hidden") else ""
+        median = statistics.median(values)
+        cells.append("-" if math.isnan(median) else f"{median:.3f}{spread}")
+    return cells
 
 
 def main() -> None:
-    """Without --job: start the jobs and print. With it: be a rank of one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure all contenders in turn, and print a table for each batch."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="200mbit", help="of each host's link")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="exchange / compute")
@@ -432,13 +349,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=7, help="of each kind in a job")
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--job", choices=list(CONTENDERS), help=argparse.SUPPRESS)
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job:
-        return run_job(options.job, options.batches, options.steps, options.file)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(options, Path(folder))
+    batches = options.batches or batches_for(options)
+    runs = {name: partial(job, name, batches, options) for name in options.contenders if is_here(name)}
+    times = harness.take_turns(runs, options.rounds, clock=harness.result)
+    losses = {f"{of_round[0]['loss']:.3f}" for rounds in times.values() for of_round in rounds}
+    results = {
+        name: [[figures(of_batch, "late" in name) for of_batch in of_round] for of_round in rounds]
+        for name, rounds in times.items()
+    }
+    size_bytes = sum(x.nbytes for x in params_of_all().values())
+    limit_s = 2 * (options.hosts - 1) / options.hosts * 8 * size_bytes / (FRAME_PAYLOAD * bits_per_s(options.rate))
+    print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores, {size_bytes / 1e6:.1f} MB of gradients")
+    print(f"limit of the links for 32 bits: {limit_s:.3f} s")
+    print(f"loss of the first step, all contenders: {', '.join(sorted(losses))}")
+    headings = ("", "compute s", "exchange s", "exchange / compute", "t_first s", "step s", "step / bound", "hidden")
+    for i, batch in enumerate(batches):
+        rows = [row(name, [of_round[i] for of_round in rounds]) for name, rounds in results.items()]
+        print(f"\nbatch {batch} a rank\n\n{harness.table(headings, rows)}")
+    facts = {"hosts": options.hosts, "rate": options.rate, "size_bytes": size_bytes, "limit_s": limit_s}
+    harness.save(options.json, {**facts, "batches": batches, "results": results})
+
+
+def is_here(name: str) -> bool:
+    """Return True if a contender can take part; print a line if not."""
+    absent = name == "PyTorch DDP" and importlib.util.find_spec("torch") is None
+    if absent:
+        print(f"{name} is left out: torch cannot be imported", file=sys.stderr)
+    return not absent
 
 
 if __name__ == "__main__":

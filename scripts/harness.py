@@ -22,9 +22,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxmpi.runtime import job_folder, launchers
+
+if TYPE_CHECKING:
+    from jaxmpi.comm.control import MpiProcesses
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster; test suites take it for "skipped"
@@ -79,7 +82,7 @@ def on_ranks(
         if ended.returncode == NOT_PERMITTED and rate:
             raise JobFailed(NOT_PERMITTED)
         if ended.returncode:
-            raise JobFailed(f"the job {shown(job, arguments)} ended with code {ended.returncode}; its message is above")
+            raise JobFailed(f"{job.__name__}{arguments} ended with code {ended.returncode}; its message is above")
         return json.loads(out.read_text())
 
 
@@ -98,20 +101,17 @@ def launcher(ranks: int, rate: str, slots: int) -> list[str]:
 
 def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull) -> list[str]:
     """Command line that calls a function of a program, and writes its result on rank 0 to `out`."""
-    program = Path(inspect.getfile(job)).stem
-    return [
-        sys.executable,
-        str(ROOT / "scripts" / "harness.py"),
-        program,
-        job.__name__,
-        json.dumps(arguments),
-        str(out),
-    ]
+    program, asked = Path(inspect.getfile(job)).stem, json.dumps(arguments)
+    return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, asked, str(out)]
 
 
-def shown(job: Callable[..., Any], arguments: Iterable[Any]) -> str:
-    """A call as text."""
-    return f"{job.__name__}({', '.join(map(repr, arguments))})"
+def control() -> "MpiProcesses":
+    """The control plane of the ranks of a job of several; called by one of them."""
+    from jaxmpi.comm.control import MpiProcesses, processes
+
+    mine = processes()
+    assert isinstance(mine, MpiProcesses)
+    return mine
 
 
 # ---------------------------------------------------------------- figures
@@ -122,6 +122,11 @@ def seconds(work: Run) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
+
+
+def result(work: Run) -> Any:
+    """Result of a call: the clock of runs that return their own figure."""
+    return work()
 
 
 def take_turns(
