@@ -20,17 +20,16 @@ epochs   the time of whole epochs with each format, beside that with the folder:
 import argparse
 import importlib.util
 import io
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
@@ -292,35 +291,35 @@ def measure(counts: Iterator[int], seconds: float) -> float:
     return images / took
 
 
+def images_per_s(name: str, folder: str, cores: list[int], seconds: float) -> float:
+    """Be a contender, pinned to one core with all its processes."""
+    os.sched_setaffinity(0, {cores[0]})
+    contender = CONTENDERS[name] if name in CONTENDERS else jaxmpi(*FORMATS[name])
+    return measure(contender(Path(folder)), seconds)
+
+
+def job(function: Callable[..., Any], *arguments: Any, folder: Path, options: argparse.Namespace) -> Any:
+    """Call a function in a process of its own; return its result."""
+    return harness.on_ranks(function, *arguments, str(folder), options.cores, options.seconds, timeout_s=300)
+
+
 def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Images/s: medians of jobs that take turns."""
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(options.rounds):
-        for name in names:
-            found[name].append(job("--run", name, folder=folder, options=options))
+    runs = {name: partial(job, images_per_s, name, folder=folder, options=options) for name in names}
+    found = harness.take_turns(runs, options.rounds, clock=harness.result)
     return {name: statistics.median(values) for name, values in found.items()}
-
-
-def job(*arguments: str, folder: Path, options: argparse.Namespace) -> Any:
-    """Run a separate process; return its output."""
-    cores = map(str, options.cores)
-    line = [sys.executable, __file__, *arguments, "--folder", str(folder), "--seconds", str(options.seconds)]
-    ended = subprocess.run([*line, "--cores", *cores], capture_output=True, text=True, timeout=300)
-    if ended.returncode:
-        sys.exit(f"{arguments}: {ended.stderr[-3000:]}")
-    return json.loads(ended.stdout.splitlines()[-1])
 
 
 # ---------------------------------------------------------------- steps
 
 
-def apart(formats: Sequence[tuple[str, str]], folder: Path, options: argparse.Namespace) -> list[Any]:
+def apart(formats: Sequence[tuple[str, str]], folder: str, cores: list[int]) -> list[Any]:
     """Start loaders on the last core, with this thread on the first."""
-    os.sched_setaffinity(0, {options.cores[-1]})
-    loaders = [jaxmpi_loader(source, folder, kind) for source, kind in formats]
+    os.sched_setaffinity(0, {cores[-1]})
+    loaders = [jaxmpi_loader(source, Path(folder), kind) for source, kind in formats]
     for loader in loaders:
         next(loader)
-    os.sched_setaffinity(0, {options.cores[0]})  # loaders stay on the last core
+    os.sched_setaffinity(0, {cores[0]})  # loaders stay on the last core
     return loaders
 
 
@@ -336,14 +335,14 @@ def walk(loader: Any, number: int, compute_s: float) -> tuple[float, float]:
     return (time.perf_counter() - begin) / number, (loader.wait_s - waited_s) / number
 
 
-def steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
+def steps(folder: str, cores: list[int], seconds: float) -> list[dict[str, float]]:
     """Wait share, and step / max(load, compute), by the ratio of computing to loading."""
-    (loader,) = apart([("imagefolder", "processes")], folder, options)
-    load_s = BATCH / measure((len(batch.image) for batch in loader), options.seconds)
+    (loader,) = apart([("imagefolder", "processes")], folder, cores)
+    load_s = BATCH / measure((len(batch.image) for batch in loader), seconds)
     found = []
     for ratio in (0.5, 0.9, 1.1, 1.5, 2.0):
         compute_s = ratio * load_s
-        number = max(int(2 * options.seconds / max(load_s, compute_s)), 8)
+        number = max(int(2 * seconds / max(load_s, compute_s)), 8)
         step_s, waited_s = walk(loader, number, compute_s)
         bound_s = max(load_s, compute_s)
         found.append({"compute / load": ratio, "wait share": waited_s / step_s, "step / bound": step_s / bound_s})
@@ -351,29 +350,26 @@ def steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
     return found
 
 
-def epochs(folder: Path, options: argparse.Namespace) -> list[list[float]]:
+def epochs(folder: str, cores: list[int], seconds: float) -> list[list[float]]:
     """Seconds of an epoch by format, for each of COMPUTE."""
-    loaders = apart(list(FORMATS.values()), folder, options)
-    steps_each = len(files(folder)) // BATCH
+    loaders = apart(list(FORMATS.values()), folder, cores)
+    steps_each = len(files(Path(folder))) // BATCH
     load_s, _ = walk(loaders[0], EPOCHS * steps_each, 0.0)
     return [[steps_each * walk(loader, EPOCHS * steps_each, c * load_s)[0] for c in COMPUTE] for loader in loaders]
 
 
-def normalise_ms() -> float:
+def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     """Milliseconds to turn a u8 batch into normalised floats, in a jit on the CPU."""
     import jax
 
     from jaxmpi.config.data import Data
     from jaxmpi.trainer.step import normalise
 
+    os.sched_setaffinity(0, {cores[0]})
     data = Data(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     batch, function = np.zeros((BATCH, PX, PX, 3), np.uint8), jax.jit(lambda x: normalise(x, data))
-    times = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        function(batch).block_until_ready()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times) * 1e3
+    times = harness.take_turns({"jit": lambda: function(batch).block_until_ready()}, 20)
+    return statistics.median(times["jit"]) * 1e3
 
 
 # ---------------------------------------------------------------- all parts
@@ -381,36 +377,19 @@ def normalise_ms() -> float:
 
 def main() -> None:
     """Run the requested parts, and print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--part", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--only", nargs="*", default=[], help="contenders; all if none is named")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--cores", type=int, nargs="*", default=sorted(os.sched_getaffinity(0))[:2])
-    parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
-        return run_one(options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, options.images, bool({"formats", "epochs"} & set(options.part)))
         for part in options.part:
             PARTS[part](folder, options)
-
-
-def run_one(options: argparse.Namespace) -> None:
-    """Run one job."""
-    if options.run in WHOLE:
-        return print(json.dumps(WHOLE[options.run](options.folder, options)))
-    if options.run == "normalise":
-        os.sched_setaffinity(0, {options.cores[0]})
-        return print(json.dumps(normalise_ms()))
-    os.sched_setaffinity(0, {options.cores[0]})
-    contender = CONTENDERS[options.run] if options.run in CONTENDERS else jaxmpi(*FORMATS[options.run])
-    print(json.dumps(measure(contender(options.folder), options.seconds)), flush=True)
-    os._exit(0)
 
 
 def show_peers(folder: Path, options: argparse.Namespace) -> None:
@@ -423,7 +402,7 @@ def show_peers(folder: Path, options: argparse.Namespace) -> None:
     print(f"{'peers':26} {'images/s':>9} {'of bare':>8} {'of best other':>14}")
     for name, rate in sorted(found.items(), key=lambda item: -item[1]):
         print(f"{name:26} {rate:9.0f} {ratio(rate, found.get('bare')):>8} {ratio(rate, max(others, default=None)):>14}")
-    print(f"normalising {BATCH} images in a step: {job('--run', 'normalise', folder=folder, options=options):.1f} ms")
+    print(f"normalising {BATCH} images in a step: {job(normalise_ms, folder=folder, options=options):.1f} ms")
 
 
 def ratio(rate: float, of: float | None) -> str:
@@ -441,7 +420,7 @@ def show_formats(folder: Path, options: argparse.Namespace) -> None:
 
 def show_steps(folder: Path, options: argparse.Namespace) -> None:
     """Print the share of waiting."""
-    runs = [job("--run", "steps", folder=folder, options=options) for _ in range(options.rounds)]
+    runs = [job(steps, folder=folder, options=options) for _ in range(options.rounds)]
     print(f"{'compute / load':26} {'wait share':>11} {'step / max(load, compute)':>26}")
     for rows in zip(*runs, strict=True):
         waits, bounds = ([row[key] for row in rows] for key in ("wait share", "step / bound"))
@@ -450,14 +429,13 @@ def show_steps(folder: Path, options: argparse.Namespace) -> None:
 
 def show_epochs(folder: Path, options: argparse.Namespace) -> None:
     """Print the time of an epoch with each format."""
-    runs = [job("--run", "epochs", folder=folder, options=options) for _ in range(options.rounds)]
+    runs = [job(epochs, folder=folder, options=options) for _ in range(options.rounds)]
     found = np.median(np.array(runs), axis=0)
     print(f"{'epoch, to that from the folder':32}" + "".join(f"compute {c:<9}" for c in COMPUTE))
     for name, row, ratios in zip(FORMATS, found, found / found[0], strict=True):
         print(f"{name:32}" + "".join(f"{r:.2f} ({s:.2f} s)    " for r, s in zip(ratios, row, strict=True)))
 
 
-WHOLE = {"steps": steps, "epochs": epochs}
 PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps, "epochs": show_epochs}
 
 if __name__ == "__main__":

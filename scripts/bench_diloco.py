@@ -19,17 +19,17 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import jax
 import numpy as np
 
+from jaxmpi.bench.baselines import connect_torch
 from jaxmpi.comm.topology import Workers, gather_workers, put
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
@@ -37,20 +37,15 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.launch import command
-from jaxmpi.runtime import affinity, failures
+from jaxmpi.runtime import failures
 from jaxmpi.trainer import build
 from models.gpt import EPS, gpt, gpt_tiny
 
-HERE = Path(__file__).resolve().parent
-NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster
 DECAY = 0.1
 HELD_OUT = 4  # batches of an evaluation
 MOST = 4  # times as many steps as ring32, after which a contender stops
-Losses = dict[str, float]  # held out, by step
-
-
 PARTS = ("losses", "seconds")
+Losses = dict[str, float]  # held out, by step
 
 
 class Contender(NamedTuple):
@@ -138,15 +133,10 @@ def ours(config: Experiment, workers: Workers, plan: build.TrainingPlan) -> Trai
 def ddp(config: Experiment, workers: Workers, plan: build.TrainingPlan, hook: str) -> Trainee:
     """The same model, params, AdamW and rates in PyTorch, under DistributedDataParallel over gloo."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
-    import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
     from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # see above
 
-    control = workers.processes
     torch.set_num_threads(1)
-    address = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True).stdout.split()
-    mine = np.frombuffer((address or ["127.0.0.1"])[0].ljust(64).encode(), np.uint8)
-    address = control.bcast(mine).tobytes().decode().strip()
-    dist.init_process_group("gloo", f"tcp://{address}:29511", rank=control.rank, world_size=control.size)
+    connect_torch(harness.control())
     functions = build.build_functions(config, workers, plan)
     start = build.initial_states(config, workers, functions.rule)[workers.mine[0]].params
     net = torch_gpt(start, heads=2 if "tiny" in config.model.name else 6)
@@ -226,12 +216,16 @@ def torch_gpt(params: Any, heads: int) -> Any:
     return Gpt()
 
 
-def run_job(name: str, sizes: Sizes, seed: int, steps: int, goal: float | None, file: Path) -> None:
-    """Be a rank: train; FILE holds seconds of every step, and held-out losses by step until one is at the goal."""
+def train(name: str, fields: dict[str, Any], seed: int, steps: int, goal: float | None) -> dict[str, Any]:
+    """Be a rank: train; return seconds of every step, and held-out losses by step until one is at the goal.
+
+    Without a goal nothing is evaluated.
+    """
     workers = gather_workers(1)
     control, contender = workers.processes, CONTENDERS[name]
     if goal is not None and contender.strategy == "ring32" and not contender.hook:
         contender = contender._replace(strategy="shm")  # the same sums but for rounding, sooner
+    sizes = Sizes(**fields)
     config = recipe(contender, sizes, seed)
     seconds: list[float] = []
     losses: dict[int, float] = {}
@@ -253,8 +247,7 @@ def run_job(name: str, sizes: Sizes, seed: int, steps: int, goal: float | None, 
             if goal is not None:
                 losses[steps] = mean_loss(made, held_out, workers)
         control.barrier()
-    if control.rank == 0:
-        file.write_text(json.dumps({"seconds": seconds, "losses": losses}))
+    return {"seconds": seconds, "losses": losses}
 
 
 def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) -> float:
@@ -263,18 +256,6 @@ def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) ->
 
 
 # ---------------------------------------------------------------- outside
-
-
-def job(line: list[str], name: str, sizes: Sizes, seed: int, steps: int, goal: float | None) -> dict[str, Any]:
-    """Run a job; return the results of its rank 0. Without a goal nothing is evaluated."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
-        what = json.dumps([name, sizes._asdict(), seed, steps, goal, str(file)])
-        environ = os.environ | {"PYTHONPATH": str(HERE.parent), "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run([*line, sys.executable, __file__, "--job", what], env=environ)
-        if ended.returncode:
-            raise SystemExit(NOT_PERMITTED if ended.returncode == NOT_PERMITTED else f"the job of {name} failed")
-        return json.loads(file.read_text())
 
 
 def step_s(name: str, pieces: list[list[float]], sizes: Sizes) -> float:
@@ -305,30 +286,28 @@ class Found(NamedTuple):
 def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Found]:
     """Measure losses on this host, then seconds of steps on the cluster; keep the results in --json."""
     results = {name: Found({}, []) for name in options.contenders} | kept(options.json, sizes)
+
+    def run(name: str, seed: str, steps: int, goal: float | None, rate: str) -> dict[str, Any]:
+        asked, env = (name, sizes._asdict(), int(seed), steps, goal), {"OMP_NUM_THREADS": "1"}
+        return harness.on_ranks(train, *asked, ranks=options.hosts, rate=rate, env=env)
+
     if "losses" in options.part:
         in_order = sorted(options.contenders, key="ring32".__ne__)  # first, because it sets the goal
         for seed, name in itertools.product(map(str, range(options.seeds)), in_order):
-            if name != "none" and seed not in results[name].losses:
-                record(options, sizes, name, seed, results)
-                keep(options.json, sizes, results)
+            if name == "none" or seed in results[name].losses:
+                continue
+            is_first = name == "ring32"
+            goal = 0.0 if is_first else results["ring32"].losses[seed][str(sizes.steps)]
+            losses = run(name, seed, sizes.steps * (1 if is_first else MOST), goal, rate="")["losses"]
+            print(f"{name}, seed {seed}: {max(map(int, losses))} steps", file=sys.stderr, flush=True)
+            results[name].losses[seed] = losses
+            keep(options.json, sizes, results)
     if "seconds" in options.part:
-        cluster = [sys.executable, str(HERE / "cluster.py"), "--hosts", str(options.hosts), "--rate", options.rate]
-        line = [*cluster, "--", "mpirun", "-n", str(options.hosts)]
         for name in options.contenders:
             steps = 2 * sizes.period if CONTENDERS[name].rule == "diloco" else options.timed
-            results[name].seconds.append(job(line, name, sizes, 0, 1 + steps, None)["seconds"])
+            results[name].seconds.append(run(name, "0", 1 + steps, None, options.rate)["seconds"])
             keep(options.json, sizes, results)
     return results
-
-
-def record(options: argparse.Namespace, sizes: Sizes, name: str, seed: str, results: dict[str, Found]) -> None:
-    """Record losses of a contender, as far as the goal."""
-    line = command.mpirun(command.Options(options.hosts, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
-    is_first = name == "ring32"
-    goal = 0.0 if is_first else results["ring32"].losses[seed][str(sizes.steps)]
-    ended = job(line, name, sizes, int(seed), sizes.steps * (1 if is_first else MOST), goal)
-    results[name].losses[seed] = ended["losses"]
-    print(f"{name}, seed {seed}: {max(map(int, ended['losses']))} steps", file=sys.stderr, flush=True)
 
 
 def kept(file: Path | None, sizes: Sizes) -> dict[str, Found]:
@@ -347,9 +326,8 @@ def kept(file: Path | None, sizes: Sizes) -> dict[str, Found]:
 
 def keep(file: Path | None, sizes: Sizes, results: dict[str, Found]) -> None:
     """Write all figures so far."""
-    if file is not None:
-        figures = {name: found._asdict() for name, found in results.items()}
-        file.write_text(json.dumps({"sizes": sizes._asdict(), "results": figures}, indent=2) + "\n")
+    figures = {name: found._asdict() for name, found in results.items()}
+    harness.save(file, {"sizes": sizes._asdict(), "results": figures})
 
 
 def table(results: dict[str, Found], sizes: Sizes) -> str:
@@ -357,24 +335,17 @@ def table(results: dict[str, Found], sizes: Sizes) -> str:
     seconds = {name: step_s(name, found.seconds, sizes) for name, found in results.items() if found.seconds}
     goals = {seed: losses[str(sizes.steps)] for seed, losses in results["ring32"].losses.items()}
     compute = seconds.get("none", math.nan)
-    lines = [
-        f"goal: ring32's held-out loss after {sizes.steps} steps: {', '.join(map('{:.4f}'.format, goals.values()))}"
-    ]
-    lines += ["", "| contender | s a step | compute | steps to the goal | s to the goal | of ring32's |"]
-    lines += ["|---|---|---|---|---|---|"]
+    rows = []
     for name, found in results.items():
         if not found.losses or name not in seconds:
             continue
         steps = [steps_to(goals[seed], losses) for seed, losses in found.losses.items()]
         shares = [n * seconds[name] / (sizes.steps * seconds["ring32"]) for n in steps]
-        cells = [
-            f"{seconds[name]:.3f}",
-            f"{100 * compute / seconds[name]:.0f} %",
-            spread(steps, 0),
-            spread([n * seconds[name] for n in steps], 0),
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} | {spread(shares, 3)} |")
-    return "\n".join(lines)
+        rows.append([name, f"{seconds[name]:.3f}", f"{100 * compute / seconds[name]:.0f} %", spread(steps, 0)])
+        rows[-1] += [spread([n * seconds[name] for n in steps], 0), spread(shares, 3)]
+    goal = ", ".join(map("{:.4f}".format, goals.values()))
+    headings = ("contender", "s a step", "compute", "steps to the goal", "s to the goal", "of ring32's")
+    return f"goal: ring32's held-out loss after {sizes.steps} steps: {goal}\n\n{harness.table(headings, rows)}"
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -384,8 +355,8 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def main() -> None:
-    """Without --job: start the jobs and print. With it: be a rank of one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Start the jobs, and print."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--rate", default="50mbit", help="of each host's link")
     parser.add_argument("--steps", type=int, default=200, help="of ring32, to the goal")
@@ -400,11 +371,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of 82,240 params, to see that it works")
     parser.add_argument("--json", type=Path, help="file for all figures; what it holds is kept")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="losses here, seconds on the cluster")
-    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job:
-        name, sizes, seed, steps, goal, file = options.job
-        return run_job(name, Sizes(**sizes), seed, steps, goal, Path(file))
     if "ring32" not in options.contenders:
         parser.error("--contenders: ring32 sets the goal; name it too")
     sizes = Sizes(*(getattr(options, name) for name in Sizes._fields))

@@ -9,40 +9,24 @@ All ranks of mpirun run the script; for `calls` there is also one that leads for
 """
 
 import argparse
-import json
 import os
 import resource
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import numpy as np
 
 from jaxmpi.bench.results import middle
+from jaxmpi.runtime import launchers, prepare
 
-ROOT = Path(__file__).parent.parent
 Result = dict[str, Any]
 
 
 # ---------------------------------------------------------------- measurements
-
-
-def times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call; calls run one after another in every round."""
-    import jax
-
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + rounds // 10 + 3):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            if i >= rounds // 10 + 3:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
 
 
 def network(share: int) -> tuple[Callable, tuple, Any]:
@@ -60,7 +44,7 @@ def network(share: int) -> tuple[Callable, tuple, Any]:
     return lambda x, y, params: jax.value_and_grad(loss)(params, x, y), (x, y), jax.tree.map(jnp.asarray, params)
 
 
-def calls(options: argparse.Namespace) -> Result:
+def calls(rounds: int, led: bool) -> Result:
     """Time a call and its parts, in a rank or a leading script: medians in ms."""
     import jax
 
@@ -68,18 +52,20 @@ def calls(options: argparse.Namespace) -> Result:
     from jaxmpi import functions as jm
     from jaxmpi.functions.lifecycle import team
 
-    if options.led:
+    prepare.prepare()
+    if led:
         jm.fork(2, kind="processes")
     f, (x, y), params = network(256)
     wrapped = jm.function(f, (jm.scatter, jm.scatter, jm.broadcast), (jm.mean, jm.mean))
     bare, half = jax.jit(f), (x[:128], y[:128])
     parts: dict[str, Callable] = {"call": lambda: wrapped(x, y, params), "bare": lambda: bare(*half, params)}
-    if not options.led:
+    if not led:
         results = jax.tree.leaves(bare(*half, params))
         parts["exchange"] = lambda: jaxmpi.world().sum_on_host_now(results, 2)  # type: ignore[attr-defined]
-    seconds = times(parts, options.rounds)
+    runs = {name: lambda call=call: jax.block_until_ready(call()) for name, call in parts.items()}
+    seconds = harness.take_turns(runs, rounds, warm_up=rounds // 10 + 3)
     result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}
-    if options.led:
+    if led:
         result |= bytes_moved(team().line, wrapped, x, y, params)  # type: ignore[attr-defined]
     return result
 
@@ -99,55 +85,44 @@ def bytes_moved(line: Any, f: Callable, x: np.ndarray, y: np.ndarray, params: An
     return {"bytes_new": bytes_new, "bytes_same": sum(sent), "bytes_share": (x.nbytes + y.nbytes) // 2}
 
 
-def shuffle(options: argparse.Namespace) -> Result:
+def shuffle(rounds: int) -> Result:
     """Time rows by index out of shared memory, beside np.take of the share; all ranks at once."""
     import jax.numpy as jnp
 
     from jaxmpi import functions as jm
-    from jaxmpi.comm.control import processes
+    from jaxmpi.functions import worker_call
 
-    size, rank, rows = processes().size, processes().rank, 20_000
+    prepare.prepare()
+    control, rows = harness.control(), 20_000
     data = jm.shared(lambda: np.random.default_rng(0).standard_normal((60_000, 512), np.float32))
     order = np.random.default_rng(1).permutation(len(data))[:rows]
-    mine = order[rank * rows // size : (rank + 1) * rows // size]
+    mine = order[control.rank * rows // control.size : (control.rank + 1) * rows // control.size]
     f = jm.function(lambda x: jnp.sum(x[:, 0]), jm.scatter, jm.sum)
     f(data, batch=order)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    spent = timed_fetches()
-
-    def once(call: Callable[[], Any]) -> float:
-        processes().barrier()
-        begin = time.perf_counter()
-        call()
-        return time.perf_counter() - begin
+    spent: dict[str, float] = defaultdict(float)
+    timed(worker_call, "take", "rows_s", spent)
 
     def fetch() -> float:
         spent.clear()
-        once(lambda: f(data, batch=order))
+        control.barrier()
+        f(data, batch=order)
         return spent["rows_s"]
 
     def take() -> float:
-        return once(lambda: np.take(data.array, mine, axis=0))
+        control.barrier()
+        return harness.seconds(lambda: np.take(data.array, mine, axis=0))
 
-    rounds = [[fetch(), take(), take(), fetch()] for _ in range(options.rounds + 3)][3:]  # slow drifts cancel
+    found = [[fetch(), take(), take(), fetch()] for _ in range(rounds + 3)][3:]  # slow drifts cancel
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    seconds = np.array(rounds)  # f64[rounds, 4]
-    found = [*middle(seconds[:, ::3].sum(1) / seconds[:, 1:3].sum(1)), 1e3 * np.median(seconds[:, 1:3])]
+    seconds = np.array(found)  # f64[rounds, 4]
+    mine_s = [*middle(seconds[:, ::3].sum(1) / seconds[:, 1:3].sum(1)), 1e3 * np.median(seconds[:, 1:3])]
     return {
-        "workers": processes().allgather_array(np.array(found)).tolist(),
+        "workers": control.allgather_array(np.array(mine_s)).tolist(),
         "memory_grown_mb": grown / 1024,
         "data_mb": data.nbytes / 2**20,
         "share_mb": mine.size * 512 * 4 / 2**20,
     }
-
-
-def timed_fetches() -> dict[str, float]:
-    """Start counting the seconds in which a worker takes its rows; return the counter."""
-    from jaxmpi.functions import worker_call
-
-    spent: dict[str, float] = defaultdict(float)
-    timed(worker_call, "take", "rows_s", spent)
-    return spent
 
 
 # ---------------------------------------------------------------- ResNet-50
@@ -164,8 +139,12 @@ class Net(NamedTuple):
     update: Callable  # (flat gradient, params) -> params
 
 
-def resnet(options: argparse.Namespace) -> Result:
+def resnet(settings: Result) -> Result:
     """Median seconds by part of a step with `batch` examples over all workers, in a rank."""
+    if launchers.launched() is None:  # one core a worker, as ranks of mpirun have it
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    prepare.prepare()
+    options = argparse.Namespace(**settings)
     net = build_net(options)
     return (bare_resnet if options.bare else spread_resnet)(options, net)
 
@@ -293,41 +272,15 @@ def bare_resnet(options: argparse.Namespace, net: Net) -> Result:
 
 # ---------------------------------------------------------------- jobs and tables
 
-JOBS: dict[str, Callable[[argparse.Namespace], Result]] = {"calls": calls, "shuffle": shuffle, "resnet": resnet}
 
-
-def job(name: str, ranks: int, *more: str) -> Result:
-    """Run a separate job; return rank 0's result."""
-    from jaxmpi.launch import command
-
-    line = [sys.executable, __file__, name, "--job", *more]
-    if ranks > 1:
-        options = command.Options(ranks, "mpirun", (), ())
-        line = [*command.mpirun(options, len(os.sched_getaffinity(0)), os.geteuid() == 0), *line]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT)
-    results = [text for text in done.stdout.splitlines() if text.startswith('{"result"')]
-    if done.returncode or not results:
-        sys.exit(f"{' '.join(line)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return json.loads(results[0])["result"]
-
-
-def run_job(options: argparse.Namespace) -> None:
-    """Be a rank, with one core a worker, as ranks of mpirun have it."""
-    from jaxmpi.runtime import launchers, prepare
-
-    if launchers.launched() is None and options.name != "calls":
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    prepare.prepare()
-    result = JOBS[options.name](options)
-    if launchers.my_rank() == 0:
-        print(json.dumps({"result": result}), flush=True)
+def job(function: Callable[..., Result], *arguments: Any, ranks: int) -> Result:
+    """Run a job of so many workers; return rank 0's result."""
+    return harness.on_ranks(function, *arguments, ranks=ranks if ranks > 1 else 0, env={"JAX_PLATFORMS": "cpu"})
 
 
 def show_calls(options: argparse.Namespace) -> Result:
     """Print a call's time beyond its parts, for ranks and for a script that leads."""
-    rounds = ("--rounds", str(options.rounds))
-    ranks, led = job("calls", 2, *rounds), job("calls", 1, *rounds, "--led")
+    ranks, led = (job(calls, options.rounds, led, ranks=1 if led else 2) for led in (False, True))
     led["exchange_ms"] = ranks["exchange_ms"]
     for name, row in (("every rank runs the script", ranks), ("a script leads", led)):
         row["beyond_ms"] = row["call_ms"] - row["bare_ms"] - row["exchange_ms"]
@@ -342,7 +295,7 @@ def show_calls(options: argparse.Namespace) -> Result:
 
 def show_shuffle(options: argparse.Namespace) -> Result:
     """Print the times of rows by index."""
-    row = job("shuffle", 2, "--rounds", str(options.rounds))
+    row = job(shuffle, options.rounds, ranks=2)
     print(f"medians of {options.rounds} rounds, and between what they lie with 95 %")
     for rank, (rows, low, high, take_ms) in enumerate(row["workers"]):
         print(
@@ -357,17 +310,17 @@ def show_resnet(options: argparse.Namespace) -> Result:
     """Print weak and strong scaling, and the profile."""
     rows: Result = {}
     for name, row in resnet_rows(options).items():
-        fixed = ("--size", str(options.size), "--steps", str(options.steps), "--batch", str(row.batch))
-        rows[name] = job("resnet", row.workers, *fixed, *row.flags) | {"workers": row.workers}
+        settings = row._asdict() | {"size": options.size, "steps": options.steps}
+        rows[name] = job(resnet, settings, ranks=row.workers) | {"workers": row.workers}
     cores = len(os.sched_getaffinity(0))
-    print("| | ms an example | speedup | function | shuffle | straggler | all-reduce |\n|---|---|---|---|---|---|---|")
+    print(harness.table(("", "ms an example", "speedup", "function", "shuffle", "straggler", "all-reduce")))
     for name, row in rows.items():
         per = {key: 1e3 * value / row["examples"] for key, value in row.items() if key.endswith("_s")}
         base = rows[PLAIN + (" without shuffle" if "shuffle" in name else "")]
         speedup = base["total_s"] / base["examples"] / (row["total_s"] / row["examples"])
         parts = [f"{per[key]:.2f}" for key in ("function_s", *COUNTED)]
         beyond = " (beyond the cores)" if row["workers"] > cores else ""
-        print(f"| {name}{beyond} | {per['total_s']:.2f} | {speedup:.2f} | {' | '.join(parts)} |")
+        print(harness.row([f"{name}{beyond}", f"{per['total_s']:.2f}", f"{speedup:.2f}", *parts]))
     return rows
 
 
@@ -376,35 +329,34 @@ class Row(NamedTuple):
 
     workers: int
     batch: int  # examples of a step, over all workers
-    flags: tuple[str, ...] = ()
+    bare: bool = False  # without jaxmpi
+    without: tuple[str, ...] = ()  # parts of a step
 
 
 def resnet_rows(options: argparse.Namespace) -> dict[str, Row]:
     """Jobs by name. Those without shuffling have a plain job of their own."""
-    no_shuffle = ("--without", "shuffle")
-    rows = {PLAIN: Row(1, options.batch, ("--bare",))}
+    rows = {PLAIN: Row(1, options.batch, bare=True)}
     for workers in options.workers:
         weak = workers * options.batch
         rows[f"weak, {workers}"] = Row(workers, weak)
         if workers > 1:
             rows[f"strong, {workers}"] = Row(workers, options.batch)
-            rows[f"weak without all-reduce, {workers}"] = Row(workers, weak, ("--without", "all-reduce"))
-            rows[f"weak without shuffle, {workers}"] = Row(workers, weak, no_shuffle)
+            rows[f"weak without all-reduce, {workers}"] = Row(workers, weak, without=("all-reduce",))
+            rows[f"weak without shuffle, {workers}"] = Row(workers, weak, without=("shuffle",))
     chosen = {name: row for name, row in rows.items() if name == PLAIN or any(word in name for word in options.only)}
     if any("shuffle" in name for name in chosen):
-        chosen[f"{PLAIN} without shuffle"] = Row(1, options.batch, ("--bare", *no_shuffle))
+        chosen[f"{PLAIN} without shuffle"] = Row(1, options.batch, bare=True, without=("shuffle",))
     return chosen
 
 
 PLAIN = "plain JAX, 1"
 COUNTED = ("shuffle_s", "straggler_s", "all_reduce_s")  # parts of a step beside its functions
-PARTS = ("shuffle", "all-reduce")  # of a step, that Fig. 2 leaves out in turn
 SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
 
 
 def main() -> None:
-    """Parse, and run a job or show a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print."""
+    parser = harness.parser(__doc__)
     parser.add_argument("name", choices=SHOWS)
     parser.add_argument("--rounds", type=int, default=200, help="measured rounds")
     parser.add_argument("--size", type=int, default=32, help="px of ResNet-50's images")
@@ -412,17 +364,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--only", nargs="*", default=["weak", "strong"], help="rows of ResNet-50 with such names")
-    parser.add_argument("--without", choices=PARTS, nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="where results go")
-    for flag in ("--job", "--led", "--bare"):
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job:
-        return run_job(options)
-    result = SHOWS[options.name](options)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
-    return None
+    harness.save(options.json, SHOWS[options.name](options))
 
 
 if __name__ == "__main__":

@@ -14,22 +14,15 @@ Sleeping stands for computing. One rank a host; all but `slow` and `idle` run on
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import numpy as np
-
-from jaxmpi.launch import command
-from jaxmpi.runtime import affinity
+from cluster import bits_per_s
 
 STEP_S = 0.02  # of computing, in `slow`
 SLOW = 5  # times as long, for the slow worker
@@ -42,17 +35,14 @@ class Job(NamedTuple):
     ranks: int
     servers: int
     is_on_cluster: bool = True
-    options: tuple[str, ...] = ()
+    how: tuple[str, ...] = ()
 
 
 JOBS: dict[str, tuple[Job, ...]] = {
     "link": (Job(2, 1),),
     "servers": (Job(5, 1), Job(8, 4)),
-    "turns": (Job(8, 1), Job(8, 1, options=("--turns",))),
-    "slow": tuple(
-        Job(4, 0, False, options)
-        for options in ((), ("--slow",), ("--gossip",), ("--gossip", "--slow"), ("--slow", "--bsp"))
-    ),
+    "turns": (Job(8, 1), Job(8, 1, how=("turns",))),
+    "slow": tuple(Job(4, 0, False, how) for how in ((), ("slow",), ("gossip",), ("gossip", "slow"), ("slow", "bsp"))),
     "idle": (Job(5, 1, False),),
 }
 
@@ -65,15 +55,13 @@ class Rank:
 
     def __init__(self, servers: int, floats: int) -> None:
         """Set up; collective over all ranks."""
-        from jaxmpi.comm.control import MpiProcesses, processes
         from jaxmpi.config.rule_config import RuleConfig
         from jaxmpi.rules.base import Exchange
         from jaxmpi.rules.easgd import easgd
         from jaxmpi.rules.parameter_server import GlobalProgress, Layout, Server
         from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint
 
-        control = processes()
-        assert isinstance(control, MpiProcesses)
+        control = harness.control()
         self.control, self.number = control, control.rank
         self.workers = control.size - servers
         self.layout = Layout(floats, max(servers, 1), "32")
@@ -130,7 +118,7 @@ class Rank:
         self.w, _ = self.rule.meet(self.w, self.w, talk.sent, talk.seen)
         return time.perf_counter() - begin
 
-    def in_turn(self, rounds: int, compute: Callable[[], None], exchange: Callable[[], float]) -> float:
+    def in_turn(self, rounds: int, compute: Callable[[], None]) -> float:
         """Seconds in exchanges and in waiting, if workers take fixed turns."""
         after, before, spent = (self.number + 1) % self.workers, (self.number - 1) % self.workers, 0.0
         sends = []
@@ -141,7 +129,7 @@ class Rank:
                 token = self.tokens.Irecv(np.empty(1, np.uint8), before)
                 while not token.Test():
                     time.sleep(0.0003)
-            exchange()
+            self.exchange()
             if turn + 1 < rounds or after:
                 sends.append(self.tokens.Isend(np.ones(1, np.uint8), after))
             spent += time.perf_counter() - begin
@@ -173,61 +161,50 @@ class Gossips:
             self.gossiper.push(push.to, push.share, self.wire.encode(self.w))
 
 
-def on_rank(options: argparse.Namespace) -> list[float]:
-    """Run this rank's part of a job; return every rank's figures."""
-    rank = Rank(options.servers, options.floats)
-    rng = np.random.default_rng(rank.number)
-    job: dict[str, Callable[[], float]] = {
-        "link": lambda: statistics.median(rank.exchange() for _ in range(options.rounds)),
-        "servers": lambda: exchanges_per_s(rank, options.rounds),
-        "turns": lambda: seconds_in_exchanges(rank, options, rng),
-        "slow": lambda: steps_per_s(rank, options),
-        "idle": lambda: time.sleep(IDLE_S) or 0.0,
-    }
-    figure = job[options.job]() if rank.is_worker else 0.0
-    if options.job == "idle" and not rank.is_worker:
+def on_rank(name: str, servers: int, floats: int, rounds: int, how: list[str]) -> list[float]:
+    """Be a rank: run its part of a job; return every rank's figures."""
+    rank = Rank(servers, floats)
+    figure = 0.0
+    if not rank.is_worker and name == "idle":
         time.sleep(IDLE_S)
         figure = rank.cpu_s / IDLE_S
+    elif rank.is_worker:
+        figure = FIGURES[name](rank, rounds, how)
     return rank.leave(figure)
 
 
-def exchanges_per_s(rank: Rank, rounds: int) -> float:
+def exchanges_per_s(rank: Rank, rounds: int, how: list[str]) -> float:
     """Exchanges a second of one worker, while the others exchange too."""
-    begin = time.perf_counter()
-    for _ in range(rounds):
-        rank.exchange()
-    return rounds / (time.perf_counter() - begin)
+    return rounds / harness.seconds(lambda: [rank.exchange() for _ in range(rounds)])
 
 
-def seconds_in_exchanges(rank: Rank, options: argparse.Namespace, rng: np.random.Generator) -> float:
+def seconds_in_exchanges(rank: Rank, rounds: int, how: list[str]) -> float:
     """Seconds a step in exchanges.
 
     On average a step computes as long as the server needs for all workers' exchanges; some longer, some shorter.
     """
-    mean_s = rank.workers * rank.exchange() / 2
+    rng, mean_s = np.random.default_rng(rank.number), rank.workers * rank.exchange() / 2
     compute = lambda: time.sleep(mean_s * rng.uniform(0.5, 1.5))  # noqa: E731
-    if options.turns:
-        return rank.in_turn(options.rounds, compute, rank.exchange) / options.rounds
+    if "turns" in how:
+        return rank.in_turn(rounds, compute) / rounds
     spent = 0.0
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         compute()
         spent += rank.exchange()
-    return spent / options.rounds
+    return spent / rounds
 
 
-def steps_per_s(rank: Rank, options: argparse.Namespace) -> float:
+def steps_per_s(rank: Rank, rounds: int, how: list[str]) -> float:
     """Steps a second with an exchange after each; by BSP a sum over all workers instead."""
-    is_slow = options.slow and rank.number == rank.workers - 1
-    exchange, gossips = rank.exchange, rank.gossip() if options.gossip else None
-    if gossips:
-        exchange = gossips.exchange
+    step_s = STEP_S * (SLOW if "slow" in how and rank.number == rank.workers - 1 else 1)
+    gossips = rank.gossip() if "gossip" in how else None
     begin, steps = time.perf_counter(), 0
-    while time.perf_counter() - begin < 100 * STEP_S if not options.bsp else steps < 100 // SLOW:
-        time.sleep(STEP_S * (SLOW if is_slow else 1))
-        if options.bsp:
+    while time.perf_counter() - begin < 100 * STEP_S if "bsp" not in how else steps < 100 // SLOW:
+        time.sleep(step_s)
+        if "bsp" in how:
             rank.control.allreduce_sum(rank.w[:1])
         else:
-            exchange()
+            (gossips or rank).exchange()
         steps += 1
     rate = steps / (time.perf_counter() - begin)
     if gossips:
@@ -235,40 +212,30 @@ def steps_per_s(rank: Rank, options: argparse.Namespace) -> float:
     return rate
 
 
+FIGURES: dict[str, Callable[[Rank, int, list[str]], float]] = {
+    "link": lambda rank, rounds, how: statistics.median(rank.exchange() for _ in range(rounds)),
+    "servers": exchanges_per_s,
+    "turns": seconds_in_exchanges,
+    "slow": steps_per_s,
+    "idle": lambda rank, rounds, how: time.sleep(IDLE_S) or 0.0,
+}
+
+
 # ---------------------------------------------------------------- outside
 
 
 def run(job: Job, name: str, options: argparse.Namespace) -> list[float]:
     """Run a job; return every rank's figures."""
-    root = Path(__file__).resolve().parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "figures.json"
-        line = [sys.executable, __file__, "--job", name, "--out", str(out), "--servers", str(job.servers), *job.options]
-        floats = options.floats if job.is_on_cluster else 1000
-        line += ["--floats", str(floats), "--rounds", str(options.rounds)]
-        here = command.mpirun(command.Options(job.ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
-        mpirun = ["mpirun", "--bind-to", "none", "-n", str(job.ranks)] if job.is_on_cluster else here
-        cluster = [
-            sys.executable,
-            str(root / "scripts" / "cluster.py"),
-            "--hosts",
-            str(job.ranks),
-            "--rate",
-            options.rate,
-        ]
-        line = [*(cluster if job.is_on_cluster else []), *(["--"] if job.is_on_cluster else []), *mpirun, *line]
-        env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-        subprocess.run(line, check=True, timeout=300, env=env)
-        return json.loads(out.read_text())
+    floats, rate = (options.floats, options.rate) if job.is_on_cluster else (1000, "")
+    asked, env = (name, job.servers, floats, options.rounds, job.how), {"JAX_PLATFORMS": "cpu"}
+    return harness.on_ranks(on_rank, *asked, ranks=job.ranks, rate=rate, env=env, timeout_s=300)
 
 
 def show(name: str, figures: list[list[float]], options: argparse.Namespace) -> str:
     """A line on a job."""
-    bits = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    rate = float(options.rate[:-4]) * bits[options.rate[-4:]]
     workers = [[figure for figure in of_job if figure] for of_job in figures]
     if name == "link":
-        bound_s = 32 * options.floats / rate
+        bound_s = 32 * options.floats / bits_per_s(options.rate)
         return f"{workers[0][0]:.3f} s an exchange, K / rate {bound_s:.3f} s: {workers[0][0] / bound_s:.3f}, goal 1.1"
     if name == "servers":
         one, four = map(sum, workers)
@@ -284,23 +251,13 @@ def show(name: str, figures: list[list[float]], options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    """Run the jobs, or be a rank of one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the jobs, and print a line on each."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--rate", default="200mbit", help="of each host's link (default: 200mbit)")
     parser.add_argument("--floats", type=int, default=2_000_000, help="of the params (default: 2,000,000)")
     parser.add_argument("--rounds", type=int, default=5, help="exchanges of each worker (default: 5)")
     parser.add_argument("--only", nargs="*", choices=list(JOBS), default=list(JOBS), help="which jobs")
-    for hidden in ("--job", "--out"):
-        parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
-    parser.add_argument("--servers", type=int, default=0, help=argparse.SUPPRESS)
-    for hidden in ("--turns", "--slow", "--bsp", "--gossip"):
-        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job:
-        figures = on_rank(options)
-        if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 0:
-            Path(options.out).write_text(json.dumps(figures))
-        return
     for name in options.only:
         print(f"{name}: {show(name, [run(job, name, options) for job in JOBS[name]], options)}", flush=True)
 

@@ -12,24 +12,21 @@ job ends with an error. It prints the mean losses of the steps, seconds of the l
 - peak of a rank: the most memory that the process held, with Python, MPI, compiler and the buffers of the exchange.
 """
 
-import argparse
 import dataclasses
-import json
 import math
 import os
 import resource
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import jax
 import numpy as np
 
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses, processes
+from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import Workers, gather_workers, put
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
@@ -38,9 +35,8 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.pytrees import tree_digest
 from jaxmpi.core.train_state import create
-from jaxmpi.launch import command
 from jaxmpi.model.contract import Model
-from jaxmpi.runtime import affinity, failures, prepare
+from jaxmpi.runtime import failures, prepare
 from jaxmpi.trainer import build
 from models import MODELS
 from models.googlenet import googlenet_loss
@@ -73,15 +69,16 @@ def recipe(name: str, **fields: Any) -> Experiment:
 # ---------------------------------------------------------------- inside a job
 
 
-def run_job(names: list[str], local_batch: int, steps: int, folder: Path) -> None:
-    """Be a rank: train the models in order; write the results to FOLDER/<model>.<rank>.json."""
-    workers = gather_workers(1)
+def first_steps(names: list[str], local_batch: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Be a rank: train the models in order; return every rank's results by model."""
+    prepare.prepare()
+    workers, rows = gather_workers(1), {}
     with failures.at_work():
         for name in names:
             failures.doing(name)
-            row = steps_of(name, local_batch, steps, workers)
-            (folder / f"{name}.{workers.processes.rank}.json").write_text(json.dumps(row))
+            rows[name] = workers.processes.allgather_object(steps_of(name, local_batch, steps, workers))
         workers.processes.barrier()
+    return rows
 
 
 def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[str, Any]:
@@ -150,26 +147,6 @@ def step_memory(config: Experiment) -> StepMemory:
     )
 
 
-def start_job(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Run one job; map each model to its ranks' results."""
-    line = command.mpirun(command.Options(options.n, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = ["--local-batch", str(options.local_batch), "--steps", str(options.steps)]
-        script = [sys.executable, __file__, "--models", *names, *sizes, "--folder", folder]
-        if subprocess.run([*line, *script], env=environment(options.tiny)).returncode:
-            raise SystemExit(f"zoo_steps.py: the job of {', '.join(names)} failed; its message is above")
-        return {
-            name: [json.loads((Path(folder) / f"{name}.{rank}.json").read_text()) for rank in range(options.n)]
-            for name in names
-        }
-
-
-def environment(tiny: bool) -> dict[str, str]:
-    """Variables of a job: fewer compiler optimisations for tiny models, which mostly compile."""
-    flags = [os.environ.get("XLA_FLAGS", ""), *["--xla_backend_optimization_level=0"] * tiny]
-    return os.environ | {"XLA_FLAGS": " ".join(flags).strip()}
-
-
 HEADINGS = ("model", "losses", "s a step", "params MB", "kept MB", "temporary MB", "step MB", "peak of a rank MB")
 
 
@@ -182,24 +159,9 @@ def cells(name: str, ranks: list[dict[str, Any]], memory: StepMemory | None) -> 
     return [name, losses, f"{ranks[0]['seconds'][-1]:.2f}", *planned, f"{peak / 1e6:,.0f}"]
 
 
-def run_all(options: argparse.Namespace) -> None:
-    """Run every model in turn; print a line of a Markdown table when it is done."""
-    names = options.models or (TINY if options.tiny else FULL)
-    result: dict[str, Any] = {}
-    print(f"{options.n} ranks, local batch {options.local_batch}, jax {jax.__version__}, {jax.default_backend()}")
-    print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}", flush=True)
-    for group in [names] if options.tiny else [[name] for name in names]:
-        for name, ranks in start_job(group, options).items():
-            memory = None if options.tiny else step_memory(recipe(name, local_batch=options.local_batch))
-            print(f"| {' | '.join(cells(name, ranks, memory))} |", flush=True)
-            result[name] = {"ranks": ranks, "memory": memory and memory._asdict()}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-
-
 def main() -> None:
-    """Without --folder: start the jobs and print. With it: be a rank of one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run every model in turn; print a line of a Markdown table when it is done."""
+    parser = harness.parser(__doc__)
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
@@ -208,13 +170,21 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="the tiny variants, in one job")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="only these")
     parser.add_argument("--json", type=Path, help="file for all of it")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     prepare.prepare()
-    if options.folder:
-        processes()
-        return run_job(options.models, options.local_batch, options.steps, options.folder)
-    run_all(options)
+    names = options.models or (TINY if options.tiny else FULL)
+    result: dict[str, Any] = {}
+    print(f"{options.n} ranks, local batch {options.local_batch}, jax {jax.__version__}, {jax.default_backend()}")
+    print(harness.table(HEADINGS), flush=True)
+    fast = " --xla_backend_optimization_level=0" * options.tiny  # they mostly compile
+    job = {"ranks": options.n, "env": {"XLA_FLAGS": (os.environ.get("XLA_FLAGS", "") + fast).strip()}}
+    for group in [names] if options.tiny else [[name] for name in names]:
+        rows = harness.on_ranks(first_steps, group, options.local_batch, options.steps, **job)
+        for name, ranks in rows.items():
+            memory = None if options.tiny else step_memory(recipe(name, local_batch=options.local_batch))
+            print(harness.row(cells(name, ranks, memory)), flush=True)
+            result[name] = {"ranks": ranks, "memory": memory and memory._asdict()}
+    harness.save(options.json, result)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_tiny(tmp_path):
     sizes = "--steps 8 --timed 3 --period 4 --every 4 --local-batch 2 --window 16 --lr 1e-3".split()
     names = ["--contenders", *contenders, "--json", str(tmp_path / "all.json")]
     ended = subprocess.run([*line, *sizes, *names], capture_output=True, text=True, timeout=280, cwd=ROOT)
-    if ended.returncode == script.NOT_PERMITTED:
+    if ended.returncode == script.harness.NOT_PERMITTED:
         pytest.skip("no emulated cluster here")
     assert ended.returncode == 0, ended.stderr[-4000:]
     results = json.loads((tmp_path / "all.json").read_text())["results"]
