@@ -33,8 +33,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import jax
 import numpy as np
+from harness import ROOT
 from zoo_steps import ALONE, recipe, step_memory
 
 import jaxmpi
@@ -43,14 +45,12 @@ from jaxmpi.comm.topology import put
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.train_state import Batch
-from jaxmpi.launch import command
 from jaxmpi.runtime import affinity, failures, prepare, provenance
 from jaxmpi.trainer import build
 from models import MODELS
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 NO_GPU = 77  # exit code that test suites take for "skipped"
-ROOT = Path(__file__).resolve().parent.parent
 DTYPES = ("float32", "bfloat16")
 PARTS = ("step", "to device", "forward", "forward+backward", "update")
 SETTLE = 2  # rounds not counted: in the first, programs are compiled
@@ -68,11 +68,6 @@ TORCH_MODES = ("default", "reduce-overhead", "max-autotune")
 Run = Callable[[int], None]  # does a part so many times and waits for the last
 
 
-def config_of(model: str, dtype: str, batch: int) -> Experiment:
-    """Configuration of both sides."""
-    return recipe(model, local_batch=batch, compute_dtype=dtype)
-
-
 def host_batches(config: Experiment) -> list[Batch]:
     """The first batches of the trainer's loader."""
     return list(itertools.islice(build.make_plan(config, ALONE).feed.batches(), BATCHES))
@@ -84,7 +79,7 @@ def host_batches(config: Experiment) -> list[Batch]:
 class Jaxmpi:
     """The trainer's step and its parts."""
 
-    def __init__(self, config: Experiment, options: argparse.Namespace) -> None:
+    def __init__(self, config: Experiment, dry: bool, torch_mode: str) -> None:
         plan = build.make_plan(config, ALONE)
         config = dataclasses.replace(config, model=plan.feed.model)
         self.config, self.functions = config, build.build_functions(config, ALONE, plan)
@@ -146,10 +141,10 @@ class Jaxmpi:
 class Torch:
     """The twin, as a user of PyTorch trains it."""
 
-    def __init__(self, config: Experiment, options: argparse.Namespace) -> None:
+    def __init__(self, config: Experiment, dry: bool, torch_mode: str) -> None:
         sys.path.append(str(ROOT / "tests"))  # which is no package
         torch, torch_zoo = (importlib.import_module(name) for name in ("torch", "torch_zoo"))
-        self.torch, self.on_gpu = torch, not options.dry
+        self.torch, self.on_gpu = torch, not dry
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
@@ -162,7 +157,7 @@ class Torch:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=config.compute_dtype == "bfloat16"):
                 return torch_zoo.with_heads(twin(pixels), label).mean()
 
-        how = {"mode": options.torch_mode} if self.on_gpu else {"backend": "eager"}  # which needs no compiler
+        how = {"mode": torch_mode} if self.on_gpu else {"backend": "eager"}  # which needs no compiler
         self.loss = torch.compile(loss_of, **how)
         batches = [self.tensors(batch) for batch in host_batches(config)]
         self.batches, self.batch = itertools.cycle(batches), self.to_device(batches[0])
@@ -243,9 +238,11 @@ def read(loss: float) -> None:
         raise TrainingError(f"got loss {loss}; expected a finite one")
 
 
-def serve(name: str, options: argparse.Namespace) -> None:
+def serve(name: str, model: str, dtype: str, batch: int, dry: bool, torch_mode: str) -> None:
     """Be a side: read lines `[part, times]`, write seconds; for `["peak bytes", 0]` write bytes."""
-    side = SIDES[name](config_of(options.models[0], options.dtypes[0], options.batch), options)
+    failures.install_excepthooks()
+    prepare.prepare()
+    side = SIDES[name](recipe(model, local_batch=batch, compute_dtype=dtype), dry, torch_mode)
     for line in sys.stdin:
         part, times = json.loads(line)
         begin = time.perf_counter()
@@ -259,8 +256,7 @@ def serve(name: str, options: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[str, int], float]]:
     """Start a side as a process; yield `ask(part, times)`."""
-    sizes = ["--models", model, "--dtypes", dtype, "--batch", str(options.batch), "--torch-mode", options.torch_mode]
-    line = [sys.executable, __file__, "--side", name, *sizes, *["--dry"] * options.dry]
+    line = harness.call(serve, name, model, dtype, options.batch, options.dry, options.torch_mode)
     env, pipe = environment(name, options.dry), subprocess.PIPE
     side = subprocess.Popen(line, bufsize=0, env=env, stdin=pipe, stdout=pipe)
     assert side.stdin is not None
@@ -337,21 +333,18 @@ SPEED = ("model", "dtype", "batch", "jaxmpi images/s", "torch images/s", "jaxmpi
 def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """All tables."""
     head = [f"- {name}: {value}" for name, value in facts.items()]
-    speed = table(SPEED, [speed_row(row) for row in rows])
-    parts = table(("model", "dtype", "ms", *PARTS), [cells for row in rows for cells in parts_rows(row)])
-    return "\n".join([*head, "", *speed, "", *parts, ""])
-
-
-def table(headings: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
+    speed = harness.table(SPEED, [speed_row(row) for row in rows])
+    parts = harness.table(("model", "dtype", "ms", *PARTS), [cells for row in rows for cells in parts_rows(row)])
+    return "\n".join([*head, "", speed, "", parts, ""])
 
 
 # ---------------------------------------------------------------- which rank has which device
 
 
-def show_devices() -> None:
-    """Be a rank: rank 0 prints a line for every rank, after an exchange on these devices."""
+def device_lines() -> list[str]:
+    """Be a rank: a line for every rank, after an exchange on these devices."""
+    failures.install_excepthooks()
+    prepare.prepare()
     control, comm = processes(), jaxmpi.world()
     with failures.at_work():
         total = jaxmpi.exchange(np.full(1, control.rank + 1, np.float32), "asa32", op="sum", comm=comm)
@@ -363,22 +356,7 @@ def show_devices() -> None:
             f"{affinity.cores()} cores",
             f"sum of ranks + 1: {float(total[0]):g}",
         ]
-        lines = control.allgather_object("; ".join(mine))
-        if control.rank == 0:
-            print("\n".join(lines), flush=True)
-        control.barrier()
-
-
-def devices_of_ranks(options: argparse.Namespace) -> list[str]:
-    """Device lines that the ranks of one job print."""
-    line = command.mpirun(command.Options(options.ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
-    env = os.environ | ({"JAX_PLATFORMS": "cpu"} if options.dry else {})
-    job = subprocess.run(
-        [*line, sys.executable, __file__, "--side", "rank"], env=env, stdout=subprocess.PIPE, text=True
-    )
-    if job.returncode:
-        raise ChildProcessError(f"the job of {options.ranks} ranks ended with code {job.returncode}")
-    return [text for text in job.stdout.splitlines() if text.startswith("rank ")]
+        return control.allgather_object("; ".join(mine))
 
 
 # ---------------------------------------------------------------- the whole measurement
@@ -418,7 +396,7 @@ def machine(dry: bool) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     """Parse the options; default sizes are for a GPU, or tiny with --dry."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=TWINNED, help="default: the zoo; of each its full size")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch", type=int, help="examples of a step, 128 by default; fewer need less memory")
@@ -429,7 +407,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only-devices", action="store_true", help="show that, and measure nothing")
     parser.add_argument("--out", type=Path, help="FILE.json and FILE.md")
     parser.add_argument("--dry", action="store_true", help="all of it on the CPU at tiny size, in some minutes")
-    parser.add_argument("--side", choices=[*SIDES, "rank"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name, value in SIZES[options.dry].items():
         setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
@@ -453,7 +430,7 @@ def sides_here(dry: bool) -> list[str]:
 def save(out: Path | None, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Write the results so far."""
     if out is not None:
-        out.with_suffix(".json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
+        harness.save(out.with_suffix(".json"), {"facts": facts, "rows": rows})
         out.with_suffix(".md").write_text(markdown(facts, rows))
 
 
@@ -464,8 +441,10 @@ def run_all(options: argparse.Namespace) -> int:
         return NO_GPU
     sides, facts, rows, failed = sides_here(options.dry), machine(options.dry), [], []
     try:
-        facts |= {f"device {i}": line for i, line in enumerate(devices_of_ranks(options))}
-    except (ChildProcessError, UsageError) as error:  # without MPI, or one for GPUs, one GPU can be measured still
+        on_cpu = {"JAX_PLATFORMS": "cpu"} if options.dry else {}
+        lines = harness.on_ranks(device_lines, ranks=options.ranks, env=on_cpu)
+        facts |= {f"device {i}": line for i, line in enumerate(lines)}
+    except (harness.JobFailed, UsageError) as error:  # without MPI, or one for GPUs, one GPU can be measured still
         failed.append(f"devices of ranks: {error}")
     for model, dtype in [] if options.only_devices else itertools.product(options.models, options.dtypes):
         try:
@@ -480,16 +459,8 @@ def run_all(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Without --side: start the sides and print. With it: be one, or a rank."""
-    options = parse()
-    if options.side is None:
-        sys.exit(run_all(options))
-    failures.install_excepthooks()
-    prepare.prepare()
-    if options.side == "rank":
-        show_devices()
-    else:
-        serve(options.side, options)
+    """Measure and print."""
+    sys.exit(run_all(parse()))
 
 
 if __name__ == "__main__":

@@ -26,11 +26,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
+from harness import ROOT
+
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.observe import plots
 from jaxmpi.observe.plots import Bars, Quantity
 
-ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
 Values = dict[str, float]  # by quantity
 
@@ -75,7 +77,9 @@ def trainings(options: argparse.Namespace) -> list[list[str]]:
 def accuracies(options: argparse.Namespace) -> list[list[str]]:
     """Train on digits with every synchronous rule, with 32 and 16 bits."""
     n = options.hosts or options.n
-    return [[*cluster(options, n), *script("digits_table", "-n", str(n), "--strategies", "asa32", "asa16")]]
+    grid = script("study", "--launch", "--workers", str(n), "--seeds", "1", "--out", "{out}", "--vary")
+    rules = (["rule.name=awagd,gradients"], ["rule.name=subgd", f"optim.lr={0.02 / n}"])  # SUBGD sums updates
+    return [[*cluster(options, n), *grid, "exchange.strategy=asa32,asa16", *rule] for rule in rules]
 
 
 def shuffles(options: argparse.Namespace) -> list[list[str]]:
@@ -139,18 +143,16 @@ def speedups(printed: list[str], files: list[str]) -> Values:
 
 
 def sixteen_bits(printed: list[str], files: list[str]) -> Values:
-    """Points of top-1 that 16 bits cost, by rule, of `digits_table.py`."""
-    names, *rows = tables(printed[0])
-    top1 = {row[0].strip("`"): dict(zip(names[1:], map(percent, row[1:]), strict=True)) for row in rows}
+    """Points of top-1 that 16 bits cost, by rule, of `study.py`."""
+    rows = [json.loads(line) for text in files for line in text.splitlines()]
+    top1: dict[str, Values] = {row["cell"]["rule.name"]: {} for row in rows}
+    for row in rows:
+        check("eval_top1" in row, f"{row['cell']}: {row.get('failed')}")
+        top1[row["cell"]["rule.name"]][row["cell"]["exchange.strategy"]] = 100 * row["eval_top1"]
     return {
         f"digits, {rule}, points of top-1 lost by 16 bits": cells["asa32"] - cells["asa16"]
         for rule, cells in top1.items()
     }
-
-
-def percent(cell: str) -> float:
-    """99.17 of `99.17 %, 9 s`."""
-    return float(cell.split("%")[0])
 
 
 def tables(text: str) -> list[list[str]]:
@@ -289,6 +291,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
         out = folder / f"of_line_{i + 1}"
         if out.is_dir():  # of an earlier call
             shutil.rmtree(out)
+        out.unlink(missing_ok=True)
         line = [str(out) if arg == "{out}" else arg for arg in template]
         lines.append(shlex.join(line).replace(f"{ROOT}/", "").replace(PYTHON, "python"))
         missing = [arg for arg in line if arg.startswith("scripts/") and not (ROOT / arg).is_file()]
@@ -336,16 +339,12 @@ def write(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[s
 def page(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
     """A section of docs/papers.md."""
     shown = [[shown_value(row[key]) for key in ("quantity", "paper", "ours", "ours / paper")] for row in rows]
-    table = [
-        "| quantity | paper | ours | ours / paper |",
-        "|---|---|---|---|",
-        *(f"| {' | '.join(r)} |" for r in shown),
-    ]
+    table = harness.table(("quantity", "paper", "ours", "ours / paper"), shown)
     cores = len(os.sched_getaffinity(0))
     machine = f"{platform.machine()}, {cores} cores, {platform.system()}, {datetime.date.today():%Y-%m-%d}."
     commands = [f"    {line}" for line in lines]
     return "\n".join(
-        [f"## {name}: {job.source}", "", *commands, "", *(table if rows else []), "", f"{job.remark} {machine}", ""]
+        [f"## {name}: {job.source}", "", *commands, "", *([table] if rows else []), "", f"{job.remark} {machine}", ""]
     )
 
 
@@ -358,7 +357,7 @@ def shown_value(value: Any) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("name", choices=JOBS, help="a table or figure")
     parser.add_argument("-n", type=int, default=8, help="ranks of this machine")
     parser.add_argument("--workers", type=int, nargs="+", help="of speedup, synkhronos (default: 1 2; 1 and --hosts)")

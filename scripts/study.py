@@ -9,8 +9,8 @@ study goes on, and one with more seeds only adds them. A run that diverges is a 
 out of means. The others are compared with the first cell, seed by seed: the same seed gives the same initial params and
 the same order of examples.
 
-Workers are devices of one process. With --launch, and in `elastic`, they are ranks under mpirun, which asynchronous
-rules need.
+Workers are devices of one process. With --launch, and in `elastic` and `strategies`, they are ranks under mpirun, which
+asynchronous rules and strategies of MPI need.
 """
 
 import argparse
@@ -20,26 +20,25 @@ import io
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
+from harness import ROOT
+
 from jaxmpi.comm import control as comm_control
 from jaxmpi.config import experiment_file
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import NotFinite
-from jaxmpi.launch import command
 from jaxmpi.observe import plots
 from jaxmpi.rules import registry
-from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
+from jaxmpi.runtime import device_setup, failures, launchers, prepare
 from jaxmpi.trainer import main as trainer_main
 
-ROOT = Path(__file__).resolve().parent.parent
 Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
 
 
@@ -72,6 +71,7 @@ class Study(NamedTuple):
 DIGITS = "experiments/digits.py"
 EIGHT = {"workers": "8", "local-batch": "8", "train-for": "20ep", "eval-every": "5ep"}
 PERIODS = ("1", "2", "5", "10", "20", "45")
+STRATEGIES = ("ar", "asa32", "asa16", "ring32")
 STUDIES = {
     "batch": Study(
         "Does 8 x b cost accuracy against 1 x b? The same epochs; the rate as it is, and times 8.",
@@ -95,6 +95,15 @@ STUDIES = {
             # The outer optimizer multiplies what workers move by eta / (1 - mu) = 7 in the long run.
             Grid({"rule.local-steps": PERIODS[2:]}, EIGHT | {"rule.name": "diloco", "optim.lr": "0.007"}),
         ],
+    ),
+    "strategies": Study(
+        "Does every rule learn over every strategy? SUBGD sums updates, so it runs 1/4 of the learning rate.",
+        DIGITS,
+        [
+            Grid({"exchange.strategy": STRATEGIES}, {"workers": "4", "rule.name": "subgd", "optim.lr": "0.005"}),
+            Grid({"rule.name": ("awagd", "gradients"), "exchange.strategy": STRATEGIES}, {"workers": "4"}),
+        ],
+        launched=True,
     ),
     "elastic": Study(
         "Which alpha and tau for EASGD?",
@@ -141,7 +150,7 @@ STUDIES = {
 # ---------------------------------------------------------------- runs
 
 
-def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> None:
+def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: str, launched: bool) -> None:
     """Be a process of a cell's job: run its seeds in order; rank 0 appends a line for each."""
     flags = {name: value for name, value in cell.items() if name != "workers"}
     line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in flags.items()))]
@@ -153,7 +162,7 @@ def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launc
     with failures.at_work():
         for seed in seeds:
             row = {"experiment": experiment, "cell": cell, "seed": seed}
-            run_seed(dataclasses.replace(chosen, seed=seed), path.stem, row, out)
+            run_seed(dataclasses.replace(chosen, seed=seed), path.stem, row, Path(out))
 
 
 def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> None:
@@ -206,14 +215,6 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {**kept, "curve": curve, "loss": steps[-1]["loss"], "elapsed_s": evaluations[-1]["elapsed_s"]}
 
 
-def start_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: Path, launched: bool) -> bool:
-    """Run a cell's job and wait for it; return True if it ended well."""
-    job = json.dumps({"experiment": experiment, "cell": cell, "seeds": list(seeds), "launched": launched})
-    ranks = command.mpirun(command.Options(int(cell["workers"]), "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
-    line = [*(ranks if launched else ()), sys.executable, __file__, "--out", str(out), "--job", job]
-    return subprocess.run(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
-
-
 def rows_of(out: Path) -> list[dict[str, Any]]:
     """Read the recorded lines; skip one that was cut off."""
     rows = []
@@ -234,12 +235,18 @@ def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -
         before = found(rows_of(out), study, cell)
         while missing := sorted(set(seeds) - {row["seed"] for row in before}):
             print(f"{number}/{len(cells)} {title(cell, study)}: seeds {missing}", file=sys.stderr, flush=True)
-            if start_cell(study.experiment, cell, missing, out, launched):
+            asked, ranks = (
+                (study.experiment, cell, missing, str(out), launched),
+                int(cell["workers"]) if launched else 0,
+            )
+            try:
+                harness.on_ranks(run_cell, *asked, ranks=ranks)
                 break
-            rows = found(rows_of(out), study, cell)
-            if not any("failed" in row for row in rows[len(before) :]):
-                raise SystemExit(f"study.py: the job of {cell} failed; its message is above")
-            before = rows
+            except harness.JobFailed as error:
+                rows = found(rows_of(out), study, cell)
+                if not any("failed" in row for row in rows[len(before) :]):
+                    raise SystemExit(f"study.py: the job of {cell} failed; its message is above") from error
+                before = rows
 
 
 def found(rows: Sequence[dict[str, Any]], study: Study, cell: Cell) -> list[dict[str, Any]]:
@@ -266,6 +273,7 @@ class Summary(NamedTuple):
     error: float  # standard error
     difference: float
     difference_error: float
+    elapsed_s: float  # of a run, to its last evaluation, mean over seeds
     shares: list[float]  # of the steps, by worker, mean over seeds; none if workers run in lock-step
 
     @property
@@ -304,7 +312,8 @@ def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
         apart = [metric(by_seed[seed]) - metric(reference[seed]) for seed in by_seed if seed in reference]
         of_values, of_apart = ((mean_of(x), standard_error(x)) for x in (values, apart))
         shares = mean_shares([row["worker_steps"] for row in by_seed.values() if "worker_steps" in row])
-        made.append(Summary(title(cell, study), of_mean, len(values), failed, *of_values, *of_apart, shares))
+        elapsed_s = mean_of([row["elapsed_s"] for row in by_seed.values()])
+        made.append(Summary(title(cell, study), of_mean, len(values), failed, *of_values, *of_apart, elapsed_s, shares))
     return made
 
 
@@ -327,18 +336,16 @@ def title(cell: Cell, study: Study) -> str:
 
 def table(study: Study, made: Sequence[Summary]) -> str:
     """Markdown table of the cells."""
-    lines = [f"{study.question} `{study.experiment}`", ""]
-    lines += [
-        f"| cell | seeds | {made[0].unit if made else '-'} | difference | within 2 standard errors |",
-        "|---|---|---|---|---|",
-    ]
+    of_mean = made[0].unit if made else "-"
+    headings = ("cell", "seeds", of_mean, "difference", "within 2 standard errors", "a run")
+    lines = [f"{study.question} `{study.experiment}`", "", harness.table(headings)]
     for i, row in enumerate(made):
         seeds = f"{row.seeds}, {row.failed} failed" if row.failed else row.seeds
-        compared = f"{with_error(row.difference, row.difference_error, '+')} | {row.within}"
-        shown = "reference | " if i == 0 else compared
+        compared = [with_error(row.difference, row.difference_error, "+"), row.within] if i else ["reference", ""]
         shares = " ".join(f"{100 * share:.0f}" for share in row.shares)
         asked = f"{row.title}; shares of workers {shares} %" if shares else row.title
-        lines.append(f"| {asked} | {seeds} | {with_error(row.mean, row.error)} | {shown} |")
+        took = f"{row.elapsed_s:.0f} s" if row.seeds else "-"
+        lines.append(harness.row([asked, seeds, with_error(row.mean, row.error), *compared, took]))
     return "\n".join(lines)
 
 
@@ -381,7 +388,7 @@ def finite(value: float) -> float:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("studies", nargs="*", choices=[*STUDIES, []], help="by name")
     parser.add_argument("--experiment", help=f"of a grid (default: {DIGITS})")
     parser.add_argument("--workers", nargs="+", help="of a grid (default: 8)")
@@ -391,7 +398,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="file for the plots")
     parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
     parser.add_argument("--show", action="store_true", help="tables of what is there; run nothing")
-    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if wrong := refused(options):
         parser.error(wrong)
@@ -433,8 +439,6 @@ def asked(options: argparse.Namespace) -> list[Study]:
 def main() -> None:
     """Run what is missing, print tables."""
     options = parse()
-    if options.job:
-        return run_cell(**options.job, out=options.out)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     drawn: list[plots.Panel] = []
     for study in asked(options):

@@ -246,7 +246,7 @@ def test_every_command_is_named():
 
 
 OTHERS_FLAGS = {
-    "mpirun": {"--host", "--hostfile", "--map-by", "--mca", "--with-ft"},
+    "mpirun": {"--bind-to", "--host", "--hostfile", "--map-by", "--mca", "--oversubscribe", "--with-ft"},
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
     "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"}
     | {"--no-binary", "--no-cache-dir", "--reinstall-package"},
