@@ -18,10 +18,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+import jaxmpi
+from jaxmpi import functions as jm
+from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.bench.results import middle
+from jaxmpi.functions import worker_call
+from jaxmpi.functions.lifecycle import team
 from jaxmpi.runtime import launchers, prepare
+from models.resnet import resnet50
 
 Result = dict[str, Any]
 
@@ -31,9 +40,6 @@ Result = dict[str, Any]
 
 def network(share: int) -> tuple[Callable, tuple, Any]:
     """Loss and gradients of a small network, examples for all workers, params: 9 leaves, 30,000 floats."""
-    import jax
-    import jax.numpy as jnp
-
     rng = np.random.default_rng(0)
     params = {f"w{i}": rng.standard_normal((64, 48)).astype(np.float32) / 8 for i in range(9)}
     x, y = rng.standard_normal((share, 64)).astype(np.float32), rng.standard_normal(share).astype(np.float32)
@@ -46,12 +52,6 @@ def network(share: int) -> tuple[Callable, tuple, Any]:
 
 def calls(rounds: int, led: bool) -> Result:
     """Time a call and its parts, in a rank or a leading script: medians in ms."""
-    import jax
-
-    import jaxmpi
-    from jaxmpi import functions as jm
-    from jaxmpi.functions.lifecycle import team
-
     prepare.prepare()
     if led:
         jm.fork(2, kind="processes")
@@ -72,8 +72,6 @@ def calls(rounds: int, led: bool) -> Result:
 
 def bytes_moved(line: Any, f: Callable, x: np.ndarray, y: np.ndarray, params: Any) -> Result:
     """Bytes to the other worker of a call with new params, and of one with the same."""
-    import jax
-
     sent: list[int] = []
     send = line._send
     line._send = lambda rank, data: (sent.append(len(data)), send(rank, data))[1]
@@ -87,11 +85,6 @@ def bytes_moved(line: Any, f: Callable, x: np.ndarray, y: np.ndarray, params: An
 
 def shuffle(rounds: int) -> Result:
     """Time rows by index out of shared memory, beside np.take of the share; all ranks at once."""
-    import jax.numpy as jnp
-
-    from jaxmpi import functions as jm
-    from jaxmpi.functions import worker_call
-
     prepare.prepare()
     control, rows = harness.control(), 20_000
     data = jm.shared(lambda: np.random.default_rng(0).standard_normal((60_000, 512), np.float32))
@@ -151,12 +144,6 @@ def resnet(settings: Result) -> Result:
 
 def build_net(options: argparse.Namespace) -> Net:
     """The model, and random examples for four batches."""
-    import jax
-    import optax
-
-    from jaxmpi.allreduce.buckets import fuse, split
-    from models.resnet import resnet50
-
     model = resnet50(classes=10, image_size=options.size)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4 * options.batch, options.size, options.size, 3)).astype(np.float32)
@@ -181,12 +168,6 @@ def build_net(options: argparse.Namespace) -> Net:
 
 def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
     """Time steps as in the paper: gradients, their mean over workers, an update on each."""
-    import jax
-
-    from jaxmpi import functions as jm
-    from jaxmpi.functions import worker_call
-    from jaxmpi.functions.lifecycle import team
-
     held, running = jm.variable(net.params), jm.variable(net.stats)
     flat = jm.variable(np.zeros(sum(leaf.size for leaf in jax.tree.leaves(net.params)), np.float32))
     first = jm.function(net.gradient, (jm.scatter, jm.scatter, held, running), (jm.mean,), (flat, running))
@@ -218,9 +199,7 @@ def profile(step: Callable[[], None], spent: dict[str, float], options: argparse
     rows = []
     for _ in range(options.steps + 2):
         spent.clear()
-        begin = time.perf_counter()
-        step()
-        total = time.perf_counter() - begin
+        total = harness.seconds(step)
         parts = [spent[key] for key in COUNTED]
         rows.append([total, total - sum(parts), *parts])
     medians = np.median(np.array(rows[2:]), axis=0).tolist()
@@ -247,8 +226,6 @@ def counted(function: Callable, key: str, spent: dict[str, float]) -> Callable:
 
 def bare_resnet(options: argparse.Namespace, net: Net) -> Result:
     """Time the same steps in plain JAX, one worker."""
-    import jax
-
     first, second = jax.jit(net.gradient), jax.jit(net.update)
     rng = np.random.default_rng(0)
     spent: dict[str, float] = defaultdict(float)

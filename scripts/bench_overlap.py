@@ -23,8 +23,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from cluster import FRAME_PAYLOAD, bits_per_s
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmpi
+from jaxmpi.allreduce import overlap
+from jaxmpi.allreduce.autotune import slowest
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.bench.baselines import connect_jax, connect_torch
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
 CLASSES, PIXELS, LR = 10, 32, 0.01
@@ -66,9 +78,6 @@ def batch_of(rank: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 def in_jax() -> tuple[Callable, Callable, Any]:
     """(params, images, labels) -> (gradients, loss); (gradients, moments, params) -> (params, moments); its start."""
-    import jax
-    import jax.numpy as jnp
-    import optax
 
     def loss(params: Any, x: Any, labels: Any) -> Any:
         for i in range(len(WIDTHS) - 1):
@@ -98,14 +107,6 @@ def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[in
     """The step in one jit, the exchange beside it or in it."""
 
     def build(batch: int) -> Timed:
-        import jax
-        import jax.numpy as jnp
-
-        import jaxmpi
-        from jaxmpi.allreduce import overlap
-        from jaxmpi.allreduce.buckets import Order
-        from jaxmpi.allreduce.comm_thread import courier
-
         order, (gradients, descend, init) = Order(), in_jax()
         gradients = order.of(gradients)
         options = {"strategy": strategy, "bucket_bytes": BUCKET_BYTES, "order": order}
@@ -155,8 +156,6 @@ class Loop:
 
     def __call__(self) -> None:
         """Run a step, or some in a row, and wait for each."""
-        import jax
-
         for _ in range(self.steps):
             self.began_s = time.perf_counter()
             _, self.state, _ = jax.block_until_ready(self.step(self.params, self.state, *self.data))
@@ -168,12 +167,6 @@ class Loop:
 
 def with_psum(batch: int) -> Timed:
     """JAX's own method: psum over a mesh of all processes, with gloo below."""
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from jaxmpi.bench.baselines import connect_jax
-
     control = harness.control()
     if not jax.distributed.is_initialized():
         connect_jax(control)
@@ -214,8 +207,6 @@ def with_ddp(batch: int) -> Timed:
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
     import torch.distributed as dist  # pyright: ignore[reportMissingImports] # not installed by default
     from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # not installed by default
-
-    from jaxmpi.bench.baselines import connect_torch
 
     control = harness.control()
     torch.set_num_threads(1)
@@ -282,8 +273,6 @@ CONTENDERS: dict[str, Callable[[int], Timed]] = {
 
 def time_contender(name: str, batches: list[int], steps: int) -> list[dict[str, Any]]:
     """Be a rank: time a contender with each batch; return seconds of the slowest rank."""
-    from jaxmpi.allreduce.autotune import slowest
-
     control, results = harness.control(), []
     for batch in batches:
         timed = CONTENDERS[name](batch)

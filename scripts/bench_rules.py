@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 
 import harness
 import numpy as np
+import optax
 from cluster import bits_per_s
+
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.rules.base import Exchange
+from jaxmpi.rules.easgd import easgd
+from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.rules.gossip_transport import GossipThread
+from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Layout, Server, ServerExchange
+from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint, converse
 
 STEP_S = 0.02  # of computing, in `slow`
 SLOW = 5  # times as long, for the slow worker
@@ -55,18 +64,10 @@ class Rank:
 
     def __init__(self, servers: int, floats: int) -> None:
         """Set up; collective over all ranks."""
-        from jaxmpi.config.rule_config import RuleConfig
-        from jaxmpi.rules.base import Exchange
-        from jaxmpi.rules.easgd import easgd
-        from jaxmpi.rules.parameter_server import GlobalProgress, Layout, Server
-        from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint
-
         control = harness.control()
         self.control, self.number = control, control.rank
         self.workers = control.size - servers
         self.layout = Layout(floats, max(servers, 1), "32")
-        import optax
-
         alone = Exchange(lambda tree: tree, lambda tree: tree)
         rule = easgd(optax.sgd(0.1), alone, RuleConfig("easgd")).asynchronous
         assert rule is not None
@@ -100,18 +101,12 @@ class Rank:
 
     def gossip(self) -> "Gossips":
         """Return this worker as one that pushes to others, without a center."""
-        from jaxmpi.rules.gosgd import Gossip
-        from jaxmpi.rules.gossip_transport import GossipThread
-
         wire, floats = self.layout.host_wire(), len(self.w)
         gossiper = GossipThread(self.control.clone(), self.number, self.workers, wire.size_bytes(floats))
         return Gossips(wire, gossiper, Gossip(self.number, self.workers, 1.0, 0), self.w)
 
     def exchange(self) -> float:
         """Exchange once with the center; return seconds."""
-        from jaxmpi.rules.parameter_server import PUSH, ServerExchange
-        from jaxmpi.rules.parameter_server_transport import converse
-
         begin = time.perf_counter()
         talk = ServerExchange(self.layout, PUSH, self.w, None)
         converse(talk, self.lines)

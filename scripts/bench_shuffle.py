@@ -24,9 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import jax
 import numpy as np
 from bench_data import jpegs
 
+from jaxmpi.allreduce.autotune import slowest
+from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
 from jaxmpi.data.group_cache import GroupSampler, MemorySource, holders_by_place, members, moves
@@ -63,14 +66,8 @@ class Blobs:
 
 def time_shuffles(mb: float, rounds: int) -> list[dict[str, Any]]:
     """Be a rank: seconds of both ways in turn, for each group."""
-    from jaxmpi.allreduce.autotune import slowest
-    from jaxmpi.comm.control import MpiProcesses
-    from jaxmpi.comm.topology import gather_workers
-
     workers = gather_workers(1)
-    control = workers.processes
-    assert isinstance(control, MpiProcesses)
-    rows = []
+    control, rows = harness.control(), []
     for group in (d for d in range(1, control.size + 1) if control.size % d == 0):
         source = Blobs(int(mb * 1e6))
         memory, _ = keep(source, Data(memory="partition", group_size=group), 0, control.size, True, workers)
@@ -130,8 +127,6 @@ def shuffle(options: argparse.Namespace) -> None:
 
 def open_packed(folder: str) -> tuple[float, float]:
     """Seconds, and MB beyond a JAX process, to open a data set."""
-    import jax
-
     jax.numpy.zeros(1).block_until_ready()
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     source = open_source(Data(source="packed", dir=folder), "train")

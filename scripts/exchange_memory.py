@@ -15,6 +15,14 @@ import re
 from pathlib import Path
 
 import harness
+import jax
+import jax.numpy as jnp
+
+import jaxmpi
+from jaxmpi.allreduce import compression
+from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.bench.options import trees
+from jaxmpi.comm.control import processes
 
 STRATEGIES = (
     *("shm", "ar", "asa32", "asa16", "asa8", "ring32", "ring16", "ring:8", "tree:32", "hier-ring32", "hier-ring16"),
@@ -40,12 +48,6 @@ def count_anew() -> int:
 
 def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     """Peak growth of this rank's memory, in bytes: used, and kept."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxmpi.allreduce import compression
-    from jaxmpi.allreduce.api import exchange, exchange_gradients
-
     tx = exchange_gradients(name) if compression.is_compressor(name) else None
     step = jax.jit(tx.update if tx else lambda grads, state: (exchange(grads, name), state))
     used = kept = 0
@@ -64,10 +66,6 @@ def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
 
 def copies(strategy: str, tree: str) -> list[float]:
     """Be a rank: copies of the gradients, used and kept, of the rank that grows most."""
-    import jaxmpi
-    from jaxmpi.bench.options import trees
-    from jaxmpi.comm.control import processes
-
     jaxmpi.world()
     shapes = list(trees([tree])[tree].values())
     size_bytes = 4 * sum(map(math.prod, shapes))

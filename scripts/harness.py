@@ -95,8 +95,13 @@ def launcher(ranks: int, rate: str, slots: int) -> list[str]:
         return []
     if not rate:
         return command.mpirun(command.Options(ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
-    cluster = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(ranks // slots)]
-    return [*cluster, "--slots", str(slots), "--rate", rate, "--", command.find("mpirun"), "-n", str(ranks)]
+    return [*cluster(ranks // slots, rate, slots), command.find("mpirun"), "-n", str(ranks)]
+
+
+def cluster(hosts: int, rate: str, slots: int = 1) -> list[str]:
+    """Start of a line whose command runs on emulated hosts, with links of this rate and so many slots each."""
+    line = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(hosts), "--rate", rate]
+    return [*line, "--slots", str(slots), "--"]
 
 
 def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull) -> list[str]:

@@ -56,13 +56,12 @@ def bench(options: argparse.Namespace, *args: str) -> list[str]:
     rest = [*args, "--warm-up", str(options.warm_up), "--rounds", str(options.rounds), "--out", "{out}"]
     if not options.hosts:
         return [PYTHON, "-m", "jaxmpi.bench", "-n", str(options.n), *rest]
-    return [*cluster(options, options.hosts), "mpirun", "-n", str(options.hosts), PYTHON, "-m", "jaxmpi.bench", *rest]
+    return [*on_hosts(options, options.hosts), "mpirun", "-n", str(options.hosts), PYTHON, "-m", "jaxmpi.bench", *rest]
 
 
-def cluster(options: argparse.Namespace, hosts: int) -> list[str]:
+def on_hosts(options: argparse.Namespace, hosts: int) -> list[str]:
     """Start of a line that runs on emulated hosts; empty on this machine."""
-    line = [PYTHON, "scripts/cluster.py", "--hosts", str(hosts), "--rate", options.rate, "--"]
-    return line if options.hosts and hosts > 1 else []
+    return harness.cluster(hosts, options.rate) if options.hosts and hosts > 1 else []
 
 
 def trainings(options: argparse.Namespace) -> list[list[str]]:
@@ -71,7 +70,7 @@ def trainings(options: argparse.Namespace) -> list[list[str]]:
     fixed += ["--checkpoint-every", "0st", "--run-dir", "{out}"]
     train = [PYTHON, "-m", "jaxmpi.tools.cli", "train", "-n"]
     workers = options.workers or ([1, options.hosts] if options.hosts else [1, 2])
-    return [[*cluster(options, n), *train, str(n), *fixed] for n in workers]
+    return [[*on_hosts(options, n), *train, str(n), *fixed] for n in workers]
 
 
 def accuracies(options: argparse.Namespace) -> list[list[str]]:
@@ -79,7 +78,7 @@ def accuracies(options: argparse.Namespace) -> list[list[str]]:
     n = options.hosts or options.n
     grid = script("study", "--launch", "--workers", str(n), "--seeds", "1", "--out", "{out}", "--vary")
     rules = (["rule.name=awagd,gradients"], ["rule.name=subgd", f"optim.lr={0.02 / n}"])  # SUBGD sums updates
-    return [[*cluster(options, n), *grid, "exchange.strategy=asa32,asa16", *rule] for rule in rules]
+    return [[*on_hosts(options, n), *grid, "exchange.strategy=asa32,asa16", *rule] for rule in rules]
 
 
 def shuffles(options: argparse.Namespace) -> list[list[str]]:
@@ -293,7 +292,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
             shutil.rmtree(out)
         out.unlink(missing_ok=True)
         line = [str(out) if arg == "{out}" else arg for arg in template]
-        lines.append(shlex.join(line).replace(f"{ROOT}/", "").replace(PYTHON, "python"))
+        lines.append(shlex.join(line).replace(PYTHON, "python").replace(f"{ROOT}/", ""))
         missing = [arg for arg in line if arg.startswith("scripts/") and not (ROOT / arg).is_file()]
         check(
             not missing, f"{', '.join(missing)}: not there in this version; it belongs to another part of the project"

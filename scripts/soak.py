@@ -25,14 +25,17 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+import harness
+from harness import ROOT
+
+from jaxmpi.runtime.job_folder import SEGMENTS, WORDS
+
 FOREVER = "100000000st"
-SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # jaxmpi.runtime.failures's, which would import JAX
-WORDS = "words"  # jaxmpi.runtime.failures's: a folder there, on the launcher's host, that goes with the job
 PROGRESS_S = 600.0  # from a kill to the next checkpoint, on a machine that may be busy
 GONE_S = 60.0  # from a kill to the end of the job's last process
 LOOK_S = 1.0  # between samples of the processes
 FLAT = 0.02  # share by which memory may grow in the quiet time
+RANK, SUPERVISOR = "jaxmpi.train", "jaxmpi.tools.cli"  # modules of processes
 TINY = """
 import jax
 import jax.numpy as jnp
@@ -59,10 +62,10 @@ experiment = Experiment(
 
 def parse() -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long at most (default: 60)")
     parser.add_argument(
-        "--quiet", type=float, default=0.0, help="minutes of these at the end without kills (default: 0)"
+        "--quiet", type=float, default=0.0, help="minutes of these, at the end, without kills (default: 0)"
     )
     parser.add_argument("--kills", type=int, default=0, help="end after as many kills (default: by the time alone)")
     parser.add_argument("--ranks", type=int, default=8, help="ranks of the job (default: 8)")
@@ -79,12 +82,11 @@ def parse() -> argparse.Namespace:
 
 def command(asked: argparse.Namespace, folder: Path, train_for: str) -> list[str]:
     """Command line of the job that restarts itself."""
-    cluster = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(asked.hosts)]
-    cluster += ["--slots", str(-(-asked.ranks // asked.hosts)), "--rate", "1gbit", "--"]
+    cluster = harness.cluster(asked.hosts, "1gbit", slots=-(-asked.ranks // asked.hosts)) if asked.hosts > 1 else []
     head = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(asked.ranks), "--restarts", "1000000"]
     tail = ["--checkpoint-every", asked.checkpoint_every, "--eval-every", "1000st", "--train-for", train_for]
     tail += ["--resume"] if (folder / "record.jsonl").exists() else []
-    return [*(cluster if asked.hosts > 1 else []), *head, asked.experiment, "--run-dir", str(folder), *tail]
+    return [*cluster, *head, asked.experiment, "--run-dir", str(folder), *tail]
 
 
 # ---------------------------------------------------------------- resources of processes
@@ -112,7 +114,7 @@ class Seen:
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + LOOK_S
-        for pid in [*ranks_of(self._folder), *supervisors_of(self._folder)]:
+        for pid in [*running(self._folder, RANK), *running(self._folder, SUPERVISOR)]:
             try:
                 self.samples.setdefault(pid, []).append(sample_of(pid))
                 self.folders |= segments_of(pid)
@@ -143,19 +145,11 @@ def processes() -> Iterator[tuple[int, list[bytes]]]:
             yield int(entry), words
 
 
-def running(folder: Path, module: bytes) -> list[int]:
+def running(folder: Path, module: str) -> list[int]:
     """Processes `python -m module` that work for a run directory."""
-    return sorted(p for p, words in processes() if words[1:3] == [b"-m", module] and os.fsencode(folder) in words)
-
-
-def ranks_of(folder: Path) -> list[int]:
-    """Process numbers of the job's ranks."""
-    return running(folder, b"jaxmpi.train")
-
-
-def supervisors_of(folder: Path) -> list[int]:
-    """Process number of the supervisor."""
-    return running(folder, b"jaxmpi.tools.cli")
+    return sorted(
+        p for p, words in processes() if words[1:3] == [b"-m", module.encode()] and os.fsencode(folder) in words
+    )
 
 
 def rank_of(pid: int) -> int:
@@ -178,7 +172,7 @@ def segments_of(pid: int) -> set[bytes]:
 
 def leaked(folder: Path, folders: set[bytes]) -> set[str]:
     """Files in the job's folders in shared memory, on this host and as its ranks see them, that no process maps."""
-    hosts = {os.readlink(f"/proc/{pid}/ns/mnt"): pid for pid in [*ranks_of(folder), os.getpid()]}
+    hosts = {os.readlink(f"/proc/{pid}/ns/mnt"): pid for pid in [*running(folder, RANK), os.getpid()]}
     places = [Path(f"/proc/{pid}/root", os.fsdecode(name).lstrip("/")) for pid in hosts.values() for name in folders]
     names = {path.name for place in places if place.is_dir() for path in place.iterdir()}
     for pid, _ in processes():
@@ -237,7 +231,7 @@ class Soak:
             RuntimeError: there is none in time, or the job has ended.
         """
         deadline = time.monotonic() + PROGRESS_S
-        while saved_step(self.folder) <= self.step or len(ranks_of(self.folder)) < self.asked.ranks:
+        while saved_step(self.folder) <= self.step or len(running(self.folder, RANK)) < self.asked.ranks:
             self.seen.look()
             if time.monotonic() > deadline or self.job.poll() is not None:
                 raise RuntimeError(f"no checkpoint after step {self.step}; the job: {self.job.poll()}; see log.txt")
@@ -252,7 +246,7 @@ class Soak:
 
     def kill(self) -> None:
         """Kill a rank, at a random moment or while a checkpoint is written, and wait for the job's end."""
-        deadline, ranks = time.monotonic() + PROGRESS_S, ranks_of(self.folder)
+        deadline, ranks = time.monotonic() + PROGRESS_S, running(self.folder, RANK)
         if self.asked.saving and self.draw.random() < 0.9:
             while not is_saving(self.folder) and time.monotonic() < deadline:
                 time.sleep(0.0005)
@@ -262,7 +256,7 @@ class Soak:
         rank = rank_of(victim)
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
-        while left := set(ranks) & set(ranks_of(self.folder)):
+        while left := set(ranks) & set(running(self.folder, RANK)):
             if time.monotonic() - killed > GONE_S:
                 raise RuntimeError(f"ranks outlive their job: {left}")
             time.sleep(0.05)
@@ -283,7 +277,7 @@ class Soak:
         Raises:
             RuntimeError: it does not.
         """
-        os.kill(supervisors_of(self.folder)[0], signal.SIGTERM)
+        os.kill(running(self.folder, SUPERVISOR)[0], signal.SIGTERM)
         if (code := self.job.wait(PROGRESS_S)) != 75:
             raise RuntimeError(f"asked to leave, the job ended with {code}; see log.txt")
         self.step = saved_step(self.folder)
@@ -297,30 +291,26 @@ def soak(asked: argparse.Namespace, folder: Path) -> dict:
         self.spend(self.draw.expovariate(1 / asked.every))
         self.kill()
     self.spend(min(60.0, 30 * asked.quiet))  # the first steps after a start fill caches
-    quiet, ranks, supervisors = time.monotonic(), ranks_of(folder), supervisors_of(folder)
+    quiet, ranks, supervisors = time.monotonic(), running(folder, RANK), running(folder, SUPERVISOR)
     self.spend(60 * asked.quiet - min(60.0, 30 * asked.quiet))
     counted = {"rank": self.seen.growth(ranks, quiet), "supervisor": self.seen.growth(supervisors, begin + 60)}
     counted |= {"leaked_on_hosts": sorted(leaked(folder, self.seen.folders) - {WORDS})}
     self.end()
     minutes = round((time.monotonic() - begin) / 60, 1)
-    counts = {"kills": self.kills, "while_saving": self.cut_off, "steps": self.step, "minutes": minutes}
-    ends = {"end_s_median": round(median(self.ends_s), 2), "end_s_most": round(max(self.ends_s), 2)}
-    return (
-        counts
-        | ends
-        | counted
-        | {"wrongly_blamed": self.wrong}
-        | {"leaked": sorted(leaked(folder, self.seen.folders)), "orphans": ranks_of(folder)}
-    )
+    return {
+        **{"kills": self.kills, "while_saving": self.cut_off, "steps": self.step, "minutes": minutes},
+        **{"end_s_median": round(median(self.ends_s), 2), "end_s_most": round(max(self.ends_s), 2)},
+        **counted,
+        "wrongly_blamed": self.wrong,
+        "leaked": sorted(leaked(folder, self.seen.folders)),
+        "orphans": running(folder, RANK),
+    }
 
 
 def complaints(asked: argparse.Namespace, folder: Path, counted: dict) -> list[str]:
     """Violations of the promises."""
-    found = [
-        f"{name}: {counted[name]}"
-        for name in ("wrongly_blamed", "leaked_on_hosts", "leaked", "orphans")
-        if counted[name]
-    ]
+    promised = ("wrongly_blamed", "leaked_on_hosts", "leaked", "orphans")
+    found = [f"{name}: {counted[name]}" for name in promised if counted[name]]
     steps = [step for step, *_ in losses(folder)]
     if steps != list(range(1, counted["steps"] + 1)):
         found.append("steps are lost or repeated in the record")
