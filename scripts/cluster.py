@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
@@ -30,16 +30,7 @@ LATENCY = "100ms"  # of data that may wait in a card's queue: longer than any ex
 NEEDED = ("ip", "tc", "unshare", "nsenter", "mount")
 
 
-class Cluster(NamedTuple):
-    """Options of the cluster."""
-
-    hosts: int
-    slots: int
-    rate: str
-    command: list[str]
-
-
-def parse(argv: list[str]) -> Cluster:
+def parse(argv: list[str]) -> argparse.Namespace:
     """Options, then `--`, then the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts, 1 to 250 (default: 4)")
@@ -47,18 +38,19 @@ def parse(argv: list[str]) -> Cluster:
     parser.add_argument("--rate", default="200mbit", help="of each card, such as 50mbit or 1gbit (default: 200mbit)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
     options = parser.parse_args(argv)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.command[:1] == ["--"]:
+        del options.command[0]
     if not 1 <= options.hosts <= 250:
         parser.error(f"--hosts: got {options.hosts}; expected 1 to 250")
     if options.slots < 1:
         parser.error(f"--slots: got {options.slots}; expected >= 1")
-    if not command:
+    if not options.command:
         parser.error("no command; give one after --")
     try:
         bits_per_s(options.rate)
     except ValueError as error:
         parser.error(str(error))
-    return Cluster(options.hosts, options.slots, options.rate, command)
+    return options
 
 
 def bits_per_s(rate: str) -> float:
@@ -116,7 +108,7 @@ def die_with_parent() -> None:
 # ---------------------------------------------------------------- inside: switch, hosts, command
 
 
-def inside(folder: Path, cluster: Cluster) -> NoReturn:
+def inside(folder: Path, cluster: argparse.Namespace) -> NoReturn:
     """Be the first process of the namespaces: set them up, run the command, exit with its code."""
     sh(f"mount -t tmpfs tmpfs {folder}")
     names = folder / "hosts"
@@ -136,7 +128,7 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
-def start_host(i: int, cluster: Cluster) -> int:
+def start_host(i: int, cluster: argparse.Namespace) -> int:
     """Start a process that holds host i's namespaces, with its card plugged in; return its pid."""
     holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"])
     while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
