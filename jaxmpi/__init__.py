@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxmpi.functions.lifecycle import close as close
     from jaxmpi.functions.lifecycle import fork as fork
     from jaxmpi.functions.optimizer import optimizer as optimizer
+    from jaxmpi.tasks.base import Task as Task
 
 _NAMES = {
     "jaxmpi.allreduce.api": (
@@ -54,6 +55,7 @@ _NAMES = {
         "fork",
     ),
     "jaxmpi.functions.optimizer": ("optimizer",),
+    "jaxmpi.tasks.base": ("Task",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 # Words for inputs and outputs of functions. They stood here in 0.1, and a reader took `jaxmpi.sum` for a collective.

@@ -115,7 +115,7 @@ class Trainee(NamedTuple):
 def ours(config: Experiment, workers: Workers, plan: build.TrainingPlan) -> Trainee:
     """The trainer's own step and evaluation."""
     functions = build.build_functions(config, workers, plan)
-    state = put(build.initial_states(config, workers, functions.rule), workers)
+    state = put(build.initial_states(config, workers, plan, functions.rule), workers)
 
     def step(batch: dict[str, Any]) -> None:
         nonlocal state
@@ -138,7 +138,7 @@ def ddp(config: Experiment, workers: Workers, plan: build.TrainingPlan, hook: st
     torch.set_num_threads(1)
     connect_torch(harness.control())
     functions = build.build_functions(config, workers, plan)
-    start = build.initial_states(config, workers, functions.rule)[workers.mine[0]].params
+    start = build.initial_states(config, workers, plan, functions.rule)[workers.mine[0]].params
     net = torch_gpt(start, heads=2 if "tiny" in config.model.name else 6)
     # The hook of PowerSGD takes two buckets in no fixed order, so gloo's ranks would mismatch: it gets one.
     model = DistributedDataParallel(net, bucket_cap_mb=1000 if hook == "powersgd" else None)

@@ -83,7 +83,7 @@ class Jaxmpi:
         plan = build.make_plan(config, ALONE)
         config = dataclasses.replace(config, model=plan.feed.model)
         self.config, self.functions = config, build.build_functions(config, ALONE, plan)
-        self.state = put(build.initial_states(config, ALONE, self.functions.rule), ALONE)
+        self.state = put(build.initial_states(config, ALONE, plan, self.functions.rule), ALONE)
         batches = host_batches(config)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
         local_gradients, _ = build.pieces(config, ALONE, plan)

@@ -66,7 +66,7 @@ def trainer(config: Experiment) -> Steps:
     plan = build.make_plan(config, workers)
     config = dataclasses.replace(config, model=plan.feed.model)
     functions = build.build_functions(config, workers, plan)
-    state = put(build.initial_states(config, workers, functions.rule), workers)
+    state = put(build.initial_states(config, workers, plan, functions.rule), workers)
     batches = plan.feed.batches()
 
     def step() -> tuple[Any, Any]:

@@ -92,7 +92,7 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
     plan = build.make_plan(config, workers)
     config = dataclasses.replace(config, model=plan.feed.model)
     functions = build.build_functions(config, workers, plan)
-    state = put(build.initial_states(config, workers, functions.rule), workers)
+    state = put(build.initial_states(config, workers, plan, functions.rule), workers)
     digests, losses, seconds = [tree_digest(state.params)], [], []
     for batch in plan.feed.batches(0, steps):
         begin = time.perf_counter()

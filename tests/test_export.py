@@ -25,7 +25,7 @@ from jaxmpi.core import pytrees
 from jaxmpi.data import open_source
 from jaxmpi.model.contract import Model
 from jaxmpi.rules import base, gradients
-from jaxmpi.trainer.build import initial_states
+from jaxmpi.trainer.build import initial_states, make_plan
 from jaxmpi.trainer.main import train
 from launching import ROOT
 from models.googlenet import googlenet_loss
@@ -85,7 +85,8 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
 
     again = dataclasses.replace(experiment, params="exported")
     rule = gradients.gradients(optax.sgd(0.1), base.Exchange(lambda tree: tree, lambda tree: tree))
-    [state] = initial_states(again, gather_workers(1), rule).values()  # another run begins with both
+    workers = gather_workers(1)
+    [state] = initial_states(again, workers, make_plan(again, workers), rule).values()  # another run begins with both
     for name, leaf in pytrees.named_leaves({"params": params, "model_state": model_state}):
         np.testing.assert_array_equal(dict(pytrees.named_leaves(state._asdict()))[name], leaf)
 

@@ -27,6 +27,8 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data import Sampler
 from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.tasks import classes
+from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import step
 from launching import train
 from models.norm import BatchNorm
@@ -165,10 +167,12 @@ def test_of_a_mixed_model_only_layers_that_ask_are_synchronised():
     model = nnx_model(Mixed, name="mixed", input_shape=(6, 6, 2), classes=2)
     params, state = model.init(jax.random.key(0), jnp.zeros((1, 6, 6, 2)))
     mean = functools.partial(exchange, strategy="asa32", comm=AxisComm("workers", 2))
-    forward = step.Forward(model, step.cross_entropy, Data("array", channels=2), batch_mean=mean)
+    task = classes.classification(Supervised(model, classes.cross_entropy, Data("array", channels=2)))
+    forward = step.Forward(task, batch_mean=mean)
 
     def state_after(image: jax.Array) -> Any:
-        return forward.outputs(params, state, image, jax.random.key(0), True)[1]
+        batch = {"image": image, "label": jnp.zeros(len(image), jnp.int32), "weight": jnp.ones(len(image))}
+        return forward.losses(params, state, batch, jax.random.key(0), True)[1]
 
     images = np.random.default_rng(0).standard_normal((2, 4, 6, 6, 2), np.float32)
     after = jax.jit(jax.vmap(state_after, axis_name="workers"))(images)

@@ -23,6 +23,8 @@ from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.data import ArraySource, Loader, Sampler
 from jaxmpi.model.contract import Model
 from jaxmpi.rules import base, registry
+from jaxmpi.tasks import classes, inputs
+from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import build, step
 from models.cnn import digits_cnn_tiny
 from tolerances import U
@@ -49,18 +51,25 @@ RANKINGS = [
 
 @pytest.mark.parametrize(("logits", "label", "ahead"), RANKINGS)
 def test_ranking(logits, label, ahead):
-    assert step.ranking(jnp.array([logits]), jnp.array([label])).tolist() == [ahead]
+    assert classes.ranking(jnp.array([logits]), jnp.array([label])).tolist() == [ahead]
 
 
 def test_ranking_is_a_permutation_of_the_classes():
     logits = np.random.default_rng(0).integers(0, 3, 7).astype(np.float32)  # ties for sure
-    places = step.ranking(jnp.tile(logits, (7, 1)), jnp.arange(7))
+    places = classes.ranking(jnp.tile(logits, (7, 1)), jnp.arange(7))
     assert sorted(places.tolist()) == list(range(7))
 
 
-def forward(apply, loss=step.cross_entropy, **kwargs) -> step.Forward:
-    model = Model("test", lambda key, image: ({}, {}), apply, kwargs.pop("shape", (3,)), 2)
-    return step.Forward(model, loss, kwargs.pop("data", Data()), **kwargs)
+def forward(apply, loss=classes.cross_entropy, **kwargs) -> step.Forward:
+    model = Model("test", lambda key, image: ({}, {}), apply, kwargs.pop("shape", (3,)), 2, **kwargs.pop("facts", {}))
+    dtypes = [kwargs[name] for name in ("compute_dtype",) if name in kwargs]
+    made = Supervised(model, loss, kwargs.pop("data", Data()), *dtypes)
+    return step.Forward(classes.classification(made), **kwargs)
+
+
+def evaluated(made: step.Forward, params, batch) -> dict[str, float]:
+    """Sums over a batch."""
+    return {name: float(sums) for name, (sums, _) in step.eval_step(made, params, {}, batch).items()}
 
 
 # ---------------------------------------------------------------- gradients of exact arithmetic
@@ -242,31 +251,31 @@ def test_bf16_is_what_computes_and_f32_what_is_kept():
 def test_normalise_per_channel():
     data = Data(mean=(0.5, 0.25, 0.0), std=(0.5, 1.0, 2.0))
     image = np.array([[[[255, 0, 51]]]], np.uint8)
-    np.testing.assert_allclose(step.normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
+    np.testing.assert_allclose(inputs.normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
 
 
 @pytest.mark.parametrize("data", [Data(), Data(mean=(0.0,)), Data(std=(1.0,))])
 def test_normalise_by_one_number_for_all_channels(data):
     image = jnp.asarray(np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3))
-    np.testing.assert_allclose(step.normalise(image, data), np.asarray(image) / 255, rtol=2 * U)
+    np.testing.assert_allclose(inputs.normalise(image, data), np.asarray(image) / 255, rtol=2 * U)
 
 
 def test_prepared_images_are_not_normalised():
     image = jnp.ones((1, 2, 2, 3))
-    assert step.normalise(image, Data()) is image
+    assert inputs.normalise(image, Data()) is image
     with pytest.raises(UsageError, match="for images of uint8; got float32, which are taken as ready"):
-        step.normalise(image, Data(mean=(0.5,)))
+        inputs.normalise(image, Data(mean=(0.5,)))
 
 
 def test_evaluation_counts_real_examples_only():
     logits = np.array([[9, 0, 0, 0, 0, 0], [9, 8, 7, 6, 5, 4], [0, 9, 0, 0, 0, 0], [0, 0, 0, 0, 0, np.nan]], np.float32)
     batch = {"image": logits, "label": np.array([0, 4, 0, 0], np.int32), "weight": np.array([1, 1, 1, 0], np.float32)}
-    metrics = step.eval_step(forward(lambda p, s, image, key, train: (image, s), shape=(6,)), {}, {}, batch)
-    assert (float(metrics.top1), float(metrics.top5), float(metrics.count)) == (1, 3, 3)
+    sums = evaluated(forward(lambda p, s, image, key, train: (image, s), shape=(6,)), {}, batch)
+    assert (sums["top1"], sums["top5"], sums["count"]) == (1, 3, 3)
     exact = -(
         np.log(np.exp(logits[:3].astype(np.float64)) / np.exp(logits[:3].astype(np.float64)).sum(1, keepdims=True))
     )
-    np.testing.assert_allclose(float(metrics.loss), exact[[0, 1, 2], [0, 4, 0]].sum(), rtol=32 * U)
+    np.testing.assert_allclose(sums["loss"], exact[[0, 1, 2], [0, 4, 0]].sum(), rtol=32 * U)
 
 
 # ---------------------------------------------------------------- tokens
@@ -278,8 +287,7 @@ def next_token(params, model_state, tokens, key, train):
 
 
 def of_tokens(**kwargs) -> step.Forward:
-    made = forward(next_token, shape=(4,), **kwargs)
-    return made._replace(model=made.model._replace(input_dtype=jnp.int32, label_shape=(4,), classes=6))
+    return forward(next_token, shape=(4,), facts={"input_dtype": jnp.int32, "label_shape": (4,)}, **kwargs)
 
 
 def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
@@ -287,15 +295,15 @@ def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
     table = rng.standard_normal((6, 6)).astype(np.float32)
     tokens, labels = rng.integers(0, 6, (2, 3, 4)).astype(np.int32)
     batch = {"image": tokens, "label": labels, "weight": np.array([1, 1, 0], np.float32)}
-    metrics = step.eval_step(of_tokens(), {"logits": table}, {}, batch)
+    sums = evaluated(of_tokens(), {"logits": table}, batch)
     wide = table.astype(np.float64)[tokens]
     exact = np.log(np.exp(wide).sum(-1)) - np.take_along_axis(wide, labels[..., None], -1)[..., 0]
-    np.testing.assert_allclose(float(metrics.loss), exact[:2].mean(1).sum(), rtol=64 * U)
-    assert float(metrics.top1) == (wide.argmax(-1) == labels)[:2].mean(1).sum()  # quarters are exact
-    assert float(metrics.count) == 2
+    np.testing.assert_allclose(sums["loss"], exact[:2].mean(1).sum(), rtol=64 * U)
+    assert sums["top1"] == (wide.argmax(-1) == labels)[:2].mean(1).sum()  # quarters are exact
+    assert sums["count"] == 2
     run = jax.jit(step.local_gradients(of_tokens(), 1), static_argnums=())
     grads, _, training = run({"logits": table}, {}, batch, KEY, jnp.int32(0))
-    np.testing.assert_allclose(float(training.loss), float(metrics.loss), rtol=64 * U)
+    np.testing.assert_allclose(float(training.loss), sums["loss"], rtol=64 * U)
     chances = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True) - np.eye(6)[labels]
     expected = sum(np.eye(6)[tokens[i]].T @ chances[i] / 4 for i in range(2))
     np.testing.assert_allclose(grads["logits"], expected, atol=64 * U)
@@ -304,8 +312,8 @@ def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
 def test_ranking_of_tokens_is_that_of_each():
     logits = np.random.default_rng(0).integers(0, 3, (2, 5, 7)).astype(np.float32)
     labels = np.arange(10).reshape(2, 5) % 7
-    each = step.ranking(jnp.asarray(logits.reshape(10, 7)), jnp.asarray(labels.reshape(10)))
-    assert step.ranking(jnp.asarray(logits), jnp.asarray(labels)).reshape(10).tolist() == each.tolist()
+    each = classes.ranking(jnp.asarray(logits.reshape(10, 7)), jnp.asarray(labels.reshape(10)))
+    assert classes.ranking(jnp.asarray(logits), jnp.asarray(labels)).reshape(10).tolist() == each.tolist()
 
 
 def test_tokens_are_whole_numbers_of_the_models_length():
@@ -410,7 +418,7 @@ def test_one_workers_step_is_made_so(monkeypatch):
 
     def copies() -> int:
         functions = build.build_functions(experiment, workers, plan)
-        state = put(build.initial_states(experiment, workers, functions.rule), workers)
+        state = put(build.initial_states(experiment, workers, plan, functions.rule), workers)
         program = functions.train_step.lower(state, next(plan.feed.batches()))  # pyright: ignore[reportFunctionMemberAccess]
         return program.compile().as_text().count(" copy(%state_params")
 

@@ -52,8 +52,8 @@ def test_a_panel_fits_its_terminal(columns):
     panel = Panel(out, columns)
     for step in range(1, 60):
         panel.losses.append(2.0 / step)
-    panel.evaluated(0.5)
-    panel.evaluated(0.75)
+    panel.evaluated("top-1", "50.00 %", 0.5)
+    panel.evaluated("top-1", "75.00 %", 0.75)
     panel.classic("time per 5120 images: 12.34 (train 9.99 sync 1.11 comm 1.22 wait 0.02)")
     panel._first = NOW._replace(step=10, elapsed_s=20.0)
     panel.console.print(panel.drawn(NOW))
@@ -116,7 +116,7 @@ def test_an_evaluation_is_drawn_at_once_and_parts_stay_with_their_shares():
     out = io.StringIO()
     panel = Panel(out, 40)
     panel.progress(NOW._replace(step=120, slowest=""))
-    panel.evaluated(0.9861)
+    panel.evaluated("top-1", "98.61 %", 0.9861)
     panel.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     assert "top-1 98.61 %   ▁" in text

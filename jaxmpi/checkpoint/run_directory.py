@@ -35,7 +35,6 @@ from jaxmpi.runtime import provenance
 
 def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
     """Refuse to start if ranks have different experiments or libraries."""
-    check(experiment.model is not None, "the experiment has no model")
     facts = {
         "experiment_file": digest,
         "experiment": flags.resolved(experiment),
@@ -451,7 +450,16 @@ NOT_THE_NUMBERS = (
         "effective_batch",
         "rule.noise_scale",
     ),
-    *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "log_every", "compute_only_every"),
+    *(
+        "eval_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "keep_best",
+        "monitor",
+        "monitor_mode",
+        "log_every",
+        "compute_only_every",
+    ),
     *(
         "quiet",
         "trace",

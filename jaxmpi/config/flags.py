@@ -59,7 +59,7 @@ def resolved(experiment: Experiment) -> dict[str, Any]:
     """The configuration as plain JSON values; what only Python can set appears by its name."""
 
     def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if dataclasses.is_dataclass(value) and type(value).__module__.startswith("jaxmpi.config."):
             return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and len(value) <= 100:
             return [plain(v) for v in value]

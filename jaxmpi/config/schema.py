@@ -59,6 +59,9 @@ class Experiment:
     """One training run. An experiment file holds one as `experiment`."""
 
     model: InPython[Any] = None  # a jaxmpi.Model
+    task: InPython[Any] = (
+        "auto"  # a row of jaxmpi.tasks.registry.TASKS, or a jaxmpi.Task instead of a model; auto: by the model's labels
+    )
     loss: InPython[Callable[..., Any] | None] = (
         None  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]; default: softmax cross-entropy
     )
@@ -75,7 +78,9 @@ class Experiment:
     eval_every: str = "1ep"  # duration between evaluations; 0st: only the last step, which is always evaluated
     checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
     keep_checkpoints: int = 2  # newest checkpoints kept
-    keep_best: int = 1  # beside them, those of lowest eval_loss, of steps that were evaluated and saved
+    keep_best: int = 1  # beside them, the best by `monitor`, of steps that were evaluated and saved
+    monitor: str = "eval_loss"  # figure of the evaluation by which checkpoints are the best, such as eval_top1
+    monitor_mode: str = "min"  # min | max: which of its values is the best
     log_every: int = 10  # steps between lines of the record; the first step always has one
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
@@ -131,6 +136,7 @@ class Experiment:
             self.compute_dtype in ("float32", "bfloat16"),
             f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
         )
+        check(self.monitor_mode in ("min", "max"), f"monitor_mode: got {self.monitor_mode!r}; expected min or max")
         lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
         lookup(ON_STALL, self.on_stall, "on_stall")
         for name in ("compute_only_every", "stall_timeout_s"):

@@ -83,6 +83,15 @@ class Augment:
             image = decode.decoded(blob, config.channels, config.resize)
         return self(image, epoch, index, where)
 
+    def check_unused(self, where: str) -> None:
+        """Raise `UsageError` if anything is asked for that only images know."""
+        asked = [name for name in ("resize", "crop", "mirror", "mean_image") if getattr(self.config, name)]
+        check(
+            not asked,
+            f"data.{'/'.join(asked)}: got {where}, a dict of other fields than image and label; these settings are for "
+            "(image, label): leave them out, and prepare examples in the source",
+        )
+
     @property
     def _scales_crops(self) -> bool:
         return self.train and bool(self.config.crop_area)

@@ -23,7 +23,7 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, Recipe
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.loader_worker import Answer, Failure
-from jaxmpi.data.ring_buffer import Layout, Ring
+from jaxmpi.data.ring_buffer import Field, Layout, Ring
 from jaxmpi.data.sampler import Sampler, Share
 from jaxmpi.data.sources.base import Source
 
@@ -33,20 +33,29 @@ _LOG = logging.getLogger(__name__)
 class Batch(NamedTuple):
     """One worker's part of one step.
 
-    `image` lies in memory that is used again once nothing refers to it: no array made of it without a copy, and no
-    array of a device that took it as it lies. Whoever keeps more batches than one gets copies.
+    The largest field lies in memory that is used again once nothing refers to it: no array made of it without a copy,
+    and no array of a device that took it as it lies. Whoever keeps more batches than one gets copies.
 
     In training sum(weight * loss), averaged over the workers, is the mean loss of the step's
     examples, however short the step: weight = size / count. In evaluation weight is 1, so that
     sum(weight) counts examples. Weight 0 marks what only fills the shape.
     """
 
-    image: np.ndarray  # u8 or f32[local batch, height, width, channels]
-    label: np.ndarray  # i32[local batch]
+    fields: dict[str, np.ndarray]  # [local batch, ...] each; fields of a dict inside an example as `outer/inner`
     weight: np.ndarray  # f32[local batch]
     epoch: int
     step: int  # from the start of training; from 0 in an evaluation
     count: int  # examples of this step over all workers
+
+    @property
+    def image(self) -> np.ndarray:
+        """u8 or f32[local batch, height, width, channels] of (image, label) examples."""
+        return self.fields["image"]
+
+    @property
+    def label(self) -> np.ndarray:
+        """i32[local batch] of (image, label) examples."""
+        return self.fields["label"]
 
 
 class _Making(NamedTuple):
@@ -97,6 +106,7 @@ class Loader:
         stop_step: end, exclusive. None goes on for ever in training; one epoch in an evaluation.
         crew: who makes the batches; None starts one of `data.loaders` for this loader alone.
         classes: that labels may name if the source does not say; 0: any number.
+        labels: a key of `example.LABELS`.
 
     Attributes:
         wait_s: seconds the consumer has waited for batches, in all.
@@ -118,6 +128,7 @@ class Loader:
         stop_step: int | None = None,
         crew: LoaderPool | None = None,
         classes: int = 0,
+        labels: str = "classes",
     ) -> None:
         check(
             len(source) == sampler.examples,
@@ -126,7 +137,8 @@ class Loader:
         check(len(source) > 0 or not train, f"{source.name}: got 0 training examples; expected >= 1")
         plain = replace(config, train=None, validation=None)  # loaders have the source itself
         augment = Augment(plain, train, sampler.seed, load_mean_image(config))
-        self._recipe, self._sampler = Recipe(source, augment, config.on_error == "skip", classes), sampler
+        self._recipe = Recipe(source, augment, config.on_error == "skip", classes, labels)
+        self._sampler = sampler
         self._next = start_step
         self._stop = sampler.steps_per_epoch if stop_step is None and not train else stop_step
         self._prefetch = config.prefetch
@@ -182,9 +194,10 @@ class Loader:
         hold.job = hold.crew.open(self._recipe)
         share = self._sampler.indices(self._next)
         row = self._sample(share.epoch, share.indices) or self._good_row()
-        image = "f4" if row.image.dtype.kind == "f" else row.image.dtype.str
+        kinds = {name: "f4" if value.dtype.kind == "f" else value.dtype.str for name, value in row.items()}
+        fields = tuple(Field(name, value.shape, kinds[name]) for name, value in row.items())
         slots, batch = self._prefetch + 2, self._sampler.local_batch
-        hold.ring = Ring(Layout(slots, batch, (row.image.shape, image), (row.label.shape, "i4")))
+        hold.ring = Ring(Layout(slots, batch, fields))
         hold.crew.attach(hold.job, hold.ring)
         self._free.extend(range(slots))
         return hold.ring
@@ -204,7 +217,7 @@ class Loader:
             if row is None:
                 source = self._recipe.source
                 raise UsageError(f"{source.name}: not one of {len(source)} examples is good")
-            self._filler = row._replace(image=row.image.copy())  # a view would keep a part of a data set in memory
+            self._filler = {name: value.copy() for name, value in row.items()}  # a view would keep a part of a data set
         return self._filler
 
     def _corrupt(self, failures: list[Failure]) -> list[int]:
@@ -223,18 +236,20 @@ class Loader:
             raise CancelledError
         is_real = np.arange(ring.layout.batch) < len(share.indices)
         is_real[corrupt] = False
-        images, labels = ring.images(making.slot), ring.labels(making.slot)
+        rows = ring.rows(making.slot)
         empty, good = np.flatnonzero(~is_real), np.flatnonzero(is_real)
         if len(empty) and len(good):
             like = np.resize(good, len(empty))
-            images[empty], labels[empty] = images[like], labels[like]
+            for values in rows.values():
+                values[empty] = values[like]
         elif len(empty):
-            images[empty], labels[empty] = self._good_row()
+            for name, value in self._good_row().items():
+                rows[name][empty] = value
         weight = self._sampler.size / share.count if self._recipe.augment.train else 1.0
-        labels = labels.copy()  # first: lending may have the slot filled again
-        return Batch(
-            image=self._lent(making, ring),
-            label=labels,
+        lent = ring.layout.largest
+        copies = {name: values.copy() for name, values in rows.items() if name != lent}
+        return Batch(  # copies first: lending may have the slot filled again
+            fields={**copies, lent: self._lent(making, ring)},
             weight=is_real.astype(np.float32) * np.float32(weight),
             epoch=share.epoch,
             step=making.step,
@@ -245,11 +260,11 @@ class Loader:
         self._ahead.popleft()
         if not self._free and not self._ahead:  # whoever keeps all slots gets copies, else nothing would go on
             self._free.append(making.slot)
-            images = ring.images(making.slot).copy()
+            lent = ring.rows(making.slot)[ring.layout.largest].copy()
         else:
-            images = ring.lend(making.slot, self._free.append)
+            lent = ring.lend(making.slot, self._free.append)
         self._ask()
-        return images
+        return lent
 
     def close(self) -> None:
         """Give back what is held; a thread that waits for a batch here gets `CancelledError`."""

@@ -1,7 +1,7 @@
 """How one example becomes one row of a batch, with the example named in whatever goes wrong."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,13 +11,21 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.sources.base import Source, where
 
 MOST_CLASSES = 2**31 - 1  # labels are i32
+LABELS = {
+    "classes": "numbers of classes, or of any number if that is not known",
+    "classes or none": "the same, or -1: not counted",
+    "numbers": "any",
+}
 
 
-class Example(NamedTuple):
-    """One example as a batch holds it."""
+Example = dict[str, np.ndarray]  # one example as a batch holds it: `image` and `label`, or the fields of a dict
+
+
+class Pair(NamedTuple):
+    """What a source gives that has images with a label each."""
 
     image: np.ndarray
-    label: np.ndarray  # i32[...]
+    label: object
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Recipe:
     augment: Augment
     skip: bool  # whether a run goes on without corrupt examples
     classes: int = 0  # that labels may name if the source does not say; 0: any number
+    labels: str = "classes"  # a key of LABELS
 
     def row(self, epoch: int, index: int) -> Example:
         """Example `index` of the source.
@@ -39,8 +48,10 @@ class Recipe:
         """
         name = where(self.source, index)
         try:
-            image, label = self._image(epoch, index, name)
-            return Example(image, self._checked(np.asarray(label), name))
+            read = self._read(epoch, index, name)
+            if isinstance(read, dict):
+                return {field: plain(value, f"{name}: {field}") for field, value in read.items()}
+            return {"image": read.image, "label": self._checked(np.asarray(read.label), name)}
         except CorruptExample:
             raise
         except OSError as error:
@@ -49,21 +60,77 @@ class Recipe:
             error.add_note(f"while loading {name} (example {index}, epoch {epoch})")
             raise
 
-    def _image(self, epoch: int, index: int, name: str) -> tuple[np.ndarray, object]:
+    def _read(self, epoch: int, index: int, name: str) -> Pair | Example:
         encoded = getattr(self.source, "encoded", None)
         if encoded is not None:
             blob, label = encoded(index)
-            return self.augment.encoded(blob, epoch, index, name), label
-        image, label = self.source[index]
-        return self.augment(image, epoch, index, name), label
+            return Pair(self.augment.encoded(blob, epoch, index, name), label)
+        example = self.source[index]
+        if isinstance(example, dict):
+            self.augment.check_unused(name)
+            return flat(example, name)
+        image, label = example
+        return Pair(self.augment(image, epoch, index, name), label)
 
     def _checked(self, label: np.ndarray, name: str) -> np.ndarray:
+        if self.labels == "numbers":
+            return plain(label, f"{name}: label")
         is_whole, top = label.dtype.kind in "iu", self.source.classes or self.classes or MOST_CLASSES
-        if is_whole and (label.size == 0 or (label.min() >= 0 and label.max() < top)):
+        least = -1 if self.labels == "classes or none" else 0
+        if is_whole and (label.size == 0 or (label.min() >= least and label.max() < top)):
             return label.astype(np.int32)
         # Texts are made here only: making them takes longer than looking at the label.
         check(is_whole, f"{name}: got label {label} of {label.dtype}; expected a whole number")
-        raise UsageError(f"{name}: got label {label}; expected 0 <= label < {top}")
+        raise UsageError(f"{name}: got label {label}; expected {least} <= label < {top}")
+
+
+def flat(example: dict[str, Any], name: str) -> Example:
+    """Fields of a dict, those of a dict inside it as `outer/inner`.
+
+    Raises:
+        UsageError: a name that is no text or has a stroke in it, or that the trainer keeps to itself.
+    """
+    fields: Example = {}
+    for key, value in example.items():
+        is_name = isinstance(key, str) and key and "/" not in key and key != "weight"
+        check(
+            is_name, f"{name}: got a field {key!r}; expected a name without /, and not weight, which the trainer adds"
+        )
+        if isinstance(value, dict):
+            fields |= {f"{key}/{inner}": each for inner, each in flat(value, name).items()}
+        else:
+            fields[key] = np.asarray(value)
+    check(bool(fields), f"{name}: got an example without fields; expected a dict of arrays")
+    return fields
+
+
+def nested(fields: dict[str, Any]) -> dict[str, Any]:
+    """The dict of dicts whose `flat` this is."""
+    tree: dict[str, Any] = {}
+    for name, value in fields.items():
+        *outer, last = name.split("/")
+        inner = tree
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return tree
+
+
+def plain(value: np.ndarray, name: str) -> np.ndarray:
+    """Numbers in types that devices have: floats in 32 bits, whole numbers in at most 32.
+
+    Raises:
+        UsageError: no numbers, or whole ones that do not fit.
+    """
+    check(value.dtype.kind in "biuf", f"{name}: got {value.dtype}; expected numbers")
+    if value.dtype.kind in "iu" and value.dtype.itemsize > 4:
+        limits = np.iinfo(np.int32)
+        fits = value.size == 0 or (value.min() >= limits.min and value.max() <= limits.max)
+        check(
+            fits, f"{name}: got {value.dtype} from {value.min(initial=0)} to {value.max(initial=0)}; expected 32 bits"
+        )
+        return value.astype(np.int32)
+    return value
 
 
 def unreadable(name: str, index: int, error: OSError) -> TrainingError:

@@ -149,7 +149,7 @@ class LoaderWorker:
 
     def _make(self, message: Make) -> Answer:
         recipe, ring = self._recipe(message.job), self.rings[message.job]
-        images, labels = ring.images(message.slot), ring.labels(message.slot)
+        rows = ring.rows(message.slot)
         failures: list[Failure] = []
         for i, index in enumerate(message.indices.tolist()):
             if ring.closed[0] or self.board[STOP]:
@@ -157,8 +157,7 @@ class LoaderWorker:
             position = message.first + i * message.stride
             self._at(message.job, index)
             try:
-                row = recipe.row(message.epoch, index)
-                place(row, images[position], labels[position : position + 1], recipe, index)
+                place(recipe.row(message.epoch, index), rows, position, recipe, index)
             except BaseException as error:
                 failures.append(Failure(position, error))
                 if not (recipe.skip and isinstance(error, CorruptExample)):
@@ -180,32 +179,38 @@ def opened(recipe: Recipe | Parcel) -> Recipe | Exception:
         )
 
 
-def place(row: Example, image: np.ndarray, label: np.ndarray, recipe: Recipe, index: int) -> None:
-    """Copy a row to where it belongs: image[...] and label[1, ...].
+def place(row: Example, rows: dict[str, np.ndarray], position: int, recipe: Recipe, index: int) -> None:
+    """Copy a row to where it belongs: rows[field][position].
 
     Raises:
         UsageError: it is no such row as the first one was.
     """
-    got, expected = row.image, image
-    fits = got.shape == expected.shape and (got.dtype == expected.dtype or got.dtype.kind == expected.dtype.kind == "f")
-    if not fits or row.label.shape != label.shape[1:]:
-        of_type = f" of {got.dtype}" * (got.shape == expected.shape)
-        asked = f" of {expected.dtype}" * (got.shape == expected.shape)
+    if row.keys() != rows.keys():
         raise UsageError(
-            f"{where(recipe.source, index)}: got an image of shape {got.shape}{of_type}; expected "
-            f"{expected.shape}{asked} as before it; set data.crop"
+            f"{where(recipe.source, index)}: got the fields {', '.join(sorted(row))}; expected "
+            f"{', '.join(sorted(rows))} as before it"
         )
-    copy(image, got)
-    label[0] = row.label
+    for name, got in row.items():
+        into = rows[name][position : position + 1]
+        fits = got.dtype == into.dtype or got.dtype.kind == into.dtype.kind == "f"
+        if got.shape != into.shape[1:] or not fits:
+            is_image = name == "image"
+            what, way_out = ("an image", "set data.crop") if is_image else (name, "pad it, with a mask beside it")
+            of_type, asked = (f" of {x.dtype}" * (got.shape == into.shape[1:]) for x in (got, into))
+            raise UsageError(
+                f"{where(recipe.source, index)}: got {what} of shape {got.shape}{of_type}; expected "
+                f"{into.shape[1:]}{asked} as before it; {way_out}"
+            )
+        copy(into, got)
 
 
-def copy(image: np.ndarray, got: np.ndarray) -> None:
-    """`image` <- got; a grey image that is seen as one of several channels by channel, which is five times as fast."""
+def copy(into: np.ndarray, got: np.ndarray) -> None:
+    """into[0] <- got; a grey image that is seen as one of several channels by channel, which is five times as fast."""
     if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
         for channel in range(got.shape[2]):
-            image[..., channel] = got[..., channel]
+            into[0, ..., channel] = got[..., channel]
     else:
-        image[...] = got
+        into[0] = got
 
 
 # ---------------------------------------------------------------- in a process of its own

@@ -33,7 +33,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.files import refuse_ways_out, write_all
 from jaxmpi.data.decode import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
-from jaxmpi.data.sources.base import Source, where
+from jaxmpi.data.sources.base import Source, pair, where
 from jaxmpi.data.sources.packed import (
     INDEX,
     MANIFEST,
@@ -123,7 +123,7 @@ def record_of(source: Source, index: int, *, recipe: Recipe) -> tuple[bytes, int
 def _compressed(source: Source, index: int, recipe: Recipe, name: str) -> tuple[bytes, Any]:
     compressed = getattr(source, "encoded", None)
     if compressed is None:
-        image, label = source[index]
+        image, label = pair(source, index)
         check(not recipe.resize or image.ndim == 3, f"{name}: got shape {image.shape}; no image to resize")
         return _encoded(image, recipe), label
     blob, label = compressed(index)

@@ -1,5 +1,6 @@
 """Memory that a worker and its loaders share: it has no name, so nothing is left of it, however they end."""
 
+import math
 import pickle
 import weakref
 from collections.abc import Callable
@@ -39,20 +40,34 @@ def aligned(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+class Field(NamedTuple):
+    """One array of a row."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def size(self, rows: int) -> int:
+        """Bytes of so many rows."""
+        return rows * math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
 class Layout(NamedTuple):
-    """Layout of a ring: `slots` batches of `batch` rows."""
+    """Layout of a ring: `slots` batches of `batch` rows, each field's rows together, on pages of their own."""
 
     slots: int
     batch: int
-    image: tuple[tuple[int, ...], str]  # shape and dtype of a row
-    label: tuple[tuple[int, ...], str]
+    fields: tuple[Field, ...]
 
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of one slot's images and labels, in whole pages."""
-        rows = ((self.batch, *shape) for shape, _ in (self.image, self.label))
-        types = (np.dtype(dtype).itemsize for _, dtype in (self.image, self.label))
-        images, labels = (aligned(int(np.prod(row)) * size) for row, size in zip(rows, types, strict=True))
-        return images, labels
+    @property
+    def slot_size(self) -> int:
+        """Bytes of one slot."""
+        return sum(aligned(field.size(self.batch)) for field in self.fields)
+
+    @property
+    def largest(self) -> str:
+        """Name of the field that a copy would cost most; the first of several."""
+        return max(self.fields, key=lambda field: field.size(1)).name
 
 
 class Ring:
@@ -60,32 +75,26 @@ class Ring:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.segment = Segment(PAGE + layout.slots * sum(layout.sizes()))
+        self.segment = Segment(PAGE + layout.slots * layout.slot_size)
         self.closed = self.segment.array(0, (1,), np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ring, (self.layout, self.segment)
 
-    def images(self, slot: int) -> np.ndarray:
-        """u8 or f32[batch, ...] of a slot, a new view."""
-        shape, dtype = self.layout.image
-        return self.segment.array(self._offset(slot), (self.layout.batch, *shape), dtype)
-
-    def labels(self, slot: int) -> np.ndarray:
-        """i32[batch, ...] of a slot, a new view."""
-        shape, dtype = self.layout.label
-        offset = self._offset(slot) + self.layout.sizes()[0]
-        return self.segment.array(offset, (self.layout.batch, *shape), dtype)
-
-    def _offset(self, slot: int) -> int:
-        return PAGE + slot * sum(self.layout.sizes())
+    def rows(self, slot: int) -> dict[str, np.ndarray]:
+        """[batch, ...] of every field of a slot, new views."""
+        views, offset, batch = {}, PAGE + slot * self.layout.slot_size, self.layout.batch
+        for field in self.layout.fields:
+            views[field.name] = self.segment.array(offset, (batch, *field.shape), field.dtype)
+            offset += aligned(field.size(batch))
+        return views
 
     def lend(self, slot: int, take_back: Callable[[int], None]) -> np.ndarray:
-        """The images of a slot; `take_back(slot)` once nothing in the process, a device neither, uses them."""
-        images = self.images(slot)
-        assert isinstance(images.base, np.ndarray)  # what all views of these images keep alive, and no others
-        weakref.finalize(images.base, take_back, slot).atexit = False
-        return images
+        """The largest field of a slot; `take_back(slot)` once nothing in the process, a device neither, uses it."""
+        lent = self.rows(slot)[self.layout.largest]
+        assert isinstance(lent.base, np.ndarray)  # what all views of it keep alive, and no others
+        weakref.finalize(lent.base, take_back, slot).atexit = False
+        return lent
 
 
 def _ring(layout: Layout, segment: Segment) -> Ring:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi.comm import topology
+from jaxmpi.comm.control import Processes
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, check
-from jaxmpi.data.augment import load_mean_image
+from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.batch_loader import Batch, Loader
+from jaxmpi.data.example import Recipe, nested
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import FileSampler, Sampler
 from jaxmpi.data.sources.base import Source
@@ -30,6 +32,7 @@ from jaxmpi.data.sources.registry import open_source
 from jaxmpi.input_pipeline import mpi_loaders as mpi_loaders  # a kind of loaders
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep
 from jaxmpi.model.contract import Model
+from jaxmpi.tasks.registry import spec_of, task_of
 
 NOT_MIXED = (
     "jaxmpi: {}: neighbours have the same label, so whole files would make batches of few classes: examples are taken "
@@ -51,19 +54,36 @@ class DeviceFeed:
     wait_s: float = 0.0  # seconds that batches have been waited for so far
     memory: MemoryShuffle | None = None  # what keeps the source's records in memory
     classes: int = 0  # that labels may name if the source does not say; 0: any number
-    model: Any = None  # a Model, which the source's classes fit
+    labels: str = "classes"  # a key of example.LABELS
+    model: Any = None  # a Model, which the source's classes fit; None: the task is the user's own
+    weigh: Callable[[train_state.Batch], Any] | None = None  # an example's weight in the loss; None: 1
+    control: Processes | None = None  # over which weights are summed
 
     def facts(self) -> dict[str, Any]:
         """Facts that must be equal on all ranks: numbers of examples and classes, and the source's digest of them."""
         digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
         load_mean_image(self.data)  # says what is wrong with it
+        own = {} if self.model else {"fields": str(self.example())}
         return {
             "examples": len(self.source),
             "classes": int(self.source.classes or 0),
             "digest of names, labels or images": digest() if digest else "",
             "order": self.samplers[0].name,
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
+            **own,
         }
+
+    def example(self) -> train_state.Batch:
+        """Shapes of a batch of one example, without its weight: a model's, or those of the source's first example."""
+        if self.model and self.labels != "numbers":
+            label = jax.ShapeDtypeStruct((1, *self.model.label_shape), np.int32)
+            return {"image": self.model.example(), "label": label}
+        plain = dataclasses.replace(self.data, train=None, validation=None)
+        augment = Augment(plain, self.train, self.samplers[0].seed, load_mean_image(self.data))
+        check(len(self.source) > 0, f"{self.source.name}: got 0 examples; expected >= 1")
+        row = Recipe(self.source, augment, False, labels=self.labels).row(0, 0)
+        kinds = {name: np.float32 if value.dtype.kind == "f" else value.dtype for name, value in row.items()}
+        return nested({name: jax.ShapeDtypeStruct((1, *row[name].shape), kinds[name]) for name in row})
 
     @contextlib.contextmanager
     def kept(self, *together: type[Exception]) -> Iterator[None]:
@@ -96,48 +116,73 @@ class DeviceFeed:
         if self.memory:
             self.memory.begin(start, stop)
         loaders = [
-            Loader(self.source, s, self.data, self.train, start, stop, self.crew, self.classes) for s in self.samplers
+            Loader(self.source, s, self.data, self.train, start, stop, self.crew, self.classes, self.labels)
+            for s in self.samplers
         ]
         skipped, wait_s = self.skipped, self.wait_s
-        # And the epoch, and skipped examples so far.
-        ahead: collections.deque[tuple[train_state.Batch, int, int]] = collections.deque()
+        # And the epoch, skipped examples so far, and the examples' weights if they differ.
+        ahead: collections.deque[tuple[train_state.Batch, int, int, list[np.ndarray]]] = collections.deque()
 
         def put_next() -> bool:
             batches = [batch for batch in (next(loader, None) for loader in loaders) if batch is not None]
             if batches:
                 skipped_here = sum(loader.skipped for loader in loaders)
-                ahead.append((on_devices(batches, self.mesh), batches[0].epoch, skipped_here))
+                weights = [self._weights(batch) for batch in batches] if self.weigh else []
+                ahead.append((on_devices(batches, self.mesh), batches[0].epoch, skipped_here, weights))
             return bool(batches)
 
         try:
             while ahead or put_next():
-                batch, epoch, of_these = ahead.popleft()
+                batch, epoch, of_these, weights = ahead.popleft()
                 if self.memory:  # at the same batch on all ranks, however far each is ahead
                     self.memory.reached(epoch)
                 if all(loader.ready() for loader in loaders):
                     put_next()
                 self.skipped = skipped + of_these
                 self.wait_s = wait_s + sum(loader.wait_s for loader in loaders)
-                yield batch
+                yield self._scaled(batch, weights) if weights and self.train else batch
                 del batch  # its memory is to be free before the next one is asked for
         finally:
             for loader in loaders:
                 loader.close()
 
+    def _weights(self, batch: Batch) -> np.ndarray:
+        """f64[local batch]: what the examples weigh in the loss; 0 if they only fill the batch up.
+
+        Raises:
+            UsageError: not one finite number >= 0 an example.
+        """
+        assert self.weigh is not None
+        weights = np.asarray(self.weigh({**nested(batch.fields), "weight": batch.weight}), np.float64)
+        is_well = weights.shape == batch.weight.shape and bool((np.isfinite(weights) & (weights >= 0)).all())
+        check(is_well, f"weight: got {weights}; expected {len(batch.weight)} finite numbers >= 0, one an example")
+        return np.where(batch.weight > 0, weights, 0)
+
+    def _scaled(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
+        """A batch whose weights are workers w_j / sum w over all workers' examples; all ranks come here together."""
+        own = np.array([sum(each.sum() for each in weights), len(weights)])
+        total, workers = self.control.allreduce_sum(own) if self.control else own
+        scale = workers / total if total else 0.0
+        return {**batch, "weight": placed([(each * scale).astype(np.float32) for each in weights], self.mesh)}
+
 
 def on_devices(batches: Sequence[Batch], mesh: Mesh | None) -> train_state.Batch:
     """Place the workers' batches on the devices; over a mesh this process's share of all workers', each part to
-    its own. A device that shares the host's memory takes images where they lie.
+    its own. A device that shares the host's memory takes the largest field where it lies.
     """
-    arrays = [{"image": batch.image, "label": batch.label, "weight": batch.weight} for batch in batches]
+    return placed([{**nested(batch.fields), "weight": batch.weight} for batch in batches], mesh)
+
+
+def placed(arrays: Sequence[Any], mesh: Mesh | None) -> Any:
+    """Trees of the workers' arrays on their devices; over a mesh with a leading axis of workers."""
     if mesh is None:
         return jax.device_put(arrays[0])
     along = NamedSharding(mesh, PartitionSpec(topology.AXIS))
 
     def joined(*parts: np.ndarray) -> jax.Array:
         mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-        placed = [jax.device_put(part[None], device) for part, device in zip(parts, mine, strict=True)]
-        return jax.make_array_from_single_device_arrays((mesh.size, *parts[0].shape), along, placed)
+        own = [jax.device_put(part[None], device) for part, device in zip(parts, mine, strict=True)]
+        return jax.make_array_from_single_device_arrays((mesh.size, *parts[0].shape), along, own)
 
     return jax.tree.map(joined, *arrays)
 
@@ -163,7 +208,11 @@ def open_feed(
         UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
     """
     source = open_source(experiment.data, split)
-    model = fitted(experiment.model, source, split == "train")
+    spec = spec_of(experiment)
+    labels = spec.labels if spec else "numbers"
+    model = (
+        experiment.model if spec is None or labels == "numbers" else fitted(experiment.model, source, split == "train")
+    )
     is_train, seed, multiple, data = split == "train", experiment.seed, micro_batch or 1, experiment.data
     memory = None
     if data.memory == "partition":
@@ -183,8 +232,13 @@ def open_feed(
     kind = kind_for(data, source)
     if crew is None or crew.kind != kind:
         crew = LoaderPool(kind, data.loaders * len(workers.mine), data.stall_timeout_s)
-    classes = 0 if experiment.loss else model.classes  # to a loss of its own labels may be anything
-    return DeviceFeed(source, samplers, data, is_train, crew, workers.mesh, memory=memory, classes=classes, model=model)
+    classes = 0 if experiment.loss or model is None else model.classes  # to a loss of its own labels may be anything
+    facts = {"classes": classes, "labels": labels, "model": model}
+    weigh = task_of(dataclasses.replace(experiment, model=model)).weight
+    control = None if workers.apart else workers.processes
+    return DeviceFeed(
+        source, samplers, data, is_train, crew, workers.mesh, memory=memory, weigh=weigh, control=control, **facts
+    )
 
 
 def fitted(model: Model, source: Source, is_train: bool) -> Model:

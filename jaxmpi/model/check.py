@@ -51,15 +51,20 @@ def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
         made = model.init(key, image)
         check_pair(made, f"{model.name}: init: expected (params, model state)")
-        check(bool(jax.tree.leaves(made[0])), f"{model.name}: init: expected params, got none")
-        for path, leaf in (by_path({"params": made[0]}) | by_path({"model_state": made[1]})).items():
-            is_array = isinstance(leaf, (jax.Array, np.ndarray))
-            check(is_array, f"{model.name}: init: {path}: got {a(leaf)}, expected an array: jnp.asarray makes one")
-            check_kind(f"{model.name}: init: {path}: got {shown(leaf)}", path.startswith("params"), leaf.dtype)
+        check_leaves(model.name, *made)
         return made
 
     with noting(f"before training, jaxmpi was trying init of model {model.name} on shapes"):
         return jax.eval_shape(init, jax.random.key(0), model.example())
+
+
+def check_leaves(name: str, params: PyTree, model_state: PyTree) -> None:
+    """Raise `UsageError` unless all leaves are arrays that can be trained, or saved as model state."""
+    check(bool(jax.tree.leaves(params)), f"{name}: init: expected params, got none")
+    for path, leaf in (by_path({"params": params}) | by_path({"model_state": model_state})).items():
+        is_array = isinstance(leaf, (jax.Array, np.ndarray))
+        check(is_array, f"{name}: init: {path}: got {a(leaf)}, expected an array: jnp.asarray makes one")
+        check_kind(f"{name}: init: {path}: got {shown(leaf)}", path.startswith("params"), leaf.dtype)
 
 
 def check_kind(got: str, is_param: bool, dtype: Any) -> None:
@@ -85,15 +90,20 @@ def shapes_of_outputs(model: Model, params: PyTree, model_state: PyTree, train: 
     with noting(f"before training, jaxmpi was trying model {model.name} in {mode(train)} on shapes"):
         result = jax.eval_shape(apply, in_floats(params, dtype), model_state, image, jax.random.key(0))
     outputs, updated = in_floats(result, jnp.float32)
+    check_state(f"{model.name}: apply in {mode(train)}", model_state, updated)
+    return outputs
+
+
+def check_state(what: str, model_state: PyTree, updated: PyTree) -> None:
+    """Raise `UsageError` unless an updated model state has the leaves of the one before."""
     before, after = by_path({"model_state": model_state}), by_path({"model_state": updated})
     for path in sorted(before | after):
         got, expected = (shown(tree[path]) if path in tree else "nothing" for tree in (after, before))
         check(
             got == expected,
-            f"{model.name}: apply in {mode(train)}: {path}: got {got}, expected {expected} as init gave it: model "
-            "state keeps its leaves, shapes and dtypes, and its floating-point ones are float32",
+            f"{what}: {path}: got {got}, expected {expected} as init gave it: model state keeps its leaves, shapes and "
+            "dtypes, and its floating-point ones are float32",
         )
-    return outputs
 
 
 def check_logits(model: Model, outputs: Any, train: bool) -> None:

@@ -6,6 +6,7 @@ its checkpoint.
 
 import json
 import math
+import re
 import shutil
 import statistics
 import sys
@@ -183,7 +184,7 @@ class Recorder:
         return f"rank {rank}" + (f" on {self._hosts[rank]}" if rank < len(self._hosts) else "")
 
     def evaluation(self, *, step: int, epoch: float, examples: int, eval_count: int, **means: float) -> None:
-        """Write means over `eval_count` examples: eval_loss, eval_top1, eval_top5; null if there are no examples.
+        """Write figures of `eval_count` examples: eval_loss and those of the task; none if there are no examples.
 
         For text also eval_bits_per_byte = eval_loss / ln 2.
         """
@@ -195,11 +196,10 @@ class Recorder:
             self.write("exchange", step=step, buckets=buckets)
         shown = "no examples"
         if means:
-            top1, top5 = 100 * means["eval_top1"], 100 * means["eval_top5"]
-            shown = f"loss {means['eval_loss']:.4f}  top-1 {top1:.2f} %  top-5 {top5:.2f} %"
-            self._terminal.evaluated(means["eval_top1"])
-            if "eval_bits_per_byte" in means:
-                shown += f"  {means['eval_bits_per_byte']:.3f} bits per byte"
+            figures = [figure(name.removeprefix("eval_"), value) for name, value in means.items()]
+            shown = "  ".join(map(" ".join, figures))
+            first = min(1, len(figures) - 1)  # of the task, if it has any
+            self._terminal.evaluated(*figures[first], value=[*means.values()][first])
         self.say(f"step {step}  evaluation on {eval_count}: {shown}  {self.elapsed_s():.1f} s")
 
     def start_window(self, examples: int) -> None:
@@ -236,6 +236,13 @@ def shares(anatomy: Summary) -> dict[str, Any]:
     total = anatomy.step_s or 1.0
     parts = {part: anatomy.means[part] / total for part in anatomy.table if part != "hidden"}
     return {"shares": parts, "estimated": anatomy.source == "estimated"}
+
+
+def figure(name: str, value: float) -> tuple[str, str]:
+    """(top-1, 93.25 %) of a figure of an evaluation."""
+    if match := re.fullmatch(r"top(\d+)", name):
+        return f"top-{match[1]}", f"{100 * value:.2f} %"
+    return (name, f"{value:.4f}") if name != "bits_per_byte" else ("bits per byte", f"{value:.3f}")
 
 
 class Buckets:

@@ -99,8 +99,8 @@ class Terminal(Protocol):
         """Show the time of 5,120 images."""
         ...
 
-    def evaluated(self, top1: float) -> None:
-        """Show the accuracy on held-out data, in [0, 1]."""
+    def evaluated(self, name: str, text: str, value: float) -> None:
+        """Show a figure of an evaluation."""
         ...
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Silent:
     def classic(self, text: str) -> None:
         """Nothing."""
 
-    def evaluated(self, top1: float) -> None:
+    def evaluated(self, name: str, text: str, value: float) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -164,7 +164,8 @@ class Panel(Silent):
         self.console = Console(file=out, force_terminal=True, width=columns, highlight=False)
         self.live = Live(console=self.console, refresh_per_second=4, transient=False, redirect_stdout=False)
         self.losses: deque[float] = deque(maxlen=400)
-        self.top1: deque[float] = deque(maxlen=100)
+        self.values: deque[float] = deque(maxlen=100)  # of evaluations
+        self.figure = "", ""  # its name, and the last one as text
         self._first: Progress | None = None
         self._now: Progress | None = None
         self._classic = ""
@@ -189,9 +190,10 @@ class Panel(Silent):
         """Set a row of the panel, shown from the next redraw on."""
         self._classic = text
 
-    def evaluated(self, top1: float) -> None:
-        """Redraw with a new accuracy."""
-        self.top1.append(top1)
+    def evaluated(self, name: str, text: str, value: float) -> None:
+        """Redraw with a new figure."""
+        self.figure = name, text
+        self.values.append(value)
         if self._now:
             self.live.update(self.drawn(self._now))
 
@@ -203,9 +205,10 @@ class Panel(Silent):
             bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
             fitted(f"loss  {now.loss:<9.4f} {sparkline(self.losses, max(4, width - 17))}", width),
         ]
-        if self.top1:
-            curve = sparkline(self.top1, max(4, width - 17))
-            rows.append(fitted(f"top-1 {f'{100 * self.top1[-1]:.2f} %':<9} {curve}", width))
+        if self.values:
+            name, text = self.figure
+            curve = sparkline(self.values, max(4, width - 12 - len(name)))
+            rows.append(fitted(f"{name} {text:<9} {curve}", width))
         rows.append(fitted(f"{now.speed}  {now.elapsed_s:.0f} s", width))
         if now.shares:
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]

@@ -20,7 +20,7 @@ from jaxmpi.observe.step_timing import summary_apart
 from jaxmpi.rules.parameter_server import Answer, Counters, TimeSpent
 from jaxmpi.trainer.async_start import Start, on_device
 from jaxmpi.trainer.async_worker import Worker
-from jaxmpi.trainer.evaluate import evaluate
+from jaxmpi.trainer.evaluate import evaluate, score
 from jaxmpi.trainer.loop import Progress
 from jaxmpi.trainer.progress import Done
 from jaxmpi.trainer.resume import extra_of
@@ -99,8 +99,8 @@ class ChiefWorker:
 
     def commit(self, state: TrainState) -> None:
         """Make a checkpoint of the parts."""
-        score = self.result.get("eval_loss") if self.evaluated == self.begun else None
-        self.complete(self.parts, state, score)
+        is_of_it = self.evaluated == self.begun
+        self.complete(self.parts, state, score(self.run.experiment, self.result) if is_of_it else None)
         self.run.recorder.write("checkpoint", step=self.begun)
         self.is_writing = False
 

@@ -35,6 +35,8 @@ from jaxmpi.optim import optimizers, schedules
 from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.base import Rule
+from jaxmpi.tasks.base import Task
+from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.timetable import Timetable
 
@@ -44,6 +46,7 @@ from jaxmpi.trainer.timetable import Timetable
 class TrainingPlan(NamedTuple):
     """An experiment's durations and rates in numbers."""
 
+    task: Task
     feed: DeviceFeed
     validation: DeviceFeed
     clock: schedules.Clock
@@ -69,6 +72,14 @@ class TrainingPlan(NamedTuple):
         """Epochs after `step` steps."""
         return step / self.clock.steps_per_epoch
 
+    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Params and model state of state 0."""
+        return self.task.init(key, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.feed.example()))
+
+    def params(self) -> PyTree:
+        """Shapes of the params."""
+        return jax.eval_shape(self.init, jax.random.key(0))[0]
+
     def lr_of(self, step: int) -> float | None:
         """The learning rate by which a step is made, counted from 1, if it is known."""
         return np.asarray(self.lr(max(step - 1, 0))).item() if self.has_lr else None
@@ -91,7 +102,7 @@ def make_plan(
     local_batch = schema.local_batch(experiment, workers.size, uneven=is_other)
     effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
     micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
-    asked_classes = experiment.model.classes
+    asked_classes = experiment.model.classes if experiment.model else 0
     if before:
         feed, validation = dealt_anew(before.feed, workers, micro_batch), dealt_anew(before.validation, workers)
         facts = before.data["the data"]
@@ -103,6 +114,7 @@ def make_plan(
         validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
         facts = {"train": feed.facts(), "validation": validation.facts()}
         workers.processes.assert_same("the data", facts)
+    task, name = task_of(experiment), experiment.model.name if experiment.model else experiment.task.name
     epoch_steps = feed.samplers[0].steps_per_epoch
     total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
@@ -111,13 +123,13 @@ def make_plan(
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
     lr = experiment.optim.lr
     headline = (
-        f"{experiment.model.name}: {workers.size} workers x local batch {local_batch} = effective batch "
+        f"{name}: {workers.size} workers x local batch {local_batch} = effective batch "
         f"{effective_batch}; {len(feed.source)} examples, {epoch_steps} steps an epoch, {total_steps} steps\n"
         + rate_words(experiment, factor, scaling)
     )
-    if experiment.model.classes != asked_classes:
+    if experiment.model and experiment.model.classes != asked_classes:
         headline = (
-            f"{feed.source.name} has {feed.source.classes} classes: {experiment.model.name} is made with as many, not "
+            f"{feed.source.name} has {feed.source.classes} classes: {name} is made with as many, not "
             f"with the experiment's {asked_classes}\n{headline}"
         )
     if is_other:
@@ -125,6 +137,7 @@ def make_plan(
             f"; in slices of {micro_batch}" * bool(micro_batch)
         )
     return TrainingPlan(
+        task,
         feed,
         validation,
         clock,
@@ -193,8 +206,7 @@ def settle_exchange(
         off = ", overlap off" if exchange.overlap != asked.overlap else ""
         why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
         return dataclasses.replace(experiment, exchange=exchange), why
-    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(0), experiment.model.example())
-    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    sizes = [leaf.size for leaf in jax.tree.leaves(plan.params())]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
     exchange, why = probed(asked, workers.comm, sizes, is_beside)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
@@ -362,9 +374,7 @@ def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tupl
     """The local gradients and the evaluation step, not yet compiled."""
     is_synchronised = experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
-        experiment.model,
-        experiment.loss or steps.cross_entropy,
-        experiment.data,
+        plan.task,
         jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32,
         partial(exchange, strategy="asa32", comm=workers.comm) if is_synchronised else None,
     )
@@ -384,8 +394,7 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     Noise is measured between several workers with equal shares: with one there is none to see.
     """
     asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
-    tx, example = optimizers.optimizer(experiment.optim, plan.lr), experiment.model.example()
-    params, _ = jax.eval_shape(experiment.model.init, jax.random.key(experiment.seed), example)
+    tx, params = optimizers.optimizer(experiment.optim, plan.lr), plan.params()
     optimizers.check_takes_gradients(experiment.optim, tx, params)
     return registry.build(
         dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
@@ -409,12 +418,11 @@ def rate_words(experiment: Experiment, factor: float, scaling: str) -> str:
 # ---------------------------------------------------------------- its state 0
 
 
-def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict[int, TrainState]:
+def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule) -> dict[int, TrainState]:
     """State 0 of this process's workers: params and model state of rank 0 on all ranks, params compared by hash."""
-    example = experiment.model.example()
     key = jax.random.key(experiment.seed)
     if workers.processes.rank == 0:
-        made = experiment.model.init(key, jnp.zeros(example.shape, example.dtype))
+        made = plan.init(key)
         params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
         if experiment.params:
             params, model_state, has_state = orbax_export.load(Path(experiment.params), params, model_state)
@@ -422,7 +430,7 @@ def initial_states(experiment: Experiment, workers: Workers, rule: Rule) -> dict
                 text = "bare params, so the model state begins as the model's own"
                 print(f"jaxmpi: --params: {experiment.params}: {text}", file=sys.stderr, flush=True)
     else:
-        shapes = jax.eval_shape(experiment.model.init, key, example)
+        shapes = jax.eval_shape(plan.init, key)
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     params, model_state = workers.processes.bcast((params, model_state))
     workers.processes.assert_same("initial params", {"sha256": tree_digest(params)})

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxmpi.comm.control import Processes
 from jaxmpi.comm.topology import rows
+from jaxmpi.config.schema import Experiment
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import failures, fault_injection
-from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.run import Run
 
 
@@ -22,15 +23,40 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     failures.doing(f"evaluation after step {step}", failures.LONG)
     model_state = run.functions.mean_state(state.model_state)
     params = run.functions.eval_params(state.params, state.rule_state)
-    sums = np.zeros(len(steps.EvalMetrics._fields))
+    sums: dict[str, np.ndarray] = {}  # of each figure f64[2, ...]: its sums and its counts
     for batch in run.plan.validation.batches():
         failures.doing(f"evaluation after step {step}", failures.LONG)  # another batch, so it gets on
         fault_injection.reach("eval", step)
-        metrics = run.functions.eval_step(params, model_state, batch)
-        sums += np.array([rows(value, run.workers).sum(dtype=np.float64) for value in metrics])
-    loss, top1, top5, count = run.workers.processes.allreduce_sum(sums).tolist()
+        for name, ratio in run.functions.eval_step(params, model_state, batch).items():
+            own = np.stack([rows(value, run.workers).sum(axis=0, dtype=np.float64) for value in ratio])
+            sums[name] = sums.get(name, 0) + own
+    totals = summed(sums, run.workers.processes)
+    count = totals.pop("count", np.zeros(2))[0]
     means: dict[str, Any] = {"eval_count": int(count)}
     if count:
-        means |= {"eval_loss": loss / count, "eval_top1": top1 / count, "eval_top5": top5 / count}
+        means |= {f"eval_{name}": quotient(*total) for name, total in totals.items()}
     run.recorder.evaluation(step=step, epoch=run.plan.epoch(step), examples=run.plan.examples(step), **means)
     return means
+
+
+def summed(sums: dict[str, np.ndarray], processes: Processes) -> dict[str, np.ndarray]:
+    """Sums over all ranks, which have the same names, in the task's order but for the loss, which comes first."""
+    names = sorted(sums, key=lambda name: name != "loss")
+    flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
+    ends = np.cumsum([sums[name].size for name in names])[:-1]
+    parts = np.split(processes.allreduce_sum(flat), ends) if names else []
+    return {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
+    """Divide sums by counts; of several columns the mean over those with a count."""
+    counted = np.atleast_1d(counts) != 0
+    if not counted.any():
+        return float("nan")
+    return float(np.mean(np.atleast_1d(sums)[counted] / np.atleast_1d(counts)[counted]))
+
+
+def score(experiment: Experiment, means: dict[str, float]) -> float | None:
+    """The figure that the best checkpoints are kept by, the lower the better; None if there was no evaluation."""
+    value = means.get(experiment.monitor)
+    return -value if value is not None and experiment.monitor_mode == "max" else value

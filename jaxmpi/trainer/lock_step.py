@@ -16,7 +16,7 @@ from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
 from jaxmpi.recover import decisions
-from jaxmpi.trainer.evaluate import distance, evaluate
+from jaxmpi.trainer.evaluate import distance, evaluate, score
 from jaxmpi.trainer.loop import Position, Progress
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.resume import note_saved, save
@@ -114,7 +114,7 @@ class LockStep:
 
     def save(self, step: int, state: TrainState) -> None:
         """A checkpoint; the saver's thread writes it."""
-        save(self.run, state, step, self.result.get("eval_loss") if self._evaluated == step else None)
+        save(self.run, state, step, score(self.run.experiment, self.result) if self._evaluated == step else None)
 
     def leave(self, step: int, state: TrainState) -> None:
         """End a run that was asked to.

@@ -21,6 +21,7 @@ from jaxmpi.comm.topology import Workers, gather_apart, gather_mortal, gather_wo
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import check
 from jaxmpi.core.files import HeldFolder, write_whole
 from jaxmpi.model.check import check_model
 from jaxmpi.observe.recorder import FORMAT, Recorder, cut_record
@@ -28,6 +29,8 @@ from jaxmpi.observe.trace import Profiler
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
 from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, prepare, provenance
+from jaxmpi.tasks.check import check_task, metric_names
+from jaxmpi.tasks.registry import spec_of
 from jaxmpi.trainer.async_start import Start
 from jaxmpi.trainer.asynchronous import run_asynchronously
 from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, settle_exchange
@@ -73,7 +76,8 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         root: the project's folder, whose commit is recorded.
         digest: of the experiment file, compared over ranks.
 
-    Returns: the last evaluation: eval_loss, eval_top1, eval_top5, eval_count; empty if no step was left to do.
+    Returns: the last evaluation: eval_count, eval_loss and the task's metrics, such as eval_top1; empty if no step was
+        left to do.
 
     Raises:
         UsageError: the experiment cannot run as asked, or ranks differ.
@@ -101,7 +105,7 @@ def train_until(
     registry.check_ranks(experiment.rule, ranks, experiment.optim.name)
     run_directory.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
-        check_model(experiment.model, experiment.loss, experiment.compute_dtype)
+        check_before_data(experiment)
     kept = stored_by_first(experiment, name, workers)
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
         with run_directory.usable():
@@ -109,6 +113,8 @@ def train_until(
     experiment = run_directory.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
     plan = make_plan(experiment, workers, begun)
+    if workers.processes.rank == 0:
+        check_with_data(experiment, plan)
     experiment = dataclasses.replace(experiment, model=plan.feed.model)
     # Without a common step a fast worker may make the steps of others, too.
     last_step = plan.clock.total_steps * (workers.size if is_apart else 1)
@@ -132,6 +138,24 @@ def train_until(
         for text in fault_injection.missed():
             warn(f"{failures.who()}: --inject {text} has not happened: this rank came to no such place")
         return result
+
+
+def check_before_data(experiment: Experiment) -> None:
+    """Raise `UsageError` unless the model, if there is one, gives what the trainer takes."""
+    spec = spec_of(experiment)
+    if spec:  # of a row with a loss of its own the labels, and so the loss, are known with the data
+        loss = experiment.loss if spec.labels == "classes" else None
+        check_model(experiment.model, loss, experiment.compute_dtype)
+
+
+def check_with_data(experiment: Experiment, plan: TrainingPlan) -> None:
+    """Raise `UsageError` unless the task judges examples such as these, and has the figure that is asked for."""
+    spec, asked = spec_of(experiment), experiment.monitor
+    if spec is None or spec.labels == "numbers":
+        check_task(plan.task, plan.feed.example(), experiment.compute_dtype)
+    if asked != "eval_loss":
+        figures = ["eval_loss", *(f"eval_{name}" for name in metric_names(plan.task, plan.feed.example()))]
+        check(asked in figures, f"monitor: got {asked}; task {plan.task.name} gives {', '.join(figures)}")
 
 
 def gather_all(experiment: Experiment) -> Workers:

@@ -129,7 +129,7 @@ def starting_states(
 
     A run that continues another begins with that one's newest checkpoint, until it has one of its own.
     """
-    states, now = initial_states(experiment, workers, rule), identity(experiment, plan)
+    states, now = initial_states(experiment, workers, plan, rule), identity(experiment, plan)
     if experiment.resume and workers.processes.rank == 0:
         for path in run_directory.lost(folder):
             warn(f"passed over: {path}: gone, though the record has it as saved")

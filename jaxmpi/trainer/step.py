@@ -8,90 +8,58 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmpi.comm.topology import AXIS
-from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.batch_statistics import statistics_over
-from jaxmpi.model.contract import Model, check_image
 from jaxmpi.rules.base import Rule
-
-Loss = Callable[[Any, jax.Array], jax.Array]  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]
+from jaxmpi.tasks.base import Task
+from jaxmpi.tasks.inputs import cast_floats
 
 
 class Metrics(NamedTuple):
     """Sums over examples, divided once when they are shown."""
 
-    loss: jax.Array  # f32[], summed
-    count: jax.Array  # f32[], examples
+    loss: jax.Array  # f32[], summed, each as much as it weighs
+    count: jax.Array  # f32[], examples, each as much as it weighs
     finite: Any = None  # bool[leaves of params]: whether this worker's gradients are
     applied: Any = None  # bool[], the same on all workers: whether the update was finite, and so was made
     squares: Any = None  # f32[]: |g_i|^2 of this worker's gradients
     mean_square: Any = None  # f32[]: |g|^2 of their mean over workers, if the rule measures it
 
 
-class EvalMetrics(NamedTuple):
-    """Sums over the evaluated examples."""
-
-    loss: jax.Array
-    top1: jax.Array
-    top5: jax.Array
-    count: jax.Array
-
-
-def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
-    """Softmax cross-entropy of logits f32[..., classes] and labels i32[...]: f32[...], in nats."""
-    check(
-        labels.shape == outputs.shape[:-1],
-        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected one class number an example, or "
-        "one a token: of one-hot labels np.argmax, or give the experiment a `loss` of its own",
-    )
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+EvalMetrics = dict[str, tuple[jax.Array, jax.Array]]  # name: sums over the evaluated examples, and what divides them
 
 
 class Forward(NamedTuple):
-    """The model with all that stands between a batch and its loss."""
+    """A task with all that the trainer puts around it."""
 
-    model: Model
-    loss: Loss
-    data: Data
+    task: Task
     compute_dtype: Any = jnp.float32
     batch_mean: Callable[[PyTree], PyTree] | None = None  # over workers, of batch statistics; None: a worker's own
 
-    def outputs(
-        self,
-        params: PyTree,
-        model_state: PyTree,
-        image: jax.Array,
-        key: jax.Array,
-        train: bool,
-        real: jax.Array | None = None,
-    ) -> tuple[Any, PyTree]:
-        """Normalise, cast, apply, cast back: forward and backward run in `compute_dtype`, params stay f32.
+    def losses(
+        self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool
+    ) -> tuple[jax.Array, PyTree, Any]:
+        """Cast, judge, cast back: forward and backward run in `compute_dtype`, params stay f32.
 
-        Args:
-            real: bool[batch], false if an example only fills the batch up: batch statistics leave it out.
+        Examples that only fill the batch up are left out of batch statistics.
         """
-        check_image(self.model.name, image.shape, self.model.input_shape)
-        image = self.prepared(image)
+        real = batch["weight"] > 0 if train else None
         cast = partial(cast_floats, dtype=self.compute_dtype)
         with synchronised(self, train) as mean, statistics_over(mean, real):
-            outputs, new_state = self.model.apply(cast(params), model_state, image, key, train)
-        return cast_floats(outputs, jnp.float32), cast_floats(new_state, jnp.float32)
+            losses, new_state, outputs = self.task.loss(cast(params), model_state, batch, key, train)
+        return losses.astype(jnp.float32), cast_floats(new_state, jnp.float32), outputs
 
-    def prepared(self, image: jax.Array) -> jax.Array:
-        """The model's input: images normalised and cast, tokens as they are."""
-        if not self.model.takes_tokens:
-            return normalise(image, self.data).astype(self.compute_dtype)
-        name, dtype = self.model.name, self.model.input_dtype
-        is_whole = jnp.issubdtype(image.dtype, jnp.integer)
-        check(is_whole, f"{name}: got examples of {image.dtype}; expected tokens, whole numbers, as source text gives")
-        return image.astype(dtype)
+    def weights(self, batch: Batch) -> jax.Array:
+        """f32[batch]: how much each example counts, 0 if it only fills the batch up."""
+        real = batch["weight"] > 0
+        own = self.task.weight(batch) if self.task.weight else 1
+        return jnp.where(real, jnp.asarray(own, jnp.float32), 0)
 
 
 @contextlib.contextmanager
@@ -112,33 +80,9 @@ def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], P
     yield mean if forward.batch_mean else None
     check(
         bool(asked) or not (train and forward.batch_mean),
-        f"batch_statistics: got synchronised, but {forward.model.name} has no batch norm that takes its means by "
+        f"batch_statistics: got synchronised, but {forward.task.name} has no batch norm that takes its means by "
         "jaxmpi.model.batch_mean, as models.norm.BatchNorm does; use averaged",
     )
-
-
-def normalise(image: jax.Array, data: Data) -> jax.Array:
-    """(pixel / 255 - mean) / std, per channel, of u8 images; others are ready.
-
-    Raises:
-        UsageError: a mean or deviation is given for images that are not u8.
-    """
-    if image.dtype != jnp.uint8:
-        check(
-            not (data.mean or data.std),
-            f"data.mean and data.std are for images of uint8; got {image.dtype}, which are taken as ready: leave both "
-            "out, or give uint8",
-        )
-        return image
-    pixels = image.astype(jnp.float32) / 255
-    mean = jnp.asarray(data.mean or (0.0,), jnp.float32)
-    std = jnp.asarray(data.std or (1.0,), jnp.float32)
-    return (pixels - mean.reshape((1,) * (image.ndim - 1) + (-1,))) / std.reshape((1,) * (image.ndim - 1) + (-1,))
-
-
-def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
-    """Floating-point leaves in `dtype`; others as they are."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 # ---------------------------------------------------------------- training
@@ -149,17 +93,16 @@ def local_gradients(
 ) -> Callable[[PyTree, PyTree, Batch, jax.Array, jax.Array], tuple[PyTree, PyTree, Metrics]]:
     """Gradients of one worker's share of the loss, accumulated over micro-batches.
 
-    L_i = sum_j weight_j loss_j, with weight = workers / (examples of all workers in this step), so that the mean of L_i
-    over workers is the mean loss of the effective batch, exactly, however unequal the shares.
+    L_i = sum_j weight_j loss_j, with weight_j = workers w_j / (sum of w over all workers' examples in this step), so
+    that the mean of L_i over workers is the mean loss of the effective batch, exactly, however unequal the shares.
 
     Returns: (params, model_state, batch, key u32[2], step i32[]) -> (gradients, model_state, metrics).
     """
 
     def loss_of(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple]:
-        real = batch["weight"] > 0  # the others only fill the batch up
-        outputs, model_state = forward.outputs(params, model_state, batch["image"], key, True, real)
-        losses = an_example(forward.loss(outputs, batch["label"]))
-        metrics = Metrics(jnp.where(real, losses, 0).sum(), real.sum(dtype=jnp.float32))
+        losses, model_state, _ = forward.losses(params, model_state, batch, key, True)
+        each, real = forward.weights(batch), batch["weight"] > 0  # the others only fill the batch up
+        metrics = Metrics(jnp.where(real, losses * each, 0).sum(), each.sum())
         return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
 
     def differentiate(*args: Any) -> tuple[PyTree, tuple]:
@@ -169,7 +112,7 @@ def local_gradients(
             if "remat" not in str(error):
                 raise
             raise UsageError(
-                f"{forward.model.name}: batch_statistics synchronised cannot exchange inside jax.checkpoint or "
+                f"{forward.task.name}: batch_statistics synchronised cannot exchange inside jax.checkpoint or "
                 f"nnx.remat over MPI ({error}); keep batch norm outside of it, or use averaged, or --devices"
             ) from error
 
@@ -177,7 +120,7 @@ def local_gradients(
         params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, step: jax.Array
     ) -> tuple[PyTree, PyTree, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(key), step)
-        size = batch["label"].shape[0]
+        size = batch["weight"].shape[0]
         if not micro_batch or micro_batch == size:
             grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
             return grads, model_state, seen(grads, metrics)
@@ -286,28 +229,20 @@ def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Ar
 
 
 def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> EvalMetrics:
-    """Sums of loss, top-1 and top-5 hits over the examples of weight > 0."""
+    """Sums over the examples of weight > 0: the loss, how many, and the task's metrics."""
     unused = jax.random.key(0)  # nothing is random in evaluation
-    logits, _ = forward.outputs(params, model_state, batch["image"], unused, False)
-    real = batch["weight"] > 0
-    place = ranking(logits, batch["label"])
-    total = lambda values: jnp.where(real, an_example(values), 0).sum()  # noqa: E731
-    loss = forward.loss(logits, batch["label"])
-    return EvalMetrics(total(loss), total(place < 1), total(place < 5), real.sum(dtype=jnp.float32))
+    losses, _, outputs = forward.losses(params, model_state, batch, unused, False)
+    each, real = forward.weights(batch), batch["weight"] > 0
 
+    def total(values: jax.Array) -> jax.Array:
+        shape = (-1,) + (1,) * (values.ndim - 1)
+        return jnp.where(real.reshape(shape), values.astype(jnp.float32), 0).sum(0)
 
-def an_example(values: jax.Array) -> jax.Array:
-    """f32[batch]: the mean over an example's tokens, if it has any."""
-    return values.astype(jnp.float32).reshape(values.shape[0], -1).mean(-1)
-
-
-def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """i32[...]: how many classes are ahead of the true one; ties go by class number, NaN of it is last."""
-    true = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-    ahead = ~(logits <= true)
-    numbers = jnp.arange(logits.shape[-1]).reshape((1,) * labels.ndim + (-1,))
-    tied_before = (logits == true) & (numbers < labels[..., None])
-    return (ahead | tied_before).sum(-1, dtype=jnp.int32)
+    ratios = {
+        name: (total(sums), total(counts)) for name, (sums, counts) in forward.task.metrics(outputs, batch).items()
+    }
+    examples = real.sum(dtype=jnp.float32)
+    return {"loss": (total(losses * each), each.sum()), "count": (examples, examples), **ratios}
 
 
 # ---------------------------------------------------------------- several workers in one process

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class ArraySource:
     Args:
         images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as
             f32[n, ...]), which are handed on as they are.
-        labels: int[n], in [0, classes).
+        labels: int[n], in [0, classes); or numbers [n, ...] for tasks that come near to them.
         classes: 0 counts up to the largest label; the model may have more.
         name: in errors.
 
@@ -35,7 +36,9 @@ class ArraySource:
     def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
         check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
         self.images, self.labels, self.name = images, labels, name
-        self.classes, self.is_counted = classes or int(np.max(labels, initial=-1)) + 1, not classes
+        is_whole = np.asarray(labels[:1]).dtype.kind in "iu"
+        counted = int(np.max(labels)) + 1 if is_whole and np.size(labels) else 0
+        self.classes, self.is_counted = classes or counted, not classes
 
     def __len__(self) -> int:
         return len(self.images)
@@ -45,7 +48,8 @@ class ArraySource:
 
     def digest(self) -> str:
         """Digest of all labels, and of 64 images spread over the whole: all of a big array would take minutes."""
-        digest = hashlib.sha256(np.asarray(self.labels, np.int64).tobytes())
+        labels = np.asarray(self.labels)
+        digest = hashlib.sha256((labels if labels.dtype.kind == "f" else labels.astype(np.int64)).tobytes())
         for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
             image = np.ascontiguousarray(self.images[i])
             digest.update(f"{image.dtype}{image.shape}".encode() + image.tobytes())
@@ -53,7 +57,7 @@ class ArraySource:
 
 
 class PythonSource:
-    """The user's `data.train` or `data.validation`: (image, label) pairs or dicts."""
+    """The user's `data.train` or `data.validation`: (image, label) pairs, or dicts of any arrays."""
 
     def __init__(self, examples: Any, name: str) -> None:
         self.examples, self.name = examples, name
@@ -62,21 +66,82 @@ class PythonSource:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any] | dict[str, Any]:
         example = self.examples[index]
         if isinstance(example, dict):
+            if example.keys() != {"image", "label"}:
+                return example
             example = example["image"], example["label"]
         image, label = example
         return np.asarray(image), label
 
 
+class FieldSource:
+    """A dict of arrays [n, ...], or of such dicts, whose rows are examples.
+
+    Raises:
+        UsageError: the lengths differ.
+    """
+
+    def __init__(self, fields: dict[str, Any], name: str = "array") -> None:
+        self.fields, self.name, self.classes = fields, name, 0
+        lengths = lengths_of(fields)
+        check(
+            len(set(lengths.values())) == 1, f"{name}: got fields of lengths {lengths}; expected one length, and fields"
+        )
+        self.examples = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return row_of(self.fields, index)
+
+    def digest(self) -> str:
+        """Digest of 64 examples spread over the whole."""
+        digest = hashlib.sha256()
+        for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
+            feed_digest(self[int(i)], digest.update)
+        return digest.hexdigest()
+
+
+def lengths_of(fields: dict[str, Any], outer: str = "") -> dict[str, int]:
+    """Lengths of all arrays, by `outer/inner`."""
+    lengths: dict[str, int] = {}
+    for key, value in fields.items():
+        lengths |= lengths_of(value, f"{outer}{key}/") if isinstance(value, dict) else {f"{outer}{key}": len(value)}
+    return lengths
+
+
+def row_of(fields: dict[str, Any], index: int) -> dict[str, Any]:
+    """One row of all arrays."""
+    return {key: row_of(value, index) if isinstance(value, dict) else value[index] for key, value in fields.items()}
+
+
+def feed_digest(row: dict[str, Any], update: Callable[[bytes], None]) -> None:
+    """Names, shapes, types and bytes of a row's arrays, in the order of their names."""
+    for key, value in sorted(row.items()):
+        update(str(key).encode())
+        if isinstance(value, dict):
+            feed_digest(value, update)
+        else:
+            each = np.ascontiguousarray(value)
+            update(f"{each.dtype}{each.shape}".encode() + each.tobytes())
+
+
 def array(config: Data, split: str) -> Source:
     """`data.train` or `data.validation`, objects that an experiment file sets."""
     examples = config.train if split == "train" else config.validation
+    if isinstance(examples, dict):
+        is_pair, name = examples.keys() == {"image", "label"}, f"data.{split}"
+        examples = (
+            ArraySource(examples["image"], examples["label"], name=name) if is_pair else FieldSource(examples, name)
+        )
     check(
         hasattr(examples, "__len__") and hasattr(examples, "__getitem__"),
         f"data.{split}: got {type(examples).__name__}; expected an object with __len__ and "
-        "__getitem__(i) -> (image, label), such as jaxmpi.data.ArraySource(images, labels)",
+        "__getitem__(i) -> (image, label), such as jaxmpi.data.ArraySource(images, labels), or -> a dict of arrays; or "
+        "a dict of arrays [n, ...]",
     )
     known = isinstance(examples, Source)
     return examples if known else PythonSource(examples, f"data.{split}")

@@ -14,8 +14,8 @@ class Source(Protocol):
     """Examples by index. Read from several threads at once.
 
     `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
-    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such. A source may
-    also have
+    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such; or a dict of
+    arrays with other names, whose fields a task of the user's own takes. A source may also have
 
     - `where(i) -> str`: the name of example i in errors.
     - `digest() -> str`: the same on all ranks if their data are.
@@ -38,13 +38,26 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[np.ndarray, Any]: ...
+    def __getitem__(self, index: int, /) -> tuple[np.ndarray, Any] | dict[str, Any]: ...
 
 
 def where(source: Source, index: int) -> str:
     """Name of example `index` in errors: its file, if it has one."""
     named = getattr(source, "where", None)
     return named(index) if named else f"{source.name}[{index}]"
+
+
+def pair(source: Source, index: int) -> tuple[np.ndarray, Any]:
+    """(image, label) of an example.
+
+    Raises:
+        UsageError: it is a dict of other fields.
+    """
+    example = source[index]
+    if isinstance(example, dict):
+        check(False, f"{where(source, index)}: got the fields {', '.join(example)}; expected an image and a label")
+    image, label = example
+    return image, label
 
 
 def _split_name(config: Data, split: str) -> str:

@@ -29,7 +29,7 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import open_plain
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.data.sources.base import Source, _split_name
+from jaxmpi.data.sources.base import Source, _split_name, pair
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
 MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
@@ -312,7 +312,7 @@ def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Ite
     for begin in range(0, len(order), rows):
         images = []
         for place, i in enumerate(order[begin : begin + rows], begin):
-            image, found[place] = source[i]
+            image, found[place] = pair(source, i)
             shape = shape or image.shape
             check(
                 image.dtype == np.uint8 and image.ndim == 3 and image.shape == shape,

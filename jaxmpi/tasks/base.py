@@ -1,0 +1,59 @@
+"""The contract of a task."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+
+Batch = dict[str, Any]
+Judged = tuple[jax.Array, PyTree, Any]  # losses, model state, outputs
+Ratios = dict[str, tuple[jax.Array, jax.Array]]
+
+
+def no_metrics(outputs: Any, batch: Batch) -> Ratios:
+    """Nothing but the loss."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a batch is and how it is judged, as pure functions.
+
+    A step's loss is L = sum_j w_j l_j / sum_j w_j over the examples j of all workers, exactly, however unequal their
+    shares. A batch has the fields of the source's examples, [batch, ...] each, dicts inside dicts as they are, and
+    `weight` f32[batch], which is 0 if an example only fills the batch up; the trainer leaves such examples out of all
+    sums, so a task need not look at it. A loss that compares examples with each other (contrastive ones) sees those of
+    one worker.
+
+    Args:
+        name: for messages.
+        init: (key, batch) -> (params, model_state), of a batch of one example, all zeros.
+        loss: (params, model_state, batch, key, train) -> (l f32[batch], model_state, outputs). `key` is this step's and
+            worker's; in evaluation nothing may be random.
+        metrics: (outputs, batch) -> {name: (sums, counts)}, f32[batch] or f32[batch, k] each. `eval_<name>` is
+            sum_j sums_j / sum_j counts_j, of k columns the mean over those with a count.
+        predict: (params, model_state, batch) -> outputs [batch, ...], any tree; None: the outputs of `loss`.
+        weight: (batch) -> w f32[batch], such as an example's number of tokens; None: 1 each. It gets NumPy arrays and
+            JAX's, so it may use operators and methods only: `(batch["label"] >= 0).sum(-1)`.
+
+    Raises:
+        UsageError: a part that is no function.
+    """
+
+    name: str
+    init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
+    loss: Callable[[PyTree, PyTree, Batch, jax.Array, bool], Judged]
+    metrics: Callable[[Any, Batch], Ratios] = no_metrics
+    predict: Callable[[PyTree, PyTree, Batch], Any] | None = None
+    weight: Callable[[Batch], Any] | None = None
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.name, str) and bool(self.name), f"a task's name: got {self.name!r}; expected text")
+        for part in ("init", "loss", "metrics", "predict", "weight"):
+            value = getattr(self, part)
+            is_left_out = value is None and part in ("predict", "weight")
+            check(is_left_out or callable(value), f"task {self.name}: {part}: got {value!r}; expected a function")

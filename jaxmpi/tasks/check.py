@@ -1,0 +1,107 @@
+"""A task tried on shapes alone, before training."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.model.check import EXAMPLES, check_leaves, check_state, in_floats, mode, noting
+from jaxmpi.model.contract import a, check_pair, shown
+from jaxmpi.tasks.base import Batch, Task
+
+
+def check_task(task: Task, example: Batch, compute_dtype: Any = jnp.float32) -> None:
+    """Try a task on a batch of EXAMPLES such as `example`, on shapes: does it give what the trainer takes?
+
+    Args:
+        task: of an experiment.
+        example: shapes of a batch of one example, without `weight`.
+        compute_dtype: of params and inputs while the task runs.
+
+    Raises:
+        UsageError: what a part gives, and what is expected. An error of its own passes, with a note.
+    """
+    params, model_state = shapes_of_init(task, example)
+    batch = batch_like(example)
+    for train in (True, False):
+        check_judged(task, params, model_state, batch, train, compute_dtype)
+    if task.weight:
+        with noting(f"before training, jaxmpi was trying weight of task {task.name} on shapes"):
+            got = jax.eval_shape(task.weight, batch)
+        fits = getattr(got, "shape", None) == (EXAMPLES,)
+        check(fits, f"task {task.name}: weight: got {shown(got)}; expected {[EXAMPLES]}, one number an example")
+    jax.clear_caches()  # jits in the model were traced without what training does around them
+
+
+def metric_names(task: Task, example: Batch) -> list[str]:
+    """Names of a task's metrics, without the trainer's `eval_` before them."""
+    params, model_state = shapes_of_init(task, example)
+    batch = batch_like(example)
+
+    def judge(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
+        return task.metrics(task.loss(params, model_state, batch, jax.random.key(0), False)[2], batch)
+
+    return sorted(jax.eval_shape(judge, params, model_state, batch))
+
+
+def batch_like(example: Batch) -> Batch:
+    """Shapes of a batch of EXAMPLES such as this one."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((EXAMPLES, *x.shape[1:]), x.dtype), example)
+    return {**batch, "weight": jax.ShapeDtypeStruct((EXAMPLES,), jnp.float32)}
+
+
+def shapes_of_init(task: Task, example: Batch) -> tuple[PyTree, PyTree]:
+    """Shapes of params and model state, each leaf of a kind that can be trained, exchanged and saved."""
+
+    def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        made = task.init(key, batch)
+        check_pair(made, f"task {task.name}: init: expected (params, model state)")
+        check_leaves(f"task {task.name}", *made)
+        return made
+
+    with noting(f"before training, jaxmpi was trying init of task {task.name} on shapes"):
+        return jax.eval_shape(init, jax.random.key(0), example)
+
+
+def check_judged(
+    task: Task, params: PyTree, model_state: PyTree, batch: Batch, train: bool, compute_dtype: Any
+) -> None:
+    """Raise `UsageError` unless a loss is one number an example, model state keeps its leaves, metrics are ratios."""
+    what = f"task {task.name} in {mode(train)}"
+
+    def judge(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        result = task.loss(params, model_state, batch, key, train)
+        is_triple = isinstance(result, tuple) and len(result) == 3
+        check(is_triple, f"{what}: loss: got {shown(result)}; expected (losses, model state, outputs)")
+        return result
+
+    with noting(f"before training, jaxmpi was trying loss of {what} on shapes"):
+        asked = in_floats(params, compute_dtype), model_state, batch, jax.random.key(0)
+        losses, updated, outputs = jax.eval_shape(judge, *asked)
+    is_one_each = getattr(losses, "shape", None) == (EXAMPLES,) and jnp.issubdtype(losses.dtype, jnp.floating)
+    check(
+        is_one_each,
+        f"{what}: loss: got {shown(losses)}; expected float32{[EXAMPLES]} for a batch of {EXAMPLES}, one loss an "
+        "example: the trainer takes the mean, over all workers",
+    )
+    check_state(what, model_state, in_floats(updated, jnp.float32))
+    if train:
+        return
+    with noting(f"before training, jaxmpi was trying metrics of task {task.name} on shapes"):
+        ratios = jax.eval_shape(task.metrics, outputs, batch)
+    check(isinstance(ratios, dict), f"{what}: metrics: got {a(ratios)}; expected a dict of name: (sums, counts)")
+    for name, ratio in ratios.items():
+        is_pair = isinstance(ratio, tuple) and len(ratio) == 2 and all(hasattr(x, "shape") for x in ratio)
+        each = f"task {task.name}: metrics: {name}"
+        check(
+            is_pair, f"{each}: got {shown(ratio)}; expected (sums, counts), whose quotient over all examples is shown"
+        )
+        same = ratio[0].shape == ratio[1].shape and ratio[0].shape[:1] == (EXAMPLES,) and len(ratio[0].shape) < 3
+        check(
+            same,
+            f"{each}: got sums {shown(ratio[0])} and counts {shown(ratio[1])}; expected float32{[EXAMPLES]} each, one "
+            f"number an example, or float32[{EXAMPLES}, k] each",
+        )
+        check(name not in ("loss", "count"), f"{each}: the trainer has a figure of this name; give it another")

@@ -1,0 +1,86 @@
+"""Tasks whose labels name classes: of an image, of each token, of each pixel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi.core.errors import check
+from jaxmpi.tasks.base import Batch, Ratios, Task
+from jaxmpi.tasks.supervised import Supervised, an_example, count_of, mean_of, sum_of
+
+
+def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """Softmax cross-entropy of logits f32[..., classes] and labels i32[...]: f32[...], in nats."""
+    check(
+        labels.shape == outputs.shape[:-1],
+        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected one class number an example, or "
+        "one a token: of one-hot labels np.argmax, or give the experiment a `loss` of its own",
+    )
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+
+
+def counted_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """f32[batch]: the mean cross-entropy of an example's tokens or pixels whose label is not negative."""
+    return mean_of(cross_entropy(outputs, jnp.maximum(labels, 0)), labels >= 0)
+
+
+def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """i32[...]: how many classes are ahead of the true one; ties go by class number, NaN of it is last."""
+    true = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+    ahead = ~(logits <= true)
+    numbers = jnp.arange(logits.shape[-1]).reshape((1,) * labels.ndim + (-1,))
+    tied_before = (logits == true) & (numbers < labels[..., None])
+    return (ahead | tied_before).sum(-1, dtype=jnp.int32)
+
+
+def top(outputs: jax.Array, batch: Batch) -> Ratios:
+    """Shares of examples, or of their tokens, whose class is the most probable one and among the first five."""
+    place = ranking(outputs, batch["label"])
+    ones = jnp.ones(place.shape[0])
+    return {"top1": (an_example(place < 1), ones), "top5": (an_example(place < 5), ones)}
+
+
+def top_of_counted(outputs: jax.Array, batch: Batch) -> Ratios:
+    """The same over tokens whose label is not negative, each counted once."""
+    labels = batch["label"]
+    place, counts = ranking(outputs, jnp.maximum(labels, 0)), count_of(labels >= 0)
+    return {"top1": (sum_of(place < 1, labels >= 0), counts), "top5": (sum_of(place < 5, labels >= 0), counts)}
+
+
+def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:
+    """The share of pixels that are right, and the mean over classes of intersection / union, of all images together."""
+    labels, found = batch["label"], outputs.argmax(-1)
+    counted, each = labels >= 0, jnp.arange(outputs.shape[-1])
+    is_true, is_found = (x[..., None] == each for x in (labels, jnp.where(counted, found, -1)))
+    pixels = lambda mask: mask.reshape(mask.shape[0], -1, mask.shape[-1]).sum(1, dtype=jnp.float32)  # noqa: E731
+    return {
+        "accuracy": (sum_of(found == labels, counted), count_of(counted)),
+        "iou": (pixels(is_true & is_found), pixels(is_true | is_found)),
+    }
+
+
+def classification(made: Supervised) -> Task:
+    """One class an example."""
+    return made.task("classification", top)
+
+
+def language_model(made: Supervised) -> Task:
+    """One class a token, all tokens counted, so that an example's loss is the mean over its tokens."""
+    return made.task("language model", top)
+
+
+def token_classification(made: Supervised) -> Task:
+    """One class a token; those with a negative label are padding. Every token weighs the same, whoever's it is."""
+    return made.task("token classification", top_of_counted, tokens)
+
+
+def segmentation(made: Supervised) -> Task:
+    """One class a pixel; those with a negative label are not counted. Every image weighs the same."""
+    return made.task("segmentation", overlaps)
+
+
+def tokens(batch: Batch) -> Any:
+    """i32[batch]: tokens of an example that count."""
+    return (batch["label"] >= 0).sum(-1)

@@ -1,0 +1,47 @@
+"""The way of an image or of tokens into a model."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.model.contract import Model, check_image
+
+
+def prepared(image: jax.Array, model: Model, data: Data, dtype: Any) -> jax.Array:
+    """The model's input: images normalised and cast to `dtype`, tokens as they are."""
+    check_image(model.name, image.shape, model.input_shape)
+    if not model.takes_tokens:
+        return normalise(image, data).astype(dtype)
+    is_whole = jnp.issubdtype(image.dtype, jnp.integer)
+    check(
+        is_whole, f"{model.name}: got examples of {image.dtype}; expected tokens, whole numbers, as source text gives"
+    )
+    return image.astype(model.input_dtype)
+
+
+def normalise(image: jax.Array, data: Data) -> jax.Array:
+    """(pixel / 255 - mean) / std, per channel, of u8 images; others are ready.
+
+    Raises:
+        UsageError: a mean or deviation is given for images that are not u8.
+    """
+    if image.dtype != jnp.uint8:
+        check(
+            not (data.mean or data.std),
+            f"data.mean and data.std are for images of uint8; got {image.dtype}, which are taken as ready: leave both "
+            "out, or give uint8",
+        )
+        return image
+    pixels = image.astype(jnp.float32) / 255
+    mean = jnp.asarray(data.mean or (0.0,), jnp.float32)
+    std = jnp.asarray(data.std or (1.0,), jnp.float32)
+    return (pixels - mean.reshape((1,) * (image.ndim - 1) + (-1,))) / std.reshape((1,) * (image.ndim - 1) + (-1,))
+
+
+def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
+    """Floating-point leaves in `dtype`; others as they are."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

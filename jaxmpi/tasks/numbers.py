@@ -1,0 +1,63 @@
+"""Tasks whose labels are numbers: values to come near to, or one yes or no for each of several classes."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi.core.errors import check
+from jaxmpi.tasks.base import Batch, Ratios, Task
+from jaxmpi.tasks.supervised import Supervised, an_example
+
+
+def targets(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """f32, labels in the shape of the outputs; labels [batch] stand for [batch, 1].
+
+    Raises:
+        UsageError: they are not as many.
+    """
+    fits = labels.shape == outputs.shape or (*labels.shape, 1) == outputs.shape
+    check(
+        fits,
+        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected as many numbers an example as "
+        "the model's `classes`",
+    )
+    return labels.astype(jnp.float32).reshape(outputs.shape)
+
+
+def squared_error(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """(y - t)^2 of each number."""
+    return jnp.square(outputs - targets(outputs, labels))
+
+
+def errors(outputs: jax.Array, batch: Batch) -> Ratios:
+    """Means of (y - t)^2 and of |y - t|."""
+    far = outputs - targets(outputs, batch["label"])
+    ones = jnp.ones(far.shape[0])
+    return {"mse": (an_example(jnp.square(far)), ones), "mae": (an_example(jnp.abs(far)), ones)}
+
+
+def binary_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """Cross-entropy of sigmoid(logits) and labels in [0, 1], of each class, in nats."""
+    return optax.sigmoid_binary_cross_entropy(outputs, targets(outputs, labels))
+
+
+def hits(outputs: jax.Array, batch: Batch) -> Ratios:
+    """Shares of answers and of whole examples that are right, and F1 = 2 TP / (2 TP + FP + FN) over all answers."""
+    said, true = outputs > 0, targets(outputs, batch["label"]) > 0.5
+    ones = jnp.ones(said.shape[0])
+    both, either = ((x.astype(jnp.float32)).sum(-1) for x in (said & true, said ^ true))
+    return {
+        "accuracy": (an_example(said == true), ones),
+        "exact": ((said == true).all(-1).astype(jnp.float32), ones),
+        "f1": (2 * both, 2 * both + either),
+    }
+
+
+def regression(made: Supervised) -> Task:
+    """Numbers to come near to, by the mean squared error."""
+    return made.task("regression", errors)
+
+
+def multi_label(made: Supervised) -> Task:
+    """Any number of classes an example, each with a yes or no."""
+    return made.task("multi-label", hits)

@@ -1,0 +1,66 @@
+"""The rows of tasks, one a kind of labels; a user's own is a `Task` in the experiment, or another row."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import check, lookup
+from jaxmpi.model.contract import Model
+from jaxmpi.tasks import classes, numbers
+from jaxmpi.tasks.base import Task
+from jaxmpi.tasks.supervised import Loss, Supervised
+
+
+class TaskSpec(NamedTuple):
+    """A row."""
+
+    build: Callable[[Supervised], Task]
+    loss: Loss  # if the experiment has none
+    labels: str  # a key of jaxmpi.data.example.LABELS
+    summary: str
+
+
+TASKS: dict[str, TaskSpec] = {
+    "classification": TaskSpec(classes.classification, classes.cross_entropy, "classes", "one class an example"),
+    "language-model": TaskSpec(classes.language_model, classes.cross_entropy, "classes", "one class a token"),
+    "token-classification": TaskSpec(
+        classes.token_classification,
+        classes.counted_cross_entropy,
+        "classes or none",
+        "one class a token, padding labelled -1; weighted by token",
+    ),
+    "segmentation": TaskSpec(
+        classes.segmentation, classes.counted_cross_entropy, "classes or none", "one class a pixel, -1: not counted"
+    ),
+    "regression": TaskSpec(numbers.regression, numbers.squared_error, "numbers", "numbers, by squared error"),
+    "multi-label": TaskSpec(numbers.multi_label, numbers.binary_cross_entropy, "numbers", "0 or 1 for each class"),
+}
+
+
+def spec_of(experiment: Experiment) -> TaskSpec | None:
+    """The row that an experiment asks for; None if it has a task of its own.
+
+    Raises:
+        UsageError: no such row, or not exactly one of a model and a task of its own.
+    """
+    task, model = experiment.task, experiment.model
+    if isinstance(task, Task):
+        way_out = "a task of your own has its model in it: leave `model` and `loss` out"
+        check(model is None and experiment.loss is None, f"task: got task {task.name} and a model or a loss; {way_out}")
+        return None
+    check(isinstance(task, str), f"task: got {task!r}; expected auto, a jaxmpi.Task or one of {', '.join(TASKS)}")
+    check(model is not None, "the experiment has no model; give one, or a task of its own: task=jaxmpi.Task(...)")
+    is_text = isinstance(model, Model) and model.takes_tokens and bool(model.label_shape)
+    kind = ("language-model" if is_text else "classification") if task == "auto" else task
+    return lookup(TASKS, kind, "task")
+
+
+def task_of(experiment: Experiment) -> Task:
+    """The task of an experiment, its model made to fit the data."""
+    spec = spec_of(experiment)
+    if spec is None:
+        return experiment.task
+    dtype: Any = jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32
+    return spec.build(Supervised(experiment.model, experiment.loss or spec.loss, experiment.data, dtype))

@@ -1,0 +1,77 @@
+"""A task of a model: inputs in, outputs compared with labels."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.model.contract import Model
+from jaxmpi.tasks.base import Batch, Judged, Ratios, Task
+from jaxmpi.tasks.inputs import cast_floats, prepared
+
+Loss = Callable[[Any, jax.Array], jax.Array]  # (outputs, labels) -> f32[batch, ...]
+
+
+class Supervised(NamedTuple):
+    """A model with all that stands between a batch and its loss."""
+
+    model: Model
+    loss: Loss
+    data: Data  # its mean and standard deviation
+    dtype: Any = jnp.float32  # of the model's input; outputs are cast back
+
+    def outputs(
+        self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool
+    ) -> tuple[Any, PyTree]:
+        """The model's outputs in 32 bits, and its new state."""
+        image = prepared(batch["image"], self.model, self.data, self.dtype)
+        outputs, model_state = self.model.apply(params, model_state, image, key, train)
+        return cast_floats(outputs, jnp.float32), model_state
+
+    def judged(self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool) -> Judged:
+        """Losses of the examples, the mean over each one's tokens or pixels."""
+        outputs, model_state = self.outputs(params, model_state, batch, key, train)
+        return an_example(self.loss(outputs, batch["label"])), model_state, outputs
+
+    def predicted(self, params: PyTree, model_state: PyTree, batch: Batch) -> Any:
+        """Outputs in evaluation."""
+        return self.outputs(params, model_state, batch, jax.random.key(0), False)[0]
+
+    def task(
+        self,
+        name: str,
+        metrics: Callable[[Any, Batch], Ratios],
+        weight: Callable[[Batch], Any] | None = None,
+    ) -> Task:
+        """The task of this model."""
+        return Task(
+            name=f"{name} by {self.model.name}",
+            init=lambda key, batch: self.model.init(key, batch["image"]),
+            loss=self.judged,
+            metrics=metrics,
+            predict=self.predicted,
+            weight=weight,
+        )
+
+
+def an_example(values: jax.Array) -> jax.Array:
+    """f32[batch]: the mean over an example's tokens, if it has any."""
+    return values.astype(jnp.float32).reshape(values.shape[0], -1).mean(-1)
+
+
+def mean_of(values: jax.Array, counted: jax.Array) -> jax.Array:
+    """f32[batch]: the mean over an example's tokens or pixels that count; 0 if none does."""
+    return sum_of(values, counted) / jnp.maximum(count_of(counted), 1)
+
+
+def sum_of(values: jax.Array, counted: jax.Array) -> jax.Array:
+    """f32[batch]: the sum over an example's tokens or pixels that count."""
+    return jnp.where(counted, values, 0).astype(jnp.float32).reshape(values.shape[0], -1).sum(-1)
+
+
+def count_of(counted: jax.Array) -> jax.Array:
+    """f32[batch]: how many of an example's tokens or pixels count."""
+    return counted.astype(jnp.float32).reshape(counted.shape[0], -1).sum(-1)
