@@ -29,6 +29,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"on_nonfinite": "skip", "exchange": ExchangeConfig(overlap="delayed")},
     ),
     ("on_nonfinite: got skip with rule local_sgd, whose workers step alone.*use stop", {"on_nonfinite": "skip", **H}),
+    ("task: got token-classification with --on-rank-loss", {"task": "token-classification", **SHRINK}),
     ("comm: got xla with --on-rank-loss shrink", {"comm": "xla", **SHRINK}),
     ("devices: got 4 with --on-rank-loss shrink", {"devices": 4, **SHRINK}),
     ("rule.name: got easgd with --on-rank-loss shrink; easgd, asgd and gosgd outlive", {**APART, **SHRINK}),
@@ -69,5 +70,10 @@ def test_each_line_of_the_table_is_tried_and_stands_in_the_docs():
     for row in REFUSALS:
         assert any(field == row.field and row.beside(Experiment(**options)) for field, options in tried), row
         flag = f"--{row.field.replace('_', '-')}"
-        short = {"--comm": "--comm xla", "--rule.name": "`subgd`", "--exchange.strategy": "compressors"}.get(flag, flag)
+        short = {
+            "--comm": "--comm xla",
+            "--task": "`token-classification`",
+            "--rule.name": "`subgd`",
+            "--exchange.strategy": "compressors",
+        }.get(flag, flag)
         assert any(short in line and re.search("shrink|refused|skip", line) for line in page), row

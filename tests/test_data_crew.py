@@ -108,7 +108,7 @@ class TestSameBatches:
             loader(source, 5, in_processes, stop_step=7) as other,
         ):
             for a, b in zip(one, other, strict=True):
-                for x, y in zip(a, b, strict=True):
+                for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
                     assert np.array_equal(x, y)
                 assert a.image.shape == (5, 24, 24, 3)
 

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -139,7 +140,7 @@ def test_order_does_not_depend_on_threads(threads, prefetch):
     with loader(numbered(23), 5, data=Data(crop=4, mirror=True), stop_step=12) as batches:
         expected = list(batches)
     for a, b in zip(got, expected, strict=True):
-        for x, y in zip(a, b, strict=True):
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             assert np.array_equal(x, y)
 
 

@@ -1,4 +1,4 @@
-"""A GAN that learns a ring of eight points: two nets, two optimizers, one step.
+"""A GAN that learns where points lie: two nets, two optimizers, one step.
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/gan.py
 """
@@ -11,17 +11,19 @@ import optax
 from jaxmpi import Task
 from jaxmpi.config import Data, Experiment, Optim
 
-angle = 2 * np.pi * np.random.default_rng(0).integers(0, 8, 4096) / 8
-points = np.stack([np.cos(angle), np.sin(angle)], 1) + 0.02 * np.random.default_rng(1).standard_normal((4096, 2))
+CENTRE = np.array([2.0, -1.0], np.float32)
+points = CENTRE + 0.3 * np.random.default_rng(0).standard_normal((4096, 2), np.float32)
 
 
 def init(key, batch):
-    net = lambda key, a, b: {"w1": jax.random.normal(key, (a, 64)), "w2": jax.random.normal(key, (64, b)) / 8}
-    return {"generator": net(key, 9, 2), "critic": net(key, 3, 1)}, {}
+    layer = lambda a, b: {"w": jax.random.normal(key, (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)}
+    return {"generator": [layer(8, 64), layer(64, 2)], "critic": [layer(2, 64), layer(64, 1)]}, {}
 
 
 def run(net, x):
-    return jax.nn.leaky_relu(jnp.pad(x, ((0, 0), (0, 1)), constant_values=1) @ net["w1"]) @ net["w2"]
+    for layer in net[:-1]:
+        x = jax.nn.leaky_relu(x @ layer["w"] + layer["b"])
+    return x @ net[-1]["w"] + net[-1]["b"]
 
 
 def loss(params, model_state, batch, key, train):
@@ -32,22 +34,22 @@ def loss(params, model_state, batch, key, train):
     return critic + cross(frozen["critic"], made, 1.0), model_state, made
 
 
-def radius(made, batch):
-    return {"off_ring": (abs(jnp.linalg.norm(made, axis=-1) - 1), jnp.ones(len(made)))}
+def distance(made, batch):
+    return {"distance": (jnp.linalg.norm(made - CENTRE, axis=-1), jnp.ones(len(made)))}
 
 
 def two(schedule):
     return optax.multi_transform(
         {"generator": optax.adam(1e-3, b1=0.5), "critic": optax.adam(3e-3, b1=0.5)},
-        lambda params: {name: {w: name for w in net} for name, net in params.items()},
+        lambda params: {name: jax.tree.map(lambda _, name=name: name, net) for name, net in params.items()},
     )
 
 
 experiment = Experiment(
-    task=Task(name="gan", init=init, loss=loss, metrics=radius),
+    task=Task(name="gan", init=init, loss=loss, metrics=distance),
     data=Data("array", train={"point": points}, validation={"point": points[:512]}),
     optim=Optim("two", transform=two),
-    monitor="eval_off_ring",
+    monitor="eval_distance",
     effective_batch=64,
     train_for="8ep",
 )

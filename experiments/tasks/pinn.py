@@ -37,8 +37,8 @@ def far(found, batch):
 experiment = Experiment(
     task=Task(name="oscillator", init=init, loss=loss, metrics=far),
     data=Data("array", train={"t": times[1::2]}, validation={"t": times[::2]}),
-    optim=Optim("adam", lr=0.01),
+    optim=Optim("adam", lr=0.003),
     effective_batch=32,
-    train_for="60ep",
+    train_for="100ep",
     eval_every="20ep",
 )

@@ -32,8 +32,8 @@ def loss(params, model_state, batch, key, train):
     source, target = batch["source"], batch["target"]
     encoded = params["words"][source] + params["places"][0]
     before = jnp.pad(target, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
-    length = (source > 0).sum(-1)
-    decoded = params["words"][before] + params["places"][1] + params["places"][0][length - 1][:, None]
+    last = (source > 0).sum(-1) - 1
+    decoded = params["words"][before] + params["places"][1] + params["places"][0][last][:, None]
     scores = jnp.einsum("bti,ij,bsj->bts", decoded, params["q"], encoded) - 1e9 * (source == 0)[:, None]
     logits = jnp.concatenate([jax.nn.softmax(scores) @ encoded, decoded], -1) @ params["out"]
     each = optax.softmax_cross_entropy_with_integer_labels(logits, target) * (target > 0)

@@ -1,7 +1,7 @@
 """The contract of a task."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -45,11 +45,11 @@ class Task:
     """
 
     name: str
-    init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
-    loss: Callable[[PyTree, PyTree, Batch, jax.Array, bool], Judged]
-    metrics: Callable[[Any, Batch], Ratios] = no_metrics
-    predict: Callable[[PyTree, PyTree, Batch], Any] | None = None
-    weight: Callable[[Batch], Any] | None = None
+    init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]] = field(repr=False)
+    loss: Callable[[PyTree, PyTree, Batch, jax.Array, bool], Judged] = field(repr=False)
+    metrics: Callable[[Any, Batch], Ratios] = field(default=no_metrics, repr=False)
+    predict: Callable[[PyTree, PyTree, Batch], Any] | None = field(default=None, repr=False)
+    weight: Callable[[Batch], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check(isinstance(self.name, str) and bool(self.name), f"a task's name: got {self.name!r}; expected text")

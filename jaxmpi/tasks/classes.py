@@ -52,8 +52,10 @@ def top_of_counted(outputs: jax.Array, batch: Batch) -> Ratios:
 def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:
     """The share of pixels that are right, and the mean over classes of intersection / union, of all images together."""
     labels, found = batch["label"], outputs.argmax(-1)
-    counted, each = labels >= 0, jnp.arange(outputs.shape[-1])
-    is_true, is_found = (x[..., None] == each for x in (labels, jnp.where(counted, found, -1)))
+    counted = labels >= 0
+    is_true, is_found = (
+        jax.nn.one_hot(x, outputs.shape[-1], dtype=bool) for x in (labels, jnp.where(counted, found, -1))
+    )
     pixels = lambda mask: mask.reshape(mask.shape[0], -1, mask.shape[-1]).sum(1, dtype=jnp.float32)  # noqa: E731
     return {
         "accuracy": (sum_of(found == labels, counted), count_of(counted)),

@@ -69,7 +69,7 @@ def mean_of(values: jax.Array, counted: jax.Array) -> jax.Array:
 
 def sum_of(values: jax.Array, counted: jax.Array) -> jax.Array:
     """f32[batch]: the sum over an example's tokens or pixels that count."""
-    return jnp.where(counted, values, 0).astype(jnp.float32).reshape(values.shape[0], -1).sum(-1)
+    return jnp.where(counted, values.astype(jnp.float32), 0).reshape(values.shape[0], -1).sum(-1)
 
 
 def count_of(counted: jax.Array) -> jax.Array:

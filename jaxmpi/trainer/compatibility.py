@@ -14,6 +14,7 @@ from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.rules import registry
+from jaxmpi.tasks.base import Task
 
 
 class Refusal(NamedTuple):
@@ -51,6 +52,11 @@ def keeps_own(strategy: str) -> bool:
     return is_compressor(strategy) or strategy.startswith("none")
 
 
+def weighs(task: Any) -> bool:
+    """Return True if examples weigh differently, which workers must tell each other before every step."""
+    return task.weight is not None if isinstance(task, Task) else task == "token-classification"
+
+
 SHRINK = "--on-rank-loss shrink"
 APART = "an asynchronous rule, whose workers do not meet"
 REFUSALS = (
@@ -72,6 +78,14 @@ REFUSALS = (
         is_periodic,
         "rule {rule}, whose workers step alone and would have to agree on every step",
         "use stop or rollback",
+    ),
+    Refusal(
+        "task",
+        weighs,
+        shrinks,
+        SHRINK,
+        "its weights are summed over workers before each step, where a death is not noticed in time: take another "
+        "task, or --on-rank-loss end",
     ),
     Refusal("comm", "mpi".__ne__, shrinks, SHRINK, "XLA's collectives end with the first rank: --comm mpi"),
     Refusal("devices", (1).__ne__, shrinks, SHRINK, "it is between processes: leave --devices out"),

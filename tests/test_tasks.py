@@ -1,0 +1,256 @@
+"""Tasks: batches of any fields, figures by their definitions, N workers against one, bad parts named before a step."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmpi import Task
+from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import Loader, Sampler
+from jaxmpi.data.sources.arrays import FieldSource
+from jaxmpi.model import plain_model
+from jaxmpi.tasks import classes, numbers
+from jaxmpi.tasks.base import Batch
+from jaxmpi.trainer import main
+from launching import train_here
+from tolerances import U
+
+EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_the_examples_train(file, tmp_path):
+    done = train_here(str(file), "--train-for", "12st", "--eval-every", "4st", "--run-dir", str(tmp_path / "run"))
+    assert done.code == 0, done.out
+    losses = [float(line.split("loss ")[1].split()[0]) for line in done.out.splitlines() if "evaluation on" in line]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert len([line for line in file.read_text().splitlines() if line.strip()]) <= 50
+
+
+# ---------------------------------------------------------------- figures
+
+
+def ratio(pair) -> float:
+    """Sum over all examples by sum over all examples; the mean over columns with a count."""
+    sums, counts = (np.asarray(x, np.float64).sum(0) for x in pair)
+    return float(np.mean(sums[counts > 0] / counts[counts > 0])) if np.ndim(sums) else float(sums / counts)
+
+
+def test_iou_is_the_mean_over_classes_of_all_images_together():
+    rng = np.random.default_rng(0)
+    logits, labels = rng.standard_normal((3, 4, 5, 3)).astype(np.float32), rng.integers(-1, 3, (3, 4, 5))
+    found, counted = logits.argmax(-1), labels >= 0
+    each = []
+    for kind in range(3):
+        both = ((found == kind) & (labels == kind) & counted).sum()
+        either = (((found == kind) | (labels == kind)) & counted).sum()
+        each.append(both / either)
+    figures = classes.overlaps(jnp.asarray(logits), {"label": jnp.asarray(labels, jnp.int32)})
+    assert ratio(figures["iou"]) == pytest.approx(np.mean(each), rel=4 * U)
+    assert ratio(figures["accuracy"]) == pytest.approx((found == labels)[counted].mean(), rel=4 * U)
+
+
+def test_f1_counts_all_answers_together():
+    rng = np.random.default_rng(1)
+    logits, labels = rng.standard_normal((6, 4)).astype(np.float32), rng.integers(0, 2, (6, 4)).astype(np.uint8)
+    said = logits > 0
+    hits, misses = (said & (labels == 1)).sum(), (said != (labels == 1)).sum()
+    figures = numbers.hits(jnp.asarray(logits), {"label": jnp.asarray(labels)})
+    assert ratio(figures["f1"]) == pytest.approx(2 * hits / (2 * hits + misses), rel=4 * U)
+    assert ratio(figures["exact"]) == pytest.approx((said == labels).all(1).mean(), rel=4 * U)
+
+
+def test_padding_counts_neither_in_the_loss_nor_in_the_figures_of_tokens():
+    rng = np.random.default_rng(2)
+    logits, labels = rng.standard_normal((4, 6, 5)).astype(np.float32), rng.integers(-1, 5, (4, 6)).astype(np.int32)
+    labels[2] = -1  # an example of padding alone
+    other = np.where(labels[..., None] < 0, 100 * rng.standard_normal(logits.shape), logits).astype(np.float32)
+    for measure in (
+        lambda x: classes.counted_cross_entropy(x, jnp.asarray(labels)),
+        lambda x: classes.top_of_counted(x, {"label": jnp.asarray(labels)}),
+    ):
+        here, there = measure(jnp.asarray(logits)), measure(jnp.asarray(other))
+        assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, here)) == jax.tree.map(
+            np.ndarray.tolist, jax.tree.map(np.asarray, there)
+        )
+
+
+# ---------------------------------------------------------------- batches of any fields
+
+
+def nested_fields(n: int) -> dict:
+    i = np.arange(n)
+    return {"a": {"x": i * 1.0, "y": {"z": np.stack([i, -i], 1)}}, "flag": i % 2 == 0, "small": i.astype(np.int8)}
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_batch_has_the_fields_of_its_examples(kind):
+    source = FieldSource(nested_fields(10))
+    with Loader(source, Sampler(10, 4, 0, 1, 0, shuffle=False), Data("array", loader=kind), False) as batches:
+        got = [{name: value.copy() for name, value in batch.fields.items()} for batch in batches]
+    whole = {name: np.concatenate([batch[name] for batch in got])[:10] for name in got[0]}
+    want = nested_fields(10)
+    assert whole["a/y/z"].dtype == np.int32  # whole numbers of at most 32 bits, floats of 32
+    assert whole["a/x"].dtype == np.float32
+    np.testing.assert_array_equal(whole["a/y/z"], want["a"]["y"]["z"])
+    np.testing.assert_array_equal(whole["a/x"], want["a"]["x"])
+    np.testing.assert_array_equal(whole["flag"], want["flag"])
+    np.testing.assert_array_equal(whole["small"], want["small"])
+
+
+# ---------------------------------------------------------------- N workers against one
+
+
+def line(n: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Points near a line, of three features; how many tokens each stands for."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, 3)).astype(np.float32)
+    return {"x": x, "y": x @ np.array([1, -2, 3], np.float32), "tokens": rng.integers(1, 9, n)}
+
+
+def init(key: jax.Array, batch: Batch):
+    return {"w": jnp.zeros(batch["x"].shape[1:])}, {}
+
+
+def loss(params, model_state, batch, key, train):
+    far = batch["x"] @ params["w"] - batch["y"]
+    return jnp.square(far), model_state, far
+
+
+def far(outputs, batch):
+    return {"far": (abs(outputs), jnp.ones(len(outputs)))}
+
+
+LINE = Task(name="line", init=init, loss=loss, metrics=far)
+BY_TOKEN = dataclasses.replace(LINE, weight=lambda batch: batch["tokens"])
+STEPS = 7
+
+
+def lines(folder: Path, task: Task = LINE, **fields) -> Experiment:
+    base = {
+        "task": task,
+        "data": Data("array", train=line(50), validation=line(13, 1), loader="threads"),
+        "optim": Optim("sgd", lr=0.01, lr_scaling="none"),
+        "effective_batch": 12,  # 50 = 4 x 12 + 2: an epoch's last step is short
+        "train_for": f"{STEPS}st",
+        "run_dir": str(folder / f"run{len(list(folder.iterdir()))}"),
+        "quiet": True,
+    }
+    return Experiment(**base | fields)
+
+
+def by_hand(weigh) -> np.ndarray:
+    """Params after STEPS steps of L = sum w l / sum w over the whole step, in 64 bits."""
+    data, w, sampler = line(50), np.zeros(3), Sampler(50, 12, 0, 1, 0)
+    for step in range(STEPS):
+        indices = np.asarray(sampler.indices(step).indices)
+        x, y, each = data["x"][indices].astype(np.float64), data["y"][indices], weigh(data["tokens"][indices])
+        w = w - 0.01 * (each * 2 * (x @ w - y)) @ x / each.sum()
+    return w
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize(("task", "weigh"), [(LINE, np.ones_like), (BY_TOKEN, np.asarray)], ids=["example", "token"])
+def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weigh, tmp_path):
+    means = main.train(lines(tmp_path, task, devices=devices), "lines")
+    data = line(13, 1)
+    each = weigh(data["tokens"]).astype(np.float64)
+    losses = np.square(data["x"] @ by_hand(weigh) - data["y"])
+    assert means["eval_count"] == 13
+    # Seven steps of sums over 12 examples: a few hundred roundings, of values up to 100 times the loss.
+    assert means["eval_loss"] == pytest.approx((losses * each).sum() / each.sum(), rel=2e4 * U)
+    assert means["eval_far"] == pytest.approx(np.sqrt(losses).mean(), rel=2e4 * U)
+
+
+def test_the_best_checkpoint_is_that_of_the_monitored_figure(tmp_path):
+    asked = {"monitor": "eval_far", "monitor_mode": "max", "keep_checkpoints": 1, "keep_best": 1}
+    experiment = lines(tmp_path, train_for="4st", eval_every="1st", checkpoint_every="1st", **asked)
+    main.train(experiment, "lines")
+    # It only gets better, so the farthest is the first one.
+    kept = sorted(path.name for path in (Path(experiment.run_dir) / "checkpoints").glob("step_*"))
+    assert kept == ["step_00000001", "step_00000004"]
+
+
+# ---------------------------------------------------------------- bad parts, named before the first step
+
+MODEL = plain_model(
+    lambda key: {"w": jnp.zeros((3, 2))}, lambda p, x: x @ p["w"], name="m", input_shape=(3,), classes=2
+)
+
+
+def with_loss(change) -> Task:
+    return dataclasses.replace(LINE, loss=lambda *args: change(*loss(*args)))
+
+
+def with_metrics(value) -> Task:
+    return dataclasses.replace(LINE, metrics=lambda outputs, batch: {"far": value(outputs)})
+
+
+BAD = {
+    "mean": (with_loss(lambda losses, s, o: (losses.mean(), s, o)), r"loss: got float32\[\]; expected float32\[2\]"),
+    "pair": (with_loss(lambda losses, s, o: (losses, s)), r"expected \(losses, model state, outputs\)"),
+    "state": (
+        with_loss(lambda losses, s, o: (losses, {"n": losses}, o)),
+        "model_state/n: got float32.*expected nothing",
+    ),
+    "no count": (with_metrics(lambda o: o), r"far: got float32\[2\]; expected \(sums, counts\)"),
+    "mean count": (with_metrics(lambda o: (o.sum(), jnp.ones(()))), r"far: got sums float32\[\] and counts"),
+    "reserved": (dataclasses.replace(LINE, metrics=lambda o, b: {"loss": (o, o)}), "loss: the trainer has a figure of"),
+    "weight": (dataclasses.replace(LINE, weight=lambda b: b["x"]), r"weight: got float32\[2, 3\]; expected \[2\]"),
+    "no params": (dataclasses.replace(LINE, init=lambda key, batch: ({}, {})), "init: expected params, got none"),
+}
+
+
+@pytest.mark.parametrize(("task", "match"), BAD.values(), ids=BAD)
+def test_a_bad_part_of_a_task_is_named(task, match, tmp_path):
+    with pytest.raises(UsageError, match=match):
+        main.train(lines(tmp_path, task), "lines")
+
+
+def test_a_negative_weight_is_named(tmp_path):
+    with pytest.raises(UsageError, match=r"weight: got \[.*expected 12 finite numbers >= 0"):
+        main.train(lines(tmp_path, dataclasses.replace(LINE, weight=lambda batch: batch["tokens"] - 5)), "lines")
+
+
+SETTINGS = {
+    "unknown": ({"task": "clustering", "model": MODEL}, "unknown task 'clustering'"),
+    "both": ({"model": MODEL}, "a task of your own has its model in it"),
+    "no model": ({"task": "regression"}, "the experiment has no model"),
+    "monitor": ({"monitor": "eval_mae"}, "monitor: got eval_mae; task line gives eval_loss, eval_far"),
+    "crop": ({"data": Data("array", train=line(9), validation=line(9), crop=2)}, r"data\.crop: got .*a dict of other"),
+    "lengths": (
+        {"data": Data("array", train={"x": np.zeros((4, 3)), "y": np.zeros(3)}, validation=line(9))},
+        r"got fields of lengths \{'x': 4, 'y': 3\}; expected one length",
+    ),
+    "field": ({"data": Data("array", train={"weight": np.zeros(4)}, validation=line(9))}, "got a field 'weight'"),
+}
+
+
+@pytest.mark.parametrize(("fields", "match"), SETTINGS.values(), ids=SETTINGS)
+def test_settings_that_do_not_fit_are_named(fields, match, tmp_path):
+    with pytest.raises(UsageError, match=match):
+        main.train(lines(tmp_path, **fields), "lines")
+
+
+def test_rows_of_other_fields_than_the_first_are_named(tmp_path):
+    rows = [{"x": np.zeros(3, np.float32), "y": np.float32(0), "tokens": 1} for _ in range(8)]
+    rows[5] = {**rows[5], "x": np.zeros(4, np.float32)}
+    with pytest.raises(UsageError, match=r"\[5\]: got x of shape \(4,\); expected \(3,\) as before it; pad it"):
+        main.train(lines(tmp_path, data=Data("array", train=rows, validation=line(9), loader="threads")), "lines")
+    rows[5] = {"x": rows[0]["x"]}
+    with pytest.raises(UsageError, match=r"\[5\]: got the fields x; expected tokens, x, y as before it"):
+        main.train(lines(tmp_path, data=Data("array", train=rows, validation=line(9), loader="threads")), "lines")
+
+
+def test_labels_of_a_regression_are_as_many_as_outputs(tmp_path):
+    data = {"image": np.zeros((8, 3), np.float32), "label": np.zeros((8, 3), np.float32)}
+    fields = {"task": "regression", "model": MODEL, "data": Data("array", train=data, validation=data)}
+    with pytest.raises(UsageError, match=r"got labels \[2, 3\] for outputs \[2, 2\]; expected as many numbers"):
+        main.train(lines(tmp_path, **fields), "lines")
