@@ -202,7 +202,18 @@ def test_help_lists_every_field_with_its_meaning():
     ended = train_here(DIGITS, "--help")
     assert ended.code == 0
     for part in dataclasses.fields(Experiment):
-        if part.name not in ("model", "loss", "fallback", "sinks", "data", "optim", "schedule", "rule", "exchange"):
+        if part.name not in (
+            "model",
+            "task",
+            "loss",
+            "fallback",
+            "sinks",
+            "data",
+            "optim",
+            "schedule",
+            "rule",
+            "exchange",
+        ):
             assert f"--{part.name.replace('_', '-')}" in ended.out
     for text in ("--exchange.strategy", "--data.dir", "asa16, ring32", "px: shorter side", "(default: "):
         assert text in ended.out
