@@ -125,7 +125,7 @@ def ours(config: Experiment, workers: Workers, plan: build.TrainingPlan) -> Trai
     def loss(batches: list[dict[str, Any]]) -> float:
         params = functions.eval_params(state.params, state.rule_state)
         found = [functions.eval_step(params, state.model_state, batch) for batch in batches]
-        return statistics.mean(float(metrics.loss / metrics.count) for metrics in found)
+        return statistics.mean(float(sums / counts) for sums, counts in (metrics["loss"] for metrics in found))
 
     return Trainee(step, loss)
 

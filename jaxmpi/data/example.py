@@ -92,7 +92,7 @@ def flat(example: dict[str, Any], name: str) -> Example:
     """
     fields: Example = {}
     for key, value in example.items():
-        is_name = isinstance(key, str) and key and "/" not in key and key != "weight"
+        is_name = isinstance(key, str) and "/" not in key and key not in ("", "weight")
         check(
             is_name, f"{name}: got a field {key!r}; expected a name without /, and not weight, which the trainer adds"
         )

@@ -66,7 +66,7 @@ class PythonSource:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, Any] | dict[str, Any]:
+    def __getitem__(self, index: int) -> Any:
         example = self.examples[index]
         if isinstance(example, dict):
             if example.keys() != {"image", "label"}:
