@@ -20,8 +20,8 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ import harness
 import jax
 import numpy as np
 
+from jaxmpi.allreduce.autotune import slowest
 from jaxmpi.bench.baselines import connect_torch
 from jaxmpi.comm.topology import Workers, gather_workers, put
 from jaxmpi.config.data import Data
@@ -239,10 +240,7 @@ def train(name: str, fields: dict[str, Any], seed: int, steps: int, goal: float 
                 losses[k] = mean_loss(made, held_out, workers)
                 if losses[k] <= goal:
                     break
-            control.barrier()
-            begin = time.perf_counter()
-            made.step(batch)
-            seconds.append(max(control.allgather_object(time.perf_counter() - begin)))
+            seconds.append(slowest(control, partial(made.step, batch)))
         else:
             if goal is not None:
                 losses[steps] = mean_loss(made, held_out, workers)

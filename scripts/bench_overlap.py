@@ -37,6 +37,7 @@ from jaxmpi.allreduce.autotune import slowest
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.bench.baselines import connect_jax, connect_torch
+from jaxmpi.comm.control import processes
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
 CLASSES, PIXELS, LR = 10, 32, 0.01
@@ -273,7 +274,7 @@ CONTENDERS: dict[str, Callable[[int], Timed]] = {
 
 def time_contender(name: str, batches: list[int], steps: int) -> list[dict[str, Any]]:
     """Be a rank: time a contender with each batch; return seconds of the slowest rank."""
-    control, results = harness.control(), []
+    control, results = processes(), []
     for batch in batches:
         timed = CONTENDERS[name](batch)
         seconds: dict[str, list[float]] = {"compute": [], "exchange": [], "step": [], "first": []}

@@ -99,11 +99,19 @@ class Rank:
             pauses.after(counter.poll())
             self.cpu_s = time.thread_time() - begin
 
-    def gossip(self) -> "Gossips":
-        """Return this worker as one that pushes to others, without a center."""
-        wire, floats = self.layout.host_wire(), len(self.w)
-        gossiper = GossipThread(self.control.clone(), self.number, self.workers, wire.size_bytes(floats))
-        return Gossips(wire, gossiper, Gossip(self.number, self.workers, 1.0, 0), self.w)
+    def gossip(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """(exchange, end) of this worker as one that pushes to others, without a center."""
+        wire, rule = self.layout.host_wire(), Gossip(self.number, self.workers, 1.0, 0)
+        thread = GossipThread(self.control.clone(), self.number, self.workers, wire.size_bytes(len(self.w)))
+
+        def exchange() -> None:
+            while thread.arrived:
+                parcel = thread.arrived.popleft()
+                self.w = rule.merge(self.w, wire.decode(parcel.body), parcel.share)
+            if push := rule.draw(thread.shut()):
+                thread.push(push.to, push.share, wire.encode(self.w))
+
+        return exchange, thread.end
 
     def exchange(self) -> float:
         """Exchange once with the center; return seconds."""
@@ -139,21 +147,6 @@ class Rank:
         if self._thread:
             self._thread.join()
         return figures
-
-
-class Gossips:
-    """A worker without a center."""
-
-    def __init__(self, wire: Any, gossiper: Any, gossip: Any, w: np.ndarray) -> None:
-        self.wire, self.gossiper, self.rule, self.w = wire, gossiper, gossip, w
-
-    def exchange(self) -> None:
-        """Merge what has arrived, and push."""
-        while self.gossiper.arrived:
-            parcel = self.gossiper.arrived.popleft()
-            self.w = self.rule.merge(self.w, self.wire.decode(parcel.body), parcel.share)
-        if push := self.rule.draw(self.gossiper.shut()):
-            self.gossiper.push(push.to, push.share, self.wire.encode(self.w))
 
 
 def on_rank(name: str, servers: int, floats: int, rounds: int, how: list[str]) -> list[float]:
@@ -192,18 +185,17 @@ def seconds_in_exchanges(rank: Rank, rounds: int, how: list[str]) -> float:
 def steps_per_s(rank: Rank, rounds: int, how: list[str]) -> float:
     """Steps a second with an exchange after each; by BSP a sum over all workers instead."""
     step_s = STEP_S * (SLOW if "slow" in how and rank.number == rank.workers - 1 else 1)
-    gossips = rank.gossip() if "gossip" in how else None
+    exchange, end = rank.gossip() if "gossip" in how else (rank.exchange, lambda: None)
     begin, steps = time.perf_counter(), 0
     while time.perf_counter() - begin < 100 * STEP_S if "bsp" not in how else steps < 100 // SLOW:
         time.sleep(step_s)
         if "bsp" in how:
             rank.control.allreduce_sum(rank.w[:1])
         else:
-            (gossips or rank).exchange()
+            exchange()
         steps += 1
     rate = steps / (time.perf_counter() - begin)
-    if gossips:
-        gossips.gossiper.end()
+    end()
     return rate
 
 

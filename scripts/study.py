@@ -235,12 +235,9 @@ def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -
         before = found(rows_of(out), study, cell)
         while missing := sorted(set(seeds) - {row["seed"] for row in before}):
             print(f"{number}/{len(cells)} {title(cell, study)}: seeds {missing}", file=sys.stderr, flush=True)
-            asked, ranks = (
-                (study.experiment, cell, missing, str(out), launched),
-                int(cell["workers"]) if launched else 0,
-            )
+            job = (study.experiment, cell, missing, str(out), launched)
             try:
-                harness.on_ranks(run_cell, *asked, ranks=ranks)
+                harness.on_ranks(run_cell, *job, ranks=int(cell["workers"]) if launched else 0)
                 break
             except harness.JobFailed as error:
                 rows = found(rows_of(out), study, cell)
@@ -284,9 +281,10 @@ class Summary(NamedTuple):
         return "yes" if abs(self.difference) <= 2 * self.difference_error else "no"
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean; infinite for one value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, NaN for no values; and its standard error, infinite for one."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return statistics.mean(values) if values else math.nan, error
 
 
 def metric(row: Mapping[str, Any]) -> float:
@@ -294,37 +292,27 @@ def metric(row: Mapping[str, Any]) -> float:
     return row.get("eval_bits_per_byte", 100 * (1 - row["eval_top1"]))
 
 
-def unit(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Unit of `metric`."""
-    return "bits per byte" if any("eval_bits_per_byte" in row for row in rows) else "error of top-1, %"
-
-
 def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
     """Summaries of all cells that have been run, in order."""
     run = [cell for cell in study.cells() if found(rows, study, cell)]
     reference = finished(rows, study, run[0]) if run else {}
-    of_mean = unit([row for cell in run for row in found(rows, study, cell)])
-    made = []
+    is_text = any("eval_bits_per_byte" in row for cell in run for row in found(rows, study, cell))
+    unit, made = "bits per byte" if is_text else "error of top-1, %", []
     for cell in run:
         by_seed = finished(rows, study, cell)
         failed = len({row["seed"] for row in found(rows, study, cell)} - set(by_seed))
         values = [metric(row) for row in by_seed.values()]
         apart = [metric(by_seed[seed]) - metric(reference[seed]) for seed in by_seed if seed in reference]
-        of_values, of_apart = ((mean_of(x), standard_error(x)) for x in (values, apart))
-        shares = mean_shares([row["worker_steps"] for row in by_seed.values() if "worker_steps" in row])
-        elapsed_s = mean_of([row["elapsed_s"] for row in by_seed.values()])
-        made.append(Summary(title(cell, study), of_mean, len(values), failed, *of_values, *of_apart, elapsed_s, shares))
+        shares = [
+            [n / sum(row["worker_steps"]) for n in row["worker_steps"]]
+            for row in by_seed.values()
+            if "worker_steps" in row
+        ]
+        by_worker = [statistics.mean(share) for share in zip(*shares, strict=True)]
+        elapsed_s, _ = mean_of([row["elapsed_s"] for row in by_seed.values()])
+        counts = (title(cell, study), unit, len(values), failed)
+        made.append(Summary(*counts, *mean_of(values), *mean_of(apart), elapsed_s, by_worker))
     return made
-
-
-def mean_shares(runs: Sequence[Sequence[int]]) -> list[float]:
-    """Each worker's share of the steps of a run, mean over runs."""
-    return [statistics.mean(each) for each in zip(*([made / sum(run) for made in run] for run in runs), strict=True)]
-
-
-def mean_of(values: Sequence[float]) -> float:
-    """The mean; NaN for no values."""
-    return statistics.mean(values) if values else math.nan
 
 
 def title(cell: Cell, study: Study) -> str:
@@ -356,10 +344,10 @@ def with_error(value: float, error: float, sign: str = "") -> str:
 
 def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]) -> list[plots.Panel]:
     """The metric with its standard errors, and the held-out loss by epoch, mean of the seeds."""
-    known = [row for row in made if row.seeds]
-    bars = [
-        (row.title, row.mean, max(row.mean - finite(row.error), 0.0), row.mean + finite(row.error)) for row in known
-    ]
+    bars = []
+    for row in made:
+        error = row.error if math.isfinite(row.error) else 0.0
+        bars += [(row.title, row.mean, max(row.mean - error, 0.0), row.mean + error)] if row.seeds else []
     series = {}
     for cell in study.cells():
         curves = [row["curve"] for row in finished(rows, study, cell).values()]
@@ -379,11 +367,6 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float | None]]]) -> list[p
     """
     every = [list(zip(*points, strict=True)) for points in zip(*curves, strict=False)]
     return [(statistics.mean(epochs), statistics.mean(losses)) for epochs, losses in every if None not in losses]
-
-
-def finite(value: float) -> float:
-    """The value, or 0 if it is not finite."""
-    return value if math.isfinite(value) else 0.0
 
 
 def parse() -> argparse.Namespace:

@@ -30,7 +30,7 @@ from jaxmpi.allreduce.prices import Link, Net, add
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError, check, lookup
@@ -315,7 +315,7 @@ def time_strategy(comm: MpiComm, name: str, n: int) -> float:
     return statistics.median(slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS))
 
 
-def slowest(control: MpiProcesses, work: Callable[[], Any]) -> float:
+def slowest(control: Processes, work: Callable[[], Any]) -> float:
     """Seconds that the slowest rank needs, all beginning together."""
     control.barrier()
     begin = time.perf_counter()
