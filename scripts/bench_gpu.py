@@ -427,18 +427,12 @@ def sides_here(dry: bool) -> list[str]:
     return ["jaxmpi"]
 
 
-def save(out: Path | None, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write the results so far."""
-    if out is not None:
-        harness.save(out.with_suffix(".json"), {"facts": facts, "rows": rows})
-        out.with_suffix(".md").write_text(markdown(facts, rows))
-
-
-def run_all(options: argparse.Namespace) -> int:
-    """Show devices, measure every model in every dtype; return the exit code."""
+def main() -> None:
+    """Show devices, measure every model in every dtype."""
+    options = parse()
     if not options.dry and probe("jax", options.dry) in ("", "cpu"):
         print("bench_gpu.py: no GPU: JAX finds none (`uv sync --extra cuda` makes it look for one); --dry needs none")
-        return NO_GPU
+        sys.exit(NO_GPU)
     sides, facts, rows, failed = sides_here(options.dry), machine(options.dry), [], []
     try:
         on_cpu = {"JAX_PLATFORMS": "cpu"} if options.dry else {}
@@ -453,14 +447,11 @@ def run_all(options: argparse.Namespace) -> int:
             failed.append(f"{model}, {dtype}: {error}")  # out of memory, most likely: the others go on
             continue
         print(" | ".join(speed_row(rows[-1])), flush=True)
-        save(options.out, facts, rows)
+        if options.out:
+            harness.save(options.out.with_suffix(".json"), {"facts": facts, "rows": rows})
+            options.out.with_suffix(".md").write_text(markdown(facts, rows))
     print("\n" + markdown(facts, rows) + "\n".join(failed))
-    return 1 if failed else 0
-
-
-def main() -> None:
-    """Measure and print."""
-    sys.exit(run_all(parse()))
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

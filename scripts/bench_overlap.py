@@ -10,7 +10,6 @@ while both run; that is the bound. Hidden is (compute + exchange - step) / (comp
 """
 
 import argparse
-import importlib.util
 import math
 import os
 import statistics
@@ -36,7 +35,7 @@ from jaxmpi.allreduce import overlap
 from jaxmpi.allreduce.autotune import slowest
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
-from jaxmpi.bench.baselines import connect_jax, connect_torch
+from jaxmpi.bench.baselines import connect_jax, connect_torch, installed
 from jaxmpi.comm.control import processes
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
@@ -341,7 +340,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     batches = options.batches or batches_for(options)
-    runs = {name: partial(job, name, batches, options) for name in options.contenders if is_here(name)}
+    absent = {"PyTorch DDP"} if not installed("torch") else set()
+    if absent & set(options.contenders):
+        print("PyTorch DDP is left out: torch cannot be imported", file=sys.stderr)
+    runs = {name: partial(job, name, batches, options) for name in options.contenders if name not in absent}
     times = harness.take_turns(runs, options.rounds, clock=harness.result)
     losses = {f"{of_round[0]['loss']:.3f}" for rounds in times.values() for of_round in rounds}
     results = {
@@ -359,14 +361,6 @@ def main() -> None:
         print(f"\nbatch {batch} a rank\n\n{harness.table(headings, rows)}")
     facts = {"hosts": options.hosts, "rate": options.rate, "size_bytes": size_bytes, "limit_s": limit_s}
     harness.save(options.json, {**facts, "batches": batches, "results": results})
-
-
-def is_here(name: str) -> bool:
-    """Return True if a contender can take part; print a line if not."""
-    absent = name == "PyTorch DDP" and importlib.util.find_spec("torch") is None
-    if absent:
-        print(f"{name} is left out: torch cannot be imported", file=sys.stderr)
-    return not absent
 
 
 if __name__ == "__main__":

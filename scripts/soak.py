@@ -107,7 +107,7 @@ class Seen:
     def __init__(self, folder: Path) -> None:
         self._folder, self._next_s = folder, 0.0
         self.samples: dict[int, list[Sample]] = {}
-        self.folders: set[bytes] = set()  # of the job in shared memory
+        self.folders: set[bytes] = set()  # of the job, in the shared memory of each of its hosts
 
     def look(self) -> None:
         """Take a sample of every live process, once a second at most."""
@@ -117,7 +117,7 @@ class Seen:
         for pid in [*running(self._folder, RANK), *running(self._folder, SUPERVISOR)]:
             try:
                 self.samples.setdefault(pid, []).append(sample_of(pid))
-                self.folders |= segments_of(pid)
+                self.folders |= set(variable(pid, SEGMENTS))
             except (OSError, KeyError, ValueError, IndexError):  # has just ended
                 continue
 
@@ -152,10 +152,9 @@ def running(folder: Path, module: str) -> list[int]:
     )
 
 
-def rank_of(pid: int) -> int:
-    """The rank of a process under mpirun; 0 for a single process."""
-    found = re.search(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
-    return int(found[1]) if found else 0
+def variable(pid: int, name: str) -> list[bytes]:
+    """The value of a variable of a process; none if it has no such variable."""
+    return re.findall(rb"(?:^|\0)" + name.encode() + rb"=([^\0]+)", Path(f"/proc/{pid}/environ").read_bytes())
 
 
 def sample_of(pid: int) -> Sample:
@@ -163,11 +162,6 @@ def sample_of(pid: int) -> Sample:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     handles = len(os.listdir(f"/proc/{pid}/fd"))
     return Sample(time.monotonic(), int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), handles)
-
-
-def segments_of(pid: int) -> set[bytes]:
-    """The job's folder in the shared memory of each of its hosts."""
-    return set(re.findall(SEGMENTS.encode() + rb"=([^\0]+)", Path(f"/proc/{pid}/environ").read_bytes()))
 
 
 def leaked(folder: Path, folders: set[bytes]) -> set[str]:
@@ -253,7 +247,7 @@ class Soak:
             time.sleep(self.draw.random() * 0.005)
         cut_off = is_saving(self.folder)
         victim = self.draw.choice(ranks)
-        rank = rank_of(victim)
+        rank = int((variable(victim, "OMPI_COMM_WORLD_RANK") or [b"0"])[0])  # a single process is no rank of mpirun
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         while left := set(ranks) & set(running(self.folder, RANK)):
