@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from jaxmpi.functions.lifecycle import fork as fork
     from jaxmpi.functions.optimizer import optimizer as optimizer
     from jaxmpi.tasks.base import Task as Task
+    from jaxmpi.trainer.callbacks import Callback as Callback
+    from jaxmpi.trainer.callbacks import EarlyStop as EarlyStop
+    from jaxmpi.trainer.callbacks import Moment as Moment
+    from jaxmpi.trainer.callbacks import ReduceOnPlateau as ReduceOnPlateau
 
 _NAMES = {
     "jaxmpi.allreduce.api": (
@@ -56,6 +60,12 @@ _NAMES = {
     ),
     "jaxmpi.functions.optimizer": ("optimizer",),
     "jaxmpi.tasks.base": ("Task",),
+    "jaxmpi.trainer.callbacks": (
+        "Callback",
+        "EarlyStop",
+        "Moment",
+        "ReduceOnPlateau",
+    ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 # Words for inputs and outputs of functions. They stood here in 0.1, and a reader took `jaxmpi.sum` for a collective.

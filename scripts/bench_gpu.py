@@ -86,7 +86,7 @@ class Jaxmpi:
         self.state = put(build.initial_states(config, ALONE, plan, self.functions.rule), ALONE)
         batches = host_batches(config)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
-        local_gradients, _ = build.pieces(config, ALONE, plan)
+        local_gradients, *_ = build.pieces(config, ALONE, plan)
         self.gradients = jax.jit(local_gradients)
         self.forward = jax.jit(lambda *args: local_gradients(*args)[1:])  # XLA leaves out what only gradients need
         self.update = jax.jit(self.functions.rule.update)

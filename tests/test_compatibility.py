@@ -10,6 +10,7 @@ from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
+from jaxmpi.trainer.callbacks import EarlyStop
 from jaxmpi.trainer.compatibility import REFUSALS, check_compatible
 from launching import ROOT
 
@@ -23,6 +24,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "step_mode: got split with an asynchronous rule, whose workers do not meet; auto",
         {"step_mode": "split", **APART},
     ),
+    ("callbacks: got .* with an asynchronous rule.*leave EarlyStop", {"callbacks": (EarlyStop(),), **APART}),
     ("data.memory: got partition with an asynchronous rule.*shuffle", {"data": Data(memory="partition"), **APART}),
     (
         r"on_nonfinite: got skip with exchange\.overlap delayed.*use stop or",

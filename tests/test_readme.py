@@ -84,6 +84,7 @@ SCENARIOS = [
     Scenario(
         ("experiments/softmax.py", "experiments/majority.py", "majority"), ("2 workers", "rule majority", "top-1 9")
     ),
+    Scenario(("experiments/confusion.py", "confusion"), ("2 workers", "step 45/45", "top-1")),
     *(
         Scenario(
             (f"experiments/my_{name}.py", name), (f"{name}: ", "step 135/135", "top-1 9"), (*TWO_RANKS, THREE_EPOCHS)

@@ -87,6 +87,7 @@ class Experiment:
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
     tensorboard: bool = False  # lines of the record to TensorBoard, too, in the run directory
     sinks: InPython[tuple[Callable[[dict[str, Any]], None], ...]] = ()  # get every line of the record
+    callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
     compute_only_every: int = (
         200  # steps between steps without exchange, on a copy, if only they tell its time; 0 = never
     )

@@ -121,6 +121,19 @@ def optimizer(config: Optim, lr: optax.Schedule) -> Transform:
     )
 
 
+RATE_FACTOR = "rate_factor"  # the leaf that callbacks change
+
+
+def by_rate_factor() -> optax.GradientTransformation:
+    """Updates times a number in the state, at first 1, by which a callback may lower the learning rate."""
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        factor = state[RATE_FACTOR]
+        return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: {RATE_FACTOR: jnp.ones(())}, update)
+
+
 def own(config: Optim, lr: optax.Schedule) -> Transform:
     """The user's own optimizer.
 

@@ -94,7 +94,7 @@ class ChiefWorker:
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """On the center; in gossip on worker 0's own params until all have sent theirs to the center."""
-        self.result = evaluate(self.run, state._replace(params=on_device(self.shared(state))), step)
+        self.result = evaluate(self.run, state._replace(params=on_device(self.shared(state))), step).figures
         self.evaluated = step
 
     def commit(self, state: TrainState) -> None:

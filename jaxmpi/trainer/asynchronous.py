@@ -78,6 +78,8 @@ class StderrRecorder(Recorder):
 class AsynchronousWorker:
     """This rank's worker as the loop sees it; worker 0 has a chief's duties besides."""
 
+    is_stopped = False
+
     def __init__(self, run: Run, start: Start, worker: Worker, server: threading.Thread | None) -> None:
         """Take up what the run starts with.
 
@@ -120,8 +122,9 @@ class AsynchronousWorker:
 
     def batches(self) -> Generator[Batch, None, None]:
         """They do not end."""
-        yield self.first
-        yield from self.source
+        with contextlib.closing(self.source):
+            yield self.first
+            yield from self.source
 
     def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
         """A step of this worker's own."""

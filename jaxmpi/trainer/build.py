@@ -175,6 +175,9 @@ class Functions(NamedTuple):
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
     fingerprints: Callable[[PyTree], np.ndarray]  # u32[workers of this process, leaves]
+    predict: Callable[
+        [PyTree, PyTree, train_state.Batch], Any
+    ]  # of one worker: (params, model state, batch) -> outputs
     strategy: str
     form: str  # which jits the step is made of, for the log
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
@@ -255,7 +258,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     jit that holds a communicator can never be read from it. So with synchronised batch statistics every rank compiles
     the gradients for itself.
     """
-    gradients, evaluate = pieces(experiment, workers, plan)
+    gradients, evaluate, predict = pieces(experiment, workers, plan)
     order, once = Order(), workers.comm.jit
     to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
     spelling = experiment.exchange.strategy
@@ -277,7 +280,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
         eval_params, lone = rule.eval_params or own_params, ComputeOnlyStep(mute.during(step), True)
         hashed = fingerprints_by(once, workers)
-        return Functions(rule, step, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
+        return Functions(
+            rule, step, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, lone=lone
+        )
     gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
     eval_params = rule.eval_params or own_params
@@ -291,13 +296,15 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         )
         form, lone = f"fused form: one jit; {why}", None if is_beside else ComputeOnlyStep(jax.jit(quiet), False)
         hashed = fingerprints_by(once, workers)
-        return Functions(rule, jitted, once(evaluate), mean_state, eval_params, hashed, strategy, form, lone=lone)
+        return Functions(
+            rule, jitted, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, lone=lone
+        )
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
     evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
     hashed = fingerprints_by(over, workers)
     train_step, lone = over(step, donate=(0,)), ComputeOnlyStep(over(quiet), False)
-    return Functions(rule, train_step, evaluate, mean, params, hashed, strategy, form, lone=lone)
+    return Functions(rule, train_step, evaluate, mean, params, hashed, predict, strategy, form, lone=lone)
 
 
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
@@ -370,15 +377,16 @@ def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
     return params
 
 
-def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tuple[Callable, Callable]:
-    """The local gradients and the evaluation step, not yet compiled."""
+def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tuple[Callable, Callable, Callable]:
+    """The local gradients and the evaluation step, not yet compiled; predictions, compiled when they are called."""
     is_synchronised = experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
         plan.task,
         jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32,
         partial(exchange, strategy="asa32", comm=workers.comm) if is_synchronised else None,
     )
-    return steps.local_gradients(forward, plan.micro_batch), partial(steps.eval_step, forward)
+    predict = jax.jit(partial(steps.predict, forward))  # not `comm.jit`: one rank alone may ask
+    return steps.local_gradients(forward, plan.micro_batch), partial(steps.eval_step, forward), predict
 
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:
@@ -395,6 +403,8 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     """
     asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
     tx, params = optimizers.optimizer(experiment.optim, plan.lr), plan.params()
+    if any(callback.scales_rate for callback in experiment.callbacks):
+        tx = optax.chain(tx, optimizers.by_rate_factor())
     optimizers.check_takes_gradients(experiment.optim, tx, params)
     return registry.build(
         dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),

@@ -63,6 +63,13 @@ REFUSALS = (
     Refusal("on_nonfinite", "rollback".__eq__, is_asynchronous, APART, "skip or stop"),
     Refusal("batch_statistics", "synchronised".__eq__, is_asynchronous, APART, "averaged or local"),
     Refusal("step_mode", "split".__eq__, is_asynchronous, APART, "auto"),
+    Refusal(
+        "callbacks",
+        lambda callbacks: any(callback.needs_lock_step for callback in callbacks),
+        is_asynchronous,
+        APART,
+        "leave EarlyStop and ReduceOnPlateau out",
+    ),
     Refusal("data.memory", "partition".__eq__, is_asynchronous, f"{APART} to shuffle", "take another"),
     Refusal(
         "on_nonfinite",

@@ -1,14 +1,20 @@
 """Evaluation over all workers, exact for uneven last batches."""
 
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxmpi.comm.control import Processes
 from jaxmpi.comm.topology import rows
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.train_state import TrainState
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.runtime import failures, fault_injection
+from jaxmpi.trainer.callbacks import Moment
 from jaxmpi.trainer.run import Run
 
 
@@ -18,7 +24,14 @@ def distance(run: Run, state: TrainState) -> float | None:
     return rows(of(state.rule_state), run.workers).sum().item() if of else None
 
 
-def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
+class Evaluation(NamedTuple):
+    """Outcome of an evaluation."""
+
+    figures: dict[str, float]
+    stop: str = ""  # why a callback ends the run
+
+
+def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
     """Every validation example once, over all workers; model state as `batch_statistics` says, params as the rule."""
     failures.doing(f"evaluation after step {step}", failures.LONG)
     model_state = run.functions.mean_state(state.model_state)
@@ -36,7 +49,48 @@ def evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
     if count:
         means |= {f"eval_{name}": quotient(*total) for name, total in totals.items()}
     run.recorder.evaluation(step=step, epoch=run.plan.epoch(step), examples=run.plan.examples(step), **means)
-    return means
+    if not run.experiment.callbacks:
+        return Evaluation(means)
+    return Evaluation(means, told(run, step, means, params, model_state))
+
+
+def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_state: PyTree) -> str:
+    """Tell the user's callbacks; why the run is to end, if any rank's says so.
+
+    Raises:
+        UsageError: one would end the run of workers that do not wait for each other.
+    """
+    wanted: list[str] = []
+    first = partial(jax.tree.map, lambda x: rows(x, run.workers)[0] if run.workers.mesh else x)
+    held = first(params), first(model_state)
+    moment = Moment(
+        step=step,
+        epoch=run.plan.epoch(step),
+        figures=figures,
+        rank=run.workers.processes.rank,
+        folder=run.folder,
+        params=held[0],
+        model_state=held[1],
+        predict=lambda batch: run.functions.predict(*held, batch),
+        validation=lambda: own_batches(run),
+        sum=lambda values: run.workers.processes.allreduce_sum(np.asarray(values, np.float64).ravel()).reshape(
+            np.shape(values)
+        ),
+        say=run.recorder.say,
+        write=partial(run.recorder.write, step=step),
+        stop=wanted.append,
+    )
+    for callback in run.experiment.callbacks:
+        failures.doing(f"callback {type(callback).__name__} after step {step}", failures.LONG)
+        callback.after_evaluation(moment)
+    check(not (wanted and run.workers.apart), "Moment.stop: got an asynchronous rule, whose workers end at train_for")
+    return next(filter(None, run.workers.processes.allgather_object(wanted[0] if wanted else "")), "")
+
+
+def own_batches(run: Run) -> Iterator[Batch]:
+    """This process's rows of the validation batches, in host memory."""
+    for batch in run.plan.validation.batches():
+        yield jax.tree.map(lambda x: rows(x, run.workers).reshape(-1, *x.shape[1 + bool(run.workers.mesh) :]), batch)
 
 
 def summed(sums: dict[str, np.ndarray], processes: Processes) -> dict[str, np.ndarray]:

@@ -38,6 +38,7 @@ class LockStep:
         self.timer = StepTimer(run.workers.size, to_device(run.workers))
         self.sums = np.zeros(SUMS) if sums is None else sums
         self.result: dict[str, float] = {}  # of the last evaluation
+        self.is_stopped = False  # by a callback
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # the step of it
         self._batch: Batch | None = None  # of the last step
@@ -110,7 +111,11 @@ class LockStep:
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Over all workers."""
-        self.result, self._evaluated = evaluate(self.run, state, step), step
+        (self.result, why), self._evaluated = evaluate(self.run, state, step), step
+        if why and step < self.run.plan.clock.total_steps:
+            self.is_stopped = True
+            self.run.recorder.write("stopped", step=step, why=why)
+            self.run.recorder.say(f"stopped at step {step}: {why}")
 
     def save(self, step: int, state: TrainState) -> None:
         """A checkpoint; the saver's thread writes it."""

@@ -13,8 +13,8 @@ import jax
 
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import StepTimer
-from jaxmpi.observe.trace import Profiler
-from jaxmpi.runtime import failures, fault_injection
+from jaxmpi.runtime import failures
+from jaxmpi.trainer.callbacks import Callback, before_step
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -35,44 +35,13 @@ class Progress(NamedTuple):
     is_over: bool = False
 
 
-class Callback:
-    """Something that happens around every step of this process."""
-
-    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """A step is about to start; the state and the batch that it takes."""
-        return state, batch
-
-    def after_dispatch(self, step: int, state: TrainState) -> None:
-        """A step has been handed to the device, which may still be at work on `state`."""
-
-
-class InjectFaults(Callback):
-    """Faults that `--inject` orders for a step."""
-
-    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """A fault may change the batch, end the process or hold it up."""
-        return fault_injection.reach("step", step, (state, batch))
-
-
-class Profile(Callback):
-    """JAX's profiler over the steps that `--profile` names."""
-
-    def __init__(self, profiler: Profiler) -> None:
-        """Args: profiler: whoever opened it closes it."""
-        self.profiler = profiler
-
-    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """It starts before the first of its steps."""
-        self.profiler.before(step)
-        return state, batch
-
-    def after_dispatch(self, step: int, state: TrainState) -> None:
-        """It stops when the last of its steps is through."""
-        self.profiler.after(step, state)
-
-
 class Coordinator(Protocol):
     """A rule's way from one step to the next, and what this process does of all that is due."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return True if a callback has ended the run at its last evaluation."""
+        ...
 
     @property
     def timer(self) -> StepTimer:
@@ -141,15 +110,14 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     with contextlib.closing(coordinator.batches()) as batches:
         for step, batch in enumerate(timer.batches(batches, first), first):
             failures.doing(f"step {step}", failures.LONG if step == first else 1.0)
-            for callback in callbacks:
-                state, batch = callback.before_step(step, state, batch)
+            state, batch = before_step(callbacks, step, state, batch)
             state, metrics = coordinator.update(step, state, batch)
             for callback in callbacks:
                 callback.after_dispatch(step, state)
             timer.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=step == first)
             state, progress = coordinator.after_step(step, state, metrics)
             do_due(coordinator, progress.step, progress.due, state)
-            if progress.is_over:
+            if progress.is_over or coordinator.is_stopped:
                 break
     return coordinator.finish(state)
 
@@ -164,7 +132,7 @@ def do_due(coordinator: Coordinator, step: int, due: DueEvents, state: TrainStat
         coordinator.log(step, state)
     if due.evaluate:
         coordinator.evaluate(step, state)
-    if due.save:
+    if due.save or coordinator.is_stopped:
         coordinator.save(step, state)
     if due.leave:
         coordinator.leave(step, state)

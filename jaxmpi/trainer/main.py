@@ -31,6 +31,7 @@ from jaxmpi.rules import registry
 from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, prepare, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import spec_of
+from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_start import Start
 from jaxmpi.trainer.asynchronous import run_asynchronously
 from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, settle_exchange
@@ -99,6 +100,7 @@ def train_until(
     notice: signals.PreemptionNotice, experiment: Experiment, name: str, root: Path | None, digest: str
 ) -> dict[str, float]:
     """`train`, until it is noticed that it is to leave."""
+    experiment = dataclasses.replace(experiment, callbacks=callbacks.checked(experiment.callbacks))
     is_apart = registry.is_asynchronous(experiment.rule)
     workers = gather_all(experiment)
     ranks = workers.processes.size if is_apart else workers.size
@@ -199,6 +201,7 @@ def run_in(
     hosts = workers.processes.allgather_object(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     plan.feed.skipped = skipped_of(saved, workers)
+    callbacks.restore(experiment.callbacks, saved.extra.get("callbacks", []) if saved and there is None else [])
     bytes_each = plan.feed.bytes_each
     each = (elapsed_s, hosts, bytes_each)
     recorder = open_recorder(experiment, folder, *each) if is_first else Recorder(None, elapsed_s)

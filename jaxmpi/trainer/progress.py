@@ -18,6 +18,7 @@ from jaxmpi.observe.terminal import open_terminal
 from jaxmpi.observe.trace import Tracer
 from jaxmpi.recover.decisions import check_budget
 from jaxmpi.trainer.build import TrainingPlan
+from jaxmpi.trainer.callbacks import Callback, rate_factor
 from jaxmpi.trainer.step import Metrics
 
 SUMS = 6  # over workers: loss, examples, |g_i|^2; and if |g|^2 was measured |g_i|^2, |g|^2, steps
@@ -45,6 +46,7 @@ class ProgressLog:
     tracer: Tracer
     noise: Noise | None  # if the rule measures it
     max_skipped: float  # share of the data
+    callbacks: Sequence[Callback] = ()  # the user's own
 
     def sums(self, step: int, metrics: Metrics) -> np.ndarray:
         """f64[SUMS] of a step of this process's workers."""
@@ -96,7 +98,9 @@ class ProgressLog:
             TrainingError: more data is skipped than may be.
         """
         plan = self.plan
-        place = {"total_steps": plan.clock.total_steps, "lr": plan.lr_of(step)}
+        lr = plan.lr_of(step)
+        rate = None if lr is None else lr * rate_factor(self.callbacks)
+        place = {"total_steps": plan.clock.total_steps, "lr": rate}
         self.recorder.train(step=step, **place, **done._asdict(), anatomy=seen, **more)
         check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), self.max_skipped)
 

@@ -19,6 +19,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
+from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_start import Start, starting
 from jaxmpi.trainer.build import Functions, TrainingPlan, initial_states
 from jaxmpi.trainer.run import Run
@@ -194,7 +195,8 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
     """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
     skipped = int(run.workers.processes.allreduce_sum(np.array([run.plan.feed.skipped], np.float64))[0])
     extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
-    return extra | {"skipped": skipped, "lr": run.plan.lr_of(step + 1)}
+    kept = callbacks.states(run.experiment.callbacks)
+    return extra | {"skipped": skipped, "lr": run.plan.lr_of(step + 1), "callbacks": kept}
 
 
 def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:

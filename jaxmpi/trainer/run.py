@@ -22,7 +22,7 @@ from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.trainer import guard
 from jaxmpi.trainer.build import Functions, TrainingPlan
-from jaxmpi.trainer.loop import Callback, InjectFaults, Profile
+from jaxmpi.trainer.callbacks import Callback, InjectFaults, Profile
 from jaxmpi.trainer.progress import ProgressLog
 
 
@@ -89,10 +89,10 @@ def assembled(
         saver=saver,
         notice=notice,
         guard=guard.Guard(votes, recovery, workers, functions, saver, recorder),
-        log=ProgressLog(plan, workers, recorder, tracer, noise, experiment.data.max_skipped),
+        log=ProgressLog(plan, workers, recorder, tracer, noise, experiment.data.max_skipped, experiment.callbacks),
         profiler=profiler,
         pact=pact,
-        callbacks=[InjectFaults(), Profile(profiler)],
+        callbacks=[InjectFaults(), Profile(profiler), *experiment.callbacks],
     )
 
 

@@ -245,6 +245,18 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
     return {"loss": (total(losses * each), each.sum()), "count": (examples, examples), **ratios}
 
 
+def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> Any:
+    """Outputs in evaluation, floating-point ones in 32 bits; a batch without weights counts whole."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+    batch = {"weight": jnp.ones(size), **batch}
+    cast = cast_floats(params, forward.compute_dtype)
+    if forward.task.predict:
+        outputs = forward.task.predict(cast, model_state, batch)
+    else:
+        outputs = forward.task.loss(cast, model_state, batch, jax.random.key(0), False)[2]
+    return cast_floats(outputs, jnp.float32)
+
+
 # ---------------------------------------------------------------- several workers in one process
 
 

@@ -1,0 +1,268 @@
+"""Callbacks: what happens around the steps of a run, whatever the rule. A run has one list, the user's own behind ours.
+
+A callback is called on every rank at the same moments, so it may exchange between them (`jaxmpi.exchange`,
+`Moment.sum`) if all ranks do so alike. What only one rank is to do asks `moment.rank`. Its `state` goes into
+checkpoints, so that a resumed run goes on as if it had not ended.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, path_name
+from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.observe.trace import Profiler
+from jaxmpi.optim.optimizers import RATE_FACTOR
+from jaxmpi.runtime import fault_injection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A moment of a run, on one rank.
+
+    Args:
+        step: updates so far.
+        epoch: the same in epochs.
+        figures: of the last evaluation, such as `eval_loss`, equal on all ranks; empty before the first.
+        rank: this process's number.
+        folder: the run directory.
+        params: what the evaluation used, in its layout on one device.
+        model_state: the same.
+        predict: (batch) -> outputs of the task, in evaluation.
+        validation: () -> this rank's batches of the validation data, `weight` 0 for rows that only fill them up.
+        sum: (f64 array) -> its sum over all ranks, which all call it.
+        say: (text) -> a line on rank 0's terminal.
+        write: (kind, **fields) -> a line of the record.
+        stop: (why) -> the run ends after this evaluation, with a checkpoint; on all ranks alike.
+    """
+
+    step: int
+    epoch: float
+    figures: dict[str, float]
+    rank: int
+    folder: Path
+    params: PyTree
+    model_state: PyTree
+    predict: Callable[[Batch], Any]
+    validation: Callable[[], Iterator[Batch]]
+    sum: Callable[[np.ndarray], np.ndarray]
+    say: Callable[[str], None]
+    write: Callable[..., None]
+    stop: Callable[[str], None]
+
+
+class Callback:
+    """Something that happens around every step of this process; each method may be left out."""
+
+    needs_lock_step = False  # whether it makes no sense if workers do not wait for each other
+    scales_rate = False  # whether it changes the learning rate, by `rate_factor` in the optimizer's state
+
+    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """A step is about to start; the state and the batch that it takes, of the same structure and shapes."""
+        return state, batch
+
+    def after_dispatch(self, step: int, state: TrainState) -> None:
+        """A step has been handed to the device, which may still be at work on `state`."""
+
+    def after_evaluation(self, moment: Moment) -> None:
+        """An evaluation is done; nothing is under way. Of asynchronous workers only worker 0 comes here."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON values that a checkpoint keeps."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The run goes on from a checkpoint."""
+
+
+class InjectFaults(Callback):
+    """Faults that `--inject` orders for a step."""
+
+    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """A fault may change the batch, end the process or hold it up."""
+        return fault_injection.reach("step", step, (state, batch))
+
+
+class Profile(Callback):
+    """JAX's profiler over the steps that `--profile` names."""
+
+    def __init__(self, profiler: Profiler) -> None:
+        """Args: profiler: whoever opened it closes it."""
+        self.profiler = profiler
+
+    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """It starts before the first of its steps."""
+        self.profiler.before(step)
+        return state, batch
+
+    def after_dispatch(self, step: int, state: TrainState) -> None:
+        """It stops when the last of its steps is through."""
+        self.profiler.after(step, state)
+
+
+# ---------------------------------------------------------------- by the course of a figure
+
+
+class Plateau(Callback):
+    """Counts evaluations since a figure was at its best.
+
+    Args:
+        monitor: figure of the evaluation.
+        mode: min or max, its best.
+        patience: evaluations without a better one, at least 1.
+        min_delta: by how much a better one is better.
+    """
+
+    needs_lock_step = True
+
+    def __init__(
+        self, monitor: str = "eval_loss", mode: str = "min", patience: int = 3, min_delta: float = 0.0
+    ) -> None:
+        """Nothing seen yet."""
+        name = type(self).__name__
+        check(mode in ("min", "max"), f"{name}: mode: got {mode!r}; expected min or max")
+        check(patience >= 1, f"{name}: patience: got {patience}; expected evaluations >= 1")
+        check(min_delta >= 0, f"{name}: min_delta: got {min_delta}; expected >= 0")
+        self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
+        self.best, self.count = math.inf, 0  # of the figure, negated for max
+
+    def after_evaluation(self, moment: Moment) -> None:
+        """Count; NaN is never better."""
+        if self.monitor not in moment.figures:
+            known = ", ".join(moment.figures)
+            raise UsageError(f"{type(self).__name__}: monitor: got {self.monitor}; this run has {known}")
+        value = moment.figures[self.monitor] * (-1 if self.mode == "max" else 1)
+        if value < self.best - self.min_delta:
+            self.best, self.count = value, 0
+        else:
+            self.count += 1
+        if self.count >= self.patience:
+            self.count = 0
+            self.reached(moment)
+
+    def reached(self, moment: Moment) -> None:
+        """As many evaluations as `patience` were no better."""
+
+    def state(self) -> dict[str, Any]:
+        """The best value and the count."""
+        return {"best": self.best if math.isfinite(self.best) else None, "count": self.count}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.best, self.count = (math.inf if state["best"] is None else state["best"]), state["count"]
+
+
+class EarlyStop(Plateau):
+    """Ends the run once a figure has not improved for `patience` evaluations."""
+
+    def reached(self, moment: Moment) -> None:
+        """Stop, with a checkpoint."""
+        moment.stop(f"{self.monitor} has not improved for {self.patience} evaluations")
+
+
+class ReduceOnPlateau(Plateau):
+    """Multiplies the learning rate once a figure has not improved for `patience` evaluations.
+
+    Args:
+        factor: in (0, 1).
+        monitor, mode, patience, min_delta: as `Plateau`.
+    """
+
+    scales_rate = True
+
+    def __init__(self, factor: float = 0.1, **plateau: Any) -> None:
+        """Nothing seen yet."""
+        super().__init__(**plateau)
+        check(0 < factor < 1, f"ReduceOnPlateau: factor: got {factor}; expected 0 < factor < 1")
+        self.factor, self.rate, self.in_state = factor, 1.0, 1.0
+
+    def reached(self, moment: Moment) -> None:
+        """From the next step on."""
+        self.rate *= self.factor
+        moment.say(f"{self.monitor} has not improved for {self.patience} evaluations: learning rate x {self.rate:.3g}")
+
+    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """The factor goes into the optimizer's state, and so into checkpoints."""
+        if self.in_state != self.rate:
+            by, self.in_state = self.rate / self.in_state, self.rate
+
+            def scaled(path: Any, leaf: Any) -> Any:
+                return leaf * by if path_name(path).endswith(RATE_FACTOR) else leaf
+
+            state = state._replace(rule_state=jax.tree_util.tree_map_with_path(scaled, state.rule_state))
+        return state, batch
+
+    def state(self) -> dict[str, Any]:
+        """The factors besides."""
+        return super().state() | {"rate": self.rate, "in_state": self.in_state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on."""
+        super().restore(state)
+        self.rate, self.in_state = state["rate"], state["in_state"]
+
+
+# ---------------------------------------------------------------- the user's own in a run
+
+
+def checked(callbacks: Any) -> tuple[Callback, ...]:
+    """Copies of an experiment's callbacks, so that a second run begins anew.
+
+    Raises:
+        UsageError: one that is none.
+    """
+    is_row = isinstance(callbacks, (tuple, list))
+    check(is_row, f"callbacks: got {callbacks!r}; expected a tuple of jaxmpi.Callback objects")
+    for callback in callbacks:
+        check(isinstance(callback, Callback), f"callbacks: got {callback!r}; expected a jaxmpi.Callback object")
+    return tuple(map(copy.deepcopy, callbacks))
+
+
+def before_step(callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+    """All of them, one after another.
+
+    Raises:
+        UsageError: one changes the structure, a shape or a dtype of the state or the batch.
+    """
+    for callback in callbacks:
+        before = state, batch
+        state, batch = callback.before_step(step, state, batch)
+        if state is not before[0] or batch is not before[1]:
+            check_alike(callback, before, (state, batch))
+    return state, batch
+
+
+def check_alike(callback: Callback, before: PyTree, after: PyTree) -> None:
+    """Raise `UsageError` unless both have the same leaves, shapes and dtypes."""
+    was, now = (
+        {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (dict(zip(("state", "batch"), pair, strict=True)) for pair in (before, after))
+    )
+    for path in sorted(was | now):
+        got, expected = now.get(path, "nothing"), was.get(path, "nothing")
+        what = f"callback {type(callback).__name__}: before_step: {path}"
+        check(got == expected, f"{what}: got {got}; expected {expected}, as it was: a step takes no other")
+
+
+def states(callbacks: Sequence[Callback]) -> list[list[Any]]:
+    """[name, state] of each, for a checkpoint."""
+    return [[type(callback).__name__, callback.state()] for callback in callbacks]
+
+
+def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
+    """Give each its state back, by its place and name; one that is new begins anew."""
+    for callback, (name, state) in zip(callbacks, kept, strict=False):
+        if name == type(callback).__name__:
+            callback.restore(state)
+
+
+def rate_factor(callbacks: Sequence[Callback]) -> float:
+    """The factor of the learning rate."""
+    return math.prod(callback.rate for callback in callbacks if isinstance(callback, ReduceOnPlateau))
