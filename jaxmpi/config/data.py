@@ -24,11 +24,13 @@ MOST_LOADERS = 1024  # per worker; each is a thread or a process
 class Data:
     """Source of examples, and the way of an image to the model."""
 
-    source: str = "digits"  # digits | synthetic | array | imagefolder | batchfiles | tfds | packed | text | stdlib
-    dir: str = ""  # root folder of imagefolder, batchfiles, tfds, packed or text; JAXMPI_DATA if empty, but for text
+    source: str = "digits"  # a row of docs/data.md#formats
+    dir: str = ""  # root folder of sources that are files; JAXMPI_DATA if empty, but for text
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
+    # numpy: names of the input and of the label, or any number of others for a task; empty: image label
+    columns: tuple[str, ...] = ()
     resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
     crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
     # smallest and largest share of the image that a training crop takes; empty: crops of `crop` px
@@ -89,6 +91,10 @@ class Data:
         check(
             not (self.mean and self.mean_image),
             "data.mean and data.mean_image: give one of the two",
+        )
+        check(
+            len(set(self.columns)) == len(self.columns),
+            f"data.columns: got {', '.join(self.columns)}; expected each name once",
         )
         lookup(MEMORY, self.memory, "data.memory")
         for name in ("group_size", "shuffle_period"):

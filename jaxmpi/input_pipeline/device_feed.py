@@ -208,6 +208,8 @@ def open_feed(
         UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
     """
     source = open_source(experiment.data, split)
+    for note in getattr(source, "notes", ()) if workers.processes.rank == 0 else ():
+        print(f"jaxmpi: {note}", file=sys.stderr)
     spec = spec_of(experiment)
     labels = spec.labels if spec else "numbers"
     model = (

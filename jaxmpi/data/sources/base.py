@@ -18,6 +18,7 @@ class Source(Protocol):
     arrays with other names, whose fields a task of the user's own takes. A source may also have
 
     - `where(i) -> str`: the name of example i in errors.
+    - `notes: tuple[str, ...]`: lines for the user at the start.
     - `digest() -> str`: the same on all ranks if their data are.
     - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
       Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises

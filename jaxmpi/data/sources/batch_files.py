@@ -6,19 +6,15 @@
 
 Nothing is unpickled. Training takes whole files in a new order each epoch (`sampler.FileSampler`), so each is opened
 once an epoch and read from its begin to its end. A file need not fit into memory: rows are read when they are wanted,
-by the descriptor of a file that is open already. Mapping files instead was left out: a file that shrinks under the run
-would kill it by SIGBUS, with no word about the file.
+by the descriptor of a file that is open already (`open_files`).
 """
 
-import collections
 import contextlib
 import hashlib
 import io
 import math
 import os
 import re
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,10 +26,10 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import open_plain
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source, _split_name, pair
+from jaxmpi.data.sources.open_files import OpenFiles
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
 MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
-MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or between two
 MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
 
 
@@ -98,33 +94,12 @@ class BatchFileSource:
             f"{labels_path(root, split)}: got {len(self.labels)} labels for {self.ends[-1]} images",
         )
         self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
-        self._open_files()
+        self.opened = OpenFiles([self._path(i) for i in range(len(self.files))])
 
     @property
     def file_ends(self) -> tuple[int, ...]:
         """Index behind the last image of each file."""
         return tuple(self.ends.tolist())
-
-    def _open_files(self) -> None:
-        self._files: collections.OrderedDict[int, _Descriptor] = collections.OrderedDict()  # last used last
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_files", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open_files()
-
-    def _file(self, file: int) -> "_Descriptor":
-        """A file that stays open until MOST_OPEN others have been read since."""
-        with self._lock:
-            if file not in self._files:
-                self._files[file] = _Descriptor(self._path(file))
-                if len(self._files) > MOST_OPEN:
-                    self._files.popitem(last=False)  # it is closed once no other thread reads it
-            self._files.move_to_end(file)
-            return self._files[file]
 
     def _path(self, file: int) -> str:
         return os.path.join(self.folder, self.files[file])
@@ -151,31 +126,10 @@ class BatchFileSource:
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
         file, row = self._place(index)
         image = np.empty(self.shape, np.uint8)
-        missing = self._file(file).read(image, int(self.offsets[file]) + row * image.size)
+        missing = self.opened.read(file, image, int(self.offsets[file]) + row * image.size)
         if missing:
             raise OSError(f"{self._path(file)} ends {missing} bytes before the end of row {row}")
         return image, self.labels[index]
-
-
-class _Descriptor:
-    """An open file, closed with the last reference to it; read from several threads at once.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.number)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
-
-    def read(self, image: np.ndarray, offset: int) -> int:
-        """Fill a C-ordered array from `offset` bytes on; how many bytes the file lacks for that."""
-        left = memoryview(image.data).cast("B")
-        while left and (got := os.preadv(self.number, [left], offset + image.nbytes - len(left))):
-            left = left[got:]
-        return len(left)
 
 
 def _check_order(folder: str, names: list[str]) -> None:
@@ -223,7 +177,7 @@ def _reading(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]
     """A .npy file and its header, which is what was expected and says no more than there is."""
     try:
         with open(open_plain(path, f"a .npy file, {expected.words}", follow=True), "rb") as file:
-            found, size = _head(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
+            found, size = head(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
             check(expected.fits(found), f"{path}: got {found}; expected {expected.words}")
             missing = found.offset + math.prod(found.shape) * found.dtype.itemsize - size
             check(missing <= 0, f"{path}: {missing} bytes are missing at its end; write it again")
@@ -232,7 +186,12 @@ def _reading(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]
         raise UsageError(f"{path}: {error.strerror or error}; expected a .npy file, {expected.words}") from error
 
 
-def _head(path: str, blob: bytes) -> Header:
+def head(path: str, blob: bytes) -> Header:
+    """Header of the .npy file that begins with these bytes.
+
+    Raises:
+        UsageError: it is none.
+    """
     file = io.BytesIO(blob)
     try:
         is_first = np.lib.format.read_magic(file) == (1, 0)

@@ -11,6 +11,7 @@ from jaxmpi.data.sources.arrays import array, digits, synthetic
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
 from jaxmpi.data.sources.image_folder import imagefolder
+from jaxmpi.data.sources.numpy_files import numpy_files
 from jaxmpi.data.sources.packed import packed
 from jaxmpi.data.sources.text import stdlib, text
 from jaxmpi.data.sources.tfds import tfds
@@ -37,6 +38,7 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "imagefolder": imagefolder,
     "batchfiles": batchfiles,
     "tfds": tfds,
+    "numpy": numpy_files,
     "text": text,
     "stdlib": stdlib,
     "packed": packed,

@@ -1,0 +1,130 @@
+"""Tables with named columns: which of them an example has, and what a cell becomes.
+
+Two columns are an input and its label. Any other number makes a dict, for a task of the user's own.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.data.sources.base import _decoded, _split_name
+
+DEFAULT = ("image", "label")
+
+
+class TableSource:
+    """Rows of a table; a class of it reads cells.
+
+    A cell is a number, an array, or the bytes of a compressed image.
+
+    Args:
+        config: `source`, `columns`, `channels` and `resize` are used here.
+        there: names of the table's columns.
+        path: of the table, for errors.
+
+    Raises:
+        UsageError: a column is missing.
+    """
+
+    is_compressed = False  # inputs are compressed images
+    labels: np.ndarray | None = None  # int[n], of an input and its label if it is a whole number
+
+    def __init__(self, config: Data, there: Iterable[str], path: str) -> None:
+        self.name, self.columns = config.source, chosen(config, there, path)
+        self.channels, self.resize = config.channels, config.resize
+        self.classes, self.is_counted = 0, False
+
+    @property
+    def is_pair(self) -> bool:
+        """Return True if examples are an input and its label."""
+        return len(self.columns) == 2
+
+    @property
+    def encoded(self) -> Any:
+        """(bytes, label) by index if inputs are compressed images, else None."""
+        return self.cells if self.is_compressed and self.is_pair else None
+
+    def count(self, in_training: np.ndarray | None) -> None:
+        """Count classes up to the largest label, of this split and of training."""
+        counts = [int(labels.max(initial=-1)) + 1 for labels in (self.labels, in_training) if labels is not None]
+        self.classes, self.is_counted = max(counts, default=0), bool(counts)
+
+    def cells(self, index: int) -> Sequence[Any]:
+        """Cells of row `index`, in the order of `columns`."""
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """The file of row `index`, and its place there."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        values = [self._value(cell, index) for cell in self.cells(index)]
+        return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
+
+    def _value(self, cell: Any, index: int) -> Any:
+        return _decoded(cell, self.where(index), index, self.channels, self.resize) if is_blob(cell) else cell
+
+
+def is_blob(cell: Any) -> bool:
+    """Return True for a compressed image."""
+    return isinstance(cell, (bytes, memoryview))
+
+
+def chosen(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
+    """`data.columns`, or image and label.
+
+    Raises:
+        UsageError: one of them is not there.
+    """
+    wanted, there = config.columns or DEFAULT, sorted(there)
+    missing = [name for name in wanted if name not in there]
+    check(
+        not missing,
+        f"{path}: got no column {', '.join(missing)}; there are {', '.join(there) or 'none'}: choose input and label "
+        f"with data.columns, such as --data.columns {' '.join((there * 2)[:2])}",
+    )
+    return wanted
+
+
+def split_files(config: Data, split: str, suffix: str) -> list[str]:
+    """Files of a split, by name: those in DIR/<split>/, or DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>.
+
+    Raises:
+        UsageError: no DIR, or no such file.
+    """
+    name, base = _split_name(config, split), data_dir(config)
+    layout = f"DIR/{name}/<any>{suffix}, DIR/{name}{suffix} or DIR/{name}-<any>{suffix}"
+    check(bool(base), f"{config.source}: set data.dir or JAXMPI_DATA to a folder DIR with {layout}")
+    folder = os.path.join(base, name)
+    if os.path.isdir(folder):
+        files = [os.path.join(folder, file) for file in _listed(folder, layout) if file.endswith(suffix)]
+    else:
+        is_named = (f"{name}-", f"{name}{suffix}")
+        files = [
+            os.path.join(base, file)
+            for file in _listed(base, layout)
+            if file.endswith(suffix) and file.startswith(is_named)
+        ]
+    check(
+        bool(files),
+        f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; name the split with "
+        f"--data.{split}-split",
+    )
+    return files
+
+
+def has_training(config: Data) -> bool:
+    """Return True if there are files of the training split, whose labels count too."""
+    base, name = data_dir(config), config.train_split
+    return any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in os.listdir(base))
+
+
+def _listed(folder: str, layout: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error

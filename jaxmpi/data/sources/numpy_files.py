@@ -1,0 +1,232 @@
+"""Source: NumPy files with named arrays, .npz or a .npy file a column.
+
+    DIR/<split>/<any>.npz          arrays [n, ...] by the names of the columns; files may differ in n alone
+    DIR/<split>/<column>.npy       one array [n, ...] a column
+
+Rows are read where they lie, so files need not fit into memory. That needs arrays that are stored as they are, in C
+order. Others (numpy.savez_compressed, Fortran order) are read into memory at the start, and a note says how much.
+Nothing is unpickled.
+"""
+
+import hashlib
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import open_plain
+from jaxmpi.core.shared_memory import available_bytes
+from jaxmpi.data.sources.base import Source, _split_name
+from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, Expected, head, header
+from jaxmpi.data.sources.columns import TableSource, has_training, split_files
+from jaxmpi.data.sources.open_files import OpenFiles
+
+ARRAYS = Expected("numbers[n, ...]", lambda found: found.dtype.kind in "biuf" and bool(found.shape))
+LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip file: lengths of the name and of what else precedes a member
+
+
+class Stored(NamedTuple):
+    """An array that is read row by row."""
+
+    file: int
+    offset: int  # bytes before its first row
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class NumpySource(TableSource):
+    """One split of NumPy files.
+
+    Args:
+        config: of the data.
+        files: .npz files, or .npy files that are a column each.
+
+    Attributes:
+        notes: arrays that had to be read into memory, for the user.
+
+    Raises:
+        UsageError: a column is missing, no array of numbers, of another length or shape than the others, or does not
+            fit into memory.
+    """
+
+    def __init__(self, config: Data, files: Sequence[str]) -> None:
+        is_zipped = files[0].endswith(".npz")
+        tables = [Archive(path) for path in files] if is_zipped else [Columns(files)]
+        super().__init__(config, tables[0].names, tables[0].path)
+        self.opened, self.notes = OpenFiles(files), ()
+        self.paths = [table.path for table in tables]
+        self.parts: list[list[Stored | np.ndarray]] = []
+        for number, table in enumerate(tables):
+            missing = [name for name in self.columns if name not in table.names]
+            check(not missing, f"{table.path}: got no {', '.join(missing)}; expected the columns of {self.paths[0]}")
+            self.parts.append([table.stored(name, number) or self._read(table, name) for name in self.columns])
+            self._check(table)
+        self.ends = np.cumsum([part[0].shape[0] for part in self.parts])
+        if self.is_pair and all(part[1].dtype.kind in "iu" and len(part[1].shape) == 1 for part in self.parts):
+            self.labels = np.concatenate([self._whole(part[1]) for part in self.parts]).astype(np.int64)
+
+    def _read(self, table: "Archive | Columns", name: str) -> np.ndarray:
+        array = table.read(name)
+        note = f"{table.path}: {name} is compressed or in Fortran order: {array.nbytes:,} bytes read into memory"
+        self.notes = (*self.notes, f"{note}; numpy.savez of C order would leave them in the file")
+        return array
+
+    def _check(self, table: "Archive | Columns") -> None:
+        part, first = self.parts[-1], self.parts[0]
+        lengths = {name: found.shape[0] for name, found in zip(self.columns, part, strict=True)}
+        check(
+            len(set(lengths.values())) == 1,
+            f"{table.path}: got columns of lengths {lengths}; expected one length: write them again",
+        )
+        for name, found, before in zip(self.columns, part, first, strict=True):
+            got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (found, before))
+            check(
+                got == expected,
+                f"{table.path}: {name}: got rows {got}; expected {expected} as in {self.paths[0]}",
+            )
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def cells(self, index: int) -> Sequence[Any]:
+        """Cells of row `index`, in the order of `columns`."""
+        part, row = self._place(index)
+        cells = [self._row(found, row) for found in self.parts[part]]
+        return cells if self.labels is None else [cells[0], self.labels[index]]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        return part, index - (int(self.ends[part - 1]) if part else 0)
+
+    def _row(self, found: Stored | np.ndarray, row: int) -> np.ndarray:
+        if isinstance(found, np.ndarray):
+            return found[row]
+        return self._rows(found, row, found.shape[1:])
+
+    def _whole(self, found: Stored | np.ndarray) -> np.ndarray:
+        return found if isinstance(found, np.ndarray) else self._rows(found, 0, found.shape)
+
+    def _rows(self, found: Stored, row: int, shape: tuple[int, ...]) -> np.ndarray:
+        into = np.empty(shape, found.dtype)
+        each = found.dtype.itemsize * int(np.prod(found.shape[1:]))
+        missing = self.opened.read(found.file, into, found.offset + row * each)
+        if missing:
+            raise OSError(f"{self.opened.paths[found.file]} ends {missing} bytes before the end of row {row}")
+        return into.astype(found.dtype.newbyteorder("="), copy=False)
+
+    def where(self, index: int) -> str:
+        """The file of row `index`, and its place there."""
+        part, row = self._place(index)
+        return f"{self.paths[part]}[{row}]"
+
+    def digest(self) -> str:
+        """SHA-256 of the files' names, columns, lengths, shapes, and the labels."""
+        digest = hashlib.sha256("\0".join([*map(os.path.basename, self.opened.paths), *self.columns]).encode())
+        for found in (found for part in self.parts for found in part):
+            digest.update(f"{found.dtype}{found.shape}".encode())
+        if self.labels is not None:
+            digest.update(self.labels.tobytes())
+        return digest.hexdigest()
+
+
+class Columns:
+    """A .npy file a column."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.path = os.path.dirname(files[0])
+        self._files = {os.path.basename(path).removesuffix(".npy"): (i, path) for i, path in enumerate(files)}
+        self.names = tuple(self._files)
+
+    def stored(self, name: str, number: int) -> Stored | None:
+        """An array that can be read row by row; None if it is not stored so."""
+        file, path = self._files[name]
+        found = header(path, ARRAYS)
+        return None if found.is_fortran else Stored(file, found.offset, found.dtype, found.shape)
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole array."""
+        path = self._files[name][1]
+        _check_room(os.path.getsize(path), path, name)
+        return np.ascontiguousarray(np.load(path, allow_pickle=False))
+
+
+class Archive:
+    """A .npz file.
+
+    Raises:
+        UsageError: it is none.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with _opening(path) as file:
+            self._members = {info.filename.removesuffix(".npy"): info for info in file.infolist()}
+        self.names = tuple(self._members)
+
+    def stored(self, name: str, number: int) -> Stored | None:
+        """An array that can be read row by row; None if it is not stored so."""
+        info = self._members[name]
+        if info.compress_type != zipfile.ZIP_STORED:
+            return None
+        with open(open_plain(self.path, "a .npz file", follow=True), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(info.header_offset)
+            start = info.header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size)))
+            file.seek(start)
+            found = head(f"{self.path}: {name}", file.read(min(MOST_HEAD_BYTES, info.file_size)))
+        check(ARRAYS.fits(found), f"{self.path}: {name}: got {found}; expected {ARRAYS.words}")
+        missing = start + found.offset + int(np.prod(found.shape)) * found.dtype.itemsize - size
+        check(missing <= 0, f"{self.path}: {name}: {missing} bytes are missing at its end; write it again")
+        return None if found.is_fortran else Stored(number, start + found.offset, found.dtype, found.shape)
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole array."""
+        info = self._members[name]
+        _check_room(info.file_size, self.path, name)
+        try:
+            with _opening(self.path) as archive, archive.open(info) as file:
+                array = np.lib.format.read_array(file, allow_pickle=False)
+        except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            raise UsageError(f"{self.path}: {name}: {error}; expected {ARRAYS.words}: write it again") from error
+        is_numbers = array.dtype.kind in "biuf" and array.ndim > 0
+        check(is_numbers, f"{self.path}: {name}: got {array.dtype}{list(array.shape)}; expected {ARRAYS.words}")
+        return np.ascontiguousarray(array)
+
+
+def _opening(path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UsageError(f"{path}: {error}; expected a .npz file, as numpy.savez writes it") from error
+
+
+def _check_room(need_bytes: int, path: str, name: str) -> None:
+    left_bytes = available_bytes()
+    check(
+        need_bytes <= left_bytes,
+        f"{path}: {name} is compressed or in Fortran order, and needs {need_bytes / 1e9:,.1f} GB of memory; "
+        f"{left_bytes / 1e9:,.1f} GB are left: write it with numpy.savez, in C order",
+    )
+
+
+def numpy_files(config: Data, split: str) -> Source:
+    """NumPy files in DIR/<split>/, or DIR/<split>.npz; classes are counted, training's too."""
+    source = NumpySource(config, _files(config, split))
+    in_training = None
+    if split != "train" and source.labels is not None and has_training(config):
+        in_training = NumpySource(config, _files(config, "train")).labels
+    source.count(in_training)
+    return source
+
+
+def _files(config: Data, split: str) -> list[str]:
+    folder = os.path.join(data_dir(config), _split_name(config, split))
+    is_folder = os.path.isdir(folder)
+    is_npy = is_folder and not any(name.endswith(".npz") for name in os.listdir(folder))
+    return split_files(config, split, ".npy" if is_npy else ".npz")

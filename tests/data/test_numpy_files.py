@@ -1,0 +1,130 @@
+"""NumPy files: rows where they lie, columns by name, what is refused."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import Loader, Sampler, open_source
+from jaxmpi.data.sources.numpy_files import NumpySource
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (10, 4, 5, 3), np.uint8)
+LABELS = np.arange(10) % 3
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Ten examples in two .npz files; three of them for validation, in a file of its own."""
+    (tmp_path / "train").mkdir()
+    for name, rows in {"train/a": slice(6), "train/b": slice(6, 10), "validation": slice(3)}.items():
+        np.savez(tmp_path / f"{name}.npz", image=IMAGES[rows], label=LABELS[rows], extra=LABELS[rows] / 2)
+    return tmp_path
+
+
+def opened(folder: Path, split: str = "train", **kwargs) -> NumpySource:
+    source = open_source(Data("numpy", dir=str(folder), **kwargs), split)
+    assert isinstance(source, NumpySource)
+    return source
+
+
+def test_rows_are_those_that_were_written(shards):
+    source = opened(shards)
+    assert (len(source), source.classes, source.notes) == (10, 3, ())
+    for i, (image, label) in enumerate(source[i] for i in range(10)):
+        np.testing.assert_array_equal(image, IMAGES[i], strict=True)
+        assert label == LABELS[i]
+    assert source.where(7) == f"{shards}/train/b.npz[1]"
+
+
+def test_classes_of_a_split_are_those_of_training_too(shards):
+    np.savez(shards / "validation.npz", image=IMAGES[:1], label=LABELS[:1])
+    assert opened(shards, "validation").classes == 3
+
+
+def test_arrays_that_are_stored_as_they_are_stay_in_the_file(shards):
+    assert not any(isinstance(found, np.ndarray) for part in opened(shards).parts for found in part)
+
+
+def test_compressed_arrays_are_read_once_and_their_bytes_said(tmp_path):
+    np.savez_compressed(tmp_path / "train.npz", image=IMAGES, label=LABELS)
+    source = opened(tmp_path)
+    np.testing.assert_array_equal(source[9][0], IMAGES[9])
+    assert source.notes[0].startswith(f"{tmp_path}/train.npz: image is compressed or in Fortran order: 600 bytes read")
+
+
+@pytest.mark.parametrize("array", [IMAGES.astype(">f8"), np.asfortranarray(IMAGES)], ids=["big-endian", "Fortran"])
+def test_a_file_a_column(tmp_path, array):
+    (tmp_path / "train").mkdir()
+    np.save(tmp_path / "train" / "x.npy", array)
+    np.save(tmp_path / "train" / "y.npy", LABELS)
+    source = opened(tmp_path, columns=("x", "y"))
+    np.testing.assert_array_equal(source[4][0], IMAGES[4])
+    assert source[4][0].dtype.isnative
+
+
+def test_three_columns_are_a_dict(shards):
+    row = opened(shards, columns=("image", "label", "extra"))[7]
+    assert {name: np.shape(value) for name, value in row.items()} == {"image": (4, 5, 3), "label": (), "extra": ()}
+    assert row["extra"] == LABELS[7] / 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_number_of_workers_sees_the_examples_of_one(shards, size):
+    """Resumed at step 3, in the second epoch."""
+    data, seen = Data("numpy", dir=str(shards), loader="threads"), []
+    for rank in range(size):
+        sampler = Sampler(10, 4, rank, size, seed=1)
+        with Loader(opened(shards), sampler, data, train=True, start_step=3, stop_step=4) as loader:
+            batch = next(loader)
+            seen += [image.tobytes() for image in batch.image[batch.weight > 0]]
+    order = Sampler(10, 4, seed=1).indices(3).indices
+    assert sorted(seen) == sorted(IMAGES[i].tobytes() for i in order)
+
+
+def test_a_source_that_was_pickled_reads_the_same(shards):
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(opened(shards)))[8][0], IMAGES[8])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"x": IMAGES, "label": LABELS}, "got no column image; there are label, x: .* --data.columns label x"),
+        ({"image": IMAGES, "label": LABELS[:9]}, "got columns of lengths .*'image': 10, 'label': 9"),
+        ({"image": IMAGES, "label": np.array([*"abcdefghij"])}, "label: got <U1.*expected numbers"),
+        ({"image": IMAGES.astype(object), "label": LABELS}, r"image: got object.*expected numbers"),
+        ({"image": np.float32(1), "label": LABELS}, r"image: got float32\[\]; expected numbers\[n, ...\]"),
+    ],
+    ids=["name", "length", "text", "object", "scalar"],
+)
+def test_what_is_refused(tmp_path, arrays, said):
+    np.savez(tmp_path / "train.npz", **arrays)
+    with pytest.raises(UsageError, match=rf"{tmp_path}/train.npz.*{said}"):
+        opened(tmp_path)
+
+
+def test_files_of_other_rows_are_refused(shards):
+    np.savez(shards / "train" / "c.npz", image=IMAGES[:, :2], label=LABELS)
+    with pytest.raises(UsageError, match=r"c.npz: image: got rows uint8\[2, 5, 3\]; expected uint8\[4, 5, 3\] as in"):
+        opened(shards)
+
+
+def test_a_file_that_is_cut_off_is_named(shards):
+    path = shards / "train" / "a.npz"
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(UsageError, match=r"a.npz: .*expected a .npz file"):
+        opened(shards)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(shards):
+    source = opened(shards)
+    (shards / "train" / "b.npz").write_bytes(b"")
+    with pytest.raises(OSError, match=r"b.npz ends 60 bytes before the end of row 0"):
+        source[6]
+
+
+def test_no_files_say_where_they_are_expected(tmp_path):
+    with pytest.raises(UsageError, match=r"found no .npz file for train in .*expected DIR/train/<any>.npz"):
+        opened(tmp_path)
