@@ -97,7 +97,7 @@ SCENARIOS = [
         (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
     ),
     Scenario(("batch_files.py",), ()),
-    Scenario(("numpy_files.py",), ("10 classes",)),
+    *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface")),
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]

@@ -29,7 +29,7 @@ class Data:
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
-    # numpy: names of the input and of the label, or any number of others for a task; empty: image label
+    # of tables: names of the input and of the label, or any other number of names for a task; empty: image label
     columns: tuple[str, ...] = ()
     resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
     crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image

@@ -10,9 +10,11 @@ from jaxmpi.core.errors import lookup
 from jaxmpi.data.sources.arrays import array, digits, synthetic
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
+from jaxmpi.data.sources.hugging_face import huggingface
 from jaxmpi.data.sources.image_folder import imagefolder
 from jaxmpi.data.sources.numpy_files import numpy_files
 from jaxmpi.data.sources.packed import packed
+from jaxmpi.data.sources.parquet import parquet
 from jaxmpi.data.sources.text import stdlib, text
 from jaxmpi.data.sources.tfds import tfds
 
@@ -39,6 +41,8 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "batchfiles": batchfiles,
     "tfds": tfds,
     "numpy": numpy_files,
+    "parquet": parquet,
+    "huggingface": huggingface,
     "text": text,
     "stdlib": stdlib,
     "packed": packed,

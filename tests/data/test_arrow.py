@@ -1,0 +1,209 @@
+"""Parquet files and data sets of Hugging Face, written by their own libraries."""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import CorruptExample, Loader, Sampler, kind_for, open_source
+from jaxmpi.data.sources import parquet as parquet_source
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+datasets = pytest.importorskip("datasets")
+
+ROWS = 12
+PIXELS = np.random.default_rng(0).integers(0, 256, (ROWS, 4, 5, 3), np.uint8)
+LABELS = np.arange(ROWS) % 3
+NUMBERS = np.random.default_rng(0).standard_normal((ROWS, 2, 3)).astype(np.float32)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def table(rows: slice = slice(None), **columns: Any) -> Any:
+    images = [{"bytes": png(pixels), "path": "any.png"} for pixels in PIXELS[rows]]
+    columns = {"image": images, "label": LABELS[rows], "numbers": NUMBERS[rows].tolist(), **columns}
+    return arrow.table({name: column for name, column in columns.items() if column is not None})
+
+
+def written(folder: Path, kind: str, split: str = "train", **columns: Any) -> None:
+    """Twelve rows: in two Parquet files of row groups of 4, or in a data set."""
+    if kind == "huggingface":
+        saved = datasets.Dataset(table(**columns))
+        if not columns:
+            saved = saved.cast_column("image", datasets.Image()).cast_column(
+                "numbers", datasets.Array2D((2, 3), "float32")
+            )
+            saved = saved.cast_column("label", datasets.ClassLabel(names=["a", "b", "c", "d"]))
+        saved.save_to_disk(folder / split)
+    else:
+        for name, rows in {"0": slice(8), "1": slice(8, 12)}.items():
+            some = {key: column[rows] for key, column in columns.items()}
+            parquet.write_table(table(rows, **some), folder / f"{split}-{name}.parquet", row_group_size=4)
+
+
+@pytest.fixture(params=["parquet", "huggingface"])
+def kind(request) -> str:
+    return request.param
+
+
+def opened(folder: Path, kind: str, split: str = "train", **kwargs: Any) -> Any:
+    return open_source(Data(kind, dir=str(folder), **kwargs), split)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, kind: str) -> Path:
+    written(tmp_path, kind)
+    return tmp_path
+
+
+def test_images_are_those_that_were_written(folder, kind):
+    source = opened(folder, kind)
+    assert len(source) == ROWS
+    for i in range(ROWS):
+        image, label = source[i]
+        np.testing.assert_array_equal(image, PIXELS[i], strict=True)
+        assert label == LABELS[i]
+        blob, label = source.encoded(i)
+        assert (blob, label) == (png(PIXELS[i]), LABELS[i])
+
+
+def test_classes_are_those_that_have_names_or_are_counted(folder, kind):
+    assert opened(folder, kind).classes == {"huggingface": 4, "parquet": 3}[kind]
+
+
+def test_lists_are_arrays(folder, kind):
+    source = opened(folder, kind, columns=("numbers", "label"))
+    assert source.encoded is None
+    for i in range(ROWS):
+        np.testing.assert_allclose(source[i][0], NUMBERS[i], rtol=0)
+        assert source[i][0].shape == (2, 3)
+
+
+def test_three_columns_are_a_dict(folder, kind):
+    row = opened(folder, kind, columns=("image", "label", "numbers"))[5]
+    np.testing.assert_array_equal(row["image"], PIXELS[5])
+    assert (row["label"], row["numbers"].shape) == (LABELS[5], (2, 3))
+
+
+def test_images_are_decoded_by_processes(folder, kind):
+    source = opened(folder, kind)
+    data = Data(kind, dir=str(folder), loaders=1)
+    assert kind_for(data, source) == "processes"
+    with Loader(source, Sampler(ROWS, 6, shuffle=False), data, train=False) as loader:
+        images = np.concatenate([np.array(batch.image) for batch in loader])
+    np.testing.assert_array_equal(images, PIXELS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_number_of_workers_sees_the_examples_of_one(folder, kind, size):
+    """Resumed at step 4, in the second epoch."""
+    data, seen = Data(kind, dir=str(folder), loader="threads"), []
+    for rank in range(size):
+        sampler = Sampler(ROWS, 5, rank, size, seed=1)
+        with Loader(opened(folder, kind), sampler, data, train=True, start_step=4, stop_step=5) as loader:
+            batch = next(loader)
+            seen += [image.tobytes() for image in batch.image[batch.weight > 0]]
+    assert sorted(seen) == sorted(PIXELS[i].tobytes() for i in Sampler(ROWS, 5, seed=1).indices(4).indices)
+
+
+def test_a_source_that_was_pickled_reads_the_same(folder, kind):
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(opened(folder, kind)))[9][0], PIXELS[9])
+
+
+def test_a_column_that_is_not_there_is_named(folder, kind):
+    with pytest.raises(
+        UsageError, match=r"train.*got no column picture; there are image, label, numbers: .*--data.col"
+    ):
+        opened(folder, kind, columns=("picture", "label"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"label": ["a"] * ROWS}, "column label: got string; expected numbers: write a label as its number"),
+        ({"label": [b"a"] * ROWS}, "column label: got binary; expected numbers"),
+        ({"label": [*range(ROWS - 1), None]}, "column label: got 1 rows without a value; leave them out"),
+        ({"image": ["a.png"] * ROWS}, "column image: got string; expected numbers, lists .* or the bytes of images"),
+    ],
+    ids=["text", "bytes", "missing", "paths"],
+)
+def test_columns_of_other_types_are_refused(tmp_path, kind, columns, said):
+    written(tmp_path, kind, **columns)
+    with pytest.raises(UsageError, match=rf"{tmp_path}/train.*{said}"):
+        opened(tmp_path, kind)
+
+
+def test_uneven_lists_are_named(tmp_path, kind):
+    written(tmp_path, kind, image=[[[1, 2], [3]]] * ROWS)
+    with pytest.raises(UsageError, match=r"train.*\[1\]: column image: got lists of lengths \[1, 2\]; .*pad them"):
+        opened(tmp_path, kind)[1]
+
+
+def test_a_damaged_image_is_corrupt(tmp_path, kind):
+    written(tmp_path, kind, image=[b"\x89PNG"] * ROWS)
+    with pytest.raises(CorruptExample, match=r"\[2\] \(example 2\) is corrupt"):
+        opened(tmp_path, kind)[2]
+
+
+def test_an_image_that_is_a_path_is_refused(tmp_path, kind):
+    paths = arrow.array(
+        [{"bytes": None, "path": "a.png"}] * ROWS, arrow.struct({"bytes": arrow.binary(), "path": arrow.string()})
+    )
+    written(tmp_path, kind, image=paths)
+    with pytest.raises(UsageError, match="column image: got an image without bytes; save the data set with them"):
+        opened(tmp_path, kind)[0]
+
+
+def test_what_is_no_such_file_is_refused(tmp_path, kind):
+    for path in (tmp_path / "train", tmp_path / "train" / "state.json"):
+        path.write_text("{") if path.suffix else path.mkdir()
+    (tmp_path / "train" / "a.parquet").write_bytes(b"none")
+    expected = {"parquet": "expected a Parquet file", "huggingface": "expected a folder that Dataset.save_to_disk"}
+    with pytest.raises(UsageError, match=f"{tmp_path}/train.*{expected[kind]}"):
+        opened(tmp_path, kind)
+
+
+def test_a_package_that_is_missing_is_named(folder, kind, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, {"parquet": "pyarrow", "huggingface": "datasets"}[kind], None)
+    with pytest.raises(UsageError, match=rf"{kind}: .*pip install 'jaxmpi\[{kind}\]'"):
+        opened(folder, kind)
+
+
+def test_row_groups_that_do_not_fit_are_read_whole_one_after_another(tmp_path, monkeypatch):
+    written(tmp_path, "parquet")
+    assert opened(tmp_path, "parquet").file_ends is None
+    monkeypatch.setattr(parquet_source, "KEPT_BYTES", 100)
+    source, read = opened(tmp_path, "parquet"), []
+    group = parquet_source._row_group
+    monkeypatch.setattr(parquet_source, "_row_group", lambda *args: read.append(args) or group(*args))
+    assert source.file_ends == (4, 8, 12)
+    for i in range(ROWS):
+        np.testing.assert_array_equal(source[i][0], PIXELS[i])
+    assert len(read) == 3
+    source[0]
+    assert len(read) == 4  # two are kept
+
+
+def test_a_parquet_file_that_is_gone_ends_the_run_and_is_named(tmp_path):
+    written(tmp_path, "parquet")
+    source = opened(tmp_path, "parquet")
+    (tmp_path / "train-1.parquet").unlink()
+    with pytest.raises(OSError, match=r"row group 0 of .*train-1.parquet"):
+        source[8]
+
+
+def test_a_folder_of_splits_asks_for_one(tmp_path):
+    datasets.DatasetDict(train=datasets.Dataset(table())).save_to_disk(tmp_path / "all")
+    with pytest.raises(UsageError, match="got the splits train; expected one split"):
+        opened(tmp_path, "huggingface", train_split="all")
