@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxmpi.allreduce.api import exchange as exchange
     from jaxmpi.allreduce.api import exchange_gradients as exchange_gradients
+    from jaxmpi.checkpoint.trained import TrainedModel as TrainedModel
+    from jaxmpi.checkpoint.trained import load as load
     from jaxmpi.comm.axis import AxisComm as AxisComm
     from jaxmpi.comm.base import SoloComm as SoloComm
     from jaxmpi.comm.control import broadcast as broadcast
@@ -35,6 +37,7 @@ _NAMES = {
         "exchange",
         "exchange_gradients",
     ),
+    "jaxmpi.checkpoint.trained": ("TrainedModel", "load"),
     "jaxmpi.comm.axis": ("AxisComm",),
     "jaxmpi.comm.base": ("SoloComm",),
     "jaxmpi.comm.mpi": (

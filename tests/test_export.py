@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jaxmpi.checkpoint import format, orbax_export
+import jaxmpi
+from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import trained as export
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim
@@ -64,7 +65,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     experiment = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["experiment"]
     short = {"train_for": "30st", "eval_every": "30st", "checkpoint_every": "30st", "quiet": True}
     train(dataclasses.replace(experiment, **short, run_dir="run"), library)
-    orbax_export.main(["run", "exported"])
+    export.main(["run", "exported"])
 
     logits = runpy.run_path(str(project / f"use_{library}.py"))["logits"]
     source = open_source(experiment.data, "validation")
@@ -119,11 +120,8 @@ def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, 
         quiet=True,
     )
     train(experiment, name)
-    orbax_export.main([str(tmp_path / "run"), str(tmp_path / "exported")])
-    exported = ocp.StandardCheckpointer().restore(tmp_path / "exported")
-    net = build(nnx.Rngs(1))
-    for arrays in exported.values():
-        nnx.update(net, nnx.restore_int_paths(arrays))
+    export.main([str(tmp_path / "run"), str(tmp_path / "exported")])
+    net = jaxmpi.load(tmp_path / "exported").into(build(nnx.Rngs(1)))
     graph, state = nnx.split(net)
 
     params, model_state = trained(model, tmp_path)

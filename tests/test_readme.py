@@ -17,7 +17,7 @@ from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES
 from jaxmpi.allreduce.compression import COMPRESSORS
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.bench.baselines import PEERS
-from jaxmpi.checkpoint import orbax_export
+from jaxmpi.checkpoint import trained
 from jaxmpi.config import experiment_file, schema
 from jaxmpi.data import SOURCES, packing
 from jaxmpi.launch import command
@@ -264,7 +264,7 @@ def test_every_flag_exists(capsys):
         experiment_file.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(command.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
-    known |= flags(scaling_forecast.parser().format_help()) | flags(orbax_export.parser().format_help())
+    known |= flags(scaling_forecast.parser().format_help()) | flags(trained.parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}

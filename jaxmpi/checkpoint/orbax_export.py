@@ -1,8 +1,5 @@
 """Params and model state to and from Orbax, a dependency of Flax: for other programs, never to resume a run.
 
-    jaxmpi export RUN_DIR FOLDER [--step K]                      a checkpoint's model as an Orbax folder
-    python -m jaxmpi.train EXPERIMENT.py --params FOLDER         begin a run with the model of one
-
 A folder holds `{"params": ..., "model_state": ...}`, nested dicts of arrays. A trained model needs no more to give the
 logits of the run's evaluation, in the library in which it was written (docs/models.md). `--params` also takes a folder
 of bare params, as other programs write them.
@@ -11,7 +8,6 @@ Orbax keeps no checksums and lets shapes of NumPy leaves differ. So `format` rea
 every imported leaf is checked here.
 """
 
-import argparse
 import math
 import os
 import shutil
@@ -33,19 +29,14 @@ SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
 CENTERS = ("center", "rule_state/center")  # of asynchronous rules, of easgd_sync
 
 
-def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
-    """Write the model of a checkpoint as an Orbax folder; return its step.
+def export(tree: PyTree, folder: Path) -> None:
+    """Write nested dicts of arrays as an Orbax folder.
 
     The folder gets its name only when it is whole. If it cannot be written, nothing remains.
 
     Raises:
-        UsageError: there is no such checkpoint, it is damaged, or the folder exists or cannot be written.
+        UsageError: the folder exists or cannot be written.
     """
-    kept = {format.step_of(path): path for path in format.found(run_dir / "checkpoints")}
-    check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
-    step = max(kept) if step is None else step
-    check(step in kept, f"--step: got {step}; there are {', '.join(map(str, kept))}")
-    tree = nested(model_of(kept[step]))
     try:
         check(not os.path.lexists(folder), f"{folder} exists; name a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +48,6 @@ def export(run_dir: Path, folder: Path, step: int | None = None) -> int:
         raise UsageError(
             f"{folder}: cannot be written: {text}; nothing of it is left: name another folder, or make room"
         ) from error
-    return step
 
 
 def write(tree: PyTree, folder: Path) -> None:
@@ -186,6 +176,26 @@ def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
     return Loaded(got["params"], got["model_state"], True) if has_state else Loaded(got, model_state, False)
 
 
+def read(folder: Path) -> PyTree:
+    """Nested dicts of arrays that an Orbax folder holds, bare params as `params`.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    refuse_ways_out(folder)
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            check_chunks(folder, getattr(sizes := reader.metadata(folder.absolute()), "item_metadata", sizes))
+            tree = jax.tree.map(np.asarray, reader.restore(folder.absolute()))
+    except UsageError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise of all kinds
+        raise UsageError(f"{folder}: cannot be read: {error!s:.400}") from error
+    return tree if isinstance(tree, dict) and tree.keys() <= {"params", "model_state"} else {"params": tree}
+
+
 def is_bare(tree: PyTree, params: PyTree) -> bool:
     """Return True if a folder's tree holds params alone, as programs other than `jaxmpi export` write them."""
     got, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
@@ -221,23 +231,3 @@ def check_leaves(folder: Path, tree: PyTree, like: PyTree) -> None:
         if got.get(name) != expected.get(name)
     ]
     check(not lines, f"--params: {folder} is not of this model:\n  " + "\n  ".join(lines[:12]))
-
-
-def main(argv: list[str]) -> None:
-    """`jaxmpi export RUN_DIR FOLDER [--step K]`."""
-    asked = parser().parse_args(argv)
-    step = export(asked.run_dir, asked.folder, asked.step)
-    print(f"{asked.folder}: params and model state at step {step}")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Options of `jaxmpi export`."""
-    options = argparse.ArgumentParser(
-        prog="jaxmpi export",
-        description="Params and model state of a checkpoint as an Orbax folder, for --params of another run or for "
-        "the library that the model was written in (docs/models.md).",
-    )
-    options.add_argument("run_dir", type=Path, help="run directory")
-    options.add_argument("folder", type=Path, help="new folder to write")
-    options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
-    return options

@@ -99,7 +99,7 @@ class Experiment:
     continue_from: str = (
         ""  # run directory whose newest checkpoint a new run goes on from, with another effective batch
     )
-    params: str = ""  # Orbax folder of params and model state that the run begins with, instead of the model's own
+    params: str = ""  # Orbax folder or .safetensors file of params and model state that the run begins with
     on_nonfinite: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     replica_check_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only

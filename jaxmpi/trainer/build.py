@@ -19,7 +19,7 @@ from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.checkpoint import orbax_export, run_directory
+from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.comm.shared_compile import loaded_jit
@@ -435,7 +435,12 @@ def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan,
         made = plan.init(key)
         params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
         if experiment.params:
-            params, model_state, has_state = orbax_export.load(Path(experiment.params), params, model_state)
+            given = Path(experiment.params)
+            if given.suffix == trained.SUFFIX:
+                model = trained.load(given)
+                (params, model_state), has_state = model.like(params, model_state), bool(model.model_state)
+            else:
+                params, model_state, has_state = orbax_export.load(given, params, model_state)
             if not has_state and jax.tree.leaves(model_state):
                 text = "bare params, so the model state begins as the model's own"
                 print(f"jaxmpi: --params: {experiment.params}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,235 @@
+"""A trained model out of a run: as a tree, into a module of its own library, to and from a safetensors file.
+
+    model = jaxmpi.load("runs/first")           newest checkpoint of a run
+    net = model.into(Net(rngs=nnx.Rngs(0)))     Flax NNX; Equinox likewise; Linen: net.apply(model.variables, x)
+    jaxmpi export runs/first model.safetensors  for programs that know neither JAX nor Orbax
+
+A safetensors file has the leaves by dotted names, `params.conv1.kernel` and `model_state.bn.mean`, with their bytes as
+they are, and the step as text in its header. It knows no lists: they are dicts with the keys "0", "1" and so on, as in
+Orbax folders.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint import format, orbax_export
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, named_leaves
+
+SUFFIX = ".safetensors"
+MISSING = "safetensors is not installed: pip install 'jaxmpi[safetensors]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """Params and model state of a trained model, as nested dicts of NumPy arrays.
+
+    Args:
+        params: as the run evaluates them.
+        model_state: batch statistics and the like; empty if the model has none.
+        step: of the checkpoint; None if the file does not say.
+        source: folder or file that it was read from.
+    """
+
+    params: dict[str, Any]
+    model_state: dict[str, Any]
+    step: int | None = None
+    source: Path = Path()
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What Flax Linen's `module.apply` takes."""
+        return {"params": self.params, **self.model_state}
+
+    def into(self, module: Any) -> Any:
+        """The module with this model's arrays: an NNX module, changed in place, or an Equinox one, or (module, state).
+
+        Raises:
+            UsageError: a module of another library, or whose arrays are not this model's: path, got, expected.
+        """
+        from jaxmpi.model.adapters.loading import filled
+
+        return filled(module, self.params, self.model_state)
+
+    def like(self, params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Params and model state in the structures of those given, which are arrays or shapes: a model's `init`.
+
+        A file of bare params leaves the given model state as it is.
+
+        Raises:
+            UsageError: a leaf is absent, of another shape or type, or unknown: path, got, expected.
+        """
+        tree, want = {"params": self.params}, {"params": params}
+        if self.model_state:
+            tree["model_state"], want["model_state"] = self.model_state, model_state
+        orbax_export.check_leaves(self.source, tree, want)
+        leaves = dict(named_leaves(tree))
+        got = jax.tree.unflatten(jax.tree.structure(want), [leaves[name] for name, _ in named_leaves(want)])
+        return got["params"], got.get("model_state", model_state)
+
+
+def load(where: str | Path, *, step: int | None = None, best: bool = False) -> TrainedModel:
+    """The model of a run, in one process, without MPI and without the experiment.
+
+    Params are the workers' mean, or the rule's center: what the run evaluates. Checksums are compared.
+
+    Args:
+        where: a run directory; a checkpoint in it; a folder that `jaxmpi export` wrote; a safetensors file.
+        step: of the run's checkpoint; default: the newest.
+        best: of the run's checkpoints the best by `monitor`.
+
+    Raises:
+        UsageError: there is no such model, or it is damaged.
+    """
+    path = Path(where)
+    if path.suffix == SUFFIX:
+        check(step is None and not best, f"{path}: got step or best; a file holds one model: leave them out")
+        return from_safetensors(path)
+    check(
+        path.is_dir(), f"{path}: got no folder; expected a run directory, a checkpoint, or what `jaxmpi export` wrote"
+    )
+    if (path / "checkpoints").is_dir():
+        path = chosen(path, step, best)
+    else:
+        check(step is None and not best, f"{path}: got step or best for one checkpoint; name the run directory")
+    if (path / "manifest.json").is_file():
+        tree, at = orbax_export.nested(orbax_export.model_of(path)), format.step_of(path)
+    else:
+        tree, at = orbax_export.read(path), None
+    return TrainedModel(params=tree["params"], model_state=tree.get("model_state", {}), step=at, source=path)
+
+
+def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
+    """A checkpoint of a run: of a step, the best, or the newest.
+
+    Raises:
+        UsageError: there is none, or both are asked for.
+    """
+    kept = {format.step_of(path): path for path in format.found(run_dir / "checkpoints")}
+    check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
+    check(step is None or not best, f"{run_dir}: got step {step} and best; give one of them")
+    if best:
+        scores = {k: score for k, path in kept.items() if (score := format.score_of(path)) is not None}
+        check(bool(scores), f"{run_dir}: none of its checkpoints was evaluated; leave best out")
+        step = min(scores, key=lambda k: (scores[k], k))
+    step = max(kept) if step is None else step
+    check(step in kept, f"--step: got {step}; there are {', '.join(map(str, sorted(kept)))}")
+    return kept[step]
+
+
+# ---------------------------------------------------------------- safetensors
+
+
+def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
+    """Write nested dicts of arrays; the file gets its name when it is whole.
+
+    Raises:
+        UsageError: it exists or cannot be written, a name has a dot in it, or safetensors is missing.
+    """
+    save_file = library().numpy.save_file
+    check(not os.path.lexists(file), f"{file} exists; name a new file")
+    leaves = dict(dotted(tree))
+    aside = ""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(prefix=f"{file.name}.", suffix=".tmp", dir=file.parent)
+        os.close(handle)
+        save_file(leaves, aside, metadata={"step": str(step)})
+        os.rename(aside, file)
+    except OSError as error:
+        if aside:
+            Path(aside).unlink(missing_ok=True)
+        raise UsageError(f"{file}: cannot be written: {error}; name another file, or make room") from error
+
+
+def from_safetensors(file: Path) -> TrainedModel:
+    """The model in a file: `params.` and `model_state.` before the names, or bare params.
+
+    Raises:
+        UsageError: no such file, it is damaged, or safetensors is missing.
+    """
+    made = library()
+    check(file.is_file(), f"{file}: no such file")
+    try:
+        leaves = made.numpy.load_file(str(file))
+        with made.safe_open(str(file), framework="np") as opened:
+            step = (opened.metadata() or {}).get("step", "")
+    except Exception as error:  # SafetensorError derives from Exception alone
+        raise UsageError(f"{file}: cannot be read: {error!s:.400}") from error
+    heads = {name.split(".")[0] for name in leaves}
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            check(isinstance(place, dict), f"{file}: {name}: both a leaf and a node of the tree")
+        place[last] = leaf
+    if not heads <= {"params", "model_state"}:
+        tree = {"params": tree}
+    at = int(step) if step.isdigit() else None
+    return TrainedModel(params=tree.get("params", {}), model_state=tree.get("model_state", {}), step=at, source=file)
+
+
+def dotted(tree: PyTree, above: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Leaves of nested dicts by names such as `params.conv1.kernel`.
+
+    Raises:
+        UsageError: a name with a dot in it.
+    """
+    for key, value in tree.items():
+        check("." not in key, f"{above}{key}: got a dot in a name; safetensors names have it between names")
+        if isinstance(value, dict):
+            yield from dotted(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", np.asarray(value, order="C")
+
+
+def library() -> Any:
+    """The package `safetensors`, with its `numpy`.
+
+    Raises:
+        UsageError: it is missing.
+    """
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise UsageError(MISSING) from error
+    return safetensors
+
+
+# ---------------------------------------------------------------- jaxmpi export
+
+
+def main(argv: list[str]) -> None:
+    """`jaxmpi export RUN_DIR OUT [--step K | --best]`."""
+    asked = parser().parse_args(argv)
+    path = chosen(asked.run_dir, asked.step, asked.best)
+    tree, step = orbax_export.nested(orbax_export.model_of(path)), format.step_of(path)
+    if asked.out.suffix == SUFFIX:
+        to_safetensors(tree, asked.out, step)
+    else:
+        orbax_export.export(tree, asked.out)
+    print(f"{asked.out}: params and model state at step {step}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of `jaxmpi export`."""
+    options = argparse.ArgumentParser(
+        prog="jaxmpi export",
+        description="Params and model state of a checkpoint as an Orbax folder, or as one file if its name ends in "
+        ".safetensors: for --params of another run, or for the library that the model was written in (docs/models.md).",
+    )
+    options.add_argument("run_dir", type=Path, help="run directory")
+    options.add_argument("out", type=Path, help="new folder, or file .safetensors, to write")
+    options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
+    options.add_argument("--best", action="store_true", help="the best checkpoint by the run's --monitor")
+    return options

@@ -1,0 +1,66 @@
+"""Arrays of a trained model into a module of its own library."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, by_path, path_name
+from jaxmpi.model.contract import a
+
+
+def filled(module: Any, params: PyTree, model_state: PyTree) -> Any:
+    """The module with these arrays, as `jaxmpi.load(...).into` describes."""
+    libraries = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+    if "flax" in libraries and hasattr(module, "init_with_output"):
+        raise UsageError(f"got {a(module)}, a Linen module, which holds no arrays: module.apply(model.variables, x)")
+    if "flax" in libraries:
+        return into_nnx(module, params, model_state)
+    if "equinox" in libraries or isinstance(module, tuple):
+        return into_equinox(module, params, model_state)
+    raise UsageError(
+        f"got {a(module)}; expected a module of Flax NNX or Equinox, or Equinox's (module, state): other programs take "
+        "model.params and model.model_state, nested dicts of arrays"
+    )
+
+
+def into_nnx(module: Any, params: PyTree, model_state: PyTree) -> Any:
+    """An NNX module, changed in place."""
+    from flax import nnx
+
+    _, held, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    for name, arrays, variables in (("params", params, held), ("model_state", model_state, rest)):
+        check_same(name, by_path(arrays), by_path(nnx.to_pure_dict(variables)))
+        nnx.update(module, nnx.restore_int_paths(jax.tree.map(jnp.asarray, arrays)))
+    return module
+
+
+def into_equinox(module: Any, params: PyTree, model_state: PyTree) -> Any:
+    """An Equinox module, or (module, state), with other arrays; params and model state are dicts by path."""
+    import equinox as eqx
+
+    from jaxmpi.model.adapters.equinox import state_names
+
+    net, state = module if isinstance(module, tuple) else (module, None)
+    arrays = {name: jnp.asarray(leaf) for name, leaf in {**params, **model_state}.items()}
+    names = state_names(net, state) if state is not None else []
+    held = by_path(eqx.filter(net, eqx.is_array))
+    held |= dict(zip(names, jax.tree.leaves(state), strict=True)) if state is not None else {}
+    check_same("model", arrays, held)
+    net = jax.tree_util.tree_map_with_path(lambda path, leaf: arrays.get(path_name(path), leaf), net)
+    if state is None:
+        return net
+    return net, jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in names])
+
+
+def check_same(what: str, got: dict[str, Any], held: dict[str, Any]) -> None:
+    """Raise `UsageError` unless both have the same paths, shapes and dtypes."""
+    shown = [{path: f"{np.dtype(x.dtype)}{list(x.shape)}" for path, x in tree.items()} for tree in (got, held)]
+    lines = [
+        f"{path}: got {shown[0].get(path, 'nothing')}, expected {shown[1].get(path, 'nothing')}"
+        for path in dict.fromkeys([*shown[1], *shown[0]])
+        if shown[0].get(path) != shown[1].get(path)
+    ]
+    check(not lines, f"{what} is not of this module:\n  " + "\n  ".join(lines[:12]))

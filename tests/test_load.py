@@ -1,0 +1,133 @@
+"""A trained model out of a run: newest, best, from a folder or a file, bit for bit; what does not fit is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import jaxmpi
+from jaxmpi.checkpoint import trained
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.trainer import main
+from line_task import LINE, lines
+
+TREE = {
+    "params": {
+        "conv": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3).T},
+        "layers": {"0": {"w": np.asarray(jnp.arange(3, dtype=jnp.bfloat16))}},
+        "a/b": np.zeros((0, 4), np.float16),
+    },
+    "model_state": {"count": np.array(7, np.int32), "seen": np.array([True, False])},
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Run directory of seven steps with a checkpoint each, of which the third was the best by `eval_far`."""
+    folder = tmp_path_factory.mktemp("load")
+    every = {"eval_every": "1st", "checkpoint_every": "1st", "keep_checkpoints": 9, "monitor": "eval_far"}
+    experiment = lines(folder, LINE, **every)
+    main.train(experiment, "lines")
+    return Path(experiment.run_dir)
+
+
+def figures(run_dir: Path) -> dict[int, float]:
+    rows = map(json.loads, (run_dir / "record.jsonl").read_text().splitlines())
+    return {row["step"]: row["eval_far"] for row in rows if row["kind"] == "eval"}
+
+
+def test_the_newest_one_of_a_step_and_the_best(finished):
+    far = figures(finished)
+    assert jaxmpi.load(finished).step == 7
+    assert jaxmpi.load(finished, best=True).step == min(far, key=far.__getitem__)
+    third = jaxmpi.load(str(finished), step=3)
+    alone = jaxmpi.load(finished / "checkpoints" / "step_00000003")
+    assert third.step == alone.step == 3
+    np.testing.assert_array_equal(third.params["w"], alone.params["w"])
+    assert third.model_state == {}
+    assert (third.params["w"] != jaxmpi.load(finished).params["w"]).all()
+
+
+def test_a_file_holds_the_same_bits(tmp_path):
+    file = tmp_path / "model.safetensors"
+    trained.to_safetensors(TREE, file, 12)
+    got = jaxmpi.load(file)
+    assert got.step == 12
+    for (name, one), (other_name, other) in zip(
+        named_leaves(TREE), named_leaves({"params": got.params, "model_state": got.model_state}), strict=True
+    ):
+        assert (name, one.shape, one.dtype, one.tobytes()) == (other_name, other.shape, other.dtype, other.tobytes())
+    assert sorted(load_file(file)) == [  # the names that other programs see
+        *("model_state.count", "model_state.seen"),
+        *("params.a/b", "params.conv.kernel", "params.layers.0.w"),
+    ]
+
+
+def test_out_of_a_run_and_into_another(finished, tmp_path):
+    file = tmp_path / "model.safetensors"
+    trained.main([str(finished), str(file), "--best"])
+    assert jaxmpi.load(file).step == jaxmpi.load(finished, best=True).step
+    (tmp_path / "next").mkdir()
+    again = lines(tmp_path / "next", LINE, params=str(file), train_for="1st", optim=lines(tmp_path).optim)
+    main.train(again, "lines")
+    before, after = jaxmpi.load(file).params["w"], jaxmpi.load(again.run_dir).params["w"]
+    assert 0 < np.abs(after - before).max() < 0.1  # one step from there, not from zero
+    assert np.abs(before).min() > 0.1
+    with pytest.raises(UsageError, match="exists; name a new file"):
+        trained.main([str(finished), str(file)])
+
+
+CHANGES = {
+    "missing": (lambda t: t.pop("params.w"), r"params/w: got nothing, expected float32\[3\]"),
+    "extra": (lambda t: t.update({"params.v": t["params.w"]}), r"params/v: got float32\[3\], expected nothing"),
+    "shape": (lambda t: t.update({"params.w": np.zeros(4, np.float32)}), r"params/w: got float32\[4\], expected"),
+    "dtype": (
+        lambda t: t.update({"params.w": np.zeros(3, np.float64)}),
+        r"params/w: got float64\[3\], expected float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "match"), CHANGES.values(), ids=CHANGES)
+def test_a_file_of_another_model_is_named(change, match, finished, tmp_path):
+    file = tmp_path / "model.safetensors"
+    trained.main([str(finished), str(file)])
+    tensors = {**load_file(file), "model_state.n": np.zeros(1, np.float32)}
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(UsageError, match=match):
+        main.train(lines(tmp_path, LINE, params=str(file)), "lines")
+
+
+def test_a_damaged_file_and_others_that_are_none(finished, tmp_path):
+    (tmp_path / "torn.safetensors").write_bytes(b"\xff" * 40)
+    refused: list[tuple[Path, dict[str, Any], str]] = [
+        (tmp_path / "torn.safetensors", {}, "torn.safetensors: cannot be read"),
+        (tmp_path / "gone.safetensors", {}, "no such file"),
+        (tmp_path / "gone", {}, "got no folder; expected a run directory"),
+        (finished, {"step": 8}, "--step: got 8; there are 1, 2, 3, 4, 5, 6, 7"),
+        (finished, {"step": 3, "best": True}, "got step 3 and best; give one of them"),
+        (finished / "checkpoints" / "step_00000003", {"best": True}, "name the run directory"),
+    ]
+    for where, options, match in refused:
+        with pytest.raises(UsageError, match=match):
+            jaxmpi.load(where, **options)
+    with pytest.raises(UsageError, match=r"a\.b: got a dot in a name"):
+        trained.to_safetensors({"a.b": np.zeros(1)}, tmp_path / "x.safetensors", 0)
+
+
+def test_a_module_of_other_arrays_is_named():
+    model = trained.TrainedModel(params={"kernel": np.zeros((2, 4), np.float32)}, model_state={})
+    with pytest.raises(
+        UsageError, match=r"bias: got nothing, .*\n  kernel: got float32\[2, 4\], expected float32\[2, 3\]"
+    ):
+        model.into(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(UsageError, match="expected a module of Flax NNX or Equinox"):
+        model.into(jax.nn.relu)
