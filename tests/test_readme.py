@@ -97,7 +97,7 @@ SCENARIOS = [
         (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
     ),
     Scenario(("batch_files.py",), ()),
-    *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface")),
+    *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface", "webdataset")),
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]

@@ -22,19 +22,15 @@ class TableSource:
     A cell is a number, an array, or the bytes of a compressed image.
 
     Args:
-        config: `source`, `columns`, `channels` and `resize` are used here.
-        there: names of the table's columns.
-        path: of the table, for errors.
-
-    Raises:
-        UsageError: a column is missing.
+        config: `source`, `channels` and `resize` are used here.
+        columns: names of those that an example has.
     """
 
     is_compressed = False  # inputs are compressed images
     labels: np.ndarray | None = None  # int[n], of an input and its label if it is a whole number
 
-    def __init__(self, config: Data, there: Iterable[str], path: str) -> None:
-        self.name, self.columns = config.source, chosen(config, there, path)
+    def __init__(self, config: Data, columns: Sequence[str]) -> None:
+        self.name, self.columns = config.source, tuple(columns)
         self.channels, self.resize = config.channels, config.resize
         self.classes, self.is_counted = 0, False
 

@@ -12,7 +12,7 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrow_cells import cell, check_types, holds_images, whole_numbers
 from jaxmpi.data.sources.base import Source, _split_name
-from jaxmpi.data.sources.columns import TableSource
+from jaxmpi.data.sources.columns import TableSource, chosen
 
 
 class HuggingFaceSource(TableSource):
@@ -28,7 +28,7 @@ class HuggingFaceSource(TableSource):
 
     def __init__(self, config: Data, folder: str) -> None:
         rows = _loaded(folder)
-        super().__init__(config, rows.column_names, folder)
+        super().__init__(config, chosen(config, rows.column_names, folder))
         self.config, self.folder = config, folder
         schema = rows.features.arrow_schema
         check_types(schema, self.columns, folder)

@@ -24,7 +24,7 @@ from jaxmpi.core.files import open_plain
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.sources.base import Source, _split_name
 from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, Expected, head, header
-from jaxmpi.data.sources.columns import TableSource, has_training, split_files
+from jaxmpi.data.sources.columns import TableSource, chosen, has_training, split_files
 from jaxmpi.data.sources.open_files import OpenFiles
 
 ARRAYS = Expected("numbers[n, ...]", lambda found: found.dtype.kind in "biuf" and bool(found.shape))
@@ -58,7 +58,7 @@ class NumpySource(TableSource):
     def __init__(self, config: Data, files: Sequence[str]) -> None:
         is_zipped = files[0].endswith(".npz")
         tables = [Archive(path) for path in files] if is_zipped else [Columns(files)]
-        super().__init__(config, tables[0].names, tables[0].path)
+        super().__init__(config, chosen(config, tables[0].names, tables[0].path))
         self.opened, self.notes = OpenFiles(files), ()
         self.paths = [table.path for table in tables]
         self.parts: list[list[Stored | np.ndarray]] = []

@@ -19,7 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrow_cells import cell, check_types, holds_images, whole_numbers
 from jaxmpi.data.sources.base import Source
-from jaxmpi.data.sources.columns import TableSource, has_training, split_files
+from jaxmpi.data.sources.columns import TableSource, chosen, has_training, split_files
 
 KEPT_BYTES = 1 << 28  # of row groups, in each process that reads them
 
@@ -40,7 +40,7 @@ class ParquetSource(TableSource):
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
         with _opening(files[0]) as file:
-            super().__init__(config, file.schema_arrow.names, files[0])
+            super().__init__(config, chosen(config, file.schema_arrow.names, files[0]))
             self.is_compressed = holds_images(file.schema_arrow.field(self.columns[0]).type)
         self.groups: list[tuple[str, int]] = []
         rows, size_bytes, labels = [], [], []

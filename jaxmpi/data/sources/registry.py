@@ -17,6 +17,7 @@ from jaxmpi.data.sources.packed import packed
 from jaxmpi.data.sources.parquet import parquet
 from jaxmpi.data.sources.text import stdlib, text
 from jaxmpi.data.sources.tfds import tfds
+from jaxmpi.data.sources.web_dataset import webdataset
 
 
 def open_source(config: Data, split: str) -> Source:
@@ -43,6 +44,7 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "numpy": numpy_files,
     "parquet": parquet,
     "huggingface": huggingface,
+    "webdataset": webdataset,
     "text": text,
     "stdlib": stdlib,
     "packed": packed,

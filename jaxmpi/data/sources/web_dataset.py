@@ -1,0 +1,263 @@
+"""Source: tar files of WebDataset, by an index of their members.
+
+WebDataset streams shards, so what a worker sees depends on the number of workers. Here each shard's headers are read
+once; then a member is read where it lies, like a row of a table. Members of one example follow each other and have one
+key, the name up to the first dot; the rest of the name is the column.
+
+The index is kept beside the shards, or in the user's cache folder if theirs cannot be written. It is made anew if a
+shard has changed its size or time.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.columns import TableSource, has_training, split_files
+from jaxmpi.data.sources.open_files import OpenFiles
+
+IMAGES = ("jpg", "jpeg", "png", "webp")
+DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
+MEMBERS = f"{', '.join(IMAGES)}, cls (a whole number) or npy (an array)"
+VERSION = 1  # of the index
+
+
+class Index(NamedTuple):
+    """Members of all shards: of example i and column c at [i, c]."""
+
+    ends: np.ndarray  # i64[shards]: of each shard, the index behind its last example
+    offsets: np.ndarray  # i64[n, columns]
+    sizes: np.ndarray  # i64[n, columns], bytes
+    endings: np.ndarray  # u8[n, columns]: which of the column's alternatives it is
+    keys: np.ndarray  # u8[bytes]
+    key_ends: np.ndarray  # i64[n]
+    labels: np.ndarray  # i64[n] of a second column that is cls, else i64[0]
+
+
+class WebDatasetSource(TableSource):
+    """One split of tar files.
+
+    Args:
+        config: of the data.
+        shards: paths.
+
+    Attributes:
+        file_ends: of each shard, the index behind its last example; None of a single one.
+
+    Raises:
+        UsageError: a shard is no plain tar file, or an example lacks a column.
+    """
+
+    def __init__(self, config: Data, shards: Sequence[str]) -> None:
+        columns = config.columns or DEFAULT
+        self.alternatives = [tuple(name.split(";")) for name in columns]
+        unknown = [name for names in self.alternatives for name in names if name.split(".")[-1] not in DECODED]
+        check(not unknown, f"data.columns: got {', '.join(unknown)}; {config.source} reads {MEMBERS}")
+        super().__init__(config, columns)
+        self.shards = OpenFiles(shards)
+        self.index = indexed(shards, columns)
+        self.is_compressed = all(name.split(".")[-1] in IMAGES for name in self.alternatives[0])
+        self.labels = self.index.labels if len(self.index.labels) else None
+        self.file_ends = tuple(self.index.ends.tolist()) if len(shards) > 1 else None
+
+    def __len__(self) -> int:
+        return len(self.index.offsets)
+
+    def cells(self, index: int) -> Sequence[Any]:
+        """Cells of example `index`, in the order of `columns`."""
+        return [self._cell(index, column) for column in range(len(self.columns))]
+
+    def _cell(self, index: int, column: int) -> Any:
+        if column == 1 and self.labels is not None:
+            return self.labels[index]
+        ending = self.alternatives[column][self.index.endings[index, column]]
+        blob = np.empty(self.index.sizes[index, column], np.uint8)
+        missing = self.shards.read(self._shard(index), blob, int(self.index.offsets[index, column]))
+        if missing:
+            raise OSError(f"{self.where(index)}.{ending} lacks {missing} bytes")
+        return DECODED[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}")
+
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self.index.ends, index, side="right"))
+
+    def where(self, index: int) -> str:
+        """The shard of example `index`, and its key."""
+        begin = int(self.index.key_ends[index - 1]) if index else 0
+        key = os.fsdecode(self.index.keys[begin : self.index.key_ends[index]].tobytes())
+        return f"{self.shards.paths[self._shard(index)]}: {key}"
+
+    def digest(self) -> str:
+        """SHA-256 of the shards' names, the keys, the members' sizes, and the labels."""
+        digest = hashlib.sha256("\0".join([*map(os.path.basename, self.shards.paths), *self.columns]).encode())
+        for part in (self.index.ends, self.index.keys, self.index.key_ends, self.index.sizes, self.index.labels):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+
+_HEAD = threading.Lock()  # Python 3.11 does not read heads of .npy files in several threads at once
+
+
+def _image(blob: bytes, where: str) -> bytes:
+    return blob
+
+
+def _class(blob: bytes, where: str) -> int:
+    try:
+        return int(blob)
+    except ValueError as error:
+        raise UsageError(f"{where}: got {blob[:40]!r}; expected a whole number as text") from error
+
+
+def _array(blob: bytes, where: str) -> np.ndarray:
+    try:
+        with _HEAD:
+            return np.lib.format.read_array(io.BytesIO(blob), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UsageError(f"{where}: {error}; expected an array as numpy.save writes it, without objects") from error
+
+
+DECODED: dict[str, Callable[[bytes, str], Any]] = {**dict.fromkeys(IMAGES, _image), "cls": _class, "npy": _array}
+
+
+def indexed(shards: Sequence[str], columns: Sequence[str]) -> Index:
+    """The index of shards, from where it is kept; else made, and kept.
+
+    Raises:
+        UsageError: as of the source.
+    """
+    states = [(os.path.basename(path), *_state(path)) for path in shards]
+    signature = json.dumps([VERSION, list(columns), states])
+    name = hashlib.sha256(json.dumps([list(columns), list(shards)]).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "index" / f"{name}.npz"
+    places = (Path(shards[0]).parent / f".jaxmpi-index-{name}.npz", cache)
+    kept = next(filter(None, (_kept(place, signature) for place in places)), None)
+    if kept:
+        return kept
+    index = _made(shards, [name.split(";") for name in columns])
+    for place in places:
+        with contextlib.suppress(OSError):
+            _keep(place, index, signature)
+            break
+    return index
+
+
+def _state(path: str) -> tuple[int, int]:
+    with _reading(path):
+        found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+
+
+def _kept(place: Path, signature: str) -> Index | None:
+    try:
+        with place.open("rb") as file, np.load(file, allow_pickle=False) as found:
+            is_this = found["signature"].tobytes() == signature.encode()
+            return Index(*(found[field] for field in Index._fields)) if is_this else None
+    except Exception:  # of files, zip, NumPy: an index that is damaged is made again
+        return None
+
+
+def _keep(place: Path, index: Index, signature: str) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=place.name, delete=False) as file:
+        try:
+            np.savez(file, signature=np.frombuffer(signature.encode(), np.uint8), **index._asdict())
+            file.close()
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, place)  # ranks that make it at the same time make the same
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _made(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index:
+    rows: list[list[tuple[int, int, int]]] = []
+    ends, keys, labels = [], [], []
+    has_labels = len(alternatives) == 2 and list(alternatives[1]) == ["cls"]
+    for path in shards:
+        with _reading(path), tarfile.open(path, "r:") as tar:
+            size = os.path.getsize(path)
+            for key, members in _examples(tar, path):
+                row = [_chosen(members, names, f"{path}: {key}") for names in alternatives]
+                last = max(offset + length for offset, length, _ in row)
+                check(last <= size, f"{path}: {key}: {last - size} bytes are missing at the end; copy it again")
+                rows.append(row)
+                keys.append(os.fsencode(key))
+                if has_labels:
+                    offset, length, _ = row[1]
+                    labels.append(_class(_part(tar, offset, length), f"{path}: {key}.cls"))
+        ends.append(len(rows))
+    table = np.array(rows, np.int64).reshape(len(rows), len(alternatives), 3)
+    return Index(
+        np.array(ends, np.int64),
+        *(np.ascontiguousarray(table[..., field]) for field in range(3)),
+        np.frombuffer(b"".join(keys), np.uint8),
+        np.cumsum([len(key) for key in keys], dtype=np.int64),
+        np.array(labels, np.int64),
+    )
+
+
+def _examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+    """Keys, and members by column."""
+    last, members = None, {}
+    for member in tar:
+        tar.members = []  # else it keeps them all
+        folder, _, name = member.name.rpartition("/")
+        if not member.isreg() or name.startswith("."):
+            continue
+        check(not member.issparse(), f"{path}: {member.name} is sparse; write the shard with plain files")
+        stem, _, column = name.partition(".")
+        key = f"{folder}/{stem}" if folder else stem
+        if last is not None and key != last:
+            yield last, members
+            members = {}
+        last = key
+        members[column.lower()] = member
+    if last is not None:
+        yield last, members
+
+
+def _chosen(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
+    """Offset, size, and place among the names."""
+    for place, name in enumerate(names):
+        if name in members:
+            return members[name].offset_data, members[name].size, place
+    raise UsageError(
+        f"{where}: got no member {' or '.join(names)}; there are {', '.join(members)}: choose input and label with "
+        "data.columns, such as --data.columns jpg cls"
+    )
+
+
+def _part(tar: tarfile.TarFile, offset: int, length: int) -> bytes:
+    assert tar.fileobj is not None
+    tar.fileobj.seek(offset)  # tarfile looks for the next header by itself
+    return tar.fileobj.read(length)
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, tarfile.TarError) as error:
+        raise UsageError(f"{path}: {error}; expected a tar file that is not compressed") from error
+
+
+def webdataset(config: Data, split: str) -> Source:
+    """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
+    source = WebDatasetSource(config, split_files(config, split, ".tar"))
+    in_training = None
+    if split != "train" and source.labels is not None and has_training(config):
+        in_training = WebDatasetSource(config, split_files(config, "train", ".tar")).labels
+    source.count(in_training)
+    return source

@@ -1,0 +1,166 @@
+"""Shards that WebDataset has written: an index, then any member where it lies."""
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import Loader, Sampler, open_source
+from jaxmpi.data.sources import web_dataset
+from jaxmpi.data.sources.web_dataset import WebDatasetSource
+
+wds = pytest.importorskip("webdataset")
+
+ROWS = 10
+PIXELS = np.random.default_rng(0).integers(0, 256, (ROWS, 4, 5, 3), np.uint8)
+NUMBERS = np.random.default_rng(0).standard_normal((ROWS, 2, 3)).astype(np.float32)
+
+
+def written(path: Path, rows: range, **fields: Any) -> None:
+    with wds.TarWriter(str(path)) as shard:
+        for i in rows:
+            example = {"png": PIXELS[i], "cls": i % 3, "npy": NUMBERS[i], **fields}
+            shard.write({"__key__": f"a/{i:03}", **{key: value for key, value in example.items() if value is not None}})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, rows in {"train-000": range(6), "train-001": range(6, 10), "validation": range(1)}.items():
+        written(tmp_path / f"{name}.tar", rows)
+    return tmp_path
+
+
+def opened(folder: Path, split: str = "train", **kwargs: Any) -> WebDatasetSource:
+    source = open_source(Data("webdataset", dir=str(folder), **kwargs), split)
+    assert isinstance(source, WebDatasetSource)
+    return source
+
+
+def test_images_are_those_that_were_written(folder):
+    source = opened(folder)
+    assert (len(source), source.classes, source.file_ends) == (ROWS, 3, (6, 10))
+    for i in range(ROWS):
+        image, label = source[i]
+        np.testing.assert_array_equal(image, PIXELS[i], strict=True)
+        assert label == i % 3
+    assert source.where(7) == f"{folder}/train-001.tar: a/007"
+
+
+def test_classes_of_a_split_are_those_of_training_too(folder):
+    assert opened(folder, "validation").classes == 3
+
+
+def test_three_columns_are_a_dict(folder):
+    row = opened(folder, columns=("png", "npy", "cls"))[8]
+    np.testing.assert_array_equal(row["png"], PIXELS[8])
+    np.testing.assert_array_equal(row["npy"], NUMBERS[8])
+    assert row["cls"] == 8 % 3
+
+
+def test_names_that_are_longer_than_a_header_are_found(tmp_path):
+    key = "b" * 150
+    with wds.TarWriter(str(tmp_path / "train.tar")) as shard:
+        shard.write({"__key__": key, "png": PIXELS[0], "cls": 2})
+        shard.write({"__key__": key + "c", "png": PIXELS[1], "cls": 1})
+    source = opened(tmp_path)
+    assert [source[i][1] for i in range(2)] == [2, 1]
+    np.testing.assert_array_equal(source[1][0], PIXELS[1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_number_of_workers_sees_the_examples_of_one(folder, size):
+    """Resumed at step 3, in the second epoch."""
+    data, seen = Data("webdataset", dir=str(folder), loader="threads"), []
+    for rank in range(size):
+        sampler = Sampler(ROWS, 4, rank, size, seed=1)
+        with Loader(opened(folder), sampler, data, train=True, start_step=3, stop_step=4) as loader:
+            batch = next(loader)
+            seen += [image.tobytes() for image in batch.image[batch.weight > 0]]
+    assert sorted(seen) == sorted(PIXELS[i].tobytes() for i in Sampler(ROWS, 4, seed=1).indices(3).indices)
+
+
+def test_the_index_is_made_once_until_a_shard_changes(folder, monkeypatch):
+    opened(folder)
+    made = []
+    monkeypatch.setattr(web_dataset, "_made", lambda *args, make=web_dataset._made: made.append(args) or make(*args))
+    assert pickle.loads(pickle.dumps(opened(folder)))[9][1] == 0
+    assert not made
+    written(folder / "train-001.tar", range(6, 9))
+    assert len(opened(folder)) == 9
+    assert len(made) == 1
+
+
+def test_an_index_that_is_damaged_is_made_again(folder):
+    opened(folder)
+    (index,) = folder.glob(".jaxmpi-index-*.npz")
+    index.write_bytes(index.read_bytes()[:100])
+    assert len(opened(folder)) == ROWS
+
+
+def test_beside_shards_that_cannot_be_written_the_index_is_in_the_users_cache(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep = web_dataset._keep
+
+    def refused(place: Path, *args: Any) -> None:
+        if place.parent == folder:
+            raise PermissionError
+        keep(place, *args)
+
+    monkeypatch.setattr(web_dataset, "_keep", refused)
+    opened(folder)
+    assert len(list((tmp_path / "cache" / "jaxmpi" / "index").glob("*.npz"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"png": None},
+            r"a/000: got no member jpg or jpeg or png or webp; there are cls, npy: .*--data.columns jpg cls",
+        ),
+        ({"cls": b"cat"}, r"a/000.cls: got b'cat'; expected a whole number"),
+    ],
+)
+def test_examples_that_lack_a_column_are_named(tmp_path, fields, said):
+    with tarfile.open(tmp_path / "train.tar", "w") as shard:
+        for name, content in {"png": PIXELS[0].tobytes(), "cls": b"1", "npy": b"", **fields}.items():
+            if content is not None:
+                info = tarfile.TarInfo(f"a/000.{name}")
+                info.size = len(content)
+                shard.addfile(info, io.BytesIO(content))
+    with pytest.raises(UsageError, match=rf"{tmp_path}/train.tar: {said}"):
+        opened(tmp_path)
+
+
+def test_columns_that_it_cannot_decode_are_refused(folder):
+    with pytest.raises(UsageError, match=r"data.columns: got txt; webdataset reads jpg, .* or npy"):
+        opened(folder, columns=("png", "txt"))
+
+
+def test_a_compressed_shard_is_refused(tmp_path, folder):
+    with tarfile.open(tmp_path / "train-002.tar", "w:gz") as shard:
+        shard.add(folder / "validation.tar")
+    with pytest.raises(UsageError, match=r"train-002.tar: .*; expected a tar file that is not compressed"):
+        opened(tmp_path)
+
+
+def test_a_shard_that_is_cut_off_is_refused(folder):
+    path = folder / "train-001.tar"
+    with tarfile.open(path) as shard:
+        end = max(member.offset_data for member in shard)
+    path.write_bytes(path.read_bytes()[: end + 1])
+    with pytest.raises(UsageError, match=r"train-001.tar: "):
+        opened(folder)
+
+
+def test_a_shard_that_shrinks_while_it_is_read_is_named(folder):
+    source = opened(folder)
+    (folder / "train-001.tar").write_bytes(b"")
+    with pytest.raises(OSError, match=r"train-001.tar: a/006.png lacks \d+ bytes"):
+        source[6]
