@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxmpi.functions.lifecycle import fork as fork
     from jaxmpi.functions.optimizer import optimizer as optimizer
     from jaxmpi.tasks.base import Task as Task
+    from jaxmpi.trainer.api import Trainer as Trainer
     from jaxmpi.trainer.callbacks import Callback as Callback
     from jaxmpi.trainer.callbacks import EarlyStop as EarlyStop
     from jaxmpi.trainer.callbacks import Moment as Moment
@@ -63,6 +64,7 @@ _NAMES = {
     ),
     "jaxmpi.functions.optimizer": ("optimizer",),
     "jaxmpi.tasks.base": ("Task",),
+    "jaxmpi.trainer.api": ("Trainer",),
     "jaxmpi.trainer.callbacks": (
         "Callback",
         "EarlyStop",

@@ -75,6 +75,7 @@ def test_each_line_of_the_table_is_tried_and_stands_in_the_docs():
         short = {
             "--comm": "--comm xla",
             "--task": "`token-classification`",
+            "--callbacks": "callbacks `EarlyStop`",
             "--rule.name": "`subgd`",
             "--exchange.strategy": "compressors",
         }.get(flag, flag)

@@ -84,6 +84,7 @@ SCENARIOS = [
     Scenario(
         ("experiments/softmax.py", "experiments/majority.py", "majority"), ("2 workers", "rule majority", "top-1 9")
     ),
+    Scenario(("experiments/softmax.py", "from_python.py"), ("1 workers", "(4, 10) 115 (64, 10)")),
     Scenario(("experiments/confusion.py", "confusion"), ("2 workers", "step 45/45", "top-1")),
     *(
         Scenario(

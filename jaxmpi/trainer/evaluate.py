@@ -1,6 +1,6 @@
 """Evaluation over all workers, exact for uneven last batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.control import Processes
-from jaxmpi.comm.topology import rows
+from jaxmpi.comm.topology import Workers, rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
@@ -16,6 +16,7 @@ from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.runtime import failures, fault_injection
 from jaxmpi.trainer.callbacks import Moment
 from jaxmpi.trainer.run import Run
+from jaxmpi.trainer.step import EvalMetrics
 
 
 def distance(run: Run, state: TrainState) -> float | None:
@@ -36,18 +37,14 @@ def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
     failures.doing(f"evaluation after step {step}", failures.LONG)
     model_state = run.functions.mean_state(state.model_state)
     params = run.functions.eval_params(state.params, state.rule_state)
-    sums: dict[str, np.ndarray] = {}  # of each figure f64[2, ...]: its sums and its counts
-    for batch in run.plan.validation.batches():
-        failures.doing(f"evaluation after step {step}", failures.LONG)  # another batch, so it gets on
-        fault_injection.reach("eval", step)
-        for name, ratio in run.functions.eval_step(params, model_state, batch).items():
-            own = np.stack([rows(value, run.workers).sum(axis=0, dtype=np.float64) for value in ratio])
-            sums[name] = sums.get(name, 0) + own
-    totals = summed(sums, run.workers.processes)
-    count = totals.pop("count", np.zeros(2))[0]
-    means: dict[str, Any] = {"eval_count": int(count)}
-    if count:
-        means |= {f"eval_{name}": quotient(*total) for name, total in totals.items()}
+
+    def judged() -> Iterator[EvalMetrics]:
+        for batch in run.plan.validation.batches():
+            failures.doing(f"evaluation after step {step}", failures.LONG)  # another batch, so it gets on
+            fault_injection.reach("eval", step)
+            yield run.functions.eval_step(params, model_state, batch)
+
+    means = figures_of(judged(), run.workers)
     run.recorder.evaluation(step=step, epoch=run.plan.epoch(step), examples=run.plan.examples(step), **means)
     if not run.experiment.callbacks:
         return Evaluation(means)
@@ -91,6 +88,19 @@ def own_batches(run: Run) -> Iterator[Batch]:
     """This process's rows of the validation batches, in host memory."""
     for batch in run.plan.validation.batches():
         yield jax.tree.map(lambda x: rows(x, run.workers).reshape(-1, *x.shape[1 + bool(run.workers.mesh) :]), batch)
+
+
+def figures_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
+    """Figures over the batches of all workers, `eval_count` of examples first; all ranks call it."""
+    sums: dict[str, np.ndarray] = {}  # of each figure f64[2, ...]: its sums and its counts
+    for of_batch in metrics:
+        for name, ratio in of_batch.items():
+            own = np.stack([rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
+            sums[name] = sums.get(name, 0) + own
+    totals = summed(sums, workers.processes)
+    count = totals.pop("count", np.zeros(2))[0]
+    means: dict[str, Any] = {"eval_count": int(count)}
+    return means | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
 
 
 def summed(sums: dict[str, np.ndarray], processes: Processes) -> dict[str, np.ndarray]:

@@ -1,0 +1,188 @@
+"""A finished run: its model evaluated, and asked for predictions, by any number of workers.
+
+    jaxmpi evaluate RUN [--best | --step K] [--field value ...]              figures of the validation data, as JSON
+    jaxmpi predict RUN OUT.npz [--best | --step K] [--field value ...]       outputs for every validation example
+    mpirun -n 4 jaxmpi evaluate RUN                                          the same by four workers
+
+Fields are those of the experiment, such as `--data.dir` and `--data.validation-split` for other examples. The run's own
+command line, in its config.json, says which experiment file it was and with which fields.
+"""
+
+import argparse
+import dataclasses
+import json
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.checkpoint import trained
+from jaxmpi.checkpoint.format import read_manifest
+from jaxmpi.comm.control import processes
+from jaxmpi.comm.topology import Workers, gather_workers
+from jaxmpi.config import experiment_file
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.train_state import Batch
+from jaxmpi.input_pipeline.device_feed import DeviceFeed, open_feed
+from jaxmpi.runtime import failures
+from jaxmpi.tasks.registry import task_of
+from jaxmpi.trainer import step as steps
+from jaxmpi.trainer.evaluate import figures_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The model of a run beside its validation data, on this process's worker."""
+
+    workers: Workers
+    feed: DeviceFeed
+    forward: steps.Forward
+    params: PyTree
+    model_state: PyTree
+    step: int
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of every validation example once, over all workers; `eval_count` and `eval_loss` among them."""
+        evaluated = self.workers.comm.jit(partial(steps.eval_step, self.forward))
+        with self.feed.crew:
+            held = partial(evaluated, self.params, self.model_state)
+            return figures_of(map(held, self.feed.batches()), self.workers)
+
+    def predict(self, batch: Batch) -> Any:
+        """Outputs of the task for a batch of this process's own, a dict of arrays [batch, ...]."""
+        return jax.jit(partial(steps.predict, self.forward))(self.params, self.model_state, batch)
+
+    def predict_all(self) -> dict[str, np.ndarray]:
+        """Outputs for all validation examples, in the order of the data, on all ranks; `outputs` or their names.
+
+        Raises:
+            UsageError: an example is corrupt, so that outputs would not be in line with the data.
+        """
+        predicted = jax.jit(partial(steps.predict, self.forward))
+        parts: list[dict[str, np.ndarray]] = []
+        with self.feed.crew:
+            for batch in self.feed.batches():
+                outputs = predicted(self.params, self.model_state, batch)
+                named = {name or "outputs": np.asarray(leaf) for name, leaf in named_leaves(outputs)}
+                parts.append(self._of_all_ranks({**named, "weight": np.asarray(batch["weight"])}))
+        whole = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
+        real = whole.pop("weight", np.zeros(0)) > 0
+        examples = len(self.feed.source)
+        check(real.sum() == examples, f"{self.feed.source.name}: {examples - int(real.sum())} examples are corrupt")
+        return {name: values[real] for name, values in whole.items()}
+
+    def _of_all_ranks(self, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Every rank's rows, dealt one by one as the sampler deals examples: float64 holds all that 32 bits do."""
+        flat = np.concatenate([values.ravel().astype(np.float64) for values in own.values()])
+        every = self.workers.processes.allgather_array(flat)
+        ends = np.cumsum([values.size for values in own.values()])[:-1]
+        dealt = {}
+        for (name, values), part in zip(own.items(), np.split(every, ends, axis=1), strict=True):
+            rows = part.reshape(len(every), *values.shape).swapaxes(0, 1)
+            dealt[name] = rows.reshape(-1, *values.shape[1:]).astype(values.dtype)
+        return dealt
+
+
+def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = None, best: bool = False) -> Finished:
+    """The model of a run's checkpoint, on all ranks; rank 0 reads it.
+
+    Raises:
+        UsageError: there is no such checkpoint, the data is missing, or the model is not the run's: what differs.
+    """
+    workers = gather_workers(1)
+    is_first = workers.processes.rank == 0
+    path = trained.chosen(run_dir, step, best) if is_first else run_dir
+    classes = read_manifest(path)["extra"]["experiment"].get("the data.train.classes", 0) if is_first else 0
+    classes = workers.processes.bcast_object(classes)
+    model = experiment.model
+    if model is not None and classes and model.with_classes and classes != model.classes:
+        experiment = dataclasses.replace(experiment, model=model.with_classes(classes))  # as training had it
+    local = experiment.local_batch or -(-experiment.effective_batch // workers.size) or 32
+    feed = open_feed(experiment, "validation", local * workers.size, workers)
+    dtype = jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32
+    forward = steps.Forward(task_of(dataclasses.replace(experiment, model=feed.model)), dtype)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), feed.example())
+    shapes = jax.eval_shape(forward.task.init, jax.random.key(0), zeros)
+    found = trained.load(path) if is_first else None
+    held = found.like(*shapes) if found else jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    params, model_state = workers.processes.bcast(held)
+    at = workers.processes.bcast_object(found.step if found else 0)
+    return Finished(workers=workers, feed=feed, forward=forward, params=params, model_state=model_state, step=at or 0)
+
+
+# ---------------------------------------------------------------- from the command line
+
+
+def begun_with(run_dir: Path, argv: Sequence[str]) -> Experiment:
+    """The experiment of a run, by the command line in its config.json, with other fields.
+
+    Raises:
+        UsageError: it was not started by an experiment file, or that is not here.
+    """
+    file = run_dir / "config.json"
+    check(file.is_file(), f"{file}: no such file; name a run directory")
+    try:
+        command = [str(word) for word in json.loads(file.read_text())["command"][1:]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{file}: damaged: {error!r}") from error
+    command = experiment_file.file_first(command)
+    path = Path(command[0]) if command and command[0].endswith(".py") else None
+    if path is None:
+        raise UsageError(f"{run_dir} was started from Python: use jaxmpi.Trainer(experiment).evaluate() there")
+    check(path.is_file(), f"{run_dir} was started with {shlex.join(command)}; {path} is not here: change the folder")
+    return experiment_file.parse([*command, *argv])[0]
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Options that `jaxmpi evaluate` and `jaxmpi predict` share."""
+    options = argparse.ArgumentParser(
+        prog=f"jaxmpi {name}",
+        description=f"{description} Any further --field value changes the experiment, as in training: --data.dir, "
+        "--data.validation-split.",
+    )
+    options.add_argument("run_dir", type=Path, help="run directory")
+    options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
+    options.add_argument("--best", action="store_true", help="the best checkpoint by the run's --monitor")
+    return options
+
+
+def asked_for(options: argparse.ArgumentParser, argv: list[str]) -> tuple[Finished, argparse.Namespace]:
+    """The run that a command line names."""
+    failures.install_excepthooks()
+    asked, fields = options.parse_known_args(argv)
+    control = processes()  # before the experiment file, which may touch the device
+    experiment = begun_with(asked.run_dir, fields)
+    control.assert_same("what is asked for", {"options": [*map(str, vars(asked).values()), *fields]})
+    return open_finished(experiment, asked.run_dir, step=asked.step, best=asked.best), asked
+
+
+def evaluate_main(argv: list[str]) -> None:
+    """`jaxmpi evaluate RUN`."""
+    run, _ = asked_for(parser("evaluate", "Evaluate a run's model on its validation data."), argv)
+    figures = run.evaluate()
+    if run.workers.processes.rank == 0:
+        print(json.dumps({"step": run.step, **figures}))
+
+
+def predict_main(argv: list[str]) -> None:
+    """`jaxmpi predict RUN OUT.npz`."""
+    options = parser("predict", "Write a model's outputs for the validation data, in its order, to a NumPy file.")
+    options.add_argument("out", type=Path, help="new file, .npz")
+    run, asked = asked_for(options, argv)
+    check(asked.out.suffix == ".npz", f"{asked.out}: expected a name that ends in .npz")
+    check(not asked.out.exists(), f"{asked.out} exists; name a new file")
+    outputs = run.predict_all()
+    if run.workers.processes.rank == 0:
+        try:
+            np.savez(asked.out, allow_pickle=False, **outputs)
+        except OSError as error:
+            raise UsageError(f"{asked.out}: cannot be written: {error}") from error
+        told = ", ".join(f"{name} {values.dtype}{list(values.shape)}" for name, values in outputs.items())
+        print(f"{asked.out}: {told}, by the model of step {run.step}")
