@@ -53,7 +53,16 @@ def blob(image: Image.Image, form: str, **kwargs) -> bytes:
 
 def test_every_source_is_in_the_table():
     images = {"digits", "synthetic", "array", "imagefolder", "batchfiles", "tfds", "packed"}
-    assert set(SOURCES) == images | {"numpy", "parquet", "huggingface", "webdataset", "text", "stdlib"}
+    assert set(SOURCES) == images | {
+        "numpy",
+        "parquet",
+        "huggingface",
+        "webdataset",
+        "grain",
+        "mixture",
+        "text",
+        "stdlib",
+    }
     with pytest.raises(UsageError, match="did you mean 'digits'"):
         open_source(Data(source="digit"), "train")
 

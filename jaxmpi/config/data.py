@@ -53,7 +53,8 @@ class Data:
     memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
     group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
     shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
-    train: InPython[Any] = None  # source `array`: anything with __len__ and __getitem__ -> (image, label)
+    # array: anything with __len__ and __getitem__ -> (image, label); grain: a MapDataset; mixture: parts and weights
+    train: InPython[Any] = None
     validation: InPython[Any] = None  # the same, for evaluation
 
     def __post_init__(self) -> None:

@@ -38,6 +38,10 @@ class Recipe:
     classes: int = 0  # that labels may name if the source does not say; 0: any number
     labels: str = "classes"  # a key of LABELS
 
+    def number(self, epoch: int, index: int) -> int:
+        """Number by which the source knows an example."""
+        return index + epoch * len(self.source) * bool(getattr(self.source, "endless", False))
+
     def row(self, epoch: int, index: int) -> Example:
         """Example `index` of the source.
 
@@ -46,7 +50,7 @@ class Recipe:
             TrainingError: it cannot be read.
             Exception: whatever the source raises, with a note that names the example.
         """
-        name = where(self.source, index)
+        name = where(self.source, self.number(epoch, index))
         try:
             read = self._read(epoch, index, name)
             if isinstance(read, dict):
@@ -63,9 +67,9 @@ class Recipe:
     def _read(self, epoch: int, index: int, name: str) -> Pair | Example:
         encoded = getattr(self.source, "encoded", None)
         if encoded is not None:
-            blob, label = encoded(index)
+            blob, label = encoded(self.number(epoch, index))
             return Pair(self.augment.encoded(blob, epoch, index, name), label)
-        example = self.source[index]
+        example = self.source[self.number(epoch, index)]
         if isinstance(example, dict):
             self.augment.check_unused(name)
             return flat(example, name)

@@ -346,6 +346,10 @@ class MemorySource:
             not getattr(inner, "bytes_each", 0),
             f"data.memory: got partition; {inner.name} is text, which every worker holds in memory as it is; use none",
         )
+        check(
+            not getattr(inner, "endless", False),
+            f"data.memory: got partition; examples of {inner.name} change by epoch, so none can be kept: use none",
+        )
         self.inner, self.data = inner, data
         self.name, self.classes = inner.name, inner.classes
         self.is_compressed = getattr(inner, "encoded", None) is not None

@@ -23,7 +23,7 @@ from jaxmpi.core.shared_memory import GoneError, Segment
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, Recipe
 from jaxmpi.data.ring_buffer import Parcel, Ring
-from jaxmpi.data.sources.base import where
+from jaxmpi.data.sources.base import Source, where
 
 # Of a loader's row on the board: the example that it is at, NOTHING between two messages, and since when by
 # time.monotonic_ns, 0 before its first message.
@@ -139,7 +139,7 @@ class LoaderWorker:
         for index in message.indices:
             if self.board[STOP]:
                 break
-            self._at(message.job, int(index))
+            self._at(message.job, recipe.number(message.epoch, int(index)))
             try:
                 return Answer(message.ticket, [], recipe.row(message.epoch, int(index)))
             except CorruptExample as error:
@@ -155,9 +155,10 @@ class LoaderWorker:
             if ring.closed[0] or self.board[STOP]:
                 break
             position = message.first + i * message.stride
-            self._at(message.job, index)
+            number = recipe.number(message.epoch, index)
+            self._at(message.job, number)
             try:
-                place(recipe.row(message.epoch, index), rows, position, recipe, index)
+                place(recipe.row(message.epoch, index), rows, position, recipe.source, number)
             except BaseException as error:
                 failures.append(Failure(position, error))
                 if not (recipe.skip and isinstance(error, CorruptExample)):
@@ -179,7 +180,7 @@ def opened(recipe: Recipe | Parcel) -> Recipe | Exception:
         )
 
 
-def place(row: Example, rows: dict[str, np.ndarray], position: int, recipe: Recipe, index: int) -> None:
+def place(row: Example, rows: dict[str, np.ndarray], position: int, source: Source, number: int) -> None:
     """Copy a row to where it belongs: rows[field][position].
 
     Raises:
@@ -187,18 +188,17 @@ def place(row: Example, rows: dict[str, np.ndarray], position: int, recipe: Reci
     """
     if row.keys() != rows.keys():
         raise UsageError(
-            f"{where(recipe.source, index)}: got the fields {', '.join(sorted(row))}; expected "
-            f"{', '.join(sorted(rows))} as before it"
+            f"{where(source, number)}: got the fields {', '.join(sorted(row))}; expected {', '.join(sorted(rows))} as before it"
         )
-    for name, got in row.items():
-        into = rows[name][position : position + 1]
+    for field, got in row.items():
+        into = rows[field][position : position + 1]
         fits = got.dtype == into.dtype or got.dtype.kind == into.dtype.kind == "f"
         if got.shape != into.shape[1:] or not fits:
-            is_image = name == "image"
-            what, way_out = ("an image", "set data.crop") if is_image else (name, "pad it, with a mask beside it")
+            is_image = field == "image"
+            what, way_out = ("an image", "set data.crop") if is_image else (field, "pad it, with a mask beside it")
             of_type, asked = (f" of {x.dtype}" * (got.shape == into.shape[1:]) for x in (got, into))
             raise UsageError(
-                f"{where(recipe.source, index)}: got {what} of shape {got.shape}{of_type}; expected "
+                f"{where(source, number)}: got {what} of shape {got.shape}{of_type}; expected "
                 f"{into.shape[1:]}{asked} as before it; {way_out}"
             )
         copy(into, got)

@@ -92,7 +92,8 @@ class SpawnedLoaders:
         if self.modes[number] != mode:
             self._send(number, TO_LOADER, mode)
             self.modes[number] = mode
-        self._send(number, TO_LOADER, file_words(message, where(recipe.source, int(message.indices[0]))))
+        first = where(recipe.source, recipe.number(message.epoch, int(message.indices[0])))
+        self._send(number, TO_LOADER, file_words(message, first))
 
     def _send(self, number: int, tag: int, message: bytes) -> None:
         self.sent = [(request, data) for request, data in self.sent if not request.Test()]

@@ -67,13 +67,16 @@ class PythonSource:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Any:
-        example = self.examples[index]
+        example = self._read(index)
         if isinstance(example, dict):
             if example.keys() != {"image", "label"}:
                 return example
             example = example["image"], example["label"]
         image, label = example
         return np.asarray(image), label
+
+    def _read(self, index: int) -> Any:
+        return self.examples[index]
 
 
 class FieldSource:

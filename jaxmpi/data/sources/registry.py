@@ -10,8 +10,10 @@ from jaxmpi.core.errors import lookup
 from jaxmpi.data.sources.arrays import array, digits, synthetic
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
+from jaxmpi.data.sources.grain_maps import grain
 from jaxmpi.data.sources.hugging_face import huggingface
 from jaxmpi.data.sources.image_folder import imagefolder
+from jaxmpi.data.sources.mixture import mixture
 from jaxmpi.data.sources.numpy_files import numpy_files
 from jaxmpi.data.sources.packed import packed
 from jaxmpi.data.sources.parquet import parquet
@@ -45,6 +47,8 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "parquet": parquet,
     "huggingface": huggingface,
     "webdataset": webdataset,
+    "grain": grain,
+    "mixture": lambda config, split: mixture(config, split, open_source),
     "text": text,
     "stdlib": stdlib,
     "packed": packed,

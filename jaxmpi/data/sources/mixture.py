@@ -1,0 +1,149 @@
+"""Source: several sources with weights.
+
+An epoch has as many examples as the parts have together, and of each part the share that its weight says. A part goes
+on in an epoch where it ended the one before, in an order of its own. So over epochs all its examples are visited
+equally often, and example i of epoch e is a function of (e, i) alone: of no worker, and of no state.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import check
+from jaxmpi.data.sampler import random_bits
+from jaxmpi.data.sources.arrays import array
+from jaxmpi.data.sources.base import Source, where
+
+FORM = "((Data(...), 3.0), (Data(...), 1.0)): a Data, or an object with __len__ and __getitem__, and its weight"
+
+
+class Mixture:
+    """Sources with weights.
+
+    Args:
+        parts: the sources.
+        weights: of each, > 0; their sum is of no matter.
+
+    Raises:
+        UsageError: a part without examples, a weight that is none or too small, parts of different classes.
+    """
+
+    name = "mixture"
+    endless = True  # an epoch's examples are not those of the next
+
+    def __init__(self, parts: Sequence[Source], weights: Sequence[float]) -> None:
+        names = [part.name for part in parts]
+        check(
+            len(parts) > 0 and all(math.isfinite(weight) and weight > 0 for weight in weights),
+            f"mixture of {', '.join(names)}: got the weights {list(weights)}; expected a number > 0 a part",
+        )
+        self.lengths = [len(part) for part in parts]
+        check(
+            min(self.lengths) > 0, f"mixture of {', '.join(names)}: got parts of {self.lengths} examples; expected >= 1"
+        )
+        self.parts, self.counts = tuple(parts), counted(sum(self.lengths), weights)
+        check(
+            min(self.counts) > 0,
+            f"mixture of {', '.join(names)}: got the weights {list(weights)}, which give {self.counts} of an epoch's "
+            f"{sum(self.counts)} examples; expected >= 1 of each part: raise the smallest",
+        )
+        self.ends = np.cumsum(self.counts)
+        self.orders = [
+            random_bits(n, 0, 0, stream=3, index=k).argsort(kind="stable") for k, n in enumerate(self.lengths)
+        ]
+        self.is_counted = all(getattr(part, "is_counted", False) for part in parts)
+        known = {part.classes for part in parts}
+        check(
+            self.is_counted or len(known) == 1,
+            f"mixture of {', '.join(names)}: got {[part.classes for part in parts]} classes; expected one number: a "
+            "label must mean the same in all parts",
+        )
+        self.classes = max(known)
+        self.in_process = any(getattr(part, "in_process", False) for part in parts)
+        each = {getattr(part, "bytes_each", 0) for part in parts}
+        self.bytes_each = each.pop() if len(each) == 1 else 0
+        self.notes = tuple(note for part in parts for note in getattr(part, "notes", ()))
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def place(self, number: int) -> tuple[Source, int]:
+        """The part that has example `number`, counted through all epochs, and its number there."""
+        epoch, index = divmod(int(number), len(self))
+        k = int(np.searchsorted(self.ends, index, side="right"))
+        visits = epoch * self.counts[k] + index - (int(self.ends[k]) - self.counts[k])  # of the part, before this one
+        turn, place = divmod(visits, self.lengths[k])
+        part, found = self.parts[k], int(self.orders[k][place])
+        return part, found + turn * self.lengths[k] * bool(getattr(part, "endless", False))
+
+    @property
+    def encoded(self) -> Callable[[int], tuple[Any, Any]] | None:
+        """(bytes, label) by number if all parts have it, else None."""
+        return self._encoded if all(getattr(part, "encoded", None) for part in self.parts) else None
+
+    def _encoded(self, number: int) -> tuple[Any, Any]:
+        part, found = self.place(number)
+        encoded: Any = getattr(part, "encoded")  # noqa: B009 - not in the protocol
+        return encoded(found)
+
+    def __getitem__(self, number: int) -> Any:
+        part, found = self.place(number)
+        return part[found]
+
+    def where(self, number: int) -> str:
+        """The example's name in its part."""
+        return where(*self.place(number))
+
+    def digest(self) -> str:
+        """SHA-256 of the parts' digests, lengths and shares of an epoch."""
+        parts = [getattr(part, "digest", str)() for part in self.parts]
+        return hashlib.sha256(f"{parts}{self.lengths}{self.counts}".encode()).hexdigest()
+
+
+def counted(examples: int, weights: Sequence[float]) -> list[int]:
+    """Numbers of examples by weight, which add up; the largest remainders are rounded up."""
+    exact = [examples * weight / math.fsum(weights) for weight in weights]
+    counts = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda k: (counts[k] - exact[k], k))
+    for k in by_remainder[: examples - sum(counts)]:
+        counts[k] += 1
+    return counts
+
+
+def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> Source:
+    """`data.train`, parts with weights; held out is `data.validation`, or each part's validation, all of it once.
+
+    Args:
+        config: of the data.
+        split: train or validation.
+        opened: `open_source`.
+    """
+    pairs = config.train
+    is_form = (
+        isinstance(pairs, Sequence)
+        and len(pairs) > 0
+        and all(isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[1], (int, float)) for pair in pairs)
+    )
+    check(is_form, f"data.train: got {pairs!r:.80} for a mixture; expected {FORM}")
+
+    def source_of(part: Any) -> Source:
+        return (
+            opened(part, split) if isinstance(part, Data) else array(Data("array", train=part, validation=part), split)
+        )
+
+    if split == "train":
+        return Mixture([source_of(part) for part, _ in pairs], [weight for _, weight in pairs])
+    if config.validation is not None:
+        return source_of(config.validation)
+    odd = [type(part).__name__ for part, _ in pairs if not isinstance(part, Data)]
+    check(
+        not odd,
+        f"data.validation: got none for a mixture of {', '.join(odd)}; give a Data or an object: only a "
+        "Data knows its own",
+    )
+    parts = [source_of(part) for part, _ in pairs]
+    return Mixture(parts, [len(part) for part in parts])
