@@ -188,7 +188,8 @@ def place(row: Example, rows: dict[str, np.ndarray], position: int, source: Sour
     """
     if row.keys() != rows.keys():
         raise UsageError(
-            f"{where(source, number)}: got the fields {', '.join(sorted(row))}; expected {', '.join(sorted(rows))} as before it"
+            f"{where(source, number)}: got the fields {', '.join(sorted(row))}; expected "
+            f"{', '.join(sorted(rows))} as before it"
         )
     for field, got in row.items():
         into = rows[field][position : position + 1]
