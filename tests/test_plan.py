@@ -147,6 +147,15 @@ def test_every_strategy_has_a_price_and_nothing_is_sent_by_one_worker():
     assert {cost_model.predict(one, 1e6, name) for name in cost_model.candidates(CARDS, tuple(WIRES))} == {0.0}
 
 
+def test_a_strategy_that_was_not_measured_gets_the_median_factors():
+    floats, times = (1 << 20, 1 << 22), {"asa:32": 2.0, "ring:32": 3.0, "tree:32": 7.0}
+    seconds = {k: {n: CARDS.call_s + f * cost_model.predict(CARDS, n, k) for n in floats} for k, f in times.items()}
+    fits = autotune.Probe(CARDS, seconds).fits_of_all(["asa:32", "root:32"])
+    assert [*fits["root:32"]] == pytest.approx([3, 3], rel=1e-4)
+    assert [*fits["asa:32"]] == pytest.approx([2, 2], rel=1e-4)
+    assert autotune.Probe(CARDS, {}).fits_of_all(["asa:32"]) == {}  # of prices that were given, formulas count
+
+
 def test_candidates_are_strategies_that_fit():
     wide, one, uneven = CARDS._replace(slots=2), CARDS._replace(hosts=1, slots=8), CARDS._replace(slots=2, even=False)
     for net, hierarchies in ((CARDS, False), (wide, True), (one, False), (uneven, False)):

@@ -21,6 +21,7 @@ from PIL import Image
 
 from jaxmpi.checkpoint import format
 from jaxmpi.comm import topology
+from jaxmpi.config import experiment_file
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
@@ -231,6 +232,7 @@ BAD = {
     "a folder": (["experiments"], "'experiments' is a folder; in it: "),
     "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be used"),
     "no file": ([], "name an experiment file"),
+    "no field": ([DIGITS, "--epochs", "3"], "unknown field --epochs"),
     "field": ([DIGITS, "--optim.learning-rate", "1"], "unknown field --optim.learning-rate; did you mean"),
     "strategy": ([DIGITS, "--exchange.strategy", "rign32"], "did you mean 'ring32'"),
     "wire": ([DIGITS, "--exchange.strategy", "asa:64"], "unknown wire '64'"),
@@ -267,6 +269,12 @@ def test_an_unknown_model_is_answered_with_the_nearest(line, tmp_path):
     assert ended.code != 0
     assert IMPORTS[line] in ended.out, ended.out
     assert "Traceback" not in ended.out
+
+
+def test_a_mistyped_flag_is_refused_before_the_experiment_is_loaded():
+    with pytest.raises(UsageError, match="unknown field --epochs"):
+        experiment_file.refuse_unknown(["gone.py", "--epochs", "3"])
+    experiment_file.refuse_unknown(["gone.py", "--rule.quorum", "2", "--lone_every=5", "--no-quiet", "--devices", "2"])
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -86,6 +86,18 @@ class Probe(NamedTuple):
         """The measured strategies' factors."""
         return {name: cost_model.fit(self.net, name, times) for name, times in self.seconds.items() if times}
 
+    def fits_of_all(self, names: Sequence[str]) -> dict[str, Fit]:
+        """The same, and for strategies that were not measured the median factors of those that were.
+
+        Formulas leave out what all strategies pay here, such as cores that ranks share. So one that was not measured
+        would look better than all that were.
+        """
+        found = self.fits()
+        if not found:
+            return {}
+        typical = Fit(*(statistics.median(parts) for parts in zip(*found.values(), strict=True)))
+        return dict.fromkeys(names, typical) | found
+
     def knows(self, sizes: Sequence[int]) -> bool:
         """Return True if candidates for leaves of about this size were measured."""
         return size_class(sizes) in self.classes

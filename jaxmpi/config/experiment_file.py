@@ -51,6 +51,20 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     return flags.with_objects(experiment, base), path
 
 
+def refuse_unknown(argv: Sequence[str]) -> None:
+    """Refuse a flag that no experiment can have, before its file and JAX are loaded: it was mistyped.
+
+    Parts of an experiment may have fields of the user's own, such as a rule's settings, so `--part.field` waits.
+
+    Raises:
+        UsageError: the flag, and the nearest.
+    """
+    known = Experiment()
+    for name in flags.unknown_flags(with_new_names([hyphens(arg) for arg in argv], lambda text: None), known):
+        if "." not in name:
+            raise UsageError(f"unknown field --{name}; {errors.nearest(name, flags.flags(known))}")
+
+
 def say_once(text: str) -> None:
     """A line on standard error, of one rank."""
     if launchers.my_rank() == 0:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 
 from jaxmpi.allreduce import autotune, cost_model
-from jaxmpi.allreduce.cost_model import Fits
 from jaxmpi.allreduce.prices import Link, Net, wire_format
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file
@@ -29,7 +28,7 @@ class Question(NamedTuple):
     """Inputs of a forecast."""
 
     net: Net  # its links and prices count, not its size
-    fits: Fits
+    probe: autotune.Probe  # whose measured strategies count
     source: str  # of the prices, for the heading
     sizes: tuple[int, ...]  # floats of every leaf
     step_s: float  # of one worker, without any exchange
@@ -105,7 +104,7 @@ def ask(options: argparse.Namespace) -> Question | None:
         return None
     source += "" if probe.net.hosts > 1 else ", on one host: nothing is known of others"
     slots = tuple(options.slots or sorted({1, probe.net.slots}))
-    return Question(without_gaps(probe.net), probe.fits(), source, sizes, options.step_s, slots, wires, options.overlap)
+    return Question(without_gaps(probe.net), probe, source, sizes, options.step_s, slots, wires, options.overlap)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -198,7 +197,8 @@ def layouts(question: Question) -> list[Net]:
 def answer(question: Question, net: Net) -> Answer:
     """The best strategy for one layout, and the resulting step."""
     names = cost_model.candidates(net, question.wires)
-    seconds = {name: autotune.step_seconds(net, question.sizes, name, BUCKET_BYTES, question.fits) for name in names}
+    fits = question.probe.fits_of_all(names)
+    seconds = {name: autotune.step_seconds(net, question.sizes, name, BUCKET_BYTES, fits) for name in names}
     best = min(names, key=seconds.__getitem__)
     hidden = 0.0 if question.first is None else (1 - question.first) * question.step_s
     exposed = max(0.0, seconds[best] - hidden)
