@@ -209,6 +209,7 @@ def test_help_lists_every_field_with_its_meaning():
             "loss",
             "fallback",
             "sinks",
+            "callbacks",
             "data",
             "optim",
             "schedule",
