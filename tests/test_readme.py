@@ -100,6 +100,7 @@ SCENARIOS = [
     Scenario(("batch_files.py",), ()),
     *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface", "webdataset")),
     Scenario(("grain_maps.py",), ("100 examples",)),
+    Scenario(("words.py",), ("100 classes",)),
     Scenario(("mixture.py",), ("2874 examples",)),
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),

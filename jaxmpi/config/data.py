@@ -2,8 +2,9 @@
 
 import math
 import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import tyro
 
@@ -42,7 +43,9 @@ class Data:
     mean_image: str = ""  # .npy file, u8 or f32[height, width, channels] in [0, 255]; instead of `mean`
     channels: int = 3  # of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
-    window: int = 128  # text, stdlib: bytes that an example predicts
+    window: int = 128  # text, stdlib: tokens that an example predicts
+    # text, stdlib: JSON file of tokenizers; in Python also such an object, or a function with vocab_size; empty: bytes
+    tokenizer: Annotated[Any, tyro.conf.arg(constructor=str)] = ""
     on_error: str = "stop"  # stop | skip: what a corrupt image does
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
     loader: str = "auto"  # auto | processes | threads | spawn: who makes batches; auto: processes to decode images
@@ -56,6 +59,8 @@ class Data:
     # array: anything with __len__ and __getitem__ -> (image, label); grain: a MapDataset; mixture: parts and weights
     train: InPython[Any] = None
     validation: InPython[Any] = None  # the same, for evaluation
+    # (random generator, example as a dict of arrays) -> example, of each training example once it is cropped
+    augment: InPython[Callable[[Any, dict[str, Any]], dict[str, Any]] | None] = None
 
     def __post_init__(self) -> None:
         check(self.on_error in ("stop", "skip"), f"data.on_error: got {self.on_error!r}; stop or skip")
@@ -114,6 +119,11 @@ class Data:
             not (area and self.mean_image),
             "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel",
         )
+
+
+def for_loaders(config: Data) -> Data:
+    """Settings without the objects that only the source needs, which loaders have by itself."""
+    return replace(config, train=None, validation=None, tokenizer="")
 
 
 def data_dir(config: Data) -> str:

@@ -10,13 +10,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from jaxmpi.config.data import Data
+from jaxmpi.config.data import Data, for_loaders
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
@@ -135,8 +135,7 @@ class Loader:
             f"{source.name}: got {len(source)} examples; expected the sampler's {sampler.examples}",
         )
         check(len(source) > 0 or not train, f"{source.name}: got 0 training examples; expected >= 1")
-        plain = replace(config, train=None, validation=None)  # loaders have the source itself
-        augment = Augment(plain, train, sampler.seed, load_mean_image(config))
+        augment = Augment(for_loaders(config), train, sampler.seed, load_mean_image(config))
         self._recipe = Recipe(source, augment, config.on_error == "skip", classes, labels)
         self._sampler = sampler
         self._next = start_step

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmpi.comm import topology
 from jaxmpi.comm.control import Processes
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config.data import Data
+from jaxmpi.config.data import Data, for_loaders
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, check
@@ -78,8 +78,7 @@ class DeviceFeed:
         if self.model and self.labels != "numbers":
             label = jax.ShapeDtypeStruct((1, *self.model.label_shape), np.int32)
             return {"image": self.model.example(), "label": label}
-        plain = dataclasses.replace(self.data, train=None, validation=None)
-        augment = Augment(plain, self.train, self.samplers[0].seed, load_mean_image(self.data))
+        augment = Augment(for_loaders(self.data), self.train, self.samplers[0].seed, load_mean_image(self.data))
         check(len(self.source) > 0, f"{self.source.name}: got 0 examples; expected >= 1")
         row = Recipe(self.source, augment, False, labels=self.labels).row(0, 0)
         kinds = {name: np.float32 if value.dtype.kind == "f" else value.dtype for name, value in row.items()}
@@ -104,9 +103,14 @@ class DeviceFeed:
             self.memory.close()
 
     @property
-    def bytes_each(self) -> int:
-        """Bytes of text that an example predicts; 0 if examples are no text."""
+    def bytes_each(self) -> float:
+        """Mean bytes of text that an example predicts; 0 if examples are no text."""
         return getattr(self.source, "bytes_each", 0)
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Tokens that a byte of text becomes, on average; 1 if examples are no text."""
+        return getattr(self.source, "tokens_each", 0) / self.bytes_each if self.bytes_each else 1.0
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[train_state.Batch, None, None]:
         """Batches on the devices of this process's workers, with a leading axis of workers if there are several.

@@ -44,7 +44,7 @@ class Recorder:
         terminal: Terminal | None = None,
         sinks: Sequence[Sink] = (),
         hosts: Sequence[str] = (),
-        bytes_each: int = 0,
+        bytes_each: float = 0,
     ) -> None:
         """Open RUN/record.jsonl for appending; `run_dir` is None on ranks other than 0.
 
@@ -53,7 +53,7 @@ class Recorder:
             terminal: shows rank 0's output.
             sinks: get every line, too.
             hosts: names, by rank.
-            bytes_each: bytes of text that an example predicts; 0 for images.
+            bytes_each: mean bytes of text that an example predicts; 0 for images.
         """
         self._unit, self._each = ("bytes", bytes_each) if bytes_each else ("images", 1)
         self._file = opened(run_dir / "record.jsonl") if run_dir else None
@@ -183,13 +183,15 @@ class Recorder:
         """`rank 3 on node07`."""
         return f"rank {rank}" + (f" on {self._hosts[rank]}" if rank < len(self._hosts) else "")
 
-    def evaluation(self, *, step: int, epoch: float, examples: int, eval_count: int, **means: float) -> None:
+    def evaluation(
+        self, *, step: int, epoch: float, examples: int, eval_count: int, tokens_per_byte: float = 1.0, **means: float
+    ) -> None:
         """Write figures of `eval_count` examples: eval_loss and those of the task; none if there are no examples.
 
-        For text also eval_bits_per_byte = eval_loss / ln 2.
+        For text also eval_bits_per_byte = eval_loss / ln 2 x the tokens of a byte.
         """
         if self._unit == "bytes" and means:
-            means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2)
+            means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2) * tokens_per_byte
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
         if buckets := self._buckets.taken():

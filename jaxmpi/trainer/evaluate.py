@@ -45,7 +45,8 @@ def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
             yield run.functions.eval_step(params, model_state, batch)
 
     means = figures_of(judged(), run.workers)
-    run.recorder.evaluation(step=step, epoch=run.plan.epoch(step), examples=run.plan.examples(step), **means)
+    place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
+    run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **means)
     if not run.experiment.callbacks:
         return Evaluation(means)
     return Evaluation(means, told(run, step, means, params, model_state))

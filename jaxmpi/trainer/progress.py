@@ -110,7 +110,7 @@ class ProgressLog:
 
 
 def open_recorder(
-    experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str], bytes_each: int
+    experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str], bytes_each: float
 ) -> Recorder:
     """The record, the sinks and the terminal; hosts are names by rank."""
     sinks = [*experiment.sinks, *([TensorBoard(folder / "tensorboard")] if experiment.tensorboard else [])]

@@ -23,7 +23,7 @@ class Source(Protocol):
     - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
       Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
       ends the run; `CorruptExample` is skipped if `data.on_error` says so.
-    - `bytes_each: int`: of text, the bytes that an example predicts.
+    - `bytes_each: float`: of text, the mean bytes that an example predicts, and `tokens_each: int`, its tokens.
     - `file_ends: tuple[int, ...]`: of each file of several examples, the index behind its last one: training then takes
       whole files (`data.shuffle_by`). Of `labels: int[n]`, if it has them, it is seen whether files are mixed.
     - `in_process: bool`: True if its contents change while it is read, so that loaders must be threads.

@@ -64,8 +64,9 @@ class Mixture:
         )
         self.classes = max(known)
         self.in_process = any(getattr(part, "in_process", False) for part in parts)
-        each = {getattr(part, "bytes_each", 0) for part in parts}
-        self.bytes_each = each.pop() if len(each) == 1 else 0
+        share_of = [count / sum(self.counts) for count in self.counts]
+        self.bytes_each = _mean([getattr(part, "bytes_each", 0) for part in parts], share_of)
+        self.tokens_each = _mean([getattr(part, "tokens_each", 0) for part in parts], share_of)
         self.notes = tuple(note for part in parts for note in getattr(part, "notes", ()))
 
     def __len__(self) -> int:
@@ -102,6 +103,11 @@ class Mixture:
         """SHA-256 of the parts' digests, lengths and shares of an epoch."""
         parts = [getattr(part, "digest", str)() for part in self.parts]
         return hashlib.sha256(f"{parts}{self.lengths}{self.counts}".encode()).hexdigest()
+
+
+def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
+    """Mean of the parts' values; 0 if a part has none."""
+    return math.fsum(v * share for v, share in zip(values, shares, strict=True)) if all(values) else 0
 
 
 def counted(examples: int, weights: Sequence[float]) -> list[int]:

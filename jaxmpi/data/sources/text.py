@@ -1,6 +1,7 @@
-"""Text as bytes: files one after another, cut into windows of one length, each with the bytes that come next.
+"""Text as tokens: files one after another, cut into windows of one length, each with the tokens that come next.
 
-A window is an example, a byte a token: i32[window] in, i32[window] to predict. Which files are held out is a function
+A window is an example: i32[window] in, i32[window] to predict. A token is a byte, or what a tokenizer makes of a whole
+file. Which files are held out is a function
 of their names, so that a file more or less moves no other.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.shared_memory import available_bytes
+from jaxmpi.data.sources.tokenizers import Tokenizer, tokenizer_of
 
 BYTES = 256  # classes
 BETWEEN = b"\0"  # files; no text holds it
@@ -25,39 +27,57 @@ OF_THE_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
 
 class TextSource:
-    """Files as one row of bytes, cut into windows: u8[n] -> (i32[window], i32[window]) by index.
+    """Files as one row of tokens, cut into windows: [n] -> (i32[window], i32[window]) by index.
 
-    Window i holds bytes [i T, i T + T), T the window; its labels are bytes [i T + 1, i T + T + 1). So each byte but the
-    first is predicted once, from those before it in its window. The last n - 1 mod T bytes are left out.
+    Window i holds tokens [i T, i T + T), T the window; its labels are tokens [i T + 1, i T + T + 1). So each token but
+    the first is predicted once, from those before it in its window. The last n - 1 mod T tokens are left out.
 
     Args:
         root: what names are relative to.
         files: by name, in this order, which must be the same on all machines; a NUL is put between two.
-        window: T, bytes, >= 1.
+        window: T, tokens, >= 1.
         name: of the source, for errors.
+        tokenizer: makes the tokens of a file, without a NUL; None: they are its bytes.
+        errors: what becomes of bytes that are no UTF-8, for a tokenizer: strict refuses them, replace takes U+FFFD.
+
+    Attributes:
+        bytes_each: mean bytes that are predicted in an example.
+        tokens_each: tokens that are.
 
     Raises:
-        UsageError: no files, fewer bytes than one window takes, or a file that cannot be read.
+        UsageError: no files, fewer tokens than one window takes, or a file that cannot be read.
     """
 
-    classes = BYTES
-
-    def __init__(self, root: Path, files: Sequence[str], window: int, name: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[str],
+        window: int,
+        name: str,
+        tokenizer: Tokenizer | None = None,
+        errors: str = "strict",
+    ) -> None:
         self.name, self.files, self.window = name, tuple(files), window
+        self.classes, self.token = (tokenizer.classes, "token") if tokenizer else (BYTES, "byte")
         _check_room(root, files, name)
-        blobs = [_content(root / file, name) + BETWEEN for file in files]
-        self.ends = np.cumsum([len(blob) for blob in blobs], dtype=np.int64)
-        self.text = np.frombuffer(b"".join(blobs), np.uint8)
+        parts, size_bytes = [np.empty(0, np.uint8)], 0
+        for file in files:
+            blob = _content(root / file, name) + (b"" if tokenizer else BETWEEN)
+            size_bytes += len(blob)
+            path = root / file
+            parts.append(
+                tokenizer.tokens(_decoded(blob, path, name, errors), str(path))
+                if tokenizer
+                else np.frombuffer(blob, np.uint8)
+            )
+        self.ends = np.cumsum([len(part) for part in parts[1:]], dtype=np.int64)
+        self.text = np.concatenate(parts)
         check(
             len(self) > 0,
-            f"{name}: got {len(files)} files of {len(self.text)} bytes in {root}; expected at least data.window + 1 = "
-            f"{window + 1} bytes",
+            f"{name}: got {len(files)} files of {len(self.text)} {self.token}s in {root}; expected at least "
+            f"data.window + 1 = {window + 1} {self.token}s",
         )
-
-    @property
-    def bytes_each(self) -> int:
-        """Bytes that are predicted in an example."""
-        return self.window
+        self.tokens_each, self.bytes_each = window, window * size_bytes / len(self.text)
 
     def __len__(self) -> int:
         return max(len(self.text) - 1, 0) // self.window
@@ -70,13 +90,13 @@ class TextSource:
         return some[:-1], some[1:]
 
     def where(self, index: int) -> str:
-        """The file in which window `index` begins, and the byte."""
+        """The file in which window `index` begins, and the byte or token."""
         begin = index * self.window
         file = int(np.searchsorted(self.ends, begin, side="right"))
-        return f"{self.files[file]}, byte {begin - (self.ends[file - 1] if file else 0)}"
+        return f"{self.files[file]}, {self.token} {begin - (self.ends[file - 1] if file else 0)}"
 
     def digest(self) -> str:
-        """SHA-256 of names and bytes, all of them."""
+        """SHA-256 of names and tokens, all of them."""
         digest = hashlib.sha256("\0".join(self.files).encode(errors="surrogateescape"))
         digest.update(self.text.data)
         return digest.hexdigest()
@@ -103,6 +123,15 @@ def _content(path: Path, name: str) -> bytes:
         return path.read_bytes()
 
 
+def _decoded(blob: bytes, path: Path, name: str, errors: str) -> str:
+    try:
+        return blob.decode(errors=errors)
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{name}: {path}: {error}; a tokenizer takes UTF-8: convert the file, or take it away"
+        ) from error
+
+
 @contextlib.contextmanager
 def _reading(path: Path, name: str) -> Iterator[None]:
     try:
@@ -127,7 +156,7 @@ def text(config: Data, split: str) -> TextSource:
     check(bool(config.dir), "text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/")
     folder = Path(config.dir) / (config.train_split if split == "train" else config.validation_split)
     check(folder.is_dir(), f"text: no folder {folder}; name the right one with --data.{split}-split")
-    return TextSource(folder, names(folder), config.window, "text")
+    return TextSource(folder, names(folder), config.window, "text", tokenizer_of(config.tokenizer))
 
 
 def stdlib(config: Data, split: str) -> TextSource:
@@ -141,7 +170,7 @@ def stdlib(config: Data, split: str) -> TextSource:
     root = Path(sysconfig.get_path("stdlib"))
     wanted = library_files(names(root, ".py"), held_out=split != "train")
     check(len(wanted) > 0, f"stdlib: found no Python source for {split} in {root}; use another Python, or source text")
-    return TextSource(root, wanted, config.window, "stdlib")
+    return TextSource(root, wanted, config.window, "stdlib", tokenizer_of(config.tokenizer), errors="replace")
 
 
 def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:

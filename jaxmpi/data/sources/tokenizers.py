@@ -1,0 +1,77 @@
+"""Tokenizers for text: a JSON file of the library `tokenizers`, one of its objects, or any function."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check
+
+FORM = (
+    "the name of a JSON file, a tokenizers.Tokenizer, or a function of a text that returns its tokens' numbers and has "
+    "an attribute vocab_size"
+)
+
+
+class Tokenizer(NamedTuple):
+    """Text to numbers in [0, classes)."""
+
+    encode: Callable[[str], Any]
+    classes: int
+
+    def tokens(self, text: str, where: str) -> np.ndarray:
+        """u16 or u32[n] of a whole file.
+
+        Raises:
+            UsageError: what the tokenizer returns are no such numbers.
+        """
+        found = np.asarray(self.encode(text))
+        is_row = found.ndim == 1 and (found.dtype.kind in "iu" or found.size == 0)
+        check(is_row, f"{where}: data.tokenizer: got {found.dtype}{list(found.shape)}; expected whole numbers [tokens]")
+        least, most = (int(found.min()), int(found.max())) if found.size else (0, 0)
+        check(
+            0 <= least and most < self.classes,
+            f"{where}: data.tokenizer: got tokens from {least} to {most}; expected 0 <= token < {self.classes}, its "
+            "vocab_size",
+        )
+        return found.astype(np.uint16 if self.classes <= 1 << 16 else np.uint32)
+
+
+def tokenizer_of(given: Any) -> Tokenizer | None:
+    """The tokenizer that `data.tokenizer` names or is; None if it is empty.
+
+    Raises:
+        UsageError: no such file, a package that is missing, or no tokenizer.
+    """
+    if not given:
+        return None
+    if isinstance(given, str):
+        return _of_json(_read(given), given)
+    if hasattr(given, "get_vocab_size") and hasattr(given, "to_str"):
+        return _of_json(given.to_str(), "data.tokenizer")
+    classes = getattr(given, "vocab_size", 0)
+    is_function = callable(given) and isinstance(classes, int) and classes > 0
+    check(is_function, f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
+    return Tokenizer(given, classes)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"data.tokenizer: {path} cannot be read: {error}; expected {FORM}") from error
+
+
+def _of_json(content: str, name: str) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UsageError(f"data.tokenizer: {error}; install it with pip install 'jaxmpi[tokenizers]'") from error
+    try:
+        made = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # all that the library raises
+        raise UsageError(f"{name}: {error}; expected JSON as Tokenizer.save of tokenizers writes it") from error
+    made.no_truncation()  # many are saved with it: it would cut each file off
+    made.no_padding()
+    return Tokenizer(lambda text: made.encode(text).ids, made.get_vocab_size())
