@@ -17,6 +17,7 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.renamed import RENAMED
 from jaxmpi.config.schema import Experiment, local_batch
 from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.launch import command
 from launching import ROOT
 
 DURATIONS = [
@@ -230,6 +231,40 @@ def test_an_old_flag_is_taken_and_the_new_one_said(capsys):
         "jaxmpi: --data.stall-s is --data.stall-timeout-s now",
         "jaxmpi: --lone-every is --compute-only-every now",
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Experiment(stall_s=5.0, stall_timeout_s=9.0),  # pyright: ignore[reportCallIssue]
+            r"Experiment: got stall_s 5\.0 and stall_timeout_s 9\.0, which are one field; give stall_timeout_s alone",
+        ),
+        (
+            lambda: Data(stall_timeout_s=9.0, stall_s=9.0),  # pyright: ignore[reportCallIssue]
+            r"Data: got stall_s 9\.0 and stall_timeout_s 9\.0, which are one field",
+        ),
+    ],
+)
+def test_both_names_of_a_field_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_an_old_name_still_replaces_a_field():
+    with pytest.warns(FutureWarning, match="Experiment: stall_s is stall_timeout_s now"):
+        replaced = dataclasses.replace(Experiment(stall_timeout_s=9.0), stall_s=5.0)  # pyright: ignore[reportCallIssue]
+    assert replaced.stall_timeout_s == 5.0
+
+
+@pytest.mark.parametrize("parse", [experiment_file.parse, command.parse])
+def test_both_names_of_a_flag_are_refused(parse):
+    digits = str(ROOT / "experiments" / "digits.py")
+    for old in (["--stall-s", "5"], ["--stall_s=5"]):
+        for new in (["--stall-timeout-s", "9"], ["--stall_timeout_s=9"]):
+            for both in ([*old, *new], [*new, *old]):
+                with pytest.raises(UsageError, match="got --stall.s and --stall-timeout-s, which are one flag; give"):
+                    parse([digits, *both])
 
 
 def test_every_new_name_is_a_flag_or_a_field():

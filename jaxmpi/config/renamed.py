@@ -1,9 +1,12 @@
 """Names that fields and flags had in 0.1; accepted for one more version, with a line that has the new name."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+from jaxmpi.core.errors import check
 
 T = TypeVar("T")
 
@@ -22,6 +25,9 @@ RENAMED = {
 def takes_old_names(part: str = "") -> Callable[[type[T]], type[T]]:
     """Have a dataclass's `__init__` take the old names of its fields.
 
+    It raises `UsageError` if it is given both names of a field. `dataclasses.replace` hands over every field, of which
+    those that the caller did not name are copies: there the old name counts.
+
     Args:
         part: prefix of its names in the table, such as `data.`.
     """
@@ -33,10 +39,17 @@ def takes_old_names(part: str = "") -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         init: Callable[..., None] = cls.__init__
+        fields = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
 
         @functools.wraps(init)
         def renaming(self: T, *args: Any, **kwargs: Any) -> None:
+            is_replaced = kwargs.keys() >= fields
             for name in old.keys() & kwargs.keys():
+                check(
+                    is_replaced or old[name] not in kwargs,
+                    f"{cls.__name__}: got {name} {kwargs[name]!r} and {old[name]} {kwargs.get(old[name])!r}, which "
+                    f"are one field; give {old[name]} alone",
+                )
                 warnings.warn(f"{cls.__name__}: {name} is {old[name]} now", FutureWarning, stacklevel=2)
                 kwargs[old[name]] = kwargs.pop(name)
             init(self, *args, **kwargs)
@@ -53,13 +66,18 @@ def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]
     Args:
         argv: flags, with hyphens or underscores in their names.
         say: is given a line for each.
+
+    Raises:
+        UsageError: an old flag beside its new name.
     """
     flags = {f"--{old.replace('_', '-')}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
+    given = {arg.partition("=")[0].replace("_", "-") for arg in argv}
     found = []
     for arg in argv:
         name, equals, value = arg.partition("=")
         new = flags.get(name.replace("_", "-"), name)
         if new != name:
+            check(new not in given, f"got {name} and {new}, which are one flag; give {new} alone")
             say(f"{name} is {new} now")
         found.append(new + equals + value)
     return found
