@@ -263,7 +263,7 @@ def test_both_names_of_a_flag_are_refused(parse):
     for old in (["--stall-s", "5"], ["--stall_s=5"]):
         for new in (["--stall-timeout-s", "9"], ["--stall_timeout_s=9"]):
             for both in ([*old, *new], [*new, *old]):
-                with pytest.raises(UsageError, match="got --stall.s and --stall-timeout-s, which are one flag; give"):
+                with pytest.raises(UsageError, match=r"got --stall.s and --stall-timeout-s, which are one flag; give"):
                     parse([digits, *both])
 
 

@@ -279,24 +279,56 @@ def test_compressors_are_for_gradients():
 
 
 @pytest.mark.parametrize(
-    ("config", "idle"),
+    ("config", "message"),
     [
-        (RuleConfig(), []),
-        (RuleConfig("awagd", average_momentum=True, force=True), []),
-        (RuleConfig("gradients", local_steps=10, outer_lr=0.5), ["local_steps", "outer_lr"]),
-        (RuleConfig("gosgd", p=0.5, staleness=3, alpha=0.5), ["staleness"]),  # alpha: as it is by default
-        (RuleConfig("easgd_sync", tau=4, server_alpha=0.1), ["server_alpha"]),
+        (
+            RuleConfig(local_steps=10),
+            "rule.local_steps: got 10 with rule gradients, .* leave it out, or use local_sgd or",
+        ),
+        (RuleConfig("subgd", noise_scale=False), "rule.noise_scale: got False with rule subgd.*, or use gradients$"),
+        (RuleConfig("gosgd", alpha=0.4), "rule.alpha: got 0.4 with rule gosgd, which.*, or use easgd or easgd_sync$"),
+        (RuleConfig("gosgd", staleness=3), "rule.staleness: got 3 with rule gosgd, whose workers report to no center"),
+        (RuleConfig("easgd_sync", alpha=0.1, momentum=0.9), "rule.momentum: got 0.9 with rule easgd_sync.*use easgd$"),
     ],
-    ids=lambda x: x.name if isinstance(x, RuleConfig) else "",
 )
-def test_settings_that_a_rule_does_not_go_by_are_known(config, idle):
-    assert registry.without_effect(config) == idle
+def test_settings_that_a_rule_does_not_go_by_are_refused(config, message):
+    with pytest.raises(UsageError, match=message):
+        registry.check_ranks(config, 4, "sgd")
 
 
-def test_of_a_user_s_rule_nothing_is_known(monkeypatch):
+@pytest.mark.parametrize(
+    "config",
+    [
+        RuleConfig(),
+        RuleConfig("subgd", force=True, alpha=0.5, local_steps=50),  # as they are by default
+        RuleConfig("awagd", average_momentum=True, force=True),
+        RuleConfig("gosgd", p=0.5),
+    ],
+)
+def test_settings_of_the_rule_and_defaults_are_accepted(config):
+    registry.check_ranks(config, 4, "sgd")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(RuleConfig):
+    """Config of a user's rule."""
+
+    name: str = "mine"
+    quorum: int = 1
+    tried: list[int] = dataclasses.field(default_factory=list)
+
+
+def test_a_user_s_rule_goes_by_the_fields_that_its_class_adds_or_by_those_it_names(monkeypatch):
     row = registry.RuleSpec(lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config), "none", True, False)
     monkeypatch.setitem(registry.RULES, "mine", row)
-    assert registry.without_effect(RuleConfig("mine", tau=3)) == []
+    registry.check_ranks(Mine(quorum=2), 4, "sgd")
+    message = "rule.tau: got 3 with rule mine.*, or use easgd .*, or add tau to `settings` of its RuleSpec"
+    with pytest.raises(UsageError, match=message):
+        registry.check_ranks(Mine(tau=3), 4, "sgd")
+    monkeypatch.setitem(registry.RULES, "mine", row._replace(settings=("tau",)))
+    registry.check_ranks(Mine(tau=3), 4, "sgd")
+    with pytest.raises(UsageError, match=r"rule\.quorum: got 2 with rule mine, which does not go by it; leave it out$"):
+        registry.check_ranks(Mine(quorum=2), 4, "sgd")
 
 
 def test_every_setting_is_some_rules():

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optax
 
 from jaxmpi.allreduce.wires import is_coarse
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.rules.asgd import asgd
 from jaxmpi.rules.awagd import awagd
 from jaxmpi.rules.base import Exchange, Rule
@@ -31,14 +31,18 @@ class RuleSpec(NamedTuple):
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
     is_periodic: bool = False  # exchanges every so many steps, nothing in between
     is_asynchronous: bool = False  # workers do not wait for each other
-    settings: tuple[str, ...] | None = None  # fields of its RuleConfig that it goes by; None: all
+    settings: tuple[str, ...] | None = None  # fields of its config that it goes by; None: those RuleConfig has not
     takes_compressors: bool = False  # it exchanges means of gradients, of which a compressor may keep something back
     sends_params: bool = False  # which a wire of 8 bits would round by more than a step changes them
     check: Callable[[RuleConfig, int], None] = lambda config, workers: None  # raises UsageError
 
     def goes_by(self, setting: str) -> bool:
-        """Return True if a field of RuleConfig matters to the rule."""
-        return self.settings is None or setting in self.settings
+        """Return True if a field of its config matters to the rule; `name` and `force` are of all rules."""
+        own = self.settings if self.settings is not None else {setting} - COMMON
+        return setting in ("name", "force", *own)
+
+
+COMMON = {field.name for field in dataclasses.fields(RuleConfig)}
 
 
 CENTER, LOCAL = ("tau", "staleness", "servers"), ("local_steps",)
@@ -63,11 +67,36 @@ RULES: dict[str, RuleSpec] = {
 }
 
 
-def without_effect(config: RuleConfig) -> list[str]:
-    """Settings that differ from their defaults and that this rule does not go by; `force` is of all rules."""
+# Why a rule has no use for a setting, if there is more to say than that it does not go by it.
+NO_USE = {
+    "servers": "which has no center",
+    "staleness": "whose workers report to no center that could hold them back",
+}
+
+
+def check_settings(config: RuleConfig) -> None:
+    """Refuse settings that differ from their defaults and that the rule does not go by.
+
+    Raises:
+        UsageError: the setting, the rule, and which rules take it.
+    """
     row = lookup(RULES, config.name, "rule")
-    others = [f for f in dataclasses.fields(config) if f.name not in ("name", "force") and not row.goes_by(f.name)]
-    return [field.name for field in others if getattr(config, field.name) != field.default]
+    for field in dataclasses.fields(config):
+        got, why = getattr(config, field.name), NO_USE.get(field.name, "which does not go by it")
+        if row.goes_by(field.name) or got == default(field):
+            continue
+        able = " or ".join(name for name, spec in RULES.items() if spec.goes_by(field.name))
+        ways = [f"rule.{field.name}: got {got} with rule {config.name}, {why}; leave it out"]
+        if able:
+            ways.append(f"or use {able}")
+        if row.settings is None:
+            ways.append(f"or add {field.name} to `settings` of its RuleSpec if the rule does")
+        raise UsageError(", ".join(ways))
+
+
+def default(field: dataclasses.Field) -> Any:
+    """The value that a field of a dataclass has if none is given."""
+    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def is_asynchronous(config: RuleConfig) -> bool:
@@ -81,18 +110,9 @@ def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
     Raises:
         UsageError: got, expected, way out.
     """
+    check_settings(config)
     row, name = lookup(RULES, config.name, "rule"), config.name
     workers = size - config.servers * row.is_asynchronous
-    for setting, why in (
-        ("servers", "which has no center"),
-        ("staleness", "whose workers report to no center that could hold them back"),
-    ):
-        got = getattr(config, setting)
-        able = [rule for rule, spec in RULES.items() if spec.goes_by(setting)]
-        check(
-            row.goes_by(setting) or not got,
-            f"rule.{setting}: got {got} with rule {name}, {why}; leave it out, or use {' or '.join(able)}",
-        )
     check(
         not row.is_asynchronous or size > 1,
         f"rule {name} is between workers that do not wait for each other; got one rank: start several "
@@ -103,7 +123,7 @@ def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
     )
     row.check(config, workers)
     check(
-        not config.momentum or (row.goes_by("momentum") and optimizer == "sgd"),
+        not config.momentum or optimizer == "sgd",
         f"rule.momentum: got {config.momentum} with rule {name} and optimizer {optimizer}; EAMSGD is rule easgd over "
         "optim.name sgd, others bring a momentum of their own",
     )

@@ -222,8 +222,6 @@ def run_in(
         say_continued(recorder, experiment, saved, plan)
     if saved and start:
         say_changes(recorder, saved.extra, experiment, plan, start)
-    if idle := registry.without_effect(experiment.rule):
-        recorder.say(f"without effect in rule {experiment.rule.name}: {', '.join(f'rule.{name}' for name in idle)}")
     if functions.why:
         recorder.say(functions.why)
     if start >= plan.clock.total_steps:
