@@ -21,7 +21,7 @@ from jaxmpi.trainer.build import TrainingPlan
 from jaxmpi.trainer.callbacks import Callback, rate_factor
 from jaxmpi.trainer.step import Metrics
 
-SUMS = 6  # over workers: loss, examples, |g_i|^2; and if |g|^2 was measured |g_i|^2, |g|^2, steps
+SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
 
 
 class Done(NamedTuple):
@@ -31,7 +31,7 @@ class Done(NamedTuple):
     examples: int  # so far
     images: int  # since the last line, as all that follows but the last two
     loss: float  # mean over examples
-    gradient_norm: float  # root of the mean square over workers and steps
+    gradient_norm: float  # root of the mean square over the steps that workers made
     wait_s: float  # for batches so far, mean over workers
     skipped: int  # corrupt examples so far
 
@@ -53,7 +53,9 @@ class ProgressLog:
         losses, counts, squares = (
             rows(value, self.workers).astype(np.float64) for value in (metrics.loss, metrics.count, metrics.squares)
         )
-        return np.array([losses.sum(), counts.sum(), squares.sum(), *self._measured(step, metrics, squares)])
+        return np.array(
+            [losses.sum(), counts.sum(), squares.sum(), squares.size, *self._measured(step, metrics, squares)]
+        )
 
     def _measured(self, step: int, metrics: Metrics, squares: np.ndarray) -> list[float]:
         """|g_i|^2, |g|^2 and 1 over workers; zeros if their gradients are not of as many examples."""
@@ -74,14 +76,14 @@ class ProgressLog:
         plan, feed = self.plan, self.plan.feed
         mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
         every = self.workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
-        loss, count, squares, *measured, skipped, wait_s, apart = every[:, : len(mine)].sum(axis=0).tolist()
+        loss, count, squares, made, *measured, skipped, wait_s, apart = every[:, : len(mine)].sum(axis=0).tolist()
         seen = summary(every[:, len(mine) :], window.steps)
         done = Done(
             epoch=plan.epoch(step),
             examples=plan.examples(step),
             images=plan.examples(step) - plan.examples(step - window.steps),
             loss=float(loss / count) if count else float("nan"),
-            gradient_norm=(squares / self.workers.size / max(window.steps, 1)) ** 0.5,
+            gradient_norm=(squares / max(made, 1.0)) ** 0.5,
             wait_s=float(wait_s) / self.workers.size,
             skipped=int(skipped),
         )
