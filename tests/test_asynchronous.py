@@ -1,5 +1,6 @@
 """Whole runs by asynchronous rules: what they count, record, save and survive; and what they refuse."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -40,6 +41,7 @@ from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer import async_chief, async_start
 from jaxmpi.trainer import build as trainer_build
 from jaxmpi.trainer.async_worker import Worker
+from jaxmpi.trainer.asynchronous import AsynchronousWorker
 from jaxmpi.trainer.loop import Progress
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train
@@ -543,6 +545,22 @@ RANKS = {
 def test_ranks_and_rules_that_do_not_fit_are_refused(message):
     with pytest.raises(UsageError, match=re.escape(message)):
         registry.check_ranks(*RANKS[message])
+
+
+def test_a_run_that_stops_at_its_first_step_closes_its_source():
+    closed = []
+
+    def source():
+        try:
+            yield from range(2, 9)
+        finally:
+            closed.append(True)
+
+    batches = source()
+    worker: Any = SimpleNamespace(first=next(batches), source=batches)
+    with contextlib.closing(AsynchronousWorker.batches(worker)) as mine:
+        assert next(mine) == 2
+    assert closed == [True]
 
 
 @pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd", "easgd_sync"])

@@ -3,19 +3,32 @@
 uv run pytest -m faults tests/test_survive.py
 """
 
+import contextlib
 import functools
 import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from jaxmpi.checkpoint import format
+from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.train_state import TrainState
 from jaxmpi.launch import command
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.observe.step_timing import LOCAL, Window
+from jaxmpi.observe.trace import Tracer
+from jaxmpi.recover.shrink import CommittedState, Lost, ShrinkCoordinator
+from jaxmpi.trainer import lock_step, recovery
+from jaxmpi.trainer.progress import ProgressLog
+from jaxmpi.trainer.step import Metrics
+from jaxmpi.trainer.timetable import Timetable
 from launching import ROOT, leaked, mpirun_line, run, shared_memory, train
 from test_faults import MODEL, inject, left_behind, losses, start, trainer
 
@@ -47,6 +60,94 @@ def test_a_launcher_that_ends_the_job_with_its_first_rank_is_refused(tmp_path):
     ended = train(2, DIGITS, "--on-rank-loss", "shrink", "--run-dir", str(tmp_path / "run"))
     assert ended.code == 2, ended.out
     assert "on_rank_loss: got shrink, but this MPI ends a job with its first rank" in ended.out
+
+
+# ---------------------------------------------------------------- after a loss
+
+
+class Built(NamedTuple):
+    """Of the functions of a run, those that go over to the next."""
+
+    asked: str = ""
+    form: str = ""
+
+
+STATE = TrainState(np.int32(7), (), (), (), np.zeros(2, np.uint32))
+
+
+@pytest.fixture
+def survivor(monkeypatch) -> Any:
+    """The run of the only rank that is left after step 7, at whose loss a checkpoint was dropped."""
+    pact: Any = ShrinkCoordinator(SoloProcesses(), None, 2, None, is_unsaved=True)  # pyright: ignore[reportArgumentType]
+    pact.held = CommittedState(7, STATE, np.zeros(7), is_settled=True)
+    plan = SimpleNamespace(
+        clock=SimpleNamespace(effective_batch=8),
+        scaled_for=2,
+        headline="",
+        timetable=Timetable(100, 100, 100, 100, 200),
+    )
+    whole: Any = SimpleNamespace(
+        pact=pact,
+        plan=plan,
+        experiment=Experiment(),
+        functions=Built(),
+        saver=SimpleNamespace(home=None),
+        notice=None,
+        guard=SimpleNamespace(recovery=None),
+        profiler=None,
+    )
+    fakes = {
+        "gather_mortal": lambda control: SimpleNamespace(size=1, mine=(0,), comm=None, mesh=None),
+        "watch": lambda experiment, workers: contextlib.nullcontext(),
+        "make_plan": lambda *args, **kwargs: plan,
+        "build_functions": lambda *args: Built(),
+        "handed_over": lambda *args: Recorder(None),
+        "assembled": lambda *args: whole,
+        "LockStep": lambda run, sums: SimpleNamespace(run=run, result={}, _evaluated=-1),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(recovery, name, fake)
+    monkeypatch.setattr(recovery.run_directory, "as_begun", lambda experiment, *args: experiment)
+    return whole
+
+
+def test_a_dropped_checkpoint_is_due_until_one_is_saved(survivor, monkeypatch):
+    with contextlib.ExitStack() as ends:
+        for _ in range(2):  # the second death comes before anything is saved
+            coordinator, position = recovery.gone_on(survivor, ends)
+            assert position.overdue.save
+
+        def lost(*args: Any) -> None:
+            raise Lost
+
+        monkeypatch.setattr(lock_step, "save", lost)
+        with pytest.raises(Lost):
+            lock_step.LockStep.save(coordinator, 7, STATE)
+        assert recovery.gone_on(survivor, ends)[1].overdue.save
+        monkeypatch.setattr(lock_step, "save", lambda *args: None)
+        lock_step.LockStep.save(coordinator, 7, STATE)
+        assert not recovery.gone_on(survivor, ends)[1].overdue.save
+
+
+def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_counts(tmp_path):
+    """The window of a loop that began anew has fewer steps than sums that go over from the one before."""
+    (tmp_path / "record.jsonl").touch()
+    plan: Any = SimpleNamespace(
+        feed=SimpleNamespace(skipped=0, wait_s=0.0, source=range(64)),
+        clock=SimpleNamespace(effective_batch=8, total_steps=9),
+        examples=lambda step: 8 * step,
+        epoch=lambda step: step / 8,
+        lr_of=lambda step: 0.1,
+    )
+    workers: Any = SimpleNamespace(processes=SoloProcesses(), size=1, mine=(0,), mesh=None)
+    tracer = Tracer((0, 0), SoloProcesses(), ["host"], tmp_path / "trace.json")
+    with contextlib.closing(Recorder(tmp_path)) as recorder:
+        log = ProgressLog(plan, workers, recorder, tracer, None, 1.0)
+        steps = [Metrics(np.float32(1), np.float32(4), squares=np.float32(square)) for square in (4, 4, 19)]
+        sums = np.sum([log.sums(step, metrics) for step, metrics in enumerate(steps, 1)], axis=0)
+        log.line(3, sums, Window(1, np.zeros(len(LOCAL)), np.zeros(1), 0, []))
+    (line,) = (json.loads(text) for text in (tmp_path / "record.jsonl").read_text().splitlines())
+    assert line["gradient_norm"] == 3.0
 
 
 # ---------------------------------------------------------------- collectives

@@ -45,7 +45,7 @@ class ShrinkCoordinator:
     began: int  # how many ranks there were
     recorder: Recorder | None  # of the rank that keeps the record
     held: CommittedState | None = None
-    is_unsaved: bool = False  # whether a checkpoint was dropped here since
+    is_unsaved: bool = False  # whether a checkpoint was dropped after a loss, and none has been begun since
     gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
 
     def keep(self, step: int, state: TrainState, sums: np.ndarray, is_settled: bool = False) -> None:

@@ -120,6 +120,8 @@ class LockStep:
     def save(self, step: int, state: TrainState) -> None:
         """A checkpoint; the saver's thread writes it."""
         save(self.run, state, step, score(self.run.experiment, self.result) if self._evaluated == step else None)
+        if self.run.pact:
+            self.run.pact.is_unsaved = False
 
     def leave(self, step: int, state: TrainState) -> None:
         """End a run that was asked to.

@@ -107,7 +107,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     run = assembled(run.saver.home, experiment, workers, plan, functions, recorder, *parts)
     recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
     recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
-    pact.gone, pact.is_unsaved = [], False
+    pact.gone, pact.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
     return LockStep(run, sums), Position(step, put(states, workers), overdue)
