@@ -1,7 +1,10 @@
 """Sums through shared memory, with threads for ranks: each has its own mapping and its own end of the chain."""
 
+import mmap
 import sys
 import threading
+import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxmpi.comm import shared_sum
+from jaxmpi.comm import polling, shared_sum, shared_sync
 from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.comm.shared_sync import ARRIVED, HEADER, ROW, Board, table_bytes
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import TrainingError, UsageError
 from launching import ROOT, run
@@ -234,6 +238,66 @@ def test_an_absent_rank_is_named_when_time_is_up(n, tiny):
     assert all(isinstance(came[rank], TrainingError) for rank in (0, 2))
     texts = [str(came[rank]) for rank in (0, 2)]
     assert any("s in a sum for local rank 1; all ranks must come to it as often" in text for text in texts), texts
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+
+def board(timeout_s: float) -> Board:
+    """Rank 0's table of two ranks, of which the other has not come to the first call."""
+    made = Board(mmap.mmap(-1, table_bytes(2)), 0, 2, timeout_s)
+    made.begin((1, 2, 3))
+    made.post(ARRIVED, 1)
+    return made
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
+    clock, waiting, looks = Clock(monkeypatch), board(timeout_s=60.0), iter(range(1000))
+
+    def sleep_on(address: int, seen: int, timeout_s: float) -> None:
+        look = next(looks)
+        clock.now_s += 3600.0 if look in (8, 12) else timeout_s
+        if look == 20:  # the other was stopped as well, and needs a moment to come
+            waiting.words[ROW + HEADER + 3 : ROW + HEADER + 6] = memoryview(array("q", (1, 2, 3)))
+            waiting.words[ROW + ARRIVED] = 1
+
+    monkeypatch.setattr(shared_sync, "sleep_on", sleep_on)
+    waiting.wait(1, ARRIVED, 1)
+    assert next(looks) == 21
+
+
+def test_a_rank_that_was_stopped_still_names_who_does_not_come(monkeypatch):
+    clock, waiting, looks = Clock(monkeypatch), board(timeout_s=60.0), iter(range(10_000))
+
+    def sleep_on(address: int, seen: int, timeout_s: float) -> None:
+        clock.now_s += 3600.0 if next(looks) == 8 else timeout_s
+
+    monkeypatch.setattr(shared_sync, "sleep_on", sleep_on)
+    with pytest.raises(TrainingError, match="local rank 0 waited 60 s in a sum for local rank 1; all ranks must come"):
+        waiting.wait(1, ARRIVED, 1)
+    assert clock.now_s == pytest.approx(1000 + 3600 + 60, abs=2)
+
+
+@pytest.mark.parametrize(("comes_at", "came"), [(230, True), (10**6, False)])
+def test_a_wait_for_a_message_does_not_count_the_time_in_which_it_was_stopped(comes_at, came, monkeypatch):
+    clock, looks = Clock(monkeypatch), iter(range(10**6))
+
+    class Request:
+        """A message that comes at a look, some after the process was stopped."""
+
+        def Test(self) -> bool:
+            look = next(looks)
+            clock.now_s += 3600.0 if look == 220 else 0.01
+            return look >= comes_at
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert polling.wait(Request(), 60.0) == came
+    assert came or clock.now_s == pytest.approx(1000 + 3600 + 60, abs=2)
 
 
 def test_a_failed_rank_ends_the_sums_of_all_and_later_ones(tiny):

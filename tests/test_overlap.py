@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxmpi.allreduce import overlap
+from jaxmpi.allreduce import comm_thread, overlap
+from jaxmpi.comm import polling
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses
@@ -23,11 +25,35 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import UsageError
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.rules import base, registry
 from jaxmpi.trainer.build import make_plan, unfit_for_overlap
 from launching import ROOT, mpirun, run, session_of, train
 from models.cnn import digits_cnn
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
+    """And goes on to count: at last it names who does not come."""
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    thread: Any = comm_thread.CommThread.__new__(comm_thread.CommThread)
+    thread.control = SimpleNamespace(is_asked=lambda: False, late=lambda: [1])
+    thread._waited = polling.WaitClock()
+    request = SimpleNamespace(Test=lambda: False)
+    thread._segments = [comm_thread.Segment(SimpleNamespace(label="bucket 3"), iter(()), [request])]
+    monkeypatch.setattr(comm_thread, "some_are_complete", lambda requests: False)
+    for _ in range(2):
+        now_s += 2 * comm_thread.TIMEOUT_S
+        assert not thread._poll()
+    while now_s < 1000 + 4.99 * comm_thread.TIMEOUT_S:
+        now_s += 0.9
+        assert not thread._poll()
+    for _ in range(100):
+        now_s += 0.02 * comm_thread.TIMEOUT_S / 100
+        thread._waited.look()
+    with pytest.raises(TrainingError, match=r"bucket 3 has waited \d+ s for rank \[1\]; all ranks must exchange"):
+        thread._poll()
+
 
 # ---------------------------------------------------------------- whether
 

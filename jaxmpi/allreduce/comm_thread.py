@@ -32,6 +32,7 @@ from jaxmpi.allreduce.host_comm import HostComm, Requests, some_are_complete
 from jaxmpi.comm.agreement import different_calls, fingerprint
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm, world
+from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core import scheduling
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError, check
@@ -109,7 +110,7 @@ class CommThread:
         self._segments: list[Segment] = []
         self._wake = threading.Condition()
         self._is_ending = self._is_waited_for = False
-        self._moved_s = time.monotonic()  # when the last message came or went
+        self._waited = WaitClock()  # since the last message came or went
         calls = {OPEN: self._open, START: self._start, DONE: self._done, SEND: self._send, COLLECT: self._collect}
         for name, function in calls.items():
             host_callbacks.register(name, function, ends_job=True)
@@ -217,7 +218,7 @@ class CommThread:
         with self._wake:
             while not (self._arrived or self._segments or self._is_ending):
                 self._wake.wait()
-                self._moved_s = time.monotonic()
+                self._waited.restart()
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         for job in arrived:
             if job.opening is None or job.opening.is_agreed:
@@ -271,7 +272,7 @@ class CommThread:
         if not some_are_complete([request for s in self._segments for request in s.requests]):
             self._check_time()
             return not self._segments
-        self._moved_s = time.monotonic()
+        self._waited.restart()
         ready = [s for s in self._segments if not any(s.requests)]
         self._segments = [s for s in self._segments if any(s.requests)]
         for segment in ready:
@@ -282,7 +283,7 @@ class CommThread:
 
     def _check_time(self) -> None:
         """Give up on ranks that do not come; those that do ask each other who is not there."""
-        waited_s = time.monotonic() - self._moved_s
+        waited_s = self._waited.look()
         if self._segments and (waited_s > TIMEOUT_S or (waited_s > PATIENT_S and self.control.is_asked())):
             raise TrainingError(
                 f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {self.control.late()}; all ranks "

@@ -7,17 +7,40 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+GAP_S = 1.0  # between two looks of a wait at most, if this process runs: looks come at least every 50 ms
 POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
 YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
 
 
+class WaitClock:
+    """Seconds of a wait in which this process ran, from one look to the next.
+
+    A process that was stopped, by SIGSTOP or with its whole machine, finds hours gone by. The others may have been
+    stopped as well, and have had no time to come: it must not accuse them. So a longer gap counts as `GAP_S`.
+    """
+
+    def __init__(self) -> None:
+        """Begin to wait."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Something has come."""
+        self._seconds, self._looked_s = 0.0, time.monotonic()
+
+    def look(self) -> float:
+        """Seconds waited so far."""
+        before_s, self._looked_s = self._looked_s, time.monotonic()
+        self._seconds += min(self._looked_s - before_s, GAP_S)
+        return self._seconds
+
+
 def wait(request: Any, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
     """Poll an MPI request, giving the core away between looks; False if time ran out, or if `is_over` before."""
-    deadline = time.monotonic() + timeout_s
+    waited = WaitClock()
     for looks in itertools.count():
         if request.Test():
             return True
-        if time.monotonic() > deadline:
+        if waited.look() > timeout_s:
             return False
         if looks < YIELDS:
             os.sched_yield()

@@ -9,10 +9,10 @@ import hashlib
 import mmap
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.core.futex import fence, sleep_on, wake
@@ -140,14 +140,14 @@ class Board:
 
     def _sleep(self, rank: int, word: int, value: int) -> None:
         """Sleep until woken, and look around now and then: a wake-up that comes too early is lost, and ranks die."""
-        begin, pause_s = time.monotonic(), 0.002
+        waited, pause_s = WaitClock(), 0.002
         while (seen := self.words[word]) < value:
             self.words[word + 1] = 1
             sleep_on(self.address + 8 * word, seen, pause_s)
             self._check_none_failed()
-            pause_s = min(2 * pause_s, 0.05)
+            pause_s, waited_s = min(2 * pause_s, 0.05), waited.look()
             if pause_s == 0.05:
-                self._look_around(rank, time.monotonic() - begin)
+                self._look_around(rank, waited_s)
 
     def _look_around(self, rank: int, waited_s: float) -> None:
         """Raise if there is nothing to wait for."""

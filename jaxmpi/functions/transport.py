@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.comm.control import LATE_S, MAX_BYTES, MpiProcesses
-from jaxmpi.comm.polling import YIELDS
+from jaxmpi.comm.polling import YIELDS, WaitClock
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.runtime import job_folder
@@ -318,9 +318,9 @@ def cut(message: np.ndarray) -> list[np.ndarray]:
 
 def patient(request: Any, timeout_s: float) -> bool:
     """Wait for an MPI request without spinning; False where time ran out."""
-    deadline, pause = time.monotonic() + timeout_s, Pause()
+    waited, pause = WaitClock(), Pause()
     while not request.Test():
-        if time.monotonic() > deadline:
+        if waited.look() > timeout_s:
             return False
         pause()
     return True

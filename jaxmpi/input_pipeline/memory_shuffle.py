@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.env import seconds_from
@@ -219,9 +220,9 @@ class MemoryShuffle:
         return self.group.Ialltoallv(message(sent, leaving), message(received, coming, begins)), sent
 
     def _wait(self, request: Any, what: str = "workers of its group; all must read as many epochs") -> None:
-        deadline = time.monotonic() + TIMEOUT_S
+        waited = WaitClock()
         while not request.Test():
-            if time.monotonic() > deadline:
+            if waited.look() > TIMEOUT_S:
                 raise TrainingError(
                     f"the data set in memory has waited {TIMEOUT_S:.0f} s for the other {what} "
                     "(JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
