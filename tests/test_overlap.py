@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -39,8 +40,8 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     thread: Any = comm_thread.CommThread.__new__(comm_thread.CommThread)
     thread.control = SimpleNamespace(is_asked=lambda: False, late=lambda: [1])
     thread._waited = polling.WaitClock()
-    request = SimpleNamespace(Test=lambda: False)
-    thread._segments = [comm_thread.Segment(SimpleNamespace(label="bucket 3"), iter(()), [request])]
+    job = comm_thread.Job("bucket 3", np.zeros(1, np.float32), iter(()))
+    thread._segments = [comm_thread.Segment(job, iter(()), [SimpleNamespace()])]
     monkeypatch.setattr(comm_thread, "some_are_complete", lambda requests: False)
     for _ in range(2):
         now_s += 2 * comm_thread.TIMEOUT_S

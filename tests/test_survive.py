@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -143,7 +144,7 @@ def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_count
     tracer = Tracer((0, 0), SoloProcesses(), ["host"], tmp_path / "trace.json")
     with contextlib.closing(Recorder(tmp_path)) as recorder:
         log = ProgressLog(plan, workers, recorder, tracer, None, 1.0)
-        steps = [Metrics(np.float32(1), np.float32(4), squares=np.float32(square)) for square in (4, 4, 19)]
+        steps = [Metrics(jnp.float32(1), jnp.float32(4), squares=jnp.float32(square)) for square in (4, 4, 19)]
         sums = np.sum([log.sums(step, metrics) for step, metrics in enumerate(steps, 1)], axis=0)
         log.line(3, sums, Window(1, np.zeros(len(LOCAL)), np.zeros(1), 0, []))
     (line,) = (json.loads(text) for text in (tmp_path / "record.jsonl").read_text().splitlines())
