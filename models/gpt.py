@@ -10,7 +10,7 @@ from flax import nnx
 from jaxmpi.core.errors import check
 from jaxmpi.model import Model, nnx_model
 from jaxmpi.model.contract import check_whole
-from models.layers import Array, Dense, normal
+from models.layers import Array, Dense, normal, with_classes
 
 STD = 0.02  # of all kernels but those that add to the residual stream
 EPS = 1e-5
@@ -91,6 +91,7 @@ class Gpt(nnx.Module):
         return self.logits(self.norm(x))
 
 
+@with_classes
 def gpt(
     classes: int = 256, window: int = 128, width: int = 384, heads: int = 6, layers: int = 6, name: str = "gpt"
 ) -> Model:
@@ -117,6 +118,7 @@ def gpt(
     return model._replace(input_dtype=jnp.int32, label_shape=(window,))
 
 
+@with_classes
 def gpt_tiny(classes: int = 256, window: int = 16) -> Model:
     """`gpt` with two layers, an eighth of the width and two heads."""
     return gpt(classes, window, width=48, heads=2, layers=2, name="gpt_tiny")

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxmpi.model import Model, nnx_model
 from jaxmpi.model.contract import check_whole
-from models.layers import Array, Dense, normal
+from models.layers import Array, Dense, normal, with_classes
 
 FORGET_BIAS = 1.0  # Jozefowicz et al. 2015: a cell keeps its content until it has learnt otherwise
 
@@ -72,6 +72,7 @@ class LstmLanguageModel(nnx.Module):
         return self.words(x)
 
 
+@with_classes
 def lstm(classes: int = 256, window: int = 128, width: int = 256, cells: int = 512, layers: int = 2) -> Model:
     """A language model over bytes: 2,494,720 params at the defaults.
 
@@ -88,11 +89,13 @@ def lstm(classes: int = 256, window: int = 128, width: int = 256, cells: int = 5
     return _model("lstm", classes, window, layers, Widths(width, cells))
 
 
+@with_classes
 def lstm_tiny(classes: int = 256, window: int = 16) -> Model:
     """`lstm` with an eighth of the width and of the cells."""
     return _model("lstm_tiny", classes, window, 2, Widths(32, 64))
 
 
+@with_classes
 def lm300m(classes: int = 72_000, window: int = 20) -> Model:
     """The ring-allreduce article's size: 298,588,480 params, two layers of 8192 cells projected to 1024, 72,000 words.
 
@@ -102,6 +105,7 @@ def lm300m(classes: int = 72_000, window: int = 20) -> Model:
     return _model("lm300m", classes, window, 2, Widths(1024, 8192))
 
 
+@with_classes
 def lm300m_tiny(classes: int = 256, window: int = 20) -> Model:
     """`lm300m` with a 64th of the width and of the cells, over bytes."""
     return _model("lm300m_tiny", classes, window, 2, Widths(16, 128))

@@ -17,6 +17,7 @@ from jaxmpi.data import decode
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.batch_files import Expected, load_array
 
+STREAM = 4  # of random bits for `data.augment`: no other part draws from it
 TRIES = 10  # windows of random area and aspect before the largest one is taken
 MEAN = Expected(
     "numbers[height, width, channels], for data.mean_image",
@@ -82,6 +83,26 @@ class Augment:
                 return decode.mirrored(crop) if is_mirrored else crop
             image = decode.decoded(blob, config.channels, config.resize)
         return self(image, epoch, index, where)
+
+    def by_user(self, example: dict[str, np.ndarray], epoch: int, index: int, where: str) -> dict[str, np.ndarray]:
+        """The example as `data.augment` returns it, in training; it gets arrays of its own.
+
+        Raises:
+            UsageError: it returns other fields than it got.
+        """
+        own = self.config.augment
+        if own is None or not self.train:
+            return example
+        key = np.array([self.seed % 2**64, epoch], np.uint64)
+        bits = np.random.Philox(key=key, counter=np.array([0, 0, index, STREAM], np.uint64))
+        given = {field: np.array(value) for field, value in example.items()}
+        got = own(np.random.Generator(bits), given)
+        words = f"a dict of {', '.join(map(str, got))}" if isinstance(got, dict) else type(got).__name__
+        check(
+            isinstance(got, dict) and got.keys() == example.keys(),
+            f"{where}: data.augment returned {words}; expected the fields that it got, {', '.join(example)}",
+        )
+        return {field: np.asarray(got[field]) for field in example}
 
     def check_unused(self, where: str) -> None:
         """Raise `UsageError` if anything is asked for that only images know."""

@@ -54,8 +54,11 @@ class Recipe:
         try:
             read = self._read(epoch, index, name)
             if isinstance(read, dict):
+                read = self.augment.by_user(read, epoch, index, name)
                 return {field: plain(value, f"{name}: {field}") for field, value in read.items()}
-            return {"image": read.image, "label": self._checked(np.asarray(read.label), name)}
+            example = {"image": read.image, "label": np.asarray(read.label)}
+            image, label = self.augment.by_user(example, epoch, index, name).values()
+            return {"image": image, "label": self._checked(label, name)}
         except CorruptExample:
             raise
         except OSError as error:

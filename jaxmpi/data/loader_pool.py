@@ -355,7 +355,8 @@ def parcel_of(job: int, recipe: Recipe) -> tuple[Parcel, bytes]:
         return parcel, pickle.dumps(Open(job, parcel))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{recipe.source.name}: cannot be sent to a loader process ({error}); use data.loader = threads"
+            f"{recipe.source.name}{' or data.augment' * bool(recipe.augment.config.augment)}: cannot be sent to a "
+            f"loader process ({error}); use data.loader = threads, or functions and classes of a module"
         ) from error
 
 

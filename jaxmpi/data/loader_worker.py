@@ -176,7 +176,8 @@ def opened(recipe: Recipe | Parcel) -> Recipe | Exception:
         return recipe.open()
     except Exception as error:  # a class whose module this process cannot import, above all
         return UsageError(
-            f"a loader process cannot have this source ({type(error).__name__}: {error}); use data.loader = threads"
+            f"a loader process cannot have this source, or data.augment ({type(error).__name__}: {error}); use "
+            "data.loader = threads"
         )
 
 
