@@ -1,17 +1,22 @@
 """Options that do not go together: each line of the table refuses, says why, and stands in docs/combining.md."""
 
+import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
+import optax
 import pytest
 
+from jaxmpi.allreduce.api import exchange_gradients
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
+from jaxmpi.rules import base, registry
 from jaxmpi.trainer.callbacks import EarlyStop
-from jaxmpi.trainer.compatibility import REFUSALS, check_compatible
+from jaxmpi.trainer.compatibility import REFUSALS, check_compatible, markdown
 from launching import ROOT
 
 APART, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
@@ -66,17 +71,66 @@ def test_others_go_together(options):
     check_compatible(Experiment(**options))
 
 
-def test_each_line_of_the_table_is_tried_and_stands_in_the_docs():
-    page = (ROOT / "docs" / "combining.md").read_text().splitlines()
+def test_each_line_of_the_table_is_tried():
     tried = [(message.split(":")[0], options) for message, options in REFUSED]
     for row in REFUSALS:
         assert any(field == row.field and row.beside(Experiment(**options)) for field, options in tried), row
-        flag = f"--{row.field.replace('_', '-')}"
-        short = {
-            "--comm": "--comm xla",
-            "--task": "`token-classification`",
-            "--callbacks": "callbacks `EarlyStop`",
-            "--rule.name": "`subgd`",
-            "--exchange.strategy": "compressors",
-        }.get(flag, flag)
-        assert any(short in line and re.search("shrink|refused|skip", line) for line in page), row
+
+
+PAGE = (ROOT / "docs" / "combining.md").read_text()
+
+
+def test_the_page_has_the_table_as_it_is():
+    block = re.search(r"<!-- table: refusals -->\n\n(.*?)\n<!-- end -->", PAGE, re.DOTALL)
+    assert block, "docs/combining.md: expected the marks of the table"
+    assert block[1] == markdown(), f"docs/combining.md: put this between the marks:\n{markdown()}"
+
+
+def with_rule(**options: Any) -> Callable[[str], None]:
+    return lambda rule: check_compatible(Experiment(rule=RuleConfig(rule), **options))
+
+
+def with_setting(**setting: Any) -> Callable[[str], None]:
+    return lambda rule: registry.check_settings(RuleConfig(rule, **setting))
+
+
+def with_compressor(rule: str) -> None:
+    talk = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
+    registry.build(RuleConfig(rule), optax.sgd(0.1), talk, optimizer="sgd", linear=True)
+
+
+# Lines of the table by rule: who refuses what they name.
+BY_RULE: dict[str, Callable[[str], None]] = {
+    "`--optim.lr-scaling linear`, `sqrt`": lambda rule: registry.scale_lr(rule, "linear", 4) and None,
+    "compressors (`lowrank4`, `topk1`)": with_compressor,
+    "`--exchange.overlap delayed`": with_compressor,  # a mean with a state, too
+    "`--step-mode split`": with_rule(step_mode="split"),
+    "`--batch-statistics synchronised`": with_rule(batch_statistics="synchronised"),
+    "`--data.memory partition`": with_rule(data=Data(memory="partition")),
+    "`--on-nonfinite skip`": with_rule(on_nonfinite="skip"),
+    "`--on-nonfinite rollback`": with_rule(on_nonfinite="rollback"),
+    "`--on-rank-loss shrink`": with_rule(on_rank_loss="shrink"),
+    "`--rule.servers`, `--rule.staleness`": with_setting(servers=1),
+    "`--rule.momentum`": with_setting(momentum=0.9),
+}
+
+
+def refused_by(cell: str) -> set[str]:
+    """Rules that a cell names as refused; all is a cell that begins with the word."""
+    if cell.startswith("refused"):
+        return set(registry.RULES)
+    return {rule for rules in re.findall(r"((?:`\w+`(?:, )?)+) refused", cell) for rule in re.findall(r"\w+", rules)}
+
+
+@pytest.mark.parametrize("option", BY_RULE)
+def test_the_page_s_table_by_rule_says_who_refuses(option):
+    table = PAGE.partition("\nBy rule. ")[2].split("\n\n")[1]
+    head, _, *lines = [line.removeprefix("| ").split(" | ") for line in table.splitlines()]
+    columns = [re.findall(r"\w+", cell) for cell in head[1:]]
+    assert {rule for column in columns for rule in column} == set(registry.RULES)
+    (cells,) = (line[1:] for line in lines if line[0] == option)
+    for column, cell in zip(columns, cells, strict=True):
+        for rule in column:
+            refuses = pytest.raises(UsageError) if rule in refused_by(cell) else contextlib.nullcontext()
+            with refuses:
+                BY_RULE[option](rule)

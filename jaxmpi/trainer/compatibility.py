@@ -1,16 +1,18 @@
 """Options that do not go together, in one table: field and values, with which other options, why, and the way out.
 
 Pairs that only one dataclass needs to know stand in its own checks. What depends on the ranks that are there, or on the
-strategy that `auto` takes, is refused by the part that knows it. docs/combining.md has every line of this table.
+strategy that `auto` takes, is refused by the part that knows it. `markdown` gives the lines for docs/combining.md.
 """
 
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.config.flags import flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.rules import registry
@@ -21,6 +23,7 @@ class Refusal(NamedTuple):
     """Values of a field that do not go with other options."""
 
     field: str  # such as `data.memory`
+    values: str  # in the docs
     refuses: Callable[[Any], bool]  # of its value
     beside: Callable[[Experiment], bool]  # the other options
     words: str  # for them, after `with`
@@ -60,19 +63,21 @@ def weighs(task: Any) -> bool:
 SHRINK = "--on-rank-loss shrink"
 APART = "an asynchronous rule, whose workers do not meet"
 REFUSALS = (
-    Refusal("on_nonfinite", "rollback".__eq__, is_asynchronous, APART, "skip or stop"),
-    Refusal("batch_statistics", "synchronised".__eq__, is_asynchronous, APART, "averaged or local"),
-    Refusal("step_mode", "split".__eq__, is_asynchronous, APART, "auto"),
+    Refusal("on_nonfinite", "rollback", "rollback".__eq__, is_asynchronous, APART, "skip or stop"),
+    Refusal("batch_statistics", "synchronised", "synchronised".__eq__, is_asynchronous, APART, "averaged or local"),
+    Refusal("step_mode", "split", "split".__eq__, is_asynchronous, APART, "auto"),
     Refusal(
         "callbacks",
+        "EarlyStop, ReduceOnPlateau",
         lambda callbacks: any(callback.needs_lock_step for callback in callbacks),
         is_asynchronous,
         APART,
         "leave EarlyStop and ReduceOnPlateau out",
     ),
-    Refusal("data.memory", "partition".__eq__, is_asynchronous, f"{APART} to shuffle", "take another"),
+    Refusal("data.memory", "partition", "partition".__eq__, is_asynchronous, f"{APART} to shuffle", "take another"),
     Refusal(
         "on_nonfinite",
+        "skip",
         "skip".__eq__,
         is_delayed,
         "exchange.overlap delayed, where a step's gradients are used by the next one, "
@@ -81,6 +86,7 @@ REFUSALS = (
     ),
     Refusal(
         "on_nonfinite",
+        "skip",
         "skip".__eq__,
         is_periodic,
         "rule {rule}, whose workers step alone and would have to agree on every step",
@@ -88,16 +94,18 @@ REFUSALS = (
     ),
     Refusal(
         "task",
+        "with `weight`, token-classification",
         weighs,
         shrinks,
         SHRINK,
         "its weights are summed over workers before each step, where a death is not noticed in time: take another "
         "task, or --on-rank-loss end",
     ),
-    Refusal("comm", "mpi".__ne__, shrinks, SHRINK, "XLA's collectives end with the first rank: --comm mpi"),
-    Refusal("devices", (1).__ne__, shrinks, SHRINK, "it is between processes: leave --devices out"),
+    Refusal("comm", "xla", "mpi".__ne__, shrinks, SHRINK, "XLA's collectives end with the first rank: --comm mpi"),
+    Refusal("devices", "more than 1", (1).__ne__, shrinks, SHRINK, "it is between processes: leave --devices out"),
     Refusal(
         "rule.name",
+        "all but gradients",
         "gradients".__ne__,
         shrinks,
         SHRINK,
@@ -106,6 +114,7 @@ REFUSALS = (
     ),
     Refusal(
         "exchange.strategy",
+        "compressors, none",
         keeps_own,
         shrinks,
         SHRINK,
@@ -113,6 +122,7 @@ REFUSALS = (
     ),
     Refusal(
         "exchange.overlap",
+        "on, delayed",
         ("on", "delayed").__contains__,
         shrinks,
         SHRINK,
@@ -120,6 +130,7 @@ REFUSALS = (
     ),
     Refusal(
         "batch_statistics",
+        "synchronised",
         "synchronised".__eq__,
         shrinks,
         SHRINK,
@@ -127,6 +138,7 @@ REFUSALS = (
     ),
     Refusal(
         "data.memory",
+        "partition",
         "none".__ne__,
         shrinks,
         SHRINK,
@@ -147,3 +159,16 @@ def check_compatible(experiment: Experiment) -> None:
         check(not (row.refuses(got) and row.beside(experiment)), f"{row.field}: got {got} with {words}; {row.instead}")
     backend = jax.default_backend() if shrinks(experiment) else "cpu"
     check(backend == "cpu", f"backend: got {backend} with {SHRINK}; it has been tried on CPUs only: --on-rank-loss end")
+
+
+def markdown() -> str:
+    """The table for docs/combining.md, which has it between two marks."""
+    known = flags(Experiment())
+    periodic = ", ".join(name for name, row in registry.RULES.items() if row.is_periodic)
+    lines = ["| option | values | not with | way out |", "|---|---|---|---|"]
+    for row in REFUSALS:
+        flag = row.field.replace("_", "-")
+        option = f"--{flag}" if flag in known else f"{row.field}="
+        words = [re.sub(r"--[\w.-]+( (end|mpi|shrink))?", r"`\g<0>`", text) for text in (row.words, row.instead)]
+        lines.append(f"| `{option}` | {row.values} | {words[0].format(rule=periodic)} | {words[1]} |")
+    return "\n".join(lines) + "\n"
