@@ -384,3 +384,16 @@ def test_a_report_writes_through_no_link_and_waits_for_no_pipe(name, kind, tmp_p
     with pytest.raises(UsageError, match=r"no regular file; a report|no plain file|symbolic links|written to"):
         report.write([run], run / "report")
     assert os.listdir(elsewhere) == [] if name == "report" else elsewhere.read_text() == "precious"
+
+
+def test_a_tasks_own_figures_have_a_picture_and_a_row(tmp_path):
+    (tmp_path / "run").mkdir()
+    record = Recorder(tmp_path / "run", terminal=Silent(), hosts=["node"])
+    record.write("run", **FACTS, format=FORMAT, versions={})
+    for step, mae in ((1, 0.5), (2, 0.25), (3, 0.375)):
+        record.evaluation(step=step, epoch=step, examples=64 * step, eval_count=9, eval_loss=1.0, eval_mae=mae)
+    record.close()
+    text = report.write([tmp_path / "run"], tmp_path / "out").read_text()
+    assert "mae by step" in text
+    assert "0.375 (from 0.25 to 0.5)" in text
+    assert "Accuracy by" not in text

@@ -7,6 +7,7 @@ counted and left out.
 import argparse
 import datetime
 import html
+import itertools
 import json
 import math
 from collections import Counter
@@ -228,6 +229,12 @@ def evaluated(record: Record, x: str, y: str, factor: float = 1.0) -> list[plots
     return [(a, b) for a, b in both if a == a and b == b]
 
 
+def own_figures(records: Sequence[Record]) -> list[str]:
+    """Names of figures that tasks give besides those with a picture of their own, such as `eval_mae`."""
+    found = {name for record in records for row in record.evaluations for name in row if name.startswith("eval_")}
+    return sorted(found - {"eval_count", "eval_loss", "eval_top1", "eval_top5", "eval_bits_per_byte"})
+
+
 def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
     """Loss and accuracy by step, epoch and seconds; speed, learning rate, gradients."""
 
@@ -239,7 +246,12 @@ def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
         return [
             *lines(f"Loss by {axis.name}", axis, Quantity("loss"), loss | held_out),
             *lines(f"Accuracy by {axis.name}", axis, Quantity("accuracy", "%", base=None, low=None), top1 | top5),
+            *itertools.chain.from_iterable(own(name.removeprefix("eval_"), x, axis) for name in own_figures(records)),
         ]
+
+    def own(name: str, x: str, axis: Quantity) -> list[Panel]:
+        of_each = {r.name: evaluated(r, x, f"eval_{name}") for r in records}
+        return lines(f"{name} by {axis.name}", axis, Quantity(name, base=None, low=None), of_each)
 
     def of(name: str, title: str, unit: Quantity) -> list[Panel]:
         return lines(title, STEP, unit, {r.name: points(r, "step", name) for r in records})
@@ -369,6 +381,10 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         found = [value for row in record.evaluations if (value := number(row.get("eval_top1"))) == value]
         return f"{100 * found[-1]:.2f} % (best {100 * max(found):.2f} %)" if found else ""
 
+    def own(record: Record, name: str) -> str:
+        found = [value for row in record.evaluations if (value := number(row.get(name))) == value]
+        return f"{found[-1]:.6g} (from {min(found):.6g} to {max(found):.6g})" if found else ""
+
     def exchange_time(record: Record) -> str:
         total = sum(record.exchange_time.values())
         shown = [f"{known} in {lines} of {total} lines" for known, lines in record.exchange_time.items()]
@@ -395,6 +411,7 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         "goodput": lambda r: last(r, "goodput"),
         "loss, last": lambda r: last(r, "loss"),
         "top-1, last": best,
+        **{f"{name.removeprefix('eval_')}, last": partial(own, name=name) for name in own_figures(records)},
         "time of exchanges": exchange_time,
         "waited for most often": slowest,
         "steps by worker": shares,
