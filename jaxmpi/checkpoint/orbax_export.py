@@ -26,7 +26,7 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 
 SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
-CENTERS = ("center", "rule_state/center")  # of asynchronous rules, of easgd_sync
+CENTERS = ("center", "rule_state/center", "rule_state/average")  # asynchronous rules', easgd_sync's, optim.ema
 
 
 def export(tree: PyTree, folder: Path) -> None:

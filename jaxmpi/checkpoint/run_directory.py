@@ -398,7 +398,7 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
 
 
 # Fields that decide, together with the model, which leaves a state has.
-SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity")
+SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity", "optim.ema")
 
 
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Optim:
     bias_lr_factor: float = 1.0  # tensors of one axis run this times lr; the papers use 2
     decay_bias: bool = True  # whether weight decay covers tensors of one axis; the papers say no
     clip_norm: float = 0.0  # largest global norm of the gradients a rule steps with; 0 = no clipping
+    ema: float = 0.0  # decay of a moving average of params, which is then evaluated and exported; 0 = none
     decay_mask: InPython[Callable[[Any], Any] | None] = None  # params -> tree of bool: tensors that decay
     transform: InPython[Any] = None  # an Optax optimizer, or (schedule) -> one; `name` is then of your own
 
@@ -36,6 +37,7 @@ class Optim:
             f"optim.rate_in_velocity: optimizer {self.name!r} has no velocity; use momentum or nesterov",
         )
         check(self.weight_decay >= 0, f"optim.weight_decay: got {self.weight_decay}; expected >= 0")
+        check(0 <= self.ema < 1, f"optim.ema: got {self.ema}; expected [0, 1), such as 0.999")
         check(self.clip_norm >= 0, f"optim.clip_norm: got {self.clip_norm}; expected >= 0")
         check(
             self.bias_lr_factor > 0,

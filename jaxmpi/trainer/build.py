@@ -34,6 +34,7 @@ from jaxmpi.observe.step_timing import ComputeOnlyStep
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
+from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.base import Rule
 from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.registry import task_of
@@ -406,13 +407,15 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     if any(callback.scales_rate for callback in experiment.callbacks):
         tx = optax.chain(tx, optimizers.by_rate_factor())
     optimizers.check_takes_gradients(experiment.optim, tx, params)
-    return registry.build(
+    rule = registry.build(
         dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
         tx,
         exchange,
         optimizer=experiment.optim.name + " with clip_norm" * bool(experiment.optim.clip_norm),
         linear=optimizers.is_linear(experiment.optim, tx, params),
     )
+    ema = experiment.optim.ema
+    return averaged(rule, ema, exchange.jit, asked.name) if ema else rule
 
 
 def rate_words(experiment: Experiment, factor: float, scaling: str) -> str:

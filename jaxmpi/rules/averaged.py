@@ -1,0 +1,60 @@
+"""An average of params over the steps of a run, kept beside a rule's state."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.rules.base import Rule
+
+AVERAGE = "average"  # field of the state, which `jaxmpi.load` looks for
+
+
+def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) -> Rule:
+    """The rule with an exponential moving average of its params, which is evaluated and exported instead of them.
+
+    a_t = ((1 - d) / (1 - d^t)) sum_{s <= t} d^(t - s) w_s ;  kept as a <- a + (1 - d) / (1 - d^t) (w - a).
+
+    So it has no memory of the initial params. Communicates nothing more: params are equal on all workers.
+
+    Args:
+        rule: whose params are equal on all workers after each step.
+        decay: d, in (0, 1).
+        jit: for the step of the average.
+        name: of the rule, for the error.
+
+    Raises:
+        UsageError: a rule whose workers have params of their own, or that evaluates others already.
+    """
+    is_alone = rule.params_are_replicated and rule.eval_params is None and rule.asynchronous is None
+    check(
+        is_alone,
+        f"optim.ema: got {decay} with rule {name}, whose workers have params of their own or meet a center; expected "
+        "gradients, subgd or awagd",
+    )
+
+    def moved(average: PyTree, steps: jax.Array, params: PyTree) -> tuple[PyTree, jax.Array]:
+        steps = steps + 1
+        share = (1 - decay) / (1 - jnp.float32(decay) ** steps.astype(jnp.float32))
+        return jax.tree.map(lambda a, w: a + share.astype(a.dtype) * (w - a), average, params), steps
+
+    move = jit(moved, donate_argnums=(0, 1))
+
+    def init(params: PyTree) -> PyTree:
+        return {"of_rule": rule.init(params), AVERAGE: params, "averaged": jnp.zeros((), jnp.int32)}
+
+    def after(update: Callable, grads: PyTree, state: PyTree, params: PyTree) -> tuple:
+        params, of_rule, *more = update(grads, state["of_rule"], params)
+        average, steps = move(state[AVERAGE], state["averaged"], params)
+        return params, {"of_rule": of_rule, AVERAGE: average, "averaged": steps}, *more
+
+    return rule._replace(
+        init=init,
+        update=partial(after, rule.update),
+        measured=partial(after, rule.measured) if rule.measured else None,
+        eval_params=lambda params, state: state[AVERAGE],
+        distance=(lambda state: rule.distance(state["of_rule"])) if rule.distance else None,
+    )

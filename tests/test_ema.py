@@ -1,0 +1,62 @@
+"""The moving average of params: by its definition, evaluated, exported, resumed, and refused where params differ."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi.config import Optim, RuleConfig
+from jaxmpi.core.errors import UsageError
+from jaxmpi.trainer import main
+from line_task import STEPS, line, lines
+
+D = 0.8
+
+
+def averaged(folder: Path, **fields):
+    asked = {"optim": Optim("sgd", lr=0.01, lr_scaling="none", ema=D), "checkpoint_every": "1st", "keep_checkpoints": 9}
+    return lines(folder, **asked | fields)
+
+
+def params_at(run_dir: str, step: int) -> np.ndarray:
+    """What the steps made, not their average."""
+    folder = Path(run_dir) / "checkpoints" / f"step_{step:08}"
+    rows = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
+    [row] = [row for row in rows if row["path"] == "params/w"]
+    return np.frombuffer((folder / "common.bin").read_bytes()[row["offset"] :][:12], np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("fields", [{}, {"devices": 3}, {"rule": RuleConfig("awagd"), "devices": 2}])
+def test_it_is_evaluated_and_exported(fields, tmp_path):
+    experiment = averaged(tmp_path, **fields)
+    means = main.train(experiment, "lines")
+    each = np.stack([params_at(experiment.run_dir, step) for step in range(1, STEPS + 1)])
+    weights = D ** np.arange(STEPS - 1, -1, -1.0)
+    want = weights @ each / weights.sum()
+    # Seven updates of numbers below 1, each rounded a few times in 32 bits.
+    np.testing.assert_allclose(jaxmpi.load(experiment.run_dir).params["w"], want, atol=1e-6)
+    data = line(13, 1)
+    assert means["eval_far"] == pytest.approx(np.abs(data["x"] @ want - data["y"]).mean(), rel=1e-5)
+    assert np.abs(each[-1] - want).max() > 1e-2
+
+
+def test_a_resumed_run_has_the_same(tmp_path):
+    whole, part = averaged(tmp_path), averaged(tmp_path, run_dir=str(tmp_path / "part"))
+    want = main.train(whole, "lines")
+    shutil.copytree(whole.run_dir, part.run_dir)
+    for later in range(4, STEPS + 1):
+        shutil.rmtree(Path(part.run_dir) / "checkpoints" / f"step_{later:08}")
+    assert main.train(dataclasses.replace(part, resume=True), "lines") == want
+    files = [Path(run.run_dir) / "checkpoints" / f"step_{STEPS:08}" / "common.bin" for run in (whole, part)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_rules_whose_workers_differ_refuse_it(tmp_path):
+    with pytest.raises(UsageError, match=r"optim\.ema: got 0\.8 with rule local_sgd, whose workers have params"):
+        main.train(averaged(tmp_path, rule=RuleConfig("local_sgd"), devices=2), "lines")
+    with pytest.raises(UsageError, match=r"optim\.ema: got 1\.5; expected \[0, 1\)"):
+        Optim(ema=1.5)
