@@ -177,7 +177,7 @@ def opened(recipe: Recipe | Parcel) -> Recipe | Exception:
     except Exception as error:  # a class whose module this process cannot import, above all
         return UsageError(
             f"a loader process cannot have this source, or data.augment ({type(error).__name__}: {error}); use "
-            "data.loader = threads"
+            "data.loader = threads, or functions and classes of a module: an experiment file is none"
         )
 
 

@@ -18,7 +18,7 @@ ROWS = 10
 
 
 def noisy(x: int, rng: np.random.Generator) -> dict[str, Any]:
-    return {"image": np.float32([x, rng.integers(1000)]), "label": x % 3}
+    return {"image": np.array([x, rng.integers(1000)], np.float32), "label": x % 3}
 
 
 def maps() -> Any:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import webdataset
 from PIL import Image
 
 import jaxmpi
 from jaxmpi.config.data import Data
 from jaxmpi.data import open_source
+
+wds = pytest.importorskip("webdataset")
 
 
 def written(folder: Path, source: str) -> None:
@@ -21,7 +22,7 @@ def written(folder: Path, source: str) -> None:
     if source == "numpy":
         np.savez(folder / "train.npz", image=image, label=label)
     elif source == "webdataset":
-        with webdataset.TarWriter(str(folder / "train.tar")) as shard:
+        with wds.TarWriter(str(folder / "train.tar")) as shard:
             shard.write({"__key__": "a", "png": image[0], "cls": 0})
     else:
         import datasets

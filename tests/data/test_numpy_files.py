@@ -9,7 +9,7 @@ import pytest
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler, open_source
-from jaxmpi.data.sources.numpy_files import NumpySource
+from jaxmpi.data.sources.numpy_files import Archive, NumpySource
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 4, 5, 3), np.uint8)
 LABELS = np.arange(10) % 3
@@ -52,7 +52,9 @@ def test_compressed_arrays_are_read_once_and_their_bytes_said(tmp_path):
     np.savez_compressed(tmp_path / "train.npz", image=IMAGES, label=LABELS)
     source = opened(tmp_path)
     np.testing.assert_array_equal(source[9][0], IMAGES[9])
-    assert source.notes[0].startswith(f"{tmp_path}/train.npz: image is compressed or in Fortran order: 600 bytes read")
+    assert str(source.notes[0]).startswith(
+        f"{tmp_path}/train.npz: image is compressed or in Fortran order: 600 bytes read"
+    )
 
 
 @pytest.mark.parametrize("array", [IMAGES.astype(">f8"), np.asfortranarray(IMAGES)], ids=["big-endian", "Fortran"])
@@ -128,3 +130,12 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(shards):
 def test_no_files_say_where_they_are_expected(tmp_path):
     with pytest.raises(UsageError, match=r"found no .npz file for train in .*expected DIR/train/<any>.npz"):
         opened(tmp_path)
+
+
+def test_of_compressed_training_only_labels_are_read_for_another_split(tmp_path, monkeypatch):
+    for split in ("train", "validation"):
+        np.savez_compressed(tmp_path / f"{split}.npz", image=IMAGES, label=LABELS)
+    read = []
+    monkeypatch.setattr(Archive, "read", lambda self, name, whole=Archive.read: read.append(name) or whole(self, name))
+    assert opened(tmp_path, "validation").classes == 3
+    assert read == ["image", "label", "label"]

@@ -73,7 +73,7 @@ def _loaded(folder: str) -> Any:
         raise UsageError(f"{folder}: {error}; expected a folder that Dataset.save_to_disk has written") from error
     if not isinstance(found, datasets.Dataset):
         raise UsageError(
-            f"{folder}: got the splits {', '.join(found)}; expected one split: name it with data.train_split"
+            f"{folder}: got the splits {', '.join(map(str, found))}; expected one split: name it with data.train_split"
         )
     return found
 

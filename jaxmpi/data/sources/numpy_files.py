@@ -8,6 +8,7 @@ order. Others (numpy.savez_compressed, Fortran order) are read into memory at th
 Nothing is unpickled.
 """
 
+import dataclasses
 import hashlib
 import os
 import struct
@@ -59,7 +60,8 @@ class NumpySource(TableSource):
         is_zipped = files[0].endswith(".npz")
         tables = [Archive(path) for path in files] if is_zipped else [Columns(files)]
         super().__init__(config, chosen(config, tables[0].names, tables[0].path))
-        self.opened, self.notes = OpenFiles(files), ()
+        self.opened = OpenFiles(files)
+        self.notes: tuple[str, ...] = ()
         self.paths = [table.path for table in tables]
         self.parts: list[list[Stored | np.ndarray]] = []
         for number, table in enumerate(tables):
@@ -68,8 +70,14 @@ class NumpySource(TableSource):
             self.parts.append([table.stored(name, number) or self._read(table, name) for name in self.columns])
             self._check(table)
         self.ends = np.cumsum([part[0].shape[0] for part in self.parts])
-        if self.is_pair and all(part[1].dtype.kind in "iu" and len(part[1].shape) == 1 for part in self.parts):
-            self.labels = np.concatenate([self._whole(part[1]) for part in self.parts]).astype(np.int64)
+        self.labels = self.whole_numbers(1) if self.is_pair else None
+
+    def whole_numbers(self, column: int) -> np.ndarray | None:
+        """i64[n] of a column of whole numbers; None of another."""
+        found = [part[column] for part in self.parts]
+        if any(part.dtype.kind not in "iu" or len(part.shape) != 1 for part in found):
+            return None
+        return np.concatenate([self._whole(part) for part in found]).astype(np.int64)
 
     def _read(self, table: "Archive | Columns", name: str) -> np.ndarray:
         array = table.read(name)
@@ -220,7 +228,8 @@ def numpy_files(config: Data, split: str) -> Source:
     source = NumpySource(config, _files(config, split))
     in_training = None
     if split != "train" and source.labels is not None and has_training(config):
-        in_training = NumpySource(config, _files(config, "train")).labels
+        labels = dataclasses.replace(config, columns=source.columns[1:])
+        in_training = NumpySource(labels, _files(config, "train")).whole_numbers(0)
     source.count(in_training)
     return source
 

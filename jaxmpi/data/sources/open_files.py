@@ -62,7 +62,7 @@ class _Descriptor:
             os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
 
     def read(self, into: np.ndarray, offset: int) -> int:
-        left = memoryview(into.reshape(-1).view(np.uint8))
+        left = into.reshape(-1).view(np.uint8).data
         while left and (got := os.preadv(self.number, [left], offset + into.nbytes - len(left))):
             left = left[got:]
         return len(left)

@@ -40,7 +40,7 @@ class Index(NamedTuple):
     ends: np.ndarray  # i64[shards]: of each shard, the index behind its last example
     offsets: np.ndarray  # i64[n, columns]
     sizes: np.ndarray  # i64[n, columns], bytes
-    endings: np.ndarray  # u8[n, columns]: which of the column's alternatives it is
+    endings: np.ndarray  # i64[n, columns]: which of the column's alternatives it is
     keys: np.ndarray  # u8[bytes]
     key_ends: np.ndarray  # i64[n]
     labels: np.ndarray  # i64[n] of a second column that is cls, else i64[0]
@@ -200,11 +200,13 @@ def _made(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index
         ends.append(len(rows))
     table = np.array(rows, np.int64).reshape(len(rows), len(alternatives), 3)
     return Index(
-        np.array(ends, np.int64),
-        *(np.ascontiguousarray(table[..., field]) for field in range(3)),
-        np.frombuffer(b"".join(keys), np.uint8),
-        np.cumsum([len(key) for key in keys], dtype=np.int64),
-        np.array(labels, np.int64),
+        ends=np.array(ends, np.int64),
+        offsets=np.ascontiguousarray(table[..., 0]),
+        sizes=np.ascontiguousarray(table[..., 1]),
+        endings=np.ascontiguousarray(table[..., 2]),
+        keys=np.frombuffer(b"".join(keys), np.uint8),
+        key_ends=np.cumsum([len(key) for key in keys], dtype=np.int64),
+        labels=np.array(labels, np.int64),
     )
 
 
@@ -212,7 +214,7 @@ def _examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, 
     """Keys, and members by column."""
     last, members = None, {}
     for member in tar:
-        tar.members = []  # else it keeps them all
+        setattr(tar, "members", [])  # noqa: B010 - else it keeps them all
         folder, _, name = member.name.rpartition("/")
         if not member.isreg() or name.startswith("."):
             continue
