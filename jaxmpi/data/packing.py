@@ -552,6 +552,9 @@ def pack_parser() -> argparse.ArgumentParser:
     parser.add_argument("dst", metavar="DST", type=Path, help="folder for the packed splits")
     parser.add_argument("--source", help=f"what SRC holds: {', '.join(SOURCES)} (default: imagefolder)")
     parser.add_argument("--name", default="", help="tfds: data set, such as imagenet2012")
+    parser.add_argument(
+        "--columns", nargs=2, default=(), metavar=("IMAGE", "LABEL"), help="of tables: names of the two"
+    )
     parser.add_argument("--train-split", default="train", help="its name in SRC (default: train)")
     parser.add_argument("--validation-split", default="validation", help="its name in SRC; '' for none")
     parser.add_argument("--resize", type=int, default=Recipe.resize, help="px: shorter side; 0 keeps size and bytes")
@@ -567,6 +570,7 @@ def pack_parser() -> argparse.ArgumentParser:
 
 # What messages of sources call an option, and what `jaxmpi data pack` calls it.
 FLAGS = {
+    "--data.columns": "--columns",
     "--data.train-split": "--train-split",
     "--data.validation-split": "--validation-split",
     "data.on_error=skip goes on without such examples": (
@@ -599,6 +603,7 @@ def pack_main(argv: list[str]) -> None:
         source=options.src if needs_none else options.source or "imagefolder",
         dir="" if needs_none else options.src,
         name=options.name,
+        columns=tuple(options.columns),
         train_split=options.train_split,
         validation_split=options.validation_split,
     )
