@@ -24,6 +24,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
+from jaxmpi.data.loader_pool import python_line
 from jaxmpi.data.loader_worker import HERE, Answer, Failure, Make
 from jaxmpi.data.loader_worker import words as words_of
 from jaxmpi.data.ring_buffer import Parcel
@@ -355,10 +356,21 @@ class TestLoadersThatFail:
         wait_until(lambda: not [t for t in threading.enumerate() if t.name == "jaxmpi-outbox"])
 
 
+def test_a_process_has_the_package_as_users_know_it_and_no_jax(tmp_path, monkeypatch):
+    """Wherever it has it from: a script may have left the folder that is its first on sys.path."""
+    (tmp_path / "named.py").write_text(
+        "import sys, jaxmpi\n"
+        "def main(*args): print(jaxmpi.UsageError.__name__, *args, {'jax', 'mpi4py'} & {*sys.modules})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    others = [path for path in sys.path if path and not (Path(path) / "jaxmpi").is_dir()]
+    monkeypatch.setattr(sys, "path", ["", *others])
+    out = subprocess.run(python_line("named", 1, "two"), capture_output=True, text=True, timeout=60)
+    assert out.stdout == "UsageError 1 two set()\n", out.stderr
+
+
 PARENT = """
-    import os, signal, sys, time, types
-    jaxmpi = sys.modules["jaxmpi"] = types.ModuleType("jaxmpi")
-    jaxmpi.__path__ = [{package!r}]  # in place of __init__.py, which imports JAX
+    import os, signal, sys, time
     from jaxmpi.config import Data
     from jaxmpi.data import Loader, Sampler, open_source
     from jaxmpi.data.loader_worker import HERE
@@ -391,12 +403,13 @@ def test_no_loader_outlives_its_worker(end, own):
     stuck = "os.kill(pids[1], signal.SIGTERM); os.kill(pids[1], signal.SIGINT)"
     if end != "out of the slots":
         stuck += "; os.kill(pids[2], signal.SIGSTOP)"
-    script = textwrap.dedent(PARENT).format(package=str(ROOT / "jaxmpi"), folder=str(own), end=ENDS[end], stuck=stuck)
+    script = textwrap.dedent(PARENT).format(folder=str(own), end=ENDS[end], stuck=stuck)
     job = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=ROOT,
     )
     pids = [int(pid) for pid in re.findall(r"\d+", job.stdout.splitlines()[0])]
     assert len(pids) == 3, job.stderr

@@ -326,22 +326,22 @@ def drain(told: "queue.SimpleQueue[Any]") -> None:
 # ---------------------------------------------------------------- processes
 
 
-# A package with this name and path, but without __init__.py, which imports JAX.
+# Not `python -m`: the package, and modules of the user's, may lie in folders that only this process has on sys.path. It
+# imports the same package first, and then has this process's path as it is.
 _START = """
-import importlib, json, sys, types
-module, package, path, arguments = json.loads(sys.argv[1])
+import importlib, json, sys
+home, path, module, arguments = json.loads(sys.argv[1])
+sys.path.insert(0, home)
+import jaxmpi
 sys.path[:] = path
-bare = types.ModuleType("jaxmpi")
-bare.__path__ = [package]
-sys.modules["jaxmpi"] = bare
 importlib.import_module(module).main(*arguments)
 """
 
 
 def python_line(module: str, *arguments: Any) -> list[str]:
-    """The command line of a process that calls `main(*arguments)` of a module here, without importing JAX."""
-    package = str(Path(__file__).parent.parent)
-    return [sys.executable, "-c", _START, json.dumps([module, package, sys.path, arguments])]
+    """The command line of a process that imports what this one would, and calls `main(*arguments)` of a module."""
+    home = str(Path(__file__).parents[2])
+    return [sys.executable, "-c", _START, json.dumps([home, sys.path, module, arguments])]
 
 
 def parcel_of(job: int, recipe: Recipe) -> tuple[Parcel, bytes]:
