@@ -3,6 +3,8 @@
 import io
 import pickle
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,20 @@ def test_the_index_is_made_once_until_a_shard_changes(folder, monkeypatch):
     assert not made
     written(folder / "train-001.tar", range(6, 9))
     assert len(opened(folder)) == 9
+    assert len(made) == 1
+
+
+def test_ranks_that_start_together_make_one_index(folder, monkeypatch):
+    made, make = [], web_dataset._made
+
+    def slow(*args: Any) -> web_dataset.Index:
+        made.append(args)
+        time.sleep(0.2)
+        return make(*args)
+
+    monkeypatch.setattr(web_dataset, "_made", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert [len(source) for source in pool.map(opened, [folder] * 4)] == [ROWS] * 4
     assert len(made) == 1
 
 

@@ -9,6 +9,7 @@ shard has changed its size or time.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -142,15 +143,33 @@ def indexed(shards: Sequence[str], columns: Sequence[str]) -> Index:
     name = hashlib.sha256(json.dumps([list(columns), list(shards)]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "index" / f"{name}.npz"
     places = (Path(shards[0]).parent / f".jaxmpi-index-{name}.npz", cache)
-    kept = next(filter(None, (_kept(place, signature) for place in places)), None)
-    if kept:
-        return kept
-    index = _made(shards, [name.split(";") for name in columns])
-    for place in places:
-        with contextlib.suppress(OSError):
-            _keep(place, index, signature)
-            break
+    if found := _first(places, signature):
+        return found
+    with _alone(Path(shards[0]).parent):
+        if found := _first(places, signature):
+            return found
+        index = _made(shards, [name.split(";") for name in columns])
+        for place in places:
+            with contextlib.suppress(OSError):
+                _keep(place, index, signature)
+                break
     return index
+
+
+def _first(places: Sequence[Path], signature: str) -> Index | None:
+    return next(filter(None, (_kept(place, signature) for place in places)), None)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of a host at a time, if the file system has locks: one rank makes the index, the others read it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _state(path: str) -> tuple[int, int]:
