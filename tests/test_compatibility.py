@@ -15,7 +15,7 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.rules import base, registry
-from jaxmpi.trainer.callbacks import EarlyStop
+from jaxmpi.trainer.callbacks import EarlyStop, ReduceOnPlateau
 from jaxmpi.trainer.compatibility import REFUSALS, check_compatible, markdown
 from launching import ROOT
 
@@ -36,6 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"on_nonfinite": "skip", "exchange": ExchangeConfig(overlap="delayed")},
     ),
     ("on_nonfinite: got skip with rule local_sgd, whose workers step alone.*use stop", {"on_nonfinite": "skip", **H}),
+    ("callbacks: got .* with --on-rank-loss shrink; an evaluation", {"callbacks": (ReduceOnPlateau(),), **SHRINK}),
     ("task: got token-classification with --on-rank-loss", {"task": "token-classification", **SHRINK}),
     ("comm: got xla with --on-rank-loss shrink", {"comm": "xla", **SHRINK}),
     ("devices: got 4 with --on-rank-loss shrink", {"devices": 4, **SHRINK}),

@@ -22,6 +22,7 @@ from jaxmpi.config.data import Data, for_loaders
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, check
+from jaxmpi.core.pytrees import signature
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.batch_loader import Batch, Loader
 from jaxmpi.data.example import Recipe, nested
@@ -63,7 +64,7 @@ class DeviceFeed:
         """Facts that must be equal on all ranks: numbers of examples and classes, and the source's digest of them."""
         digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
         load_mean_image(self.data)  # says what is wrong with it
-        own = {} if self.model else {"fields": str(self.example())}
+        own = {} if self.model else {"fields": signature(self.example())}
         return {
             "examples": len(self.source),
             "classes": int(self.source.classes or 0),
@@ -131,7 +132,7 @@ class DeviceFeed:
             batches = [batch for batch in (next(loader, None) for loader in loaders) if batch is not None]
             if batches:
                 skipped_here = sum(loader.skipped for loader in loaders)
-                weights = [self._weights(batch) for batch in batches] if self.weigh else []
+                weights = [self._weights(batch) for batch in batches] if self.weigh and self.train else []
                 ahead.append((on_devices(batches, self.mesh), batches[0].epoch, skipped_here, weights))
             return bool(batches)
 
@@ -144,7 +145,7 @@ class DeviceFeed:
                     put_next()
                 self.skipped = skipped + of_these
                 self.wait_s = wait_s + sum(loader.wait_s for loader in loaders)
-                yield self._scaled(batch, weights) if weights and self.train else batch
+                yield self._scaled(batch, weights) if weights else batch
                 del batch  # its memory is to be free before the next one is asked for
         finally:
             for loader in loaders:

@@ -257,7 +257,7 @@ def states(callbacks: Sequence[Callback]) -> list[list[Any]]:
 
 
 def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
-    """Give each its state back, by its place and name; one that is new begins anew."""
+    """Give each its state back, by its place and name; one that the checkpoint does not know stays as it is."""
     for callback, (name, state) in zip(callbacks, kept, strict=False):
         if name == type(callback).__name__:
             callback.restore(state)

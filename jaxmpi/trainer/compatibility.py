@@ -101,6 +101,15 @@ REFUSALS = (
         "its weights are summed over workers before each step, where a death is not noticed in time: take another "
         "task, or --on-rank-loss end",
     ),
+    Refusal(
+        "callbacks",
+        "ReduceOnPlateau",
+        lambda callbacks: any(callback.scales_rate for callback in callbacks),
+        shrinks,
+        SHRINK,
+        "an evaluation that a death ends is counted by some workers only, whose rates would then differ: take a "
+        "schedule, or --on-rank-loss end",
+    ),
     Refusal("comm", "xla", "mpi".__ne__, shrinks, SHRINK, "XLA's collectives end with the first rank: --comm mpi"),
     Refusal("devices", "more than 1", (1).__ne__, shrinks, SHRINK, "it is between processes: leave --devices out"),
     Refusal(

@@ -12,8 +12,8 @@ import argparse
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,11 @@ class Finished:
 
     def predict(self, batch: Batch) -> Any:
         """Outputs of the task for a batch of this process's own, a dict of arrays [batch, ...]."""
-        return jax.jit(partial(steps.predict, self.forward))(self.params, self.model_state, batch)
+        return self._predicted(self.params, self.model_state, batch)
+
+    @cached_property
+    def _predicted(self) -> Callable[[PyTree, PyTree, Batch], Any]:
+        return jax.jit(partial(steps.predict, self.forward))
 
     def predict_all(self) -> dict[str, np.ndarray]:
         """Outputs for all validation examples, in the order of the data, on all ranks; `outputs` or their names.
@@ -65,11 +69,10 @@ class Finished:
         Raises:
             UsageError: an example is corrupt, so that outputs would not be in line with the data.
         """
-        predicted = jax.jit(partial(steps.predict, self.forward))
         parts: list[dict[str, np.ndarray]] = []
         with self.feed.crew:
             for batch in self.feed.batches():
-                outputs = predicted(self.params, self.model_state, batch)
+                outputs = self.predict(batch)
                 named = {name or "outputs": np.asarray(leaf) for name, leaf in named_leaves(outputs)}
                 parts.append(self._of_all_ranks({**named, "weight": np.asarray(batch["weight"])}))
         whole = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}

@@ -73,7 +73,7 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
     start = saved.step if saved else 0
     run.plan.feed.skipped = skipped_of(saved, run.workers)
-    callbacks.restore(experiment.callbacks, saved.extra.get("callbacks", []) if saved else [])
+    callbacks.restore(experiment.callbacks, saved.extra.get("callbacks", []) if saved else run.at_start)
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")

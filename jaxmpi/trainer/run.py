@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.manager import Saver, check_disk, total_bytes
@@ -20,7 +21,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.trace import Profiler, Tracer
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.recover.watchdog import watching
-from jaxmpi.trainer import guard
+from jaxmpi.trainer import callbacks, guard
 from jaxmpi.trainer.build import Functions, TrainingPlan
 from jaxmpi.trainer.callbacks import Callback, InjectFaults, Profile
 from jaxmpi.trainer.progress import ProgressLog
@@ -93,6 +94,7 @@ def assembled(
         profiler=profiler,
         pact=pact,
         callbacks=[InjectFaults(), Profile(profiler), *experiment.callbacks],
+        at_start=callbacks.states(experiment.callbacks),
     )
 
 
@@ -113,3 +115,4 @@ class Run:
     profiler: Profiler
     pact: shrink.ShrinkCoordinator | None  # between ranks that go on without each other
     callbacks: Sequence[Callback]
+    at_start: Sequence[Sequence[Any]]  # the states of the user's own
