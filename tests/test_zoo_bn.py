@@ -349,7 +349,7 @@ def test_workers_with_statistics_of_their_own_are_not_one_worker():
 def test_tiny_resnet_learns_digits_and_running_statistics_serve_its_evaluation():
     model, digits = resnet18_tiny(image_size=32, channels=1), load_digits(return_X_y=True)
     image: Any = np.kron(digits[0][:64].reshape(-1, 8, 8, 1) / 16, np.ones((1, 4, 4, 1))).astype(np.float32)
-    labels = digits[1][:64].astype(np.int32)
+    labels = np.asarray(digits[1][:64], np.int32)
 
     def step(params, state, lr):
         def loss(params):

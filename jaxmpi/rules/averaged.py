@@ -56,5 +56,5 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
         update=partial(after, rule.update),
         measured=partial(after, rule.measured) if rule.measured else None,
         eval_params=lambda params, state: state[AVERAGE],
-        distance=(lambda state: rule.distance(state["of_rule"])) if rule.distance else None,
+        distance=(lambda state, of=rule.distance: of(state["of_rule"])) if rule.distance else None,
     )
