@@ -186,6 +186,7 @@ def net_of(text: str, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_linen_trains_to_a_known_loss(tmp_path, as_users_have_it):
     module = net_of(LINEN, tmp_path)["Net"]()
 
@@ -203,6 +204,7 @@ def test_linen_trains_to_a_known_loss(tmp_path, as_users_have_it):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_equinox_trains_to_a_known_loss(tmp_path, as_users_have_it):
     module, state = eqx.nn.make_with_state(net_of(EQUINOX, tmp_path)["Net"])(KEY)
     params, static = eqx.partition(module, eqx.is_inexact_array)

@@ -2,8 +2,10 @@
 
 import re
 
+import jax
 import pytest
 
+from jaxmpi.allreduce import call_order
 from launching import ROOT, mpirun, run
 from test_cluster import CLUSTER, NOT_PERMITTED
 
@@ -116,6 +118,19 @@ def test_ranks_may_call_one_program_from_different_lines():
     ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + CALLED_FROM_OTHER_LINES, timeout_s=90)
     assert ended.code == 0, ended.out
     assert ended.out.count("numbers 96.0") == 2, ended.out
+
+
+def test_two_functions_of_one_line_differ_in_their_columns():
+    found = []
+
+    def note(x: jax.Array) -> jax.Array:
+        found.append((call_order.callers(), call_order.columns()))
+        return x
+
+    f, g = jax.jit(lambda x: note(x)), jax.jit(lambda x: note(x))
+    f(0.0), g(0.0)
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
 
 
 def check_both_are_named(said: str) -> None:

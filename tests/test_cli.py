@@ -62,6 +62,7 @@ def test_wrong_options_end_without_a_traceback():
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_models_prints_the_exact_counts():
     ended = run("models")
     assert ended.returncode == 0, ended.stderr

@@ -169,6 +169,7 @@ if comm.rank == 0:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("cores", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_buckets_leave_while_the_backward_pass_goes_on(cores, tmp_path):
     """Forward and backward of 8 equal layers are 23 products, and from the 10th on two give one more gradient.
 

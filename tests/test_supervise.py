@@ -398,6 +398,7 @@ def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
     """It is stopped, so that it cannot see that a rank is killed."""
     args = ("experiments/digits.py", "--train-for", "150st", "--checkpoint-every", "10st", "--run-dir", str(tmp_path))

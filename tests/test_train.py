@@ -111,6 +111,7 @@ FOURS = {"four": (4, ()), "devices": (1, ("--devices", "4")), "fused": (4, ("--s
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_one_worker_and_four_see_the_same_examples(count, tmp_path):
     """N workers x B/N = 1 worker x B: dropout apart, which is off here, the runs differ by rounding only."""
     (tmp_path / "tiny.py").write_text(TINY_EXPERIMENT)

@@ -274,6 +274,7 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
         ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0"),
     ],
 )
+@pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
     """Ctrl-Z for longer than --stall-timeout-s, and fg."""
     line = [*mpirun_line(2), sys.executable, *TRAIN, *rule, "--train-for", "300st", "--stall-timeout-s", "2"]

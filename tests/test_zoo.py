@@ -216,6 +216,7 @@ def test_the_full_models_drop_half():
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["alexnet_tiny", "vgg16_tiny", pytest.param("vgg19_tiny", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.slow
 def test_tiny_variant_learns_digits(name):
     model = MODELS[name]()
     source = open_source(Data("digits", resize=model.input_shape[0]), "train")

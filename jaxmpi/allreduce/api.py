@@ -15,7 +15,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import Probe, Verdict, allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import Order, fuse, plan, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
-from jaxmpi.allreduce.call_order import callers, check_in_program, one_thread
+from jaxmpi.allreduce.call_order import callers, check_in_program, columns, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
@@ -60,7 +60,7 @@ def exchange(
 
     Communicates: a comparison of structure and options between ranks, then the strategy once a bucket. Inside jit these
     are compared while tracing; whenever the program runs on CPUs, ranks compare which exchange they have come to. Ranks
-    at different ones end the job, and say which.
+    at different ones end the job, and say which; docs/exchange.md has those that cannot be told apart.
 
     Raises:
         UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
@@ -150,7 +150,7 @@ class Choice(NamedTuple):
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
         if what == TRACED and isinstance(self.comm, MpiComm):
-            options |= {"at": callers(), "compares its calls": not host_callbacks.why_not()}
+            options |= {"at": callers(), "columns": columns(), "compares its calls": not host_callbacks.why_not()}
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def ready(self, count: int) -> list[int] | None:

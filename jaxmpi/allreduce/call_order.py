@@ -89,14 +89,48 @@ def callers() -> str:
     """The user's lines from the function being traced to this exchange, as `train.py:12 in step, loss.py:3 in mean`.
 
     They tell apart programs of equal shapes without a number, which ranks that trace alone could not agree on. Lines
-    outside the traced function are left out: ranks may call it from different ones.
+    outside the traced function are left out: ranks may call it from different ones. So are values of the function's
+    own: ranks may have others, such as their rank.
     """
-    lines, frame = [], sys._getframe(1)
-    while frame and frame.f_globals.get("__name__", "") != "jax._src.pjit":
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
-            lines.insert(0, line_of(frame))
+    return ", ".join(map(line_of, users_frames()))
+
+
+def columns() -> list[str]:
+    """Where in its line each of `callers` is, and in which module: for two functions of one line, files of one name."""
+    found = []
+    for frame in users_frames():
+        places = list(frame.f_code.co_positions())
+        column = places[frame.f_lasti // 2][2] if frame.f_lasti // 2 < len(places) else None
+        found.append(f"{module_of(frame)}:{column}")
+    return found
+
+
+def users_frames() -> list[FrameType]:
+    """Frames of the user's, from the outermost function that JAX traces to this exchange.
+
+    A jit made anew at each call hides nothing so, and a `lax.scan` outside jit ends the walk, too. Left out are
+    libraries and code that has no file, as decorators make it: names of such differ from process to process.
+    """
+    stack: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame:
+        stack.insert(0, frame)
         frame = frame.f_back
-    return ", ".join(lines)
+    traced = [i for i, frame in enumerate(stack) if module_of(frame).startswith("jax._src.")]
+    return [frame for frame in stack[traced[0] if traced else 0 :] if is_users(frame)]
+
+
+def module_of(frame: FrameType) -> str:
+    """Name of the module whose code a frame runs."""
+    return frame.f_globals.get("__name__", "")
+
+
+def is_users(frame: FrameType) -> bool:
+    """Return True if a frame runs neither a library nor code without a file."""
+    name = frame.f_code.co_filename
+    is_made = name.startswith("<") and not name.startswith(("<string>", "<stdin>", "<ipython"))
+    is_installed = bool({"site-packages", "dist-packages"} & set(Path(name).parts))
+    return not (is_made or is_installed or module_of(frame).partition(".")[0] in LIBRARIES)
 
 
 def caller() -> str:
