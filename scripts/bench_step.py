@@ -8,8 +8,9 @@ ratio pair by pair with its 95 % interval.
 
     mpirun -n 2 python scripts/bench_step.py --comparison [--model googlenet | digits_cnn]
 
-With several workers: the trainer's step alternates with programs that only compare, a thousand times, which exchange
-ranks have reached. It prints median milliseconds a step, microseconds a comparison, and its share of the step.
+With several workers: the trainer's step alternates with one that does not compare which exchange ranks have reached,
+and with programs that only compare, a thousand times. It prints median milliseconds a step, the ratio of both steps
+pair by pair with its 95 % interval, microseconds of a rank's own time a comparison, and their share of the step.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import harness
 import jax
@@ -27,7 +29,8 @@ from flax import nnx
 from harness import interval, take_turns
 
 from jaxmpi import data
-from jaxmpi.allreduce.call_order import check_in_program
+from jaxmpi.allreduce import api
+from jaxmpi.allreduce.call_order import compared, number_of
 from jaxmpi.comm.mpi import world
 from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data
@@ -137,12 +140,13 @@ def by_hand(config: Experiment) -> Steps:
 def comparisons() -> Callable[[], None]:
     """A program in which ranks only compare, COMPARISONS times, which exchange they have reached."""
     comm = world()
+    number = number_of(comm, "a comparison alone")
 
     @jax.jit
     def compare(x: jax.Array) -> jax.Array:
         def once(_: Any, x: jax.Array) -> jax.Array:
-            check_in_program(comm, "a comparison alone")
-            return x + 1
+            with compared(comm, number):
+                return x + 1
 
         return jax.lax.fori_loop(0, COMPARISONS, once, x)
 
@@ -161,16 +165,30 @@ def epochs(examples: int) -> Iterator[np.ndarray]:
         yield from np.split(order[: examples // BATCH * BATCH], examples // BATCH)
 
 
+def without_comparison(config: Experiment) -> Steps:
+    """The trainer's step, traced without the comparison."""
+    steps = trainer(config)
+    with patch.object(api, "number_of", lambda *_: None):
+        steps(1)
+    return steps
+
+
 def share_of_comparisons(config: Experiment, options: argparse.Namespace) -> None:
-    """Time the trainer's step and comparisons in turns, on all ranks; rank 0 prints."""
-    runs = {"step": partial(trainer(config), options.steps), "comparison": comparisons()}
-    times = take_turns(runs, options.pairs, warm_up=2)
-    step_s, comparison_s = np.array(times["step"]) / options.steps, np.array(times["comparison"]) / COMPARISONS
+    """Time the trainer's step with and without comparisons, and comparisons alone, in turns; rank 0 prints."""
+    runs = {
+        "step": partial(trainer(config), options.steps),
+        "without": partial(without_comparison(config), options.steps),
+        "comparison": comparisons(),
+    }
+    times = {name: np.array(values) for name, values in take_turns(runs, options.pairs, warm_up=2).items()}
+    step_s, comparison_s = times["step"] / options.steps, times["comparison"] / COMPARISONS
     if world().rank == 0:
         where = f"{world().size} workers, batch {BATCH} each, {options.pairs} pairs, {jax.default_backend()}"
         print(f"{config.model.name}, {where}")
-        print(f"a step {1e3 * np.median(step_s):.2f} ms, a comparison {1e6 * np.median(comparison_s):.1f} us")
-        print(f"share {interval(100 * comparison_s / step_s, 3, ' %')}")
+        print(f"a step {1e3 * np.median(step_s):.2f} ms, ratio to one that does not compare", end=" ")
+        print(interval(times["step"] / times["without"], 3))
+        print(f"a comparison {1e6 * np.median(comparison_s):.1f} us, share of a step", end=" ")
+        print(interval(100 * comparison_s / step_s, 3, " %"))
 
 
 def ratio_to_hand(config: Experiment, options: argparse.Namespace) -> None:

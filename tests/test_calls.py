@@ -191,3 +191,46 @@ print("mean", said[-1], float(jaxmpi.exchange(x, strategy)[0, 0]), flush=True)
     assert ended.code == 0, ended.out
     assert "thread 'logger' calls it while thread 'trainer' is in it; expected one at a time" in ended.out
     assert ended.out.count("mean 1.5 1.5") == 2, ended.out
+
+
+@pytest.mark.e2e
+def test_threads_may_take_turns_without_a_wait_for_their_results():
+    """On rank 0 the second program has come to its exchange long before the first one, which still computes."""
+    script = """
+import time
+
+def f(x, times):
+    slow = jax.lax.fori_loop(0, times, lambda i, y: jnp.tanh(y @ y), jnp.full((500, 500), x[0, 0]))
+    return jaxmpi.exchange(x + 1e-9 * slow[:8, :8], strategy)
+
+f, g = jax.jit(f), jax.jit(lambda x: jaxmpi.exchange(1000 * x, strategy))
+f(x, 1).block_until_ready(), g(x).block_until_ready()
+results = [f(x, 400 if rank == 0 else 1)]
+time.sleep(0.5)
+logger = threading.Thread(target=lambda: results.append(g(x)))
+logger.start(), logger.join()
+results.append(jaxmpi.exchange(3 * x, strategy))
+print("means", *(round(float(result[0, 0]), 3) for result in results), flush=True)
+"""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("means 1.5 1500.0 4.5") == 2, ended.out
+
+
+@pytest.mark.e2e
+def test_a_rank_that_does_not_come_is_named_with_the_exchange():
+    script = """
+import time
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+f(x).block_until_ready()
+if rank == 0:
+    f(x).block_until_ready()
+time.sleep(60)
+"""
+    env = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=50, env=env)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 1, ended.out
+    assert re.search(
+        r"local rank 0 waited \d s in exchange 1 of the job \(asa:32, mean .*\) for local rank 1;", ended.out
+    )

@@ -15,7 +15,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import Probe, Verdict, allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import Order, fuse, plan, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
-from jaxmpi.allreduce.call_order import callers, check_in_program, columns, one_thread
+from jaxmpi.allreduce.call_order import caller, callers, columns, compared, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
@@ -76,14 +76,14 @@ def exchange(
     if not leaves:
         return tree
     comm = workers_of(comm)
-    with one_thread(comm):
+    with one_thread(comm) as is_part:
         if is_auto(strategy):
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
         if is_traced(leaves):
             comm.assert_same(choice.fingerprint(tree, TRACED))
-            check_in_program(comm, f"{choice.strategy}, {op} of {count_of(leaves)}")
-            return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, comm) for leaf in leaves]))
+            with compared(comm, None if is_part else number_of(comm, f"{choice.what(leaves)}, {caller()}")):
+                return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, comm) for leaf in leaves]))
         return _outside_jit(choice)(tree)
 
 
@@ -153,6 +153,10 @@ class Choice(NamedTuple):
             options |= {"at": callers(), "columns": columns(), "compares its calls": not host_callbacks.why_not()}
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
+    def what(self, leaves: Sequence[Any]) -> str:
+        """Describe the exchange of these leaves, for messages."""
+        return f"{self.strategy}, {self.op} of {count_of(leaves)}"
+
     def ready(self, count: int) -> list[int] | None:
         """Leaves in the order in which they come to exist, if that counts."""
         return self.order.leaves(count) if self.order else None
@@ -186,18 +190,21 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
             return jax.tree.map(jnp.asarray, tree)
         leaves, structure = jax.tree.flatten(tree)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        agreed = programs[key][0] if key in programs else choice.fingerprint(tree)
+        choice.comm.assert_same(agreed)  # two ranks may call with two trees that both have used before
         if key not in programs:
             like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-            programs[key] = choice.fingerprint(tree), _three_programs(choice, like)
-        agreed, run = programs[key]
-        choice.comm.assert_same(agreed)  # two ranks may call with two trees that both have used before
-        return jax.tree.unflatten(structure, run(leaves))
+            number = number_of(choice.comm, f"outside jit, {choice.what(leaves)}", agreed.digest)
+            programs[key] = agreed, _three_programs(choice, like, number)
+        return jax.tree.unflatten(structure, programs[key][1](leaves))
 
     return call
 
 
-def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Fuse, exchange, split: three jits, of which only the middle one communicates.
+def _three_programs(
+    choice: Choice, like: list[jax.ShapeDtypeStruct], number: int | None
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Fuse, exchange, split: three jits, of which only the middle one communicates, under this number.
 
     A program that communicates is compiled by every rank for itself. Here it sees nothing but vectors, which keeps it
     small; the other two are compiled once a host. A leaf that is alone in its bucket passes by without a copy.
@@ -207,7 +214,12 @@ def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callabl
     fused = [bucket for bucket in buckets if len(bucket) > 1]
     groups = [[like[i] for i in bucket] for bucket in fused]
     fuse_each = choice.comm.jit(lambda groups: [fuse(group) for group in groups])
-    exchange_each = jax.jit(choice.exchanged)
+
+    @jax.jit
+    def exchange_each(vectors: list[jax.Array]) -> list[jax.Array]:
+        with compared(choice.comm, number):
+            return choice.exchanged(vectors)
+
     split_each = choice.comm.jit(lambda flats: [split(flat, group) for flat, group in zip(flats, groups, strict=True)])
 
     def run(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -309,7 +321,11 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
 
     @functools.cache
     def outside_jit(workers: Comm) -> Peers:
-        rows = jax.jit(functools.partial(allgather, comm=workers))
+        @jax.jit
+        def rows(tree: PyTree) -> PyTree:
+            with compared(workers, number_of(workers, f"rows of {spelling}")):
+                return allgather(tree, comm=workers)
+
         return Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=functools.cache(workers.jit))
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
@@ -319,11 +335,12 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
         if workers.size == 1:
             return compression.paid(updates, state)
         choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
-        with one_thread(workers):
+        with one_thread(workers) as is_part:
             workers.assert_same(choice.fingerprint(updates, TRACED if traced else "exchange"))
             if traced:
-                check_in_program(workers, f"{spelling}, {op} of {count_of(jax.tree.leaves(updates))}")
-                total, state = run(updates, state)
+                what = f"{choice.what(jax.tree.leaves(updates))}, {caller()}"
+                with compared(workers, None if is_part else number_of(workers, what)):
+                    total, state = run(updates, state)
             else:
                 total, state = compressor.compress(updates, state, outside_jit(workers))
         return total if op == "mean" else jax.tree.map(lambda x: x * workers.size, total), state

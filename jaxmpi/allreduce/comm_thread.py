@@ -241,9 +241,8 @@ class CommThread:
             whats = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
             digests = [row[:4].tobytes().hex() for row in rows]
             is_cut = len(set(whats)) < len(set(digests))
-            raise UsageError(
-                different_calls([f"{a} ({b})" for a, b in zip(whats, digests, strict=True)] if is_cut else whats)
-            )
+            named = [f"{a} ({b})" for a, b in zip(whats, digests, strict=True)] if is_cut else whats
+            raise UsageError(different_calls(dict(enumerate(named))))
         opening.is_agreed = True
         held, opening.held = opening.held, []  # openings are kept for a while, and jobs hold gradients
         for job in held:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxmpi.core.errors import UsageError
@@ -16,12 +16,13 @@ class Fingerprint(NamedTuple):
     digest: bytes
 
 
-def different_calls(calls: Sequence[str]) -> str:
-    """Name the calls that ranks have come to, of which some differ from rank 0's."""
-    odd = [rank for rank, call in enumerate(calls) if call != calls[0]]
+def different_calls(calls: Mapping[int, str]) -> str:
+    """Name the calls, by rank, to which ranks have come so far; some differ from the first of these ranks'."""
+    first = min(calls)
+    odd = [rank for rank, call in sorted(calls.items()) if call != calls[first]]
     others = ", ".join(f"rank {rank} to {calls[rank]!r}" for rank in odd[:8])
     order = "all must make the same calls in the same order"
-    return f"ranks came to different calls: rank 0 to {calls[0]!r}, {others}; {order}"
+    return f"ranks came to different calls: rank {first} to {calls[first]!r}, {others}; {order}"
 
 
 def fingerprint(what: str, value: Any) -> Fingerprint:

@@ -528,7 +528,7 @@ class MpiProcesses:
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
             places = self.allgather_object(mine.what)
-            check(len(set(places)) == 1, different_calls(places))
+            check(len(set(places)) == 1, different_calls(dict(enumerate(places))))
             values = [json.dumps(value) for value in self.allgather_object(mine.value)]
             lines = [line for rank in odd[:8] for line in differences(rank, values[0], values[rank])]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))

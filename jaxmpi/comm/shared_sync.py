@@ -9,7 +9,7 @@ import hashlib
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxmpi.comm.polling import WaitClock
@@ -155,10 +155,16 @@ class Board:
         for other in range(self.size):
             if arrived[other] == self.call:
                 self.check_same(other)
+        self._check_alive(rank)
+        late = [other for other in range(self.size) if arrived[other] < self.call]
+        self._check_time(late or [rank], waited_s)
+
+    def _check_alive(self, rank: int) -> None:
         if self._has_ended(rank):
             raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in {self.what}")
+
+    def _check_time(self, late: Sequence[int], waited_s: float) -> None:
         if waited_s > self.timeout_s:
-            late = [other for other in range(self.size) if arrived[other] < self.call] or [rank]
             raise TrainingError(
                 f"local rank {self.rank} waited {waited_s:.0f} s in {self.what} for local rank "
                 f"{', '.join(map(str, late))}; all ranks must come to it as often ("
@@ -187,9 +193,9 @@ class Board:
 
 
 class SharedCompare(Board):
-    """Page in which ranks of a host compare a number before they go on; a wait each, and no message."""
+    """Page in which ranks of a host publish the number of the exchange that they have come to; no message, no wait."""
 
-    what = "the comparison of exchanges"
+    what = "an exchange"
 
     def __init__(self, host: Host, timeout_s: float = TIMEOUT_S) -> None:
         """Map a page of shared memory; all ranks of the host must come here together.
@@ -203,19 +209,37 @@ class SharedCompare(Board):
         host.host_barrier()
         self.check_all_here()
 
-    def same(self, number: int) -> bool:
-        """Wait for all ranks of the host; whether all have come with this number: one answer for all.
+    def come(self, number: int) -> dict[int, int]:
+        """Publish this rank's number; the numbers, by rank, of those that have come to this call.
 
-        Raises:
-            TrainingError: a rank has ended, or not come within the time limit; it is named.
+        Of two ranks the one that publishes later finds the other's number here.
         """
         self.begin((number, 0, 0))
         self.post(ARRIVED, self.call)
-        self.wait_for_all(ARRIVED, self.call)
-        return all(self.header(rank)[0] == number for rank in range(self.size))
+        os.sched_yield()  # a processor may read ahead of its own stores; nothing does across a system call
+        return self.numbers()
 
-    def check_same(self, rank: int) -> None:
-        """Nothing while ranks still wait: all are to learn of a difference."""
+    def numbers(self) -> dict[int, int]:
+        """Numbers of the ranks that have come to this call.
+
+        A rank may be one call ahead, whose header is another. It is not two ahead: the end of an exchange waits for
+        all ranks to begin it.
+        """
+        arrived = [rank for rank in range(self.size) if self.words[rank * ROW + ARRIVED] >= self.call]
+        fence()
+        return {rank: self.header(rank)[0] for rank in arrived}
+
+    def check_who_is_absent(self, waited_s: float) -> None:
+        """Raise if a rank will not come to this call, or has not within the time limit.
+
+        Raises:
+            TrainingError: ranks that have ended, or are late.
+        """
+        absent = [rank for rank in range(self.size) if self.words[rank * ROW + ARRIVED] < self.call]
+        for rank in absent:
+            self._check_alive(rank)
+        if absent:
+            self._check_time(absent, waited_s)
 
 
 @functools.lru_cache(maxsize=64)
