@@ -217,7 +217,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     phase = f" ({_at.phase})" if _job else ""
     if is_no_backend(error):
         error = UsageError(
-            f"JAX finds no device: {(str(error) or 'there is none of that platform').splitlines()[0]}; JAX_PLATFORMS is "
+            f"JAX finds no device: {(str(error) or 'none of that platform').splitlines()[0]}; JAX_PLATFORMS is "
             f"{os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or name one that is installed, such as cpu"
         )
     if isinstance(error, (UsageError, TrainingError)):
