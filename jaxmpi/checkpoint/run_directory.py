@@ -166,7 +166,7 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
     folder = home.path
     try:
         is_locked = home.try_lock()
-        file = held.enter_context((folder / "lock").open("a+", errors="backslashreplace"))
+        file = held.enter_context((folder / "lock").open("a+"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         home.lock = None if is_locked else file.fileno()
     except BlockingIOError:
@@ -178,8 +178,10 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
         if error.errno not in NO_LOCKS:
             raise
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    try:
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode(errors="backslashreplace"))
+    except OSError as error:  # as on a full disk; it does not name the file
+        raise OSError(error.errno, error.strerror, str(folder / "lock")) from error
 
 
 def holder(folder: Path) -> str:
