@@ -87,6 +87,11 @@ def unheard(stream: TextIO) -> None:
             "jaxmpi: standard output cannot be written, as after `| head`: the run goes on without it; its "
             "record.jsonl has every line\n"
         )
+    to_nowhere(stream)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Redirect a stream to nowhere, also what Python still has of it and writes when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
