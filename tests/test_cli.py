@@ -45,7 +45,7 @@ def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback(ar
     line = [sys.executable, "-m", "jaxmpi.tools.cli", *argv]
     with os.fdopen(write_end, "w") as unread:
         ended = subprocess.run(line, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
-    assert (ended.returncode, ended.stderr) == (1, "")
+    assert ended.stderr == ""
 
 
 def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
