@@ -385,11 +385,14 @@ def fresh(name: str) -> Path:
 
 
 def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str, root: Path | None) -> dict[str, Any]:
-    """The resolved configuration and its environment, for config.json and the record."""
+    """The resolved configuration and its environment, for config.json and the record.
+
+    Asynchronous workers run no strategy: only its wire counts.
+    """
     return {
         "experiment": flags.resolved(experiment),
         "workers": workers.size,
-        "strategy": strategy,
+        "strategy": f"wire {strategy.partition(':')[2]}" if workers.apart else strategy,
         "form": form,
         "transport": transport(workers, strategy),
         "backend": jax.default_backend(),
