@@ -1,4 +1,5 @@
 import importlib.metadata
+import os
 import re
 import signal
 import subprocess
@@ -34,6 +35,17 @@ def test_version(flag, monkeypatch, capsys):
     cli.main()
     out = capsys.readouterr().out
     assert f"jaxmpi {importlib.metadata.version('jaxmpi')}  jax {importlib.metadata.version('jax')}  " in out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["plan", "--help"]])
+def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback(argv):
+    """As after `| head`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", *argv]
+    with os.fdopen(write_end, "w") as unread:
+        ended = subprocess.run(line, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+    assert ended.stderr == ""
 
 
 def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):

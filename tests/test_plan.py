@@ -503,6 +503,15 @@ def test_what_is_hidden_is_not_exposed(capsys):
     assert row[6:] == ["0", "2", "100.0", "%"]
 
 
+def test_prices_inside_a_host_count_if_they_are_given(capsys):
+    """They were replaced by those between hosts."""
+    run(*GIVEN, "--alpha-inside-s", "1e-5", "--beta-inside-s-per-byte", "2e-9", "--slots", "2")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("inside a host 10 us + 2 ns/byte; between hosts 100 us + 40 ns/byte")
+    row = next(line.split() for line in lines if line.split()[:4] == ["2", "1", "x", "2"])
+    assert float(row[5]) < 2 * 24e6 * 2e-9 + 1e-3  # a tenth of what it takes between hosts
+
+
 def test_a_models_tree_counts_leaf_by_leaf(capsys):
     run(*GIVEN[:4], "--experiment", str(ROOT / "experiments" / "digits.py"))
     heading = capsys.readouterr().out.splitlines()[0]

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from jaxmpi.data import ArraySource
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.rules import registry
 from jaxmpi.trainer import main, recovery
-from launching import ROOT, mpirun_line, run
+from launching import ROOT, mpirun_line, run, small_disk
 from models.cnn import digits_cnn_tiny
 
 HOLD = """
@@ -105,6 +106,13 @@ def test_a_file_is_no_run_directory(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
         claim(run_dir=str(tmp_path / "file"))
+
+
+def test_a_disk_that_is_full_before_the_run_is_said_with_the_file(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        (disk / "fill").write_bytes(b"x" * shutil.disk_usage(disk).free)
+        with pytest.raises(UsageError, match=r"No space left on device: '.*/disk/run/lock'; name another"):
+            claim(run_dir=str(disk / "run"))
 
 
 @pytest.mark.parametrize("name", [*run_directory.FILES, "checkpoints"])

@@ -459,11 +459,13 @@ def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeyp
 
 
 @pytest.mark.e2e
-def test_a_platform_that_is_not_there_is_one_sentence():
-    code = "from jaxmpi.runtime import failures; failures.install_excepthooks(); import jax; jax.devices()"
-    job = python(code, JAX_PLATFORMS="quantum")
+@pytest.mark.parametrize("platform", ["quantum", "cuda"])
+def test_a_platform_that_is_not_there_is_one_sentence(platform):
+    """`cuda` is a name that JAX knows: without a GPU it ends in a bare assertion."""
+    code = "from jaxmpi.runtime import failures; failures.install_excepthooks(); import jax; jax.random.key(0)"
+    job = python(code, JAX_PLATFORMS=platform, CUDA_VISIBLE_DEVICES="-1")
     assert job.returncode == 2
-    assert "JAX_PLATFORMS is 'quantum': unset it" in job.stderr
+    assert f"JAX_PLATFORMS is '{platform}': unset it" in job.stderr
     assert "Traceback" not in job.stderr
 
 

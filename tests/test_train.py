@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.comm import topology
 from jaxmpi.config import experiment_file
 from jaxmpi.config.data import Data
@@ -95,6 +95,13 @@ def test_transport_is_what_rule_and_strategy_use(strategy, is_asynchronous, back
     alone: Any = types.SimpleNamespace(size=size)
     ranks = topology.Workers(alone, alone, (0,), None, apart=size if is_asynchronous else 0)
     assert topology.transport(ranks, strategy) == told
+
+
+@pytest.mark.parametrize(("workers", "told"), [(4, "wire 16"), (0, "root:16")])
+def test_an_asynchronous_run_records_its_wire_for_it_runs_no_strategy(workers, told):
+    alone: Any = types.SimpleNamespace(size=4)
+    ranks = topology.Workers(alone, alone, (0,), None, apart=workers)
+    assert run_directory.facts_of(Experiment(), ranks, "root:16", "fused", None)["strategy"] == told
 
 
 def losses(run_dir: Path) -> np.ndarray:

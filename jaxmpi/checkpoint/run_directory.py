@@ -166,7 +166,7 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
     folder = home.path
     try:
         is_locked = home.try_lock()
-        file = held.enter_context((folder / "lock").open("a+", errors="backslashreplace"))
+        file = held.enter_context((folder / "lock").open("a+"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         home.lock = None if is_locked else file.fileno()
     except BlockingIOError:
@@ -178,8 +178,10 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
         if error.errno not in NO_LOCKS:
             raise
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    try:
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode(errors="backslashreplace"))
+    except OSError as error:  # as on a full disk; it does not name the file
+        raise OSError(error.errno, error.strerror, str(folder / "lock")) from error
 
 
 def holder(folder: Path) -> str:
@@ -383,11 +385,14 @@ def fresh(name: str) -> Path:
 
 
 def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str, root: Path | None) -> dict[str, Any]:
-    """The resolved configuration and its environment, for config.json and the record."""
+    """The resolved configuration and its environment, for config.json and the record.
+
+    Asynchronous workers run no strategy: only its wire counts.
+    """
     return {
         "experiment": flags.resolved(experiment),
         "workers": workers.size,
-        "strategy": strategy,
+        "strategy": f"wire {strategy.partition(':')[2]}" if workers.apart else strategy,
         "form": form,
         "transport": transport(workers, strategy),
         "backend": jax.default_backend(),

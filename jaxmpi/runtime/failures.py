@@ -87,6 +87,11 @@ def unheard(stream: TextIO) -> None:
             "jaxmpi: standard output cannot be written, as after `| head`: the run goes on without it; its "
             "record.jsonl has every line\n"
         )
+    to_nowhere(stream)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Redirect a stream to nowhere, also what Python still has of it and writes when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -217,7 +222,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     phase = f" ({_at.phase})" if _job else ""
     if is_no_backend(error):
         error = UsageError(
-            f"JAX finds no device: {str(error).splitlines()[0]}; JAX_PLATFORMS is "
+            f"JAX finds no device: {(str(error) or 'none of that platform').splitlines()[0]}; JAX_PLATFORMS is "
             f"{os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or name one that is installed, such as cpu"
         )
     if isinstance(error, (UsageError, TrainingError)):
@@ -233,8 +238,28 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
 
 
 def is_no_backend(error: BaseException | None) -> bool:
-    """Return True if JAX could not start the backend that JAX_PLATFORMS names."""
-    return isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
+    """Return True if JAX could not start the backend that JAX_PLATFORMS names.
+
+    JAX passes over `cuda` where the host has no GPU, and then a bare assertion of its own fails.
+    """
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("Unable to initialize backend")
+    if not isinstance(error, AssertionError) or error.args or not os.environ.get("JAX_PLATFORMS"):
+        return False
+    return "jax" in sys.modules and is_raised_by("jax", error) and not has_backend()
+
+
+def is_raised_by(package: str, error: BaseException) -> bool:
+    """Return True if the code of a package raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] == package
+
+
+def has_backend() -> bool:
+    """Return True if a device of JAX has started."""
+    from jax._src import xla_bridge  # nothing public tells without starting one
+
+    return xla_bridge.backends_are_initialized()
 
 
 def rank_0_first_s() -> float:

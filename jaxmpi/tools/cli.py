@@ -32,8 +32,26 @@ COMMANDS = {  # name: (description, function)
 
 def main() -> None:
     """Entry point of the `jaxmpi` command."""
-    argv = sys.argv[1:]
     failures.open_streams()
+    try:
+        try:
+            run(sys.argv[1:])
+        except UsageError as error:
+            print(f"jaxmpi: error: {error}", file=sys.stderr)
+            sys.exit(failures.MISUSED)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as after `| head`
+        failures.to_nowhere(sys.stdout)
+        sys.exit(1)
+
+
+def run(argv: list[str]) -> None:
+    """Run a command of the table.
+
+    Raises:
+        UsageError: there is no such command, or it was asked for what cannot be.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         rows = [f"  {name:8} {text}" for name, (text, _) in COMMANDS.items()]
         print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows]))
@@ -43,13 +61,9 @@ def main() -> None:
 
         print("  ".join(f"{package} {version}" for package, version in versions().items()))
         return
-    try:
-        module, _, function = lookup(COMMANDS, argv[0], "command")[1].partition(":")
-        interrupts.leave_on_interrupt()  # while it is imported, which may take a second
-        getattr(importlib.import_module(f"jaxmpi.{module}"), function)(argv[1:])
-    except UsageError as error:
-        print(f"jaxmpi: error: {error}", file=sys.stderr)
-        sys.exit(failures.MISUSED)
+    module, _, function = lookup(COMMANDS, argv[0], "command")[1].partition(":")
+    interrupts.leave_on_interrupt()  # while it is imported, which may take a second
+    getattr(importlib.import_module(f"jaxmpi.{module}"), function)(argv[1:])
 
 
 if __name__ == "__main__":

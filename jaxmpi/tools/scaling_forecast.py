@@ -103,8 +103,9 @@ def ask(options: argparse.Namespace) -> Question | None:
     if comm is not None and comm.rank != 0:
         return None
     source += "" if probe.net.hosts > 1 else ", on one host: nothing is known of others"
+    net = without_gaps(probe.net) if options.alpha_s is None else probe.net
     slots = tuple(options.slots or sorted({1, probe.net.slots}))
-    return Question(without_gaps(probe.net), probe, source, sizes, options.step_s, slots, wires, options.overlap)
+    return Question(net, probe, source, sizes, options.step_s, slots, wires, options.overlap)
 
 
 def check_options(options: argparse.Namespace) -> None:
