@@ -317,16 +317,20 @@ class Stored(NamedTuple):
 
 
 def stored(experiment: Experiment, name: str) -> Stored | None:
-    """Read the stored settings of the run to resume; None if there is none, or it has no checkpoint yet.
+    """Read the stored settings of the run to resume; None if there is none.
+
+    Without a checkpoint they are those of its config.json: a job that lost a worker before the first checkpoint goes on
+    with the same examples a step, too.
 
     Raises:
         UsageError: the settings in the newest checkpoint are malformed, or it is of another rule or optimizer, whose
             state has other leaves.
     """
-    folder = resumed(experiment, name) / "checkpoints" if experiment.resume else None
+    run_dir = resumed(experiment, name) if experiment.resume else None
+    folder = run_dir / "checkpoints" if run_dir else None
     manifest = newest(folder) if folder else None
     if manifest is None:
-        return None
+        return begun(experiment, run_dir) if run_dir else None
     extra = manifest["extra"]
     exchange, run = extra.get("exchange"), extra.get("experiment")
     sound = (
@@ -339,6 +343,20 @@ def stored(experiment: Experiment, name: str) -> Stored | None:
     check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
     refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(flags.resolved(experiment)))
     return Stored(manifest["workers"], extra["scaled_for"], extra["experiment"]["effective batch"], extra["exchange"])
+
+
+def begun(experiment: Experiment, run_dir: Path) -> Stored | None:
+    """Settings of a run that has begun and has no checkpoint yet; None if it asked for another batch or exchange."""
+    try:
+        facts = json.loads((run_dir / "config.json").read_text())
+        workers, scaled_for, batch = (int(facts[name]) for name in ("workers", "scaled_for", "effective_batch"))
+        exchange = {name: facts["experiment"]["exchange"][name] for name in ("strategy", "bucket_bytes", "overlap")}
+        is_same = facts["asked"] == experiment.exchange.strategy
+    except (OSError, ValueError, KeyError, TypeError):  # it did not come so far, or an earlier version wrote it
+        return None
+    asked_batch = experiment.effective_batch or experiment.local_batch * scaled_for
+    exchange["asked"] = experiment.exchange.strategy
+    return Stored(workers, scaled_for, batch, exchange) if is_same and asked_batch in (0, batch) else None
 
 
 def settled_exchange(kept: Stored | None, asked: ExchangeConfig) -> dict[str, Any] | None:

@@ -208,6 +208,8 @@ def run_in(
     if is_first:
         facts = run_directory.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
             "asked": functions.asked,
+            "effective_batch": plan.clock.effective_batch,
+            "scaled_for": plan.scaled_for,
             "format": FORMAT,
         }
         write_whole(folder / "config.json", (json.dumps(facts, indent=2) + "\n").encode())
