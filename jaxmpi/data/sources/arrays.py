@@ -72,6 +72,8 @@ class PythonSource:
             if example.keys() != {"image", "label"}:
                 return example
             example = example["image"], example["label"]
+        is_pair = isinstance(example, tuple) and len(example) == 2
+        check(is_pair, f"got {type(example).__name__}; expected (image, label), or a dict of arrays of any names")
         image, label = example
         return np.asarray(image), label
 
