@@ -165,3 +165,75 @@ def test_a_second_run_begins_with_callbacks_as_they_were():
     [copied] = callbacks.checked((stop,))
     copied.restore({"best": 1.0, "count": 7})
     assert stop.count == 0
+
+
+class Moments(jaxmpi.Callback):
+    """Notes every moment; what a deep copy notes is in the list of the class."""
+
+    seen: list = []  # noqa: RUF012
+
+    def at_start(self, step, state):
+        self.seen.append(("start", step))
+
+    def before_step(self, step, state, batch):
+        self.seen.append(("before", step))
+        return state, batch
+
+    def after_dispatch(self, step, state):
+        self.seen.append(("dispatched", step))
+
+    def after_evaluation(self, moment):
+        self.seen.append(("evaluated", moment.step))
+
+    def after_checkpoint(self, step, folder):
+        assert (folder / "manifest.json").is_file()
+        self.seen.append(("saved", step))
+
+    def at_end(self, figures):
+        self.seen.append(("end", sorted(figures)))
+
+
+def test_all_moments_of_a_run_are_methods(tmp_path):
+    Moments.seen = []
+    asked = {"train_for": "2st", "eval_every": "0st", "checkpoint_every": "0st"}
+    main.train(lines(tmp_path, callbacks=(Moments(),), **asked), "lines")
+    assert Moments.seen == [
+        ("start", 0),
+        *(("before", 1), ("dispatched", 1), ("before", 2), ("dispatched", 2)),
+        *(("evaluated", 2), ("saved", 2), ("end", ["eval_count", "eval_far", "eval_loss"])),
+    ]
+
+
+class Sends(jaxmpi.Callback):
+    def __init__(self, method, first_rank_only=False):
+        self.first_rank_only = first_rank_only
+        setattr(self, method, self.send)
+
+    def send(self, *args):
+        jaxmpi.exchange({"x": np.ones(3, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("callback", "match"),
+    [
+        (Sends("before_step"), r"Sends: before_step: got jaxmpi\.exchange while a step may still exchange; expected no"),
+        (Sends("after_dispatch"), "after_dispatch: got .* do it in at_start, after_evaluation or at_end"),
+        (Sends("after_checkpoint"), "after_checkpoint: got jaxmpi.exchange while"),
+        (Sends("after_evaluation", True), r"after_evaluation: got jaxmpi\.exchange on rank 0 alone; .* leave first_rank"),
+    ],
+    ids=["before", "dispatched", "saved", "alone"],
+)
+def test_a_message_where_there_may_be_none_is_refused(callback, match, tmp_path):
+    with pytest.raises(UsageError, match=match):
+        main.train(lines(tmp_path, callbacks=(callback,)), "lines")
+    for method in ("at_start", "after_evaluation", "at_end"):  # and nothing stays refused
+        main.train(lines(tmp_path, callbacks=(Sends(method),), train_for="1st"), "lines")
+
+
+class Shifts(Greedy):
+    first_rank_only = True
+
+
+def test_rank_0_alone_may_not_change_a_batch(tmp_path):
+    with pytest.raises(UsageError, match="Shifts: before_step: got another state or batch on rank 0 alone"):
+        main.train(lines(tmp_path, callbacks=(Shifts(lambda b: {**b, "y": 2 * b["y"]}),)), "lines")

@@ -201,9 +201,10 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
 
 
 def note_saved(run: Run) -> None:
-    """A line of the record for a checkpoint that has become whole: if it is lost later, resuming knows."""
+    """A line of the record for a checkpoint that has become whole, so that resuming knows if it is lost; callbacks."""
     if (step := run.saver.taken()) is not None:
         run.recorder.write("checkpoint", step=step)
+        callbacks.each(run.callbacks, "after_checkpoint", step, run.folder / "checkpoints" / f"step_{step:08d}")
 
 
 def extra_to_save(run: Run, step: int) -> dict[str, Any]:

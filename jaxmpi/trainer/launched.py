@@ -1,0 +1,121 @@
+"""A run in processes of its own, from a script or a notebook that is one process.
+
+The experiment goes to the workers as a file of the run directory, which `cloudpickle` writes: so functions and classes
+of the notebook go with it. `jaxmpi train -n N` starts them, as it would on the command line. Their terminal is this
+process's output.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.files import write_whole
+from jaxmpi.runtime import failures, launchers
+from jaxmpi.trainer.callbacks import Callback, Moment
+
+FILE = '''"""An experiment that Python gave to jaxmpi.Trainer(experiment, workers={workers})."""
+
+from pathlib import Path
+
+import cloudpickle
+
+experiment = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
+'''
+TOLD_LINES = 30  # of the workers' output, in an error
+
+
+class KeepFigures(Callback):
+    """Writes the figures of each evaluation to a file, for the process that waits."""
+
+    def __init__(self, file: Path) -> None:
+        """Args: file: whose folder is there."""
+        self.file = file
+
+    def after_evaluation(self, moment: Moment) -> None:
+        """Write them, on the first rank."""
+        if moment.rank == 0:
+            write_whole(self.file, json.dumps(moment.figures).encode())
+
+
+def fit(experiment: Experiment, workers: int) -> dict[str, float]:
+    """Train in `workers` processes; the figures of the last evaluation, empty if no step was left to do.
+
+    Ctrl-C lets the run save and end, and is raised here then.
+
+    Args:
+        experiment: with a run directory.
+        workers: > 1.
+
+    Raises:
+        UsageError: the experiment cannot go to other processes, or they refuse it.
+        TrainingError: they ended with an error.
+    """
+    folder = Path(experiment.run_dir)
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    file = written(dataclasses.replace(experiment, callbacks=(*experiment.callbacks, KeepFigures(result))), workers)
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(workers), str(file)]
+    apart = {name for names in launchers.LAUNCHERS.values() for name in names}
+    env = {name: value for name, value in os.environ.items() if name not in apart}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    code, said = run(line, env)
+    if code:
+        kind = UsageError if code == failures.MISUSED else TrainingError
+        raise kind(f"{workers} workers ended with code {code}; their last lines:\n  " + "\n  ".join(said))
+    return json.loads(result.read_text()) if result.exists() else {}
+
+
+def written(experiment: Experiment, workers: int) -> Path:
+    """The experiment as a file of its run directory, under a name that follows from its contents.
+
+    Raises:
+        UsageError: it holds what cannot be pickled.
+    """
+    import cloudpickle
+
+    try:
+        pickled = cloudpickle.dumps(experiment)
+    except Exception as error:  # whatever an object of the user's raises
+        raise UsageError(
+            f"the experiment cannot go to other processes: {type(error).__name__}: {error}; make that object inside a "
+            "function that the experiment holds, or train with Experiment(devices=K) in this process"
+        ) from error
+    file = Path(experiment.run_dir) / f"experiment_{hashlib.sha256(pickled).hexdigest()[:8]}.py"
+    write_whole(file.with_suffix(".pickle"), pickled)
+    write_whole(file, FILE.format(workers=workers).encode())
+    return file
+
+
+def run(line: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
+    """Run a job whose output is shown here: its code, and its last lines."""
+    said: collections.deque[str] = collections.deque(maxlen=TOLD_LINES)
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    job = subprocess.Popen(line, env=env, text=True, errors="replace", start_new_session=True, **pipes)
+    assert job.stdout is not None
+    is_interrupted = False
+    with job.stdout as lines:
+        while True:
+            try:
+                for text in lines:
+                    said.append(text.rstrip())
+                    print(text, end="", flush=True)
+                job.wait()
+                break
+            except KeyboardInterrupt:  # a second one does not wait for the checkpoint
+                os.killpg(job.pid, signal.SIGTERM if is_interrupted else signal.SIGINT)
+                is_interrupted = True
+            except BaseException:
+                os.killpg(job.pid, signal.SIGTERM)
+                raise
+    if is_interrupted:
+        raise KeyboardInterrupt
+    return job.returncode, list(said)
