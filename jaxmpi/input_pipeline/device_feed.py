@@ -121,7 +121,9 @@ class DeviceFeed:
             positions: of all workers' streams, as a checkpoint has them.
         """
         if isinstance(self.source, StreamSource):
-            self.source.begin(step, [positions[sampler.rank % len(positions)] for sampler in self.samplers] if step else ())
+            self.source.begin(
+                step, [positions[sampler.rank % len(positions)] for sampler in self.samplers] if step else ()
+            )
 
     @property
     def bytes_each(self) -> float:

@@ -24,9 +24,9 @@ class Trainer:
         figures = trainer.fit()
         outputs = trainer.predict({"image": images})
 
-    Under a launcher all ranks call each method. Without one, `workers` has `fit` start as many processes; this one then
-    evaluates and predicts by itself. `Experiment(devices=K)` trains K workers in this process. Make a trainer before the
-    first JAX array, so that each rank gets its cores and its device.
+    Under a launcher all ranks call each method. Without one, `workers` has `fit` start as many processes; this one
+    then evaluates and predicts by itself. `Experiment(devices=K)` trains K workers in this process. Make a trainer
+    before the first JAX array, so that each rank gets its cores and its device.
 
     Args:
         experiment: as an experiment file holds it.
@@ -38,7 +38,8 @@ class Trainer:
             the experiment its `run_dir`, and leave `fit` out.
 
     Raises:
-        UsageError: no experiment, or other workers than the launcher's; by the methods, what `python -m jaxmpi.train` refuses.
+        UsageError: no experiment, or other workers than the launcher's; by the methods, what `python -m jaxmpi.train`
+            refuses.
     """
 
     def __init__(self, experiment: Experiment, name: str = "run", *, workers: int | None = None) -> None:

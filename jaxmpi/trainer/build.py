@@ -126,8 +126,7 @@ def make_plan(
     lr = experiment.optim.lr
     headline = (
         f"{name}: {workers.size} workers x local batch {local_batch} = effective batch "
-        f"{effective_batch}; {data_words(feed)}, {total_steps} steps\n"
-        + rate_words(experiment, factor, scaling)
+        f"{effective_batch}; {data_words(feed)}, {total_steps} steps\n" + rate_words(experiment, factor, scaling)
     )
     if experiment.model and experiment.model.classes != asked_classes:
         headline = (

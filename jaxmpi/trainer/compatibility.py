@@ -63,7 +63,9 @@ def weighs(task: Any) -> bool:
 
 def has_stream(experiment: Experiment) -> bool:
     """Return True if examples of a split have no numbers."""
-    return experiment.data.source == "grain" and any(map(is_stream, (experiment.data.train, experiment.data.validation)))
+    return experiment.data.source == "grain" and any(
+        map(is_stream, (experiment.data.train, experiment.data.validation))
+    )
 
 
 SHRINK = "--on-rank-loss shrink"

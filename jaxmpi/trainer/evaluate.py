@@ -18,8 +18,7 @@ from jaxmpi.trainer.callbacks import Moment, each, of_rank
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import EvalMetrics
 
-
-CALLS = "the calls of callbacks"
+CALLS = "what a callback calls"
 
 
 def distance(run: Run, state: TrainState) -> float | None:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import write_whole
@@ -68,17 +69,21 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
     env = {name: value for name, value in os.environ.items() if name not in apart}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     code, said = run(line, env)
+    if code == failures.MISUSED:
+        errors = (text.split("error: ", 1)[1] for text in said if "error: " in text)
+        raise UsageError(f"{workers} workers refused it: {next(errors, said[-1:])}")
     if code:
-        kind = UsageError if code == failures.MISUSED else TrainingError
-        raise kind(f"{workers} workers ended with code {code}; their last lines:\n  " + "\n  ".join(said))
-    return json.loads(result.read_text()) if result.exists() else {}
+        raise TrainingError(f"{workers} workers ended with code {code}; their last lines:\n  " + "\n  ".join(said))
+    figures = json.loads(result.read_text()) if result.exists() else {}
+    result.unlink(missing_ok=True)
+    return figures
 
 
 def written(experiment: Experiment, workers: int) -> Path:
     """The experiment as a file of its run directory, under a name that follows from its contents.
 
     Raises:
-        UsageError: it holds what cannot be pickled.
+        UsageError: it holds what cannot be pickled, or the run directory cannot be made.
     """
     import cloudpickle
 
@@ -89,6 +94,8 @@ def written(experiment: Experiment, workers: int) -> Path:
             f"the experiment cannot go to other processes: {type(error).__name__}: {error}; make that object inside a "
             "function that the experiment holds, or train with Experiment(devices=K) in this process"
         ) from error
+    with run_directory.usable():
+        Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
     file = Path(experiment.run_dir) / f"experiment_{hashlib.sha256(pickled).hexdigest()[:8]}.py"
     write_whole(file.with_suffix(".pickle"), pickled)
     write_whole(file, FILE.format(workers=workers).encode())

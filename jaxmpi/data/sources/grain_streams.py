@@ -126,7 +126,9 @@ class StreamReader:
         try:
             self._states[self._at // self.per_step] = json.dumps(self._iterator.get_state())
         except TypeError as error:
-            raise UsageError(f"{self.name}: state: {error}; expected JSON values, as Grain's own checkpoints") from error
+            raise UsageError(
+                f"{self.name}: state: {error}; expected JSON values, as Grain's own checkpoints"
+            ) from error
 
 
 class StreamSource(PythonSource):
