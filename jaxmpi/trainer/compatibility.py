@@ -87,7 +87,7 @@ REFUSALS = (
         "grain with an IterDataset",
         "grain".__eq__,
         lambda experiment: has_stream(experiment) and is_asynchronous(experiment),
-        f"an IterDataset and {APART} at a step that a checkpoint could have its place of",
+        "an IterDataset and an asynchronous rule, whose workers end no step together",
         "take a MapDataset",
     ),
     Refusal("data.memory", "partition", "partition".__eq__, is_asynchronous, f"{APART} to shuffle", "take another"),
