@@ -85,7 +85,7 @@ def noisy(i, rng):
 
 
 @pytest.mark.e2e
-def test_callbacks_an_average_grain_and_a_mixture_are_resumed_together(tmp_path):
+def test_callbacks_an_average_grain_and_a_mixture_are_resumed_together(tmp_path, standard_promotion):
     grain = pytest.importorskip("grain")
     maps = Data("grain", train=grain.MapDataset.range(50).seed(1).random_map(noisy), validation=None)
     data = Data("mixture", train=((maps, 2.0), (line(30, 2), 1.0)), validation=line(13, 1))
@@ -218,8 +218,8 @@ class Moments(jaxmpi.Callback):
 
 def test_all_moments_of_a_run_are_methods(tmp_path):
     Moments.seen = []
-    asked = {"train_for": "2st", "eval_every": "0st", "checkpoint_every": "0st"}
-    main.train(lines(tmp_path, callbacks=(Moments(),), **asked), "lines")
+    asked = {"callbacks": (Moments(),), "train_for": "2st", "eval_every": "0st", "checkpoint_every": "0st"}
+    main.train(lines(tmp_path, **asked), "lines")
     assert Moments.seen == [
         ("start", 0),
         *(("before", 1), ("dispatched", 1), ("before", 2), ("dispatched", 2)),

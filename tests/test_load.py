@@ -136,6 +136,6 @@ def test_a_module_of_other_arrays_is_named():
 def test_a_linen_module_comes_back_bound():
     net = linen.Dense(3)
     x = np.ones((1, 2), np.float32)
-    params = net.init(jax.random.key(0), x)["params"]
+    params = dict(net.init(jax.random.key(0), x)["params"])
     bound = trained.TrainedModel(params=params, model_state={}).into(net)
     np.testing.assert_array_equal(bound(x), net.apply({"params": params}, x))

@@ -14,6 +14,7 @@ from jaxmpi import Task
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler
+from jaxmpi.data.example import nested
 from jaxmpi.data.sources.arrays import FieldSource
 from jaxmpi.model import plain_model
 from jaxmpi.tasks import classes, numbers
@@ -103,7 +104,9 @@ def test_padding_counts_neither_in_the_loss_nor_in_the_figures_of_tokens():
 
 def nested_fields(n: int) -> dict:
     i = np.arange(n)
-    return {"a": {"x": i * 1.0, "y": {"z": np.stack([i, -i], 1)}}, "flag": i % 2 == 0, "small": i.astype(np.int8)}
+    pair = i + 0.5, {"second": -i}
+    z = {"z": np.stack([i, -i], 1)}
+    return {"a": {"x": i * 1.0, "y": z}, "flag": i % 2 == 0, "small": i.astype(np.int8), "pair": pair}
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
@@ -119,6 +122,9 @@ def test_a_batch_has_the_fields_of_its_examples(kind):
     np.testing.assert_array_equal(whole["a/x"], want["a"]["x"])
     np.testing.assert_array_equal(whole["flag"], want["flag"])
     np.testing.assert_array_equal(whole["small"], want["small"])
+    first, second = nested(whole)["pair"]  # as the task gets it
+    np.testing.assert_array_equal(first, want["pair"][0])
+    np.testing.assert_array_equal(second["second"], want["pair"][1]["second"])
 
 
 # ---------------------------------------------------------------- N workers against one
