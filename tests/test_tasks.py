@@ -30,7 +30,9 @@ EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
 @pytest.mark.e2e
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_the_examples_train(file, tmp_path):
-    done = train_here(str(file), "--train-for", "12st", "--eval-every", "4st", "--run-dir", str(tmp_path / "run"))
+    workers = ["--devices", "8"] if file.stem == "gan" else []
+    asked = ["--train-for", "12st", "--eval-every", "4st", "--run-dir", str(tmp_path / "run")]
+    done = train_here(str(file), *workers, *asked)
     assert done.code == 0, done.out
     losses = [float(line.split("loss ")[1].split()[0]) for line in done.out.splitlines() if "evaluation on" in line]
     assert len(losses) == 3
@@ -40,15 +42,6 @@ def test_the_examples_train(file, tmp_path):
 def test_an_example_takes_forty_lines():
     for file in EXAMPLES:
         assert len([line for line in file.read_text().splitlines() if line.strip()]) <= 40, file
-
-
-@pytest.mark.e2e
-def test_a_gan_trains_on_eight_workers(tmp_path):
-    file, run = "experiments/tasks/gan.py", str(tmp_path / "run")
-    done = train_here(file, "--devices", "8", "--train-for", "60st", "--eval-every", "30st", "--run-dir", run)
-    assert done.code == 0, done.out
-    far = [float(line.split("distance ")[1].split()[0]) for line in done.out.splitlines() if "evaluation on" in line]
-    assert far[-1] < far[0]
 
 
 # ---------------------------------------------------------------- figures

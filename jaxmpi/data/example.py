@@ -100,7 +100,7 @@ def flat(example: dict[str, Any], name: str) -> Example:
     fields: Example = {}
     for key, value in example.items():
         is_name = isinstance(key, str) and "/" not in key and key not in ("", "weight")
-        value = numbered(value) if isinstance(value, tuple) else value
+        value = by_place(value) if isinstance(value, tuple) else value
         check(
             is_name, f"{name}: got a field {key!r}; expected a name without /, and not weight, which the trainer adds"
         )
@@ -112,7 +112,7 @@ def flat(example: dict[str, Any], name: str) -> Example:
     return fields
 
 
-def numbered(values: tuple[Any, ...]) -> dict[str, Any]:
+def by_place(values: tuple[Any, ...]) -> dict[str, Any]:
     """A tuple as a dict with the keys `[0]`, `[1]` and so on."""
     return {f"[{i}]": value for i, value in enumerate(values)}
 

@@ -63,7 +63,8 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
     folder = Path(experiment.run_dir)
     result = folder / "result.json"
     result.unlink(missing_ok=True)
-    file = written(dataclasses.replace(experiment, callbacks=(*experiment.callbacks, KeepFigures(result))), workers)
+    callbacks = (*experiment.callbacks, KeepFigures(result))
+    file = written(dataclasses.replace(experiment, callbacks=callbacks, fallback=None), workers)
     line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(workers), str(file)]
     apart = {name for names in launchers.LAUNCHERS.values() for name in names}
     env = {name: value for name, value in os.environ.items() if name not in apart}

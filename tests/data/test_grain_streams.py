@@ -79,7 +79,7 @@ def test_a_resumed_run_is_that_which_did_not_end(data, devices, step, tmp_path):
     assert params(part.run_dir) == params(whole.run_dir)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_rollback_reads_the_stream_again(tmp_path):
     whole = streams(tmp_path)
     main.train(whole, "lines")

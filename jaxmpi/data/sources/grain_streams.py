@@ -90,8 +90,9 @@ class StreamReader:
 
     def forget(self, step: int) -> None:
         """Drop the states before a step."""
-        for old in [noted for noted in self._states if noted < step]:
-            del self._states[old]
+        for noted in list(self._states):  # at once, since a loader adds to them
+            if noted < step:
+                del self._states[noted]
 
     def count(self, limit_s: float) -> int:
         """The number of examples, of which each is read once.
