@@ -84,8 +84,9 @@ def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(figures["eval_loss"], rel=1e-6)
     alone = main.train(dataclasses.replace(experiment, callbacks=(), run_dir=str(tmp_path / "alone")), "lines")
     assert figures["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
-    finished.evaluate_main([experiment.run_dir])  # its experiment is in the run directory
-    assert json.loads(capfd.readouterr().out.splitlines()[-1])["eval_count"] == 13
+    assert not list(Path(experiment.run_dir).glob("from_python*"))  # nothing stays that is unpickled
+    with pytest.raises(UsageError, match=r"was started from Python: use jaxmpi\.Trainer"):
+        finished.evaluate_main([experiment.run_dir])
     with pytest.raises(UsageError, match=r"2 workers refused it: .*holds a run already"):
         trainer.fit()
 

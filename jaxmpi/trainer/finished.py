@@ -36,6 +36,7 @@ from jaxmpi.data.example import nested
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures
 from jaxmpi.tasks.registry import task_of
+from jaxmpi.trainer import launched
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.evaluate import figures_of
 
@@ -160,7 +161,7 @@ def begun_with(run_dir: Path, argv: Sequence[str]) -> Experiment:
         raise UsageError(f"{file}: damaged: {error!r}") from error
     command = experiment_file.file_first(command)
     path = Path(command[0]) if command and command[0].endswith(".py") else None
-    if path is None:
+    if path is None or path.name == launched.FILE:
         raise UsageError(f"{run_dir} was started from Python: use jaxmpi.Trainer(experiment).evaluate() there")
     check(path.is_file(), f"{run_dir} was started with {shlex.join(command)}; {path} is not here: change the folder")
     return experiment_file.parse([*command, *argv])[0]
@@ -219,14 +220,19 @@ def evaluate_main(argv: list[str]) -> None:
         print(json.dumps({"step": run.step, **figures}))
 
 
-def predict_main(argv: list[str]) -> None:
-    """`jaxmpi predict RUN OUT.npz`."""
+def predict_parser() -> argparse.ArgumentParser:
+    """Options of `jaxmpi predict`."""
     options = parser("predict", "Write a model's outputs for the validation data, in its order, to a NumPy file.")
     options.add_argument("out", type=Path, help="new file, .npz")
     options.add_argument(
         "--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data"
     )
-    run, asked = asked_for(options, argv)
+    return options
+
+
+def predict_main(argv: list[str]) -> None:
+    """`jaxmpi predict RUN OUT.npz`."""
+    run, asked = asked_for(predict_parser(), argv)
     check(asked.out.suffix == ".npz", f"{asked.out}: expected a name that ends in .npz")
     check(not asked.out.exists(), f"{asked.out} exists; name a new file")
     outputs = run.predict_all()

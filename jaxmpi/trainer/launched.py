@@ -1,18 +1,18 @@
 """A run in processes of its own, from a script or a notebook that is one process.
 
-The experiment goes to the workers as a file of the run directory, which `cloudpickle` writes: so functions and classes
-of the notebook go with it. `jaxmpi train -n N` starts them, as it would on the command line. Their terminal is this
-process's output.
+`cloudpickle` writes the experiment for the workers, so functions and classes of the notebook go with it. It lies in a
+folder in the run directory that only this user can read, and that is gone when they have ended: no file that stays is
+ever unpickled. `jaxmpi train -n N` starts them, as on the command line. Their terminal is this process's output.
 """
 
 import collections
 import dataclasses
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from jaxmpi.core.files import write_whole
 from jaxmpi.runtime import failures, launchers
 from jaxmpi.trainer.callbacks import Callback, Moment
 
-FILE = '''"""An experiment that Python gave to jaxmpi.Trainer(experiment, workers={workers})."""
+FILE = "from_python.py"
+TEXT = '''"""An experiment that Python gave to jaxmpi.Trainer(experiment, workers=N)."""
 
 from pathlib import Path
 
@@ -60,31 +61,34 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
         UsageError: the experiment cannot go to other processes, or they refuse it.
         TrainingError: they ended with an error.
     """
-    folder = Path(experiment.run_dir)
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    callbacks = (*experiment.callbacks, KeepFigures(result))
-    file = written(dataclasses.replace(experiment, callbacks=callbacks, fallback=None), workers)
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(workers), str(file)]
-    apart = {name for names in launchers.LAUNCHERS.values() for name in names}
-    env = {name: value for name, value in os.environ.items() if name not in apart}
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    code, said = run(line, env)
-    if code == failures.MISUSED:
-        errors = (text.split("error: ", 1)[1] for text in said if "error: " in text)
-        raise UsageError(f"{workers} workers refused it: {next(errors, said[-1:])}")
-    if code:
-        raise TrainingError(f"{workers} workers ended with code {code}; their last lines:\n  " + "\n  ".join(said))
-    figures = json.loads(result.read_text()) if result.exists() else {}
-    result.unlink(missing_ok=True)
-    return figures
+    with run_directory.usable():
+        Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
+        here = tempfile.TemporaryDirectory(
+            prefix="from_python_", dir=experiment.run_dir
+        )  # which other users cannot read
+    with here as folder:
+        result = Path(folder) / "figures.json"
+        callbacks = (*experiment.callbacks, KeepFigures(result))
+        file = written(dataclasses.replace(experiment, callbacks=callbacks, fallback=None), Path(folder))
+        line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(workers), str(file)]
+        apart = {name for names in launchers.LAUNCHERS.values() for name in names}
+        env = {name: value for name, value in os.environ.items() if name not in apart}
+        env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        code, said = run(line, env)
+        if code == failures.MISUSED:
+            errors = (text.split("error: ", 1)[1] for text in said if "error: " in text)
+            raise UsageError(f"{workers} workers refused it: {next(errors, said[-1:])}")
+        if code:
+            last = "\n  ".join(said)
+            raise TrainingError(f"{workers} workers ended with code {code}; their last lines:\n  {last}")
+        return json.loads(result.read_text()) if result.exists() else {}
 
 
-def written(experiment: Experiment, workers: int) -> Path:
-    """The experiment as a file of its run directory, under a name that follows from its contents.
+def written(experiment: Experiment, folder: Path) -> Path:
+    """The experiment as a file of a folder.
 
     Raises:
-        UsageError: it holds what cannot be pickled, or the run directory cannot be made.
+        UsageError: it holds what cannot be pickled.
     """
     import cloudpickle
 
@@ -95,11 +99,9 @@ def written(experiment: Experiment, workers: int) -> Path:
             f"the experiment cannot go to other processes: {type(error).__name__}: {error}; make that object inside a "
             "function that the experiment holds, or train with Experiment(devices=K) in this process"
         ) from error
-    with run_directory.usable():
-        Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
-    file = Path(experiment.run_dir) / f"experiment_{hashlib.sha256(pickled).hexdigest()[:8]}.py"
-    write_whole(file.with_suffix(".pickle"), pickled)
-    write_whole(file, FILE.format(workers=workers).encode())
+    file = folder / FILE
+    file.with_suffix(".pickle").write_bytes(pickled)
+    file.write_text(TEXT)
     return file
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.config import Data, Experiment, RuleConfig
+from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.trainer import main
 from line_task import LINE, line, lines
@@ -139,9 +139,6 @@ REFUSED = {
     "evaluation": ({"eval_every": "1ep"}, "eval_every: got 1ep with"),
     "state": ({"data": Data("grain", train=NoState(), validation=held_out())}, r"data\.train: state: .*JSON"),
     "map": ({"data": Data("grain", train=lambda w, n: [1], validation=held_out())}, r"data\.train\(0, 1\): got list"),
-    "rule": ({"rule": RuleConfig("gosgd")}, r"data\.source: got grain with an IterDataset and an asynchronous rule"),
-    "shrink": ({"on_rank_loss": "shrink"}, r"data\.source: got grain with an IterDataset and --on-rank-loss shrink"),
-    "continue": ({"continue_from": "run"}, "continue_from: got run with an IterDataset"),
 }
 
 
