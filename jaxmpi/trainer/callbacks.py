@@ -249,29 +249,35 @@ BESIDE_A_STEP = (
     "do it in at_start, after_evaluation or at_end, where nothing is under way",
 )
 ALONE = ("on rank 0 alone", "leave first_rank_only out, so that all ranks do the same")
+APART = ("under an asynchronous rule, whose workers do not meet", "take a synchronous rule")
 
 
-def may(callback: Callback, method: str) -> contextlib.AbstractContextManager[None]:
+def may(callback: Callback, method: str, is_apart: bool) -> contextlib.AbstractContextManager[None]:
     """While a method runs, refuse the messages that it may not send."""
     is_beside = method in ("before_step", "after_dispatch", "after_checkpoint")
-    if is_beside or callback.first_rank_only:
-        what = f"callback {type(callback).__name__}: {method}"
-        return in_flight.without_messages(what, *(BESIDE_A_STEP if is_beside else ALONE))
-    return contextlib.nullcontext()
+    if not (is_beside or callback.first_rank_only or is_apart):
+        return contextlib.nullcontext()
+    why = APART if is_apart else BESIDE_A_STEP if is_beside else ALONE
+    return in_flight.without_messages(f"callback {type(callback).__name__}: {method}", *why)
 
 
-def each(callbacks: Sequence[Callback], method: str, *args: Any) -> None:
+def each(callbacks: Sequence[Callback], method: str, *args: Any, is_apart: bool = False) -> None:
     """Call a method of all, one after another.
+
+    Args:
+        is_apart: workers do not wait for each other.
 
     Raises:
         UsageError: one communicates where it may not.
     """
     for callback in callbacks:
-        with may(callback, method):
+        with may(callback, method, is_apart):
             getattr(callback, method)(*args)
 
 
-def before_step(callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+def before_step(
+    callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch, is_apart: bool = False
+) -> tuple[TrainState, Batch]:
     """All of them, one after another.
 
     Raises:
@@ -280,7 +286,7 @@ def before_step(callbacks: Sequence[Callback], step: int, state: TrainState, bat
     """
     for callback in callbacks:
         before, what = (state, batch), f"callback {type(callback).__name__}: before_step"
-        with may(callback, "before_step"):
+        with may(callback, "before_step", is_apart):
             state, batch = callback.before_step(step, state, batch)
         if state is not before[0] or batch is not before[1]:
             is_all = not callback.first_rank_only

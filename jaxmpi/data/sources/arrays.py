@@ -110,7 +110,7 @@ class FieldSource:
         return digest.hexdigest()
 
 
-def lengths_of(fields: dict[str, Any], outer: str = "") -> dict[str, int]:
+def lengths_of(fields: dict[Any, Any], outer: str = "") -> dict[str, int]:
     """Lengths of all arrays, by `outer/inner`."""
     lengths: dict[str, int] = {}
     for key, value in fields.items():
