@@ -13,7 +13,8 @@ import jaxmpi
 from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.trainer import callbacks, main
-from line_task import lines
+from launching import ROOT, mpirun
+from line_task import line, lines
 from models.cnn import digits_cnn_tiny
 
 
@@ -72,6 +73,28 @@ def test_a_resumed_run_is_that_which_did_not_end(step, tmp_path):
     want = main.train(whole, "lines")
     shutil.copytree(whole.run_dir, part.run_dir)
     for later in range(step + 1, 12):
+        shutil.rmtree(Path(part.run_dir) / "checkpoints" / f"step_{later:08}")
+    assert main.train(dataclasses.replace(part, resume=True), "lines") == want
+    last = [Path(run.run_dir) / "checkpoints" / "step_00000011" / "common.bin" for run in (whole, part)]
+    assert last[0].read_bytes() == last[1].read_bytes()
+
+
+def noisy(i, rng):
+    row = {name: values[i % 50] for name, values in line(50).items()}
+    return row | {"x": row["x"] + rng.normal(0, 0.1, 3).astype(np.float32)}
+
+
+@pytest.mark.e2e
+def test_callbacks_an_average_grain_and_a_mixture_are_resumed_together(tmp_path, standard_promotion):
+    grain = pytest.importorskip("grain")
+    maps = Data("grain", train=grain.MapDataset.range(50).seed(1).random_map(noisy), validation=None)
+    data = Data("mixture", train=((maps, 2.0), (line(30, 2), 1.0)), validation=line(13, 1))
+    both = {"data": data, "optim": Optim("adam", lr=0.01, ema=0.9), "devices": 2, "keep_checkpoints": 20}
+    whole = reduced(tmp_path, **both)
+    want = main.train(whole, "lines")
+    part = dataclasses.replace(whole, run_dir=str(tmp_path / "part"))
+    shutil.copytree(whole.run_dir, part.run_dir)
+    for later in range(8, 12):
         shutil.rmtree(Path(part.run_dir) / "checkpoints" / f"step_{later:08}")
     assert main.train(dataclasses.replace(part, resume=True), "lines") == want
     last = [Path(run.run_dir) / "checkpoints" / "step_00000011" / "common.bin" for run in (whole, part)]
@@ -165,3 +188,115 @@ def test_a_second_run_begins_with_callbacks_as_they_were():
     [copied] = callbacks.checked((stop,))
     copied.restore({"best": 1.0, "count": 7})
     assert stop.count == 0
+
+
+class Moments(jaxmpi.Callback):
+    """Notes every moment; what a deep copy notes is in the list of the class."""
+
+    seen: list = []  # noqa: RUF012
+
+    def at_start(self, step, state):
+        self.seen.append(("start", step))
+
+    def before_step(self, step, state, batch):
+        self.seen.append(("before", step))
+        return state, batch
+
+    def after_dispatch(self, step, state):
+        self.seen.append(("dispatched", step))
+
+    def after_evaluation(self, moment):
+        self.seen.append(("evaluated", moment.step))
+
+    def after_checkpoint(self, step, folder):
+        assert (folder / "manifest.json").is_file()
+        self.seen.append(("saved", step))
+
+    def at_end(self, figures):
+        self.seen.append(("end", sorted(figures)))
+
+
+def test_all_moments_of_a_run_are_methods(tmp_path):
+    Moments.seen = []
+    asked = {"callbacks": (Moments(),), "train_for": "2st", "eval_every": "0st", "checkpoint_every": "0st"}
+    main.train(lines(tmp_path, **asked), "lines")
+    assert Moments.seen == [
+        ("start", 0),
+        *(("before", 1), ("dispatched", 1), ("before", 2), ("dispatched", 2)),
+        *(("evaluated", 2), ("saved", 2), ("end", ["eval_count", "eval_far", "eval_loss"])),
+    ]
+
+
+class Sends(jaxmpi.Callback):
+    def __init__(self, method, first_rank_only=False):
+        self.first_rank_only = first_rank_only
+        setattr(self, method, self.send)
+
+    def send(self, *args):
+        jaxmpi.exchange({"x": np.ones(3, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("callback", "match"),
+    [
+        (
+            Sends("before_step"),
+            r"Sends: before_step: got jaxmpi\.exchange while a step may still exchange; expected no",
+        ),
+        (Sends("after_dispatch"), "after_dispatch: got .* do it in at_start, after_evaluation or at_end"),
+        (Sends("after_checkpoint"), "after_checkpoint: got jaxmpi.exchange while"),
+        (
+            Sends("after_evaluation", True),
+            r"after_evaluation: got jaxmpi\.exchange on rank 0 alone; .* leave first_rank",
+        ),
+    ],
+    ids=["before", "dispatched", "saved", "alone"],
+)
+def test_a_message_where_there_may_be_none_is_refused(callback, match, tmp_path):
+    with pytest.raises(UsageError, match=match):
+        main.train(lines(tmp_path, callbacks=(callback,)), "lines")
+
+
+def test_messages_may_be_sent_where_nothing_is_under_way(tmp_path):
+    sends = tuple(Sends(method) for method in ("at_start", "after_evaluation", "at_end"))
+    main.train(lines(tmp_path, callbacks=sends, train_for="1st"), "lines")
+
+
+ONE_RANK = """
+import numpy as np, jaxmpi
+from pathlib import Path
+from launching import ROOT, mpirun
+from line_task import line, lines
+
+class Alone(jaxmpi.Callback):
+    first_rank_only = True
+
+    def after_evaluation(self, moment):
+        print("on rank", moment.rank, len(list(moment.validation())), "batches", flush=True)
+
+class Sums(jaxmpi.Callback):
+    def after_evaluation(self, moment):
+        if moment.step == 4 and moment.rank == 0:
+            moment.sum(np.zeros(3))
+
+jaxmpi.Trainer(lines(Path("{folder}"), callbacks=(Alone(), Sums()), eval_every="2st")).fit()
+"""
+
+
+@pytest.mark.e2e
+def test_a_call_that_one_rank_alone_makes_is_named(tmp_path):
+    (tmp_path / "job.py").write_text(ONE_RANK.format(folder=tmp_path))
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert ended.code == 2, ended.out
+    assert ended.out.count("on rank 0 2 batches") == 2
+    assert "on rank 1" not in ended.out
+    assert "rank 1: next: got the end of Sums.after_evaluation, expected Moment.sum of an array [3]" in ended.out
+
+
+class Shifts(Greedy):
+    first_rank_only = True
+
+
+def test_rank_0_alone_may_not_change_a_batch(tmp_path):
+    with pytest.raises(UsageError, match="Shifts: before_step: got another state or batch on rank 0 alone"):
+        main.train(lines(tmp_path, callbacks=(Shifts(lambda b: {**b, "y": 2 * b["y"]}),)), "lines")

@@ -22,6 +22,7 @@ from launching import ROOT
 APART, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
 # Message and options; one for each line of the table at least.
+STREAM = Data("grain", train=lambda worker, workers: iter([]))
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("on_nonfinite: got rollback with an asynchronous rule, .*; skip or stop", {"on_nonfinite": "rollback", **APART}),
     ("batch_statistics: got synchronised with an asy.*; averaged or", {"batch_statistics": "synchronised", **APART}),
@@ -31,6 +32,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("callbacks: got .* with an asynchronous rule.*leave EarlyStop", {"callbacks": (EarlyStop(),), **APART}),
     ("data.memory: got partition with an asynchronous rule.*shuffle", {"data": Data(memory="partition"), **APART}),
+    ("data.source: got grain with an IterDataset and an asynchronous rule", {"data": STREAM, **APART}),
+    ("data.source: got grain with an IterDataset and --on-rank-loss shrink", {"data": STREAM, **SHRINK}),
+    (
+        "data.memory: got partition with an IterDataset of Grain",
+        {"data": Data("grain", train=STREAM.train, memory="partition")},
+    ),
+    ("continue_from: got run with an IterDataset of Grain", {"data": STREAM, "continue_from": "run"}),
     (
         r"on_nonfinite: got skip with exchange\.overlap delayed.*use stop or",
         {"on_nonfinite": "skip", "exchange": ExchangeConfig(overlap="delayed")},

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, traverse_util
+from safetensors.numpy import load_file
 
 import jaxmpi
 from jaxmpi.checkpoint import format
@@ -79,6 +80,11 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     params, model_state = trained(experiment.model, project)
     want, _ = experiment.model.apply(params, model_state, x, jax.random.key(0), False)
     np.testing.assert_allclose(logits(x), want, atol=ROUNDING)
+    export.main(["run", "model.safetensors"])  # with the names of the library, and the bits of the run
+    tensors = load_file("model.safetensors")
+    assert {name for name, _ in export.dotted({"params": params, "model_state": model_state})} == tensors.keys()
+    if library in ("nnx", "linen"):
+        np.testing.assert_array_equal(in_plain_flax(library, project, tensors, x), logits(x))
     fresh = experiment.model.init(jax.random.key(0), x[:1])[1]
     if library != "functions":  # the statistics are trained ones, so that their loss would show
         without, _ = experiment.model.apply(params, fresh, x, jax.random.key(0), False)
@@ -90,6 +96,19 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     [state] = initial_states(again, workers, make_plan(again, workers), rule).values()  # another run begins with both
     for name, leaf in pytrees.named_leaves({"params": params, "model_state": model_state}):
         np.testing.assert_array_equal(dict(pytrees.named_leaves(state._asdict()))[name], leaf)
+
+
+def in_plain_flax(library: str, project: Path, tensors: dict[str, np.ndarray], x: jax.Array) -> jax.Array:
+    """Logits of the network with a file's tensors, by Flax alone."""
+    net = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["Net"]
+    tree = traverse_util.unflatten_dict(tensors, sep=".")
+    if library == "linen":
+        return net().apply({"params": tree["params"], **tree["model_state"]}, x, train=False)
+    module = net(rngs=nnx.Rngs(7))
+    for part in tree.values():
+        nnx.update(module, nnx.restore_int_paths(jax.tree.map(jnp.asarray, part)))
+    module.eval()
+    return module(x)
 
 
 ZOO = {

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 import jaxmpi
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.trainer import finished
+from jaxmpi.trainer import finished, main
 from launching import mpirun_line, run, train_here
 from line_task import LINE, line, lines
 
@@ -48,6 +49,55 @@ def test_outputs_are_in_the_order_of_the_data(tmp_path):
     data, w = line(13, 1), jaxmpi.load(experiment.run_dir).params["w"]
     outputs = finished.open_finished(experiment, Path(experiment.run_dir)).predict_all()
     np.testing.assert_allclose(outputs["outputs"], data["x"] @ w - data["y"], atol=1e-5)
+
+
+BATCHES = {
+    "lengths": (
+        lambda batch: batch | {"y": batch["y"][:2]},
+        r"got tokens \[4\], x \[4, 3\], y \[2\]; expected one",
+    ),
+    "number": (lambda batch: batch | {"y": 1.0}, r"y \[\]"),
+    "field": (lambda batch: {"y": batch["y"]}, "got the fields y; task line takes x"),
+    "array": (lambda batch: batch["x"], "expected a dict of arrays"),
+}
+
+
+def test_a_batch_that_is_none_is_named(tmp_path):
+    trainer = jaxmpi.Trainer(lines(tmp_path, train_for="1st"))
+    trainer.fit()
+    batch = {name: values[:4] for name, values in line(13, 1).items()}
+    for change, match in BATCHES.values():
+        with pytest.raises(UsageError, match=match):
+            trainer.predict(change(batch))
+
+
+@pytest.mark.e2e
+def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
+    class Says(jaxmpi.Callback):  # no module has it, so it travels as it is
+        def after_evaluation(self, moment):
+            moment.say(f"here are {moment.sum(np.ones(1))[0]:.0f}")
+
+    experiment = lines(tmp_path, callbacks=(Says(),), quiet=False)
+    trainer = jaxmpi.Trainer(experiment, workers=2)
+    figures = trainer.fit()
+    assert "here are 2" in capfd.readouterr().out
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(figures["eval_loss"], rel=1e-6)
+    alone = main.train(dataclasses.replace(experiment, callbacks=(), run_dir=str(tmp_path / "alone")), "lines")
+    assert figures["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+    assert not list(Path(experiment.run_dir).glob("from_python*"))  # nothing stays that is unpickled
+    with pytest.raises(UsageError, match=r"was started from Python: use jaxmpi\.Trainer"):
+        finished.evaluate_main([experiment.run_dir])
+    with pytest.raises(UsageError, match=r"2 workers refused it: .*holds a run already"):
+        trainer.fit()
+
+
+def test_what_cannot_go_to_processes_is_named(tmp_path):
+    with pytest.raises(UsageError, match=r"workers: got 0; expected a whole number >= 1"):
+        jaxmpi.Trainer(lines(tmp_path), workers=0)
+    lock = threading.Lock()
+    trainer = jaxmpi.Trainer(lines(tmp_path, sinks=(lambda row: lock,)), workers=2)
+    with pytest.raises(UsageError, match=r"cannot go to other processes: .*; make that object inside"):
+        trainer.fit()
 
 
 def test_what_is_no_experiment_or_was_not_trained_is_named(tmp_path):
@@ -93,6 +143,19 @@ def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path):
         finished.predict_main([str(run_dir), str(tmp_path / "one.npz")])
     outputs = [np.load(tmp_path / f"{name}.npz")["outputs"] for name in ("one", "three")]
     np.testing.assert_allclose(*outputs, atol=1e-5)
+
+
+def test_arrays_of_a_file_are_predicted_without_labels(digits_run, tmp_path, capsys):
+    images = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 1), np.uint8)
+    np.savez(tmp_path / "in.npz", image=images)
+    finished.predict_main([str(digits_run[0]), str(tmp_path / "out.npz"), "--data", str(tmp_path / "in.npz")])
+    assert "outputs float32[7, 10]" in capsys.readouterr().out
+    experiment = finished.begun_with(digits_run[0], [])
+    want = finished.open_finished(experiment, digits_run[0]).predict({"image": images})
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["outputs"], want)
+    np.savez(tmp_path / "odd.npz", picture=images)
+    with pytest.raises(UsageError, match=r"got the fields picture, weight; .* takes image"):
+        finished.predict_main([str(digits_run[0]), str(tmp_path / "x.npz"), "--data", str(tmp_path / "odd.npz")])
 
 
 REFUSED = {

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from safetensors.numpy import load_file, save_file
 
 import jaxmpi
@@ -131,3 +131,11 @@ def test_a_module_of_other_arrays_is_named():
         model.into(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(UsageError, match="expected a module of Flax NNX or Equinox"):
         model.into(jax.nn.relu)
+
+
+def test_a_linen_module_comes_back_bound():
+    net = linen.Dense(3)
+    x = np.ones((1, 2), np.float32)
+    params = dict(net.init(jax.random.key(0), x)["params"])
+    bound = trained.TrainedModel(params=params, model_state={}).into(net)
+    np.testing.assert_array_equal(bound(x), net.apply({"params": params}, x))

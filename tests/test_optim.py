@@ -223,6 +223,7 @@ OWN = {
     "clipped": (optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1)), False),
     "clipped where gradients are large": (optax.chain(optax.clip(300.0), optax.sgd(0.1)), False),
     "signs": (optax.sign_sgd(0.1), False),
+    "every second step": (optax.MultiSteps(optax.sgd(0.1), 2), True),
     "linear for kernels alone": (
         optax.multi_transform(
             {"kernel": optax.sgd(0.1), "rest": optax.adam(0.1)},

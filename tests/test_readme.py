@@ -26,6 +26,7 @@ from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules.registry import RULES
 from jaxmpi.runtime import fault_injection
 from jaxmpi.tools import cli, scaling_forecast
+from jaxmpi.trainer import finished
 from launching import ROOT, run
 
 DOCS = ROOT / "docs"
@@ -100,6 +101,7 @@ SCENARIOS = [
     Scenario(("batch_files.py",), ()),
     *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface", "webdataset")),
     Scenario(("grain_maps.py",), ("100 examples",)),
+    Scenario(("grain_streams.py",), ("data.train",)),
     Scenario(("augment.py",), ("(32, 8, 8, 1)",)),
     Scenario(("words.py",), ("100 classes",)),
     Scenario(("mixture.py",), ("2874 examples",)),
@@ -270,6 +272,7 @@ def test_every_flag_exists(capsys):
     known = flags(capsys.readouterr().out) | flags(command.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
     known |= flags(scaling_forecast.parser().format_help()) | flags(trained.parser().format_help())
+    known |= flags(finished.predict_parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}
     scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}

@@ -1,6 +1,7 @@
 """Tasks: batches of any fields, figures by their definitions, N workers against one, bad parts named before a step."""
 
 import dataclasses
+import runpy
 from pathlib import Path
 
 import jax
@@ -8,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmpi
 from jaxmpi import Task
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler
+from jaxmpi.data.example import nested
 from jaxmpi.data.sources.arrays import FieldSource
 from jaxmpi.model import plain_model
 from jaxmpi.tasks import classes, numbers
+from jaxmpi.tasks.registry import TASKS
 from jaxmpi.trainer import main
 from launching import train_here
 from line_task import BY_TOKEN, LINE, STEPS, line, lines, loss
@@ -26,12 +30,18 @@ EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
 @pytest.mark.e2e
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_the_examples_train(file, tmp_path):
-    done = train_here(str(file), "--train-for", "12st", "--eval-every", "4st", "--run-dir", str(tmp_path / "run"))
+    workers = ["--devices", "8"] if file.stem == "gan" else []
+    asked = ["--train-for", "12st", "--eval-every", "4st", "--run-dir", str(tmp_path / "run")]
+    done = train_here(str(file), *workers, *asked)
     assert done.code == 0, done.out
     losses = [float(line.split("loss ")[1].split()[0]) for line in done.out.splitlines() if "evaluation on" in line]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-    assert len([line for line in file.read_text().splitlines() if line.strip()]) <= 50
+
+
+def test_an_example_takes_forty_lines():
+    for file in EXAMPLES:
+        assert len([line for line in file.read_text().splitlines() if line.strip()]) <= 40, file
 
 
 # ---------------------------------------------------------------- figures
@@ -87,7 +97,9 @@ def test_padding_counts_neither_in_the_loss_nor_in_the_figures_of_tokens():
 
 def nested_fields(n: int) -> dict:
     i = np.arange(n)
-    return {"a": {"x": i * 1.0, "y": {"z": np.stack([i, -i], 1)}}, "flag": i % 2 == 0, "small": i.astype(np.int8)}
+    pair = i + 0.5, {"second": -i}
+    z = {"z": np.stack([i, -i], 1)}
+    return {"a": {"x": i * 1.0, "y": z}, "flag": i % 2 == 0, "small": i.astype(np.int8), "pair": pair}
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
@@ -103,6 +115,9 @@ def test_a_batch_has_the_fields_of_its_examples(kind):
     np.testing.assert_array_equal(whole["a/x"], want["a"]["x"])
     np.testing.assert_array_equal(whole["flag"], want["flag"])
     np.testing.assert_array_equal(whole["small"], want["small"])
+    first, second = nested(whole)["pair"]  # as the task gets it
+    np.testing.assert_array_equal(first, want["pair"][0])
+    np.testing.assert_array_equal(second["second"], want["pair"][1]["second"])
 
 
 # ---------------------------------------------------------------- N workers against one
@@ -129,6 +144,61 @@ def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weigh, tmp_
     # Seven steps of sums over 12 examples: a few hundred roundings, of values up to 100 times the loss.
     assert means["eval_loss"] == pytest.approx((losses * each).sum() / each.sum(), rel=2e4 * U)
     assert means["eval_far"] == pytest.approx(np.sqrt(losses).mean(), rel=2e4 * U)
+
+
+ROWS = {  # label_shape, classes, labels of n examples
+    "classification": ((), 4, lambda rng, n: rng.integers(0, 4, n)),
+    "language-model": ((6,), 4, lambda rng, n: rng.integers(0, 4, (n, 6))),
+    "token-classification": ((6,), 4, lambda rng, n: rng.integers(-1, 4, (n, 6))),
+    "segmentation": ((2, 3), 4, lambda rng, n: rng.integers(-1, 4, (n, 2, 3))),
+    "regression": ((), 2, lambda rng, n: rng.standard_normal((n, 2), np.float32)),
+    "multi-label": ((), 4, lambda rng, n: rng.integers(0, 2, (n, 4))),
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_makes_with_three_workers_the_steps_of_one(row, tmp_path):
+    assert ROWS.keys() == TASKS.keys()
+    shape, classes, label = ROWS[row]
+    wide, rng = (*shape, classes), np.random.default_rng(0)
+    model = plain_model(
+        lambda key: {"w": jax.random.normal(key, (3, int(np.prod(wide))))},
+        lambda params, x: (x @ params["w"]).reshape(len(x), *wide),
+        name="linear",
+        input_shape=(3,),
+        classes=classes,
+    )
+    train, held_out = ({"image": line(n)["x"], "label": label(rng, n)} for n in (50, 13))
+    asked = {"model": model._replace(label_shape=shape), "data": Data("array", train=train, validation=held_out)}
+    figures, params = [], []
+    for devices in (1, 3):
+        run = lines(tmp_path, row, devices=devices, **asked)
+        figures.append(main.train(run, row))
+        params.append(jaxmpi.load(run.run_dir).params["w"])
+    np.testing.assert_allclose(*params, rtol=2e4 * U, atol=U)
+    assert figures[0]["eval_count"] == 13
+    for name, value in figures[0].items():
+        assert figures[1][name] == pytest.approx(value, rel=2e4 * U)
+
+
+def test_a_sentence_in_a_packed_window_has_the_loss_that_it_has_alone():
+    packing = runpy.run_path("experiments/tasks/packing.py")
+    batch, alone = packing["packed"](1, 3), {"word": [], "sentence": []}
+    for sentence in range(1, batch["sentence"].max() + 1):
+        mine = batch["sentence"][0] == sentence
+        for name, values in batch.items():
+            alone[name].append(np.pad(values[0, mine], (0, (~mine).sum())))
+        alone["sentence"][-1] = np.minimum(alone["sentence"][-1], 1)
+    alone = {name: np.stack(values) for name, values in alone.items()}
+    params, _ = packing["init"](jax.random.key(0), batch)
+    sums = []
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for each in (batch, alone):
+            losses = packing["loss"](params, {}, each, jax.random.key(0), True)[0]
+            sums.append(float((losses * packing["counted"](each).sum(-1)).sum()))
+    assert len(alone["word"]) > 1
+    assert sums[0] == pytest.approx(sums[1], rel=100 * U)  # sums of 32 terms, in another order
 
 
 def test_the_best_checkpoint_is_that_of_the_monitored_figure(tmp_path):

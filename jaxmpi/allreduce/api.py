@@ -19,12 +19,14 @@ from jaxmpi.allreduce.call_order import caller, callers, columns, compared, numb
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
+from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, signature
 from jaxmpi.runtime import host_callbacks
+from jaxmpi.runtime.in_flight import check_may_send
 
 Op = Literal["mean", "sum"]
 BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is
@@ -76,6 +78,8 @@ def exchange(
     if not leaves:
         return tree
     comm = workers_of(comm)
+    if not isinstance(comm, AxisComm):
+        check_may_send("jaxmpi.exchange")
     with one_thread(comm) as is_part:
         if is_auto(strategy):
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])

@@ -1,7 +1,7 @@
 """A trained model out of a run: as a tree, into a module of its own library, to and from a safetensors file.
 
     model = jaxmpi.load("runs/first")           newest checkpoint of a run
-    net = model.into(Net(rngs=nnx.Rngs(0)))     Flax NNX; Equinox likewise; Linen: net.apply(model.variables, x)
+    net = model.into(Net(rngs=nnx.Rngs(0)))     Flax NNX; Equinox likewise; Linen: model.into(Net())
     jaxmpi export runs/first model.safetensors  for programs that know neither JAX nor Orbax
 
 A safetensors file has the leaves by dotted names, `params.conv1.kernel` and `model_state.bn.mean`, with their bytes as
@@ -51,6 +51,8 @@ class TrainedModel:
 
     def into(self, module: Any) -> Any:
         """The module with this model's arrays: an NNX module, changed in place, or an Equinox one, or (module, state).
+
+        A Linen module, which holds none, comes back bound to them: `net(x, train=False)`.
 
         Raises:
             UsageError: a module of another library, or whose arrays are not this model's: path, got, expected.

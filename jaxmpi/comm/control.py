@@ -29,7 +29,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, check_arrays, named_leaves
-from jaxmpi.runtime import affinity, device_setup, failures, job_folder, launchers, prepare
+from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, prepare
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
@@ -365,7 +365,12 @@ class MpiProcesses:
             self.world.Send(np.array([time.perf_counter()]), 0, tag=3)
 
     def _let_exchanges_end(self) -> None:
-        """Wait for exchanges in XLA's threads, if MPI lets only one thread call it at a time."""
+        """Wait for exchanges in XLA's threads, if MPI lets only one thread call it at a time.
+
+        Raises:
+            UsageError: messages are refused here.
+        """
+        in_flight.check_may_send("a message between ranks")
         if not self.may_overlap:
             jax.effects_barrier()
 
@@ -635,6 +640,7 @@ def same_on_all_ranks(what: str, value: Any) -> None:
     Raises:
         UsageError: on all ranks alike: rank, path, got, expected; or who did not answer within the time limit.
     """
+    in_flight.check_may_send("jaxmpi.same_on_all_ranks")
     processes().assert_same(what, value)
 
 
@@ -646,4 +652,5 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     Raises:
         UsageError: ranks gave trees of different structure; rank, path, got, expected.
     """
+    in_flight.check_may_send("jaxmpi.broadcast")
     return processes().bcast(tree, root)

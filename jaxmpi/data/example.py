@@ -92,7 +92,7 @@ class Recipe:
 
 
 def flat(example: dict[str, Any], name: str) -> Example:
-    """Fields of a dict, those of a dict inside it as `outer/inner`.
+    """Fields of a dict, those of a dict inside it as `outer/inner`, those of a tuple as `outer/[0]`.
 
     Raises:
         UsageError: a name that is no text or has a stroke in it, or that the trainer keeps to itself.
@@ -100,6 +100,7 @@ def flat(example: dict[str, Any], name: str) -> Example:
     fields: Example = {}
     for key, value in example.items():
         is_name = isinstance(key, str) and "/" not in key and key not in ("", "weight")
+        value = by_place(value) if isinstance(value, tuple) else value
         check(
             is_name, f"{name}: got a field {key!r}; expected a name without /, and not weight, which the trainer adds"
         )
@@ -111,8 +112,22 @@ def flat(example: dict[str, Any], name: str) -> Example:
     return fields
 
 
+def by_place(values: tuple[Any, ...]) -> dict[str, Any]:
+    """A tuple as a dict with the keys `[0]`, `[1]` and so on."""
+    return {f"[{i}]": value for i, value in enumerate(values)}
+
+
+def with_tuples(tree: Any) -> Any:
+    """Dicts of dicts in which those that were tuples are so again."""
+    if not isinstance(tree, dict):
+        return tree
+    parts = {key: with_tuples(value) for key, value in tree.items()}
+    is_tuple = parts.keys() == {f"[{i}]" for i in range(len(parts))}
+    return tuple(parts[f"[{i}]"] for i in range(len(parts))) if is_tuple else parts
+
+
 def nested(fields: dict[str, Any]) -> dict[str, Any]:
-    """The dict of dicts whose `flat` this is."""
+    """The dict of dicts and tuples whose `flat` this is."""
     tree: dict[str, Any] = {}
     for name, value in fields.items():
         *outer, last = name.split("/")
@@ -120,7 +135,7 @@ def nested(fields: dict[str, Any]) -> dict[str, Any]:
         for key in outer:
             inner = inner.setdefault(key, {})
         inner[last] = value
-    return tree
+    return with_tuples(tree)
 
 
 def plain(value: np.ndarray, name: str) -> np.ndarray:

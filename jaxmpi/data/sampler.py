@@ -9,12 +9,13 @@ import functools
 import math
 import threading
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.core.errors import check
 
+UNBOUNDED = 1 << 40  # examples of a stream that is not known to end
 _LOCK = threading.Lock()  # loader threads that enter an epoch together permute it once
 
 
@@ -175,3 +176,64 @@ class FileSampler(Sampler):
     def _part(self, order: np.ndarray) -> np.ndarray:
         begin, end = (len(order) * rank // self.size for rank in (self.rank, self.rank + 1))
         return order[begin:end]
+
+
+# ---------------------------------------------------------------- streams
+
+
+def numbered(place: int, count: Any) -> Any:
+    """Number of example `count` of the place-th stream of this process."""
+    return place * UNBOUNDED + count
+
+
+def place_of(number: int) -> tuple[int, int]:
+    """(place, count) of a number."""
+    return divmod(number, UNBOUNDED)
+
+
+@dataclass(frozen=True)
+class StreamSampler(Sampler):
+    """Examples in the order in which a stream gives them.
+
+    Of one stream for all, step k takes examples [k B, (k + 1) B), and worker r every size-th of them from the r-th on,
+    as `Sampler` without `shuffle`. Of a stream of its own, worker r takes the next B / size.
+
+    Args:
+        place: of the worker's stream in this process.
+        lengths: of all workers' own streams; empty if all read one.
+    """
+
+    shuffle: bool = False
+    place: int = 0
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Facts that tell this order from others of the same seed."""
+        return f"a stream for each of {self.size} workers" if self.lengths else "one stream"
+
+    @property
+    def each(self) -> int:
+        """Examples of a worker in a step that is not short."""
+        return math.ceil(self.effective_batch / self.size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that visit every example once; a worker whose own stream is shorter fills up."""
+        return math.ceil(max(self.lengths) / self.each) if self.lengths else super().steps_per_epoch
+
+    def indices(self, step: int) -> Share:
+        """Numbers of the examples that this worker reads at `step`.
+
+        Raises:
+            IndexError: a step past the end.
+        """
+        if not self.lengths:
+            share = super().indices(step)
+            return share._replace(indices=numbered(self.place, share.indices))
+        if not 0 <= step < self.steps_per_epoch:
+            raise IndexError(f"got step {step} of {self.steps_per_epoch}")
+        begin = step * self.each
+        counts = [max(0, min(length - begin, self.each)) for length in self.lengths]
+        own = np.arange(begin, begin + counts[self.rank])
+        return Share(0, numbered(self.place, own), sum(counts))

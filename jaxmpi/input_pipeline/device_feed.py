@@ -27,8 +27,9 @@ from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.batch_loader import Batch, Loader
 from jaxmpi.data.example import Recipe, nested
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
-from jaxmpi.data.sampler import FileSampler, Sampler
+from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
 from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.grain_streams import StreamSource
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.input_pipeline import mpi_loaders as mpi_loaders  # a kind of loaders
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep
@@ -66,7 +67,7 @@ class DeviceFeed:
         load_mean_image(self.data)  # says what is wrong with it
         own = {} if self.model else {"fields": signature(self.example())}
         return {
-            "examples": len(self.source),
+            "examples": len(self.source) if self.has_epochs else "unknown",
             "classes": int(self.source.classes or 0),
             "digest of names, labels or images": digest() if digest else "",
             "order": self.samplers[0].name,
@@ -104,6 +105,27 @@ class DeviceFeed:
             self.memory.close()
 
     @property
+    def has_epochs(self) -> bool:
+        """Return True if the number of examples is known: that of a stream for training is not."""
+        return len(self.source) != UNBOUNDED
+
+    def positions(self, step: int) -> list[str]:
+        """Where the streams of this process's workers stand behind a step; empty if examples have numbers."""
+        readers = self.source.readers if isinstance(self.source, StreamSource) else ()
+        return [reader.state(step) for reader in readers]
+
+    def go_to(self, step: int, positions: Sequence[str]) -> None:
+        """Have the next batches begin behind a step.
+
+        Args:
+            positions: of all workers' streams, as a checkpoint has them.
+        """
+        if isinstance(self.source, StreamSource):
+            self.source.begin(
+                step, [positions[sampler.rank % len(positions)] for sampler in self.samplers] if step else ()
+            )
+
+    @property
     def bytes_each(self) -> float:
         """Mean bytes of text that an example predicts; 0 if examples are no text."""
         return getattr(self.source, "bytes_each", 0)
@@ -120,6 +142,8 @@ class DeviceFeed:
         """
         if self.memory:
             self.memory.begin(start, stop)
+        if isinstance(self.source, StreamSource):
+            self.source.begin(start)
         loaders = [
             Loader(self.source, s, self.data, self.train, start, stop, self.crew, self.classes, self.labels)
             for s in self.samplers
@@ -139,6 +163,9 @@ class DeviceFeed:
         try:
             while ahead or put_next():
                 batch, epoch, of_these, weights = ahead.popleft()
+                if isinstance(self.source, StreamSource):
+                    self.source.forget(start)
+                    start += 1
                 if self.memory:  # at the same batch on all ranks, however far each is ahead
                     self.memory.reached(epoch)
                 if all(loader.ready() for loader in loaders):
@@ -213,6 +240,8 @@ def open_feed(
         UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
     """
     source = open_source(experiment.data, split)
+    if isinstance(source, StreamSource):
+        deal(source, split == "train", effective_batch, experiment.data, workers)
     for note in getattr(source, "notes", ()) if workers.processes.rank == 0 else ():
         print(f"jaxmpi: {note}", file=sys.stderr)
     spec = spec_of(experiment)
@@ -225,6 +254,21 @@ def open_feed(
     if data.memory == "partition":
         memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
         source = memory.source
+    elif isinstance(source, StreamSource):
+        check(data.shuffle_by != "files", f"data.shuffle_by: got files; {source.name} is a stream: leave it out")
+        samplers = tuple(
+            StreamSampler(
+                len(source),
+                effective_batch,
+                rank,
+                workers.size,
+                seed,
+                multiple=multiple,
+                place=place,
+                lengths=source.lengths,
+            )
+            for place, rank in enumerate(workers.mine)
+        )
     else:
         ends = file_ends(source, data)
         if is_train and ends and data.shuffle_by == "auto" and not is_mixed(source):
@@ -237,8 +281,9 @@ def open_feed(
             for rank in workers.mine
         )
     kind = kind_for(data, source)
-    if crew is None or crew.kind != kind:
-        crew = LoaderPool(kind, data.loaders * len(workers.mine), data.stall_timeout_s)
+    loaders = 1 if isinstance(source, StreamSource) else data.loaders * len(workers.mine)  # a stream has one order
+    if crew is None or (crew.kind, crew.size) != (kind, loaders):
+        crew = LoaderPool(kind, loaders, data.stall_timeout_s)
     classes = 0 if experiment.loss or model is None else model.classes  # to a loss of its own labels may be anything
     facts = {"classes": classes, "labels": labels, "model": model}
     weigh = task_of(dataclasses.replace(experiment, model=model)).weight
@@ -246,6 +291,25 @@ def open_feed(
     return DeviceFeed(
         source, samplers, data, is_train, crew, workers.mesh, memory=memory, weigh=weigh, control=control, **facts
     )
+
+
+def deal(source: StreamSource, is_train: bool, effective_batch: int, data: Data, workers: Workers) -> None:
+    """Open the streams of this process's workers, and count those of an evaluation.
+
+    Communicates: the counts, if each worker has a stream of its own.
+
+    Raises:
+        UsageError: a stream for an evaluation does not end.
+    """
+    per_step = -(-effective_batch // workers.size) if source.is_own else effective_batch
+    source.open(workers.mine, workers.size, per_step)
+    if is_train:
+        source.lengths = (UNBOUNDED,) * workers.size if source.is_own else ()
+        return
+    counts = source.count(data.stall_timeout_s)
+    if source.is_own:
+        source.lengths = tuple(n for each in workers.processes.allgather_object(counts) for n in each)
+    source.examples_in_all = sum(source.lengths or counts)
 
 
 def fitted(model: Model, source: Source, is_train: bool) -> Model:

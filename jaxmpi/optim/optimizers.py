@@ -148,6 +148,7 @@ def own(config: Optim, lr: optax.Schedule) -> Transform:
     idle = [name for name in (*MOMENTS, "weight_decay") if getattr(config, name)]
     check(not idle, f"optim.{', '.join(idle)}: got optim.transform, too, which has its own; leave it out")
     made = config.transform if has_own_rate(config) else config.transform(lr)
+    made = made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made
     kind = f"{type(made).__module__.partition('.')[0]}.{type(made).__name__}"
     check(
         isinstance(made, Transform),

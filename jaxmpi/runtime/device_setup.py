@@ -82,5 +82,6 @@ def make_cpu_devices(devices: int) -> None:
         have = jax.local_device_count()
         check(
             have >= devices,
-            f"asked for {devices} devices after the device started with {have}; set it first",
+            f"asked for {devices} devices after the device started with {have}; set it first: before the first JAX "
+            "array, in a notebook after a restart; or train in processes, jaxmpi.Trainer(experiment, workers=N)",
         )

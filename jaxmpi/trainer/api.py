@@ -1,4 +1,4 @@
-"""The trainer from Python: a script under mpirun, or a notebook with several devices of one process."""
+"""The trainer from Python: a script under mpirun, or a notebook with workers in processes or devices."""
 
 import dataclasses
 import sys
@@ -13,48 +13,65 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.train_state import Batch
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import device_setup
-from jaxmpi.trainer import main
+from jaxmpi.trainer import launched, main
 from jaxmpi.trainer.finished import Finished, open_finished
 
 
 class Trainer:
-    """An experiment to train, evaluate and ask for predictions. All ranks call each method.
+    """An experiment to train, evaluate and ask for predictions.
 
         trainer = jaxmpi.Trainer(experiment)
         figures = trainer.fit()
         outputs = trainer.predict({"image": images})
 
-    Make one before the first JAX array, so that each rank gets its cores and its device.
+    Under a launcher all ranks call each method. Without one, `workers` has `fit` start as many processes; this one
+    then evaluates and predicts by itself. `Experiment(devices=K)` trains K workers in this process. Make a trainer
+    before the first JAX array, so that each rank gets its cores and its device.
 
     Args:
         experiment: as an experiment file holds it.
         name: of the run directory, if the experiment names none.
+        workers: processes to train in, started by `mpirun`; None: the launcher's, or this one.
 
     Attributes:
         run_dir: where the run is written; what `evaluate` and `predict` read. Of a run that was trained before, give
             the experiment its `run_dir`, and leave `fit` out.
 
     Raises:
-        UsageError: no experiment; by the methods, what `python -m jaxmpi.train` refuses.
+        UsageError: no experiment, or other workers than the launcher's; by the methods, what `python -m jaxmpi.train`
+            refuses.
     """
 
-    def __init__(self, experiment: Experiment, name: str = "run") -> None:
+    def __init__(self, experiment: Experiment, name: str = "run", *, workers: int | None = None) -> None:
         check(isinstance(experiment, Experiment), f"Trainer: got {experiment!r}; expected a jaxmpi.config.Experiment")
+        is_number = workers is None or (type(workers) is int and workers >= 1)
+        check(is_number, f"Trainer: workers: got {workers!r}; expected a whole number >= 1, or None")
         control = processes()
+        check(
+            control.size == 1 or workers in (None, control.size),
+            f"Trainer: workers: got {workers}; the launcher started {control.size} ranks: leave workers out",
+        )
         device_setup.make_cpu_devices(experiment.devices)
         folder = experiment.run_dir
         if not folder:
             with run_directory.usable():
                 folder = control.bcast_object(str(run_directory.fresh(name)) if control.rank == 0 else "")
         self.experiment, self.name = dataclasses.replace(experiment, run_dir=folder), name
+        self.started = workers if workers and control.size == 1 else 1  # processes, by `fit`
         self.run_dir = Path(folder)
 
     def fit(self) -> dict[str, float]:
         """Train to the end; the figures of the last evaluation.
 
-        Asked to leave, by SIGTERM or Ctrl-C, it saves and ends the program with the code that says so.
+        Asked to leave, by SIGTERM or Ctrl-C, it saves and ends the program with the code that says so. With `workers`
+        Ctrl-C lets them save and end, and raises KeyboardInterrupt.
+
+        Raises:
+            TrainingError: the run failed.
         """
         self.__dict__.pop("_finished", None)
+        if self.started > 1:
+            return launched.fit(self.experiment, self.started)
         try:
             return main.train(self.experiment, self.name)
         except decisions.Preempted as left:

@@ -78,6 +78,7 @@ class StderrRecorder(Recorder):
 class AsynchronousWorker:
     """This rank's worker as the loop sees it; worker 0 has a chief's duties besides."""
 
+    is_apart = True
     is_stopped = False
 
     def __init__(self, run: Run, start: Start, worker: Worker, server: threading.Thread | None) -> None:

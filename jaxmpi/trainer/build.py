@@ -70,8 +70,8 @@ class TrainingPlan(NamedTuple):
         return min(epochs * self.clock.steps_per_epoch + rest // self.clock.effective_batch, self.clock.total_steps)
 
     def epoch(self, step: int) -> float:
-        """Epochs after `step` steps."""
-        return step / self.clock.steps_per_epoch
+        """Epochs after `step` steps; 0 if the data has none."""
+        return step / self.clock.steps_per_epoch if self.feed.has_epochs else 0.0
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Params and model state of state 0."""
@@ -116,6 +116,7 @@ def make_plan(
         facts = {"train": feed.facts(), "validation": validation.facts()}
         workers.processes.assert_same("the data", facts)
     task, name = task_of(experiment), experiment.model.name if experiment.model else experiment.task.name
+    check_durations(experiment, feed)
     epoch_steps = feed.samplers[0].steps_per_epoch
     total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
@@ -125,8 +126,7 @@ def make_plan(
     lr = experiment.optim.lr
     headline = (
         f"{name}: {workers.size} workers x local batch {local_batch} = effective batch "
-        f"{effective_batch}; {len(feed.source)} examples, {epoch_steps} steps an epoch, {total_steps} steps\n"
-        + rate_words(experiment, factor, scaling)
+        f"{effective_batch}; {data_words(feed)}, {total_steps} steps\n" + rate_words(experiment, factor, scaling)
     )
     if experiment.model and experiment.model.classes != asked_classes:
         headline = (
@@ -156,6 +156,28 @@ def make_plan(
         scaled_for,
         micro_batch,
     )
+
+
+def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
+    """Raise `UsageError` if a duration or a schedule counts epochs of data that has none."""
+    if feed.has_epochs:
+        return
+    schedule, instead = experiment.schedule, "whose epochs have no known length: give steps, as in 500st"
+    names = ("train_for", "eval_every", "checkpoint_every", "replica_check_every")
+    given = {name: getattr(experiment, name) for name in names}
+    given |= {"schedule.warmup": schedule.warmup, "schedule.span": schedule.span}
+    given |= {"schedule.boundaries": " ".join(schedule.boundaries)}
+    for name, value in given.items():
+        errors.check("ep" not in value, f"{name}: got {value} with {feed.source.name}, a stream, {instead}")
+    by_epoch = schedule.decay == "poly_epoch" or schedule.warmup_shape == "geometric"
+    errors.check(not by_epoch, f"schedule: got one that changes once an epoch with {feed.source.name}, {instead}")
+
+
+def data_words(feed: DeviceFeed) -> str:
+    """How many examples the data has."""
+    if not feed.has_epochs:
+        return f"{feed.samplers[0].name} without a known end"
+    return f"{len(feed.source)} examples, {feed.samplers[0].steps_per_epoch} steps an epoch"
 
 
 def slice_of(local_batch: int, before: int) -> int:

@@ -1,10 +1,11 @@
 """Callbacks: what happens around the steps of a run, whatever the rule. A run has one list, the user's own behind ours.
 
-A callback is called on every rank at the same moments, so it may exchange between them (`jaxmpi.exchange`,
-`Moment.sum`) if all ranks do so alike. What only one rank is to do asks `moment.rank`. Its `state` goes into
-checkpoints, so that a resumed run goes on as if it had not ended.
+A callback is called on every rank at the same moments, or on rank 0 alone if it says so. Where nothing is under way it
+may exchange between ranks (`jaxmpi.exchange`, `Moment.sum`) if all do so alike; beside a step that is refused. Its
+`state` goes into checkpoints, so that a resumed run goes on as if it had not ended.
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from jaxmpi.core.pytrees import PyTree, path_name
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.optim.optimizers import RATE_FACTOR
-from jaxmpi.runtime import fault_injection
+from jaxmpi.runtime import fault_injection, in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Moment:
         model_state: the same.
         predict: (batch) -> outputs of the task, in evaluation.
         validation: () -> this rank's batches of the validation data, `weight` 0 for rows that only fill them up.
-        sum: (f64 array) -> its sum over all ranks, which all call it.
+        sum: (f64 array) -> its sum over all ranks, which all call it with arrays of one shape.
         say: (text) -> a line on rank 0's terminal.
         write: (kind, **fields) -> a line of the record.
         stop: (why) -> the run ends after this evaluation, with a checkpoint; on all ranks alike.
@@ -59,10 +60,17 @@ class Moment:
 
 
 class Callback:
-    """Something that happens around every step of this process; each method may be left out."""
+    """Something that happens at moments of a run, in this process; each method may be left out.
 
+    `before_step`, `after_dispatch` and `after_checkpoint` may not communicate: an exchange may be under way.
+    """
+
+    first_rank_only = False  # whether rank 0 alone calls its methods, but for `state` and `restore`
     needs_lock_step = False  # whether it makes no sense if workers do not wait for each other
     scales_rate = False  # whether it changes the learning rate, by `rate_factor` in the optimizer's state
+
+    def at_start(self, step: int, state: TrainState) -> None:
+        """The loop is about to start behind `step`: of the run, and again after a rollback or a lost rank."""
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """A step is about to start; the state and the batch that it takes, of the same structure and shapes."""
@@ -73,6 +81,12 @@ class Callback:
 
     def after_evaluation(self, moment: Moment) -> None:
         """An evaluation is done; nothing is under way. Of asynchronous workers only worker 0 comes here."""
+
+    def after_checkpoint(self, step: int, folder: Path) -> None:
+        """The checkpoint of a step is whole, in this folder. Asynchronous runs do not come here."""
+
+    def at_end(self, figures: dict[str, float]) -> None:
+        """The last step, evaluation and checkpoint are done; `figures` are the last evaluation's."""
 
     def state(self) -> dict[str, Any]:
         """JSON values that a checkpoint keeps."""
@@ -225,21 +239,63 @@ def checked(callbacks: Any) -> tuple[Callback, ...]:
     return tuple(map(copy.deepcopy, callbacks))
 
 
-def before_step(callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+def of_rank(callbacks: Sequence[Callback], rank: int) -> list[Callback]:
+    """Callbacks whose methods a rank calls."""
+    return [callback for callback in callbacks if rank == 0 or not callback.first_rank_only]
+
+
+BESIDE_A_STEP = (
+    "while a step may still exchange",
+    "do it in at_start, after_evaluation or at_end, where nothing is under way",
+)
+ALONE = ("on rank 0 alone", "leave first_rank_only out, so that all ranks do the same")
+APART = ("under an asynchronous rule, whose workers do not meet", "take a synchronous rule")
+
+
+def may(callback: Callback, method: str, is_apart: bool) -> contextlib.AbstractContextManager[None]:
+    """While a method runs, refuse the messages that it may not send."""
+    is_beside = method in ("before_step", "after_dispatch", "after_checkpoint")
+    if not (is_beside or callback.first_rank_only or is_apart):
+        return contextlib.nullcontext()
+    why = APART if is_apart else BESIDE_A_STEP if is_beside else ALONE
+    return in_flight.without_messages(f"callback {type(callback).__name__}: {method}", *why)
+
+
+def each(callbacks: Sequence[Callback], method: str, *args: Any, is_apart: bool = False) -> None:
+    """Call a method of all, one after another.
+
+    Args:
+        is_apart: workers do not wait for each other.
+
+    Raises:
+        UsageError: one communicates where it may not.
+    """
+    for callback in callbacks:
+        with may(callback, method, is_apart):
+            getattr(callback, method)(*args)
+
+
+def before_step(
+    callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch, is_apart: bool = False
+) -> tuple[TrainState, Batch]:
     """All of them, one after another.
 
     Raises:
-        UsageError: one changes the structure, a shape or a dtype of the state or the batch.
+        UsageError: one changes the structure, a shape or a dtype of the state or the batch; on rank 0 alone, anything;
+            or communicates.
     """
     for callback in callbacks:
-        before = state, batch
-        state, batch = callback.before_step(step, state, batch)
+        before, what = (state, batch), f"callback {type(callback).__name__}: before_step"
+        with may(callback, "before_step", is_apart):
+            state, batch = callback.before_step(step, state, batch)
         if state is not before[0] or batch is not before[1]:
-            check_alike(callback, before, (state, batch))
+            is_all = not callback.first_rank_only
+            check(is_all, f"{what}: got another state or batch on rank 0 alone; expected those it was given")
+            check_alike(what, before, (state, batch))
     return state, batch
 
 
-def check_alike(callback: Callback, before: PyTree, after: PyTree) -> None:
+def check_alike(what: str, before: PyTree, after: PyTree) -> None:
     """Raise `UsageError` unless both have the same leaves, shapes and dtypes."""
     was, now = (
         {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree_util.tree_leaves_with_path(tree)}
@@ -247,8 +303,7 @@ def check_alike(callback: Callback, before: PyTree, after: PyTree) -> None:
     )
     for path in sorted(was | now):
         got, expected = now.get(path, "nothing"), was.get(path, "nothing")
-        what = f"callback {type(callback).__name__}: before_step: {path}"
-        check(got == expected, f"{what}: got {got}; expected {expected}, as it was: a step takes no other")
+        check(got == expected, f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
 
 
 def states(callbacks: Sequence[Callback]) -> list[list[Any]]:

@@ -15,6 +15,7 @@ from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.config.flags import flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
+from jaxmpi.data.sources.grain_streams import is_stream
 from jaxmpi.rules import registry
 from jaxmpi.tasks.base import Task
 
@@ -60,6 +61,13 @@ def weighs(task: Any) -> bool:
     return task.weight is not None if isinstance(task, Task) else task == "token-classification"
 
 
+def has_stream(experiment: Experiment) -> bool:
+    """Return True if examples of a split have no numbers."""
+    return experiment.data.source == "grain" and any(
+        map(is_stream, (experiment.data.train, experiment.data.validation))
+    )
+
+
 SHRINK = "--on-rank-loss shrink"
 APART = "an asynchronous rule, whose workers do not meet"
 REFUSALS = (
@@ -74,7 +82,31 @@ REFUSALS = (
         APART,
         "leave EarlyStop and ReduceOnPlateau out",
     ),
+    Refusal(
+        "data.source",
+        "grain with an IterDataset",
+        "grain".__eq__,
+        lambda experiment: has_stream(experiment) and is_asynchronous(experiment),
+        "an IterDataset and an asynchronous rule, whose workers end no step together",
+        "take a MapDataset",
+    ),
     Refusal("data.memory", "partition", "partition".__eq__, is_asynchronous, f"{APART} to shuffle", "take another"),
+    Refusal(
+        "data.memory",
+        "partition",
+        "partition".__eq__,
+        has_stream,
+        "an IterDataset of Grain, whose examples have no numbers",
+        "take a MapDataset, or none",
+    ),
+    Refusal(
+        "continue_from",
+        "any",
+        bool,
+        has_stream,
+        "an IterDataset of Grain, which goes on at a step of as many examples only",
+        "begin with --params, or take a MapDataset",
+    ),
     Refusal(
         "on_nonfinite",
         "skip",
@@ -109,6 +141,14 @@ REFUSALS = (
         SHRINK,
         "an evaluation that a death ends is counted by some workers only, whose rates would then differ: take a "
         "schedule, or --on-rank-loss end",
+    ),
+    Refusal(
+        "data.source",
+        "grain with an IterDataset",
+        "grain".__eq__,
+        lambda experiment: has_stream(experiment) and shrinks(experiment),
+        f"an IterDataset and {SHRINK}",
+        "examples that a dead worker has read do not come back: take a MapDataset, or --on-rank-loss end",
     ),
     Refusal("comm", "xla", "mpi".__ne__, shrinks, SHRINK, "XLA's collectives end with the first rank: --comm mpi"),
     Refusal("devices", "more than 1", (1).__ne__, shrinks, SHRINK, "it is between processes: leave --devices out"),

@@ -13,10 +13,12 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
-from jaxmpi.runtime import failures, fault_injection
-from jaxmpi.trainer.callbacks import Moment
+from jaxmpi.runtime import failures, fault_injection, in_flight
+from jaxmpi.trainer.callbacks import Moment, each, of_rank
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import EvalMetrics
+
+CALLS = "what a callback calls"
 
 
 def distance(run: Run, state: TrainState) -> float | None:
@@ -56,7 +58,7 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
     """Tell the user's callbacks; why the run is to end, if any rank's says so.
 
     Raises:
-        UsageError: one would end the run of workers that do not wait for each other.
+        UsageError: one would end the run of workers that do not wait for each other, or makes calls on some ranks only.
     """
     wanted: list[str] = []
     first = partial(jax.tree.map, lambda x: rows(x, run.workers)[0] if run.workers.mesh else x)
@@ -71,18 +73,32 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
         model_state=held[1],
         predict=lambda batch: run.functions.predict(*held, batch),
         validation=lambda: own_batches(run),
-        sum=lambda values: run.workers.processes.allreduce_sum(np.asarray(values, np.float64).ravel()).reshape(
-            np.shape(values)
-        ),
+        sum=partial(sum_over_ranks, run),
         say=run.recorder.say,
         write=partial(run.recorder.write, step=step),
         stop=wanted.append,
     )
-    for callback in run.experiment.callbacks:
+    for callback in of_rank(run.experiment.callbacks, moment.rank):
         failures.doing(f"callback {type(callback).__name__} after step {step}", failures.LONG)
-        callback.after_evaluation(moment)
+        each([callback], "after_evaluation", moment, is_apart=bool(run.workers.apart))
+        if not callback.first_rank_only:
+            run.workers.processes.assert_same(CALLS, {"next": f"the end of {type(callback).__name__}.after_evaluation"})
     check(not (wanted and run.workers.apart), "Moment.stop: got an asynchronous rule, whose workers end at train_for")
     return next(filter(None, run.workers.processes.allgather_object(wanted[0] if wanted else "")), "")
+
+
+def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
+    """The sum of all ranks' arrays, f64; all ranks call it.
+
+    Raises:
+        UsageError: not all do, or their shapes differ.
+    """
+    own = np.asarray(values, np.float64)
+    if run.workers.apart:  # worker 0 has evaluated all by itself
+        return own
+    in_flight.check_may_send("Moment.sum")
+    run.workers.processes.assert_same(CALLS, {"next": f"Moment.sum of an array {list(own.shape)}"})
+    return run.workers.processes.allreduce_sum(own.ravel()).reshape(own.shape)
 
 
 def own_batches(run: Run) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
     jaxmpi evaluate RUN [--best | --step K] [--field value ...]              figures of the validation data, as JSON
     jaxmpi predict RUN OUT.npz [--best | --step K] [--field value ...]       outputs for every validation example
+    jaxmpi predict RUN OUT.npz --data IN.npz                                 for arrays of a file, without labels
     mpirun -n 4 jaxmpi evaluate RUN                                          the same by four workers
 
 Fields are those of the experiment, such as `--data.dir` and `--data.validation-split` for other examples. The run's own
@@ -12,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+import zipfile
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,9 +32,11 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import Batch
+from jaxmpi.data.example import nested
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures
 from jaxmpi.tasks.registry import task_of
+from jaxmpi.trainer import launched
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.evaluate import figures_of
 
@@ -56,8 +60,28 @@ class Finished:
             return figures_of(map(held, self.feed.batches()), self.workers)
 
     def predict(self, batch: Batch) -> Any:
-        """Outputs of the task for a batch of this process's own, a dict of arrays [batch, ...]."""
-        return self._predicted(self.params, self.model_state, batch)
+        """Outputs of the task for a batch of this process's own, a dict of arrays [batch, ...].
+
+        Raises:
+            UsageError: no dict, arrays of different lengths, or a field that the task takes is not there.
+        """
+        check(
+            isinstance(batch, dict) and bool(batch),
+            f"predict: got {batch!r:.80}; expected a dict of arrays [batch, ...]",
+        )
+        lengths = {name: np.shape(leaf)[:1] for name, leaf in named_leaves(batch)}
+        is_one = len(set(lengths.values())) == 1 and () not in lengths.values()
+        shown = ", ".join(f"{name} {[*np.shape(leaf)]}" for name, leaf in named_leaves(batch))
+        check(is_one, f"predict: got {shown}; expected one length, that of the batch, as the first axis of all")
+        try:
+            return self._predicted(self.params, self.model_state, batch)
+        except KeyError as error:
+            field = error.args[0]
+            check(
+                field in batch,
+                f"predict: got the fields {', '.join(batch)}; task {self.forward.task.name} takes {field}",
+            )
+            raise
 
     @cached_property
     def _predicted(self) -> Callable[[PyTree, PyTree, Batch], Any]:
@@ -137,16 +161,36 @@ def begun_with(run_dir: Path, argv: Sequence[str]) -> Experiment:
         raise UsageError(f"{file}: damaged: {error!r}") from error
     command = experiment_file.file_first(command)
     path = Path(command[0]) if command and command[0].endswith(".py") else None
-    if path is None:
+    if path is None or path.name == launched.FILE:
         raise UsageError(f"{run_dir} was started from Python: use jaxmpi.Trainer(experiment).evaluate() there")
     check(path.is_file(), f"{run_dir} was started with {shlex.join(command)}; {path} is not here: change the folder")
     return experiment_file.parse([*command, *argv])[0]
+
+
+def with_inputs(experiment: Experiment, file: Path) -> Experiment:
+    """The experiment with arrays of a NumPy file as its validation data; a model's images need no labels.
+
+    Raises:
+        UsageError: it cannot be read, or its arrays have different lengths.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as opened:
+            fields = nested({name: opened[name] for name in opened.files})
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise UsageError(
+            f"{file}: cannot be read: {error}; expected arrays [n, ...] that np.savez has written"
+        ) from error
+    if experiment.model is not None and fields.keys() == {"image"}:
+        fields["label"] = np.zeros(len(fields["image"]), np.int32)
+    data = dataclasses.replace(experiment.data, source="array", validation=fields, memory="none", shuffle_by="auto")
+    return dataclasses.replace(experiment, data=data)
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """Options that `jaxmpi evaluate` and `jaxmpi predict` share."""
     options = argparse.ArgumentParser(
         prog=f"jaxmpi {name}",
+        allow_abbrev=False,
         description=f"{description} Any further --field value changes the experiment, as in training: --data.dir, "
         "--data.validation-split.",
     )
@@ -163,6 +207,8 @@ def asked_for(options: argparse.ArgumentParser, argv: list[str]) -> tuple[Finish
     control = processes()  # before the experiment file, which may touch the device
     experiment = begun_with(asked.run_dir, fields)
     control.assert_same("what is asked for", {"options": [*map(str, vars(asked).values()), *fields]})
+    if getattr(asked, "data", None):
+        experiment = with_inputs(experiment, asked.data)
     return open_finished(experiment, asked.run_dir, step=asked.step, best=asked.best), asked
 
 
@@ -174,11 +220,19 @@ def evaluate_main(argv: list[str]) -> None:
         print(json.dumps({"step": run.step, **figures}))
 
 
-def predict_main(argv: list[str]) -> None:
-    """`jaxmpi predict RUN OUT.npz`."""
+def predict_parser() -> argparse.ArgumentParser:
+    """Options of `jaxmpi predict`."""
     options = parser("predict", "Write a model's outputs for the validation data, in its order, to a NumPy file.")
     options.add_argument("out", type=Path, help="new file, .npz")
-    run, asked = asked_for(options, argv)
+    options.add_argument(
+        "--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data"
+    )
+    return options
+
+
+def predict_main(argv: list[str]) -> None:
+    """`jaxmpi predict RUN OUT.npz`."""
+    run, asked = asked_for(predict_parser(), argv)
     check(asked.out.suffix == ".npz", f"{asked.out}: expected a name that ends in .npz")
     check(not asked.out.exists(), f"{asked.out} exists; name a new file")
     outputs = run.predict_all()

@@ -28,6 +28,8 @@ from jaxmpi.trainer.timetable import DueEvents
 class LockStep:
     """The coordinator of synchronous rules."""
 
+    is_apart = False
+
     def __init__(self, run: Run, sums: np.ndarray | None = None) -> None:
         """All ranks make one together.
 

@@ -7,6 +7,7 @@ A list of callbacks has all that happens around a step whatever the rule.
 
 import contextlib
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -14,7 +15,7 @@ import jax
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.runtime import failures
-from jaxmpi.trainer.callbacks import Callback, before_step
+from jaxmpi.trainer.callbacks import Callback, before_step, each
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -37,6 +38,8 @@ class Progress(NamedTuple):
 
 class Coordinator(Protocol):
     """A rule's way from one step to the next, and what this process does of all that is due."""
+
+    is_apart: bool  # whether workers do not wait for each other
 
     @property
     def is_stopped(self) -> bool:
@@ -106,20 +109,23 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     """
     timer, first = coordinator.timer, position.step + 1
     state = coordinator.begin(position)
+    tell = partial(each, callbacks, is_apart=coordinator.is_apart)
+    tell("at_start", position.step, state)
     do_due(coordinator, position.step, position.overdue, state)
     with contextlib.closing(coordinator.batches()) as batches:
         for step, batch in enumerate(timer.batches(batches, first), first):
             failures.doing(f"step {step}", failures.LONG if step == first else 1.0)
-            state, batch = before_step(callbacks, step, state, batch)
+            state, batch = before_step(callbacks, step, state, batch, coordinator.is_apart)
             state, metrics = coordinator.update(step, state, batch)
-            for callback in callbacks:
-                callback.after_dispatch(step, state)
+            tell("after_dispatch", step, state)
             timer.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=step == first)
             state, progress = coordinator.after_step(step, state, metrics)
             do_due(coordinator, progress.step, progress.due, state)
             if progress.is_over or coordinator.is_stopped:
                 break
-    return coordinator.finish(state)
+    figures = coordinator.finish(state)
+    tell("at_end", figures)
+    return figures
 
 
 def do_due(coordinator: Coordinator, step: int, due: DueEvents, state: TrainState) -> None:

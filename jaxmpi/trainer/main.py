@@ -38,7 +38,7 @@ from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_
 from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
-from jaxmpi.trainer.resume import say_changes, skipped_of, starting_states
+from jaxmpi.trainer.resume import go_on, say_changes, starting_states
 from jaxmpi.trainer.run import assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -200,8 +200,7 @@ def run_in(
         cut_record(folder / "record.jsonl", start if there is None else -1)
     hosts = workers.processes.allgather_object(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
-    plan.feed.skipped = skipped_of(saved, workers)
-    callbacks.restore(experiment.callbacks, saved.extra.get("callbacks", []) if saved and there is None else [])
+    go_on(experiment, workers, plan, saved)
     bytes_each = plan.feed.bytes_each
     each = (elapsed_s, hosts, bytes_each)
     recorder = open_recorder(experiment, folder, *each) if is_first else Recorder(None, elapsed_s)

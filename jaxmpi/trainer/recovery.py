@@ -17,12 +17,11 @@ from jaxmpi.core.train_state import TrainState, worker_key
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures
-from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.build import build_functions, make_plan
 from jaxmpi.trainer.lock_step import LockStep
 from jaxmpi.trainer.loop import Position, run_steps
 from jaxmpi.trainer.progress import open_recorder
-from jaxmpi.trainer.resume import skipped_of, starting_states
+from jaxmpi.trainer.resume import go_on, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -72,8 +71,7 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
     experiment = dataclasses.replace(run.experiment, resume=True)
     states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
     start = saved.step if saved else 0
-    run.plan.feed.skipped = skipped_of(saved, run.workers)
-    callbacks.restore(experiment.callbacks, saved.extra.get("callbacks", []) if saved else run.at_start)
+    go_on(experiment, run.workers, run.plan, saved, run.at_start)
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")

@@ -164,9 +164,24 @@ def say_changes(
         recorder.write("changed", step=start, changes={k: {"was": a, "is": b} for k, (a, b) in found.items()})
 
 
-def skipped_of(saved: format.Saved | Start | None, workers: Workers) -> int:
-    """Corrupt examples of all workers until a checkpoint, as the first rank's own: they are summed."""
-    return saved.extra.get("skipped", 0) if saved and workers.processes.rank == 0 else 0
+def go_on(
+    experiment: Experiment,
+    workers: Workers,
+    plan: TrainingPlan,
+    saved: format.Saved | Start | None,
+    at_start: Sequence[Sequence[Any]] = (),
+) -> None:
+    """Give the data and the callbacks of this process what a checkpoint has of them.
+
+    Args:
+        at_start: states of the callbacks if there is no checkpoint.
+    """
+    extra = saved.extra if saved else {}
+    # Corrupt examples of all workers, as the first rank's own: they are summed.
+    plan.feed.skipped = extra.get("skipped", 0) if workers.processes.rank == 0 else 0
+    is_other = isinstance(saved, format.Saved) and saved.step_there is not None  # of the run that this one continues
+    plan.feed.go_to(saved.step if saved else 0, extra.get("streams", []))
+    callbacks.restore(experiment.callbacks, extra.get("callbacks", []) if saved and not is_other else at_start)
 
 
 def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
@@ -186,17 +201,21 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
 
 
 def note_saved(run: Run) -> None:
-    """A line of the record for a checkpoint that has become whole: if it is lost later, resuming knows."""
+    """A line of the record for a checkpoint that has become whole, so that resuming knows if it is lost; callbacks."""
     if (step := run.saver.taken()) is not None:
         run.recorder.write("checkpoint", step=step)
+        callbacks.each(run.callbacks, "after_checkpoint", step, run.folder / "checkpoints" / f"step_{step:08d}")
 
 
 def extra_to_save(run: Run, step: int) -> dict[str, Any]:
     """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
     skipped = int(run.workers.processes.allreduce_sum(np.array([run.plan.feed.skipped], np.float64))[0])
     extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
-    kept = callbacks.states(run.experiment.callbacks)
-    return extra | {"skipped": skipped, "lr": run.plan.lr_of(step + 1), "callbacks": kept}
+    kept = {"skipped": skipped, "lr": run.plan.lr_of(step + 1), "callbacks": callbacks.states(run.experiment.callbacks)}
+    if not run.plan.feed.has_epochs:
+        every = run.workers.processes.allgather_object(run.plan.feed.positions(step))
+        kept["streams"] = [position for each in every for position in each]
+    return extra | kept
 
 
 def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:

@@ -93,7 +93,7 @@ def assembled(
         log=ProgressLog(plan, workers, recorder, tracer, noise, experiment.data.max_skipped, experiment.callbacks),
         profiler=profiler,
         pact=pact,
-        callbacks=[InjectFaults(), Profile(profiler), *experiment.callbacks],
+        callbacks=[InjectFaults(), Profile(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],
         at_start=callbacks.states(experiment.callbacks),
     )
 

@@ -72,6 +72,8 @@ class PythonSource:
             if example.keys() != {"image", "label"}:
                 return example
             example = example["image"], example["label"]
+        is_pair = isinstance(example, tuple) and len(example) == 2
+        check(is_pair, f"got {type(example).__name__}; expected (image, label), or a dict of arrays of any names")
         image, label = example
         return np.asarray(image), label
 
@@ -80,7 +82,7 @@ class PythonSource:
 
 
 class FieldSource:
-    """A dict of arrays [n, ...], or of such dicts, whose rows are examples.
+    """A dict of arrays [n, ...], or of such dicts and tuples, whose rows are examples.
 
     Raises:
         UsageError: the lengths differ.
@@ -108,23 +110,27 @@ class FieldSource:
         return digest.hexdigest()
 
 
-def lengths_of(fields: dict[str, Any], outer: str = "") -> dict[str, int]:
+def lengths_of(fields: dict[Any, Any], outer: str = "") -> dict[str, int]:
     """Lengths of all arrays, by `outer/inner`."""
     lengths: dict[str, int] = {}
     for key, value in fields.items():
-        lengths |= lengths_of(value, f"{outer}{key}/") if isinstance(value, dict) else {f"{outer}{key}": len(value)}
+        inner = dict(enumerate(value)) if isinstance(value, tuple) else value
+        lengths |= lengths_of(inner, f"{outer}{key}/") if isinstance(inner, dict) else {f"{outer}{key}": len(inner)}
     return lengths
 
 
-def row_of(fields: dict[str, Any], index: int) -> dict[str, Any]:
+def row_of(fields: Any, index: int) -> Any:
     """One row of all arrays."""
-    return {key: row_of(value, index) if isinstance(value, dict) else value[index] for key, value in fields.items()}
+    if isinstance(fields, dict):
+        return {key: row_of(value, index) for key, value in fields.items()}
+    return tuple(row_of(value, index) for value in fields) if isinstance(fields, tuple) else fields[index]
 
 
-def feed_digest(row: dict[str, Any], update: Callable[[bytes], None]) -> None:
+def feed_digest(row: dict[Any, Any], update: Callable[[bytes], None]) -> None:
     """Names, shapes, types and bytes of a row's arrays, in the order of their names."""
     for key, value in sorted(row.items()):
         update(str(key).encode())
+        value = dict(enumerate(value)) if isinstance(value, tuple) else value
         if isinstance(value, dict):
             feed_digest(value, update)
         else:

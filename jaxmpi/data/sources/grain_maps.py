@@ -3,9 +3,7 @@
 Grain counts on behind the end: index e n + i of n examples is example i of epoch e, with the random choices of that
 epoch. `endless` has the loaders ask so. Grain imports JAX, so it is read by threads.
 
-An `IterDataset` is left out. It gives examples one after another, so a worker could neither read its share of a step
-nor begin at step k but by reading all that comes before; and its state would have to be kept for each worker, which
-ties a checkpoint to their number.
+`grain_streams` has `IterDataset`.
 """
 
 import sys
@@ -15,6 +13,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrays import PythonSource
 from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.grain_streams import StreamSource, is_stream
 
 
 class GrainSource(PythonSource):
@@ -43,17 +42,18 @@ class GrainSource(PythonSource):
 
 
 def grain(config: Data, split: str) -> Source:
-    """`data.train` or `data.validation`, a `grain.MapDataset` that an experiment file sets."""
+    """`data.train` or `data.validation`, a `MapDataset` or `IterDataset` of Grain that an experiment file sets."""
     try:
         import grain as library
     except ImportError as error:
         raise UsageError(f"grain: {error}; install it with pip install 'jaxmpi[grain]'") from error
     examples, name = config.train if split == "train" else config.validation, f"data.{split}"
-    is_stream = isinstance(examples, library.IterDataset)
-    why = ", which has no examples by index: leave to_iter_dataset out, and the batches too" * is_stream
+    if is_stream(examples):
+        return StreamSource(examples, name)
     check(
         isinstance(examples, library.MapDataset),
-        f"{name}: got {type(examples).__name__}{why}; expected a grain.MapDataset",
+        f"{name}: got {type(examples).__name__}; expected a grain.MapDataset, a grain.IterDataset, or a function "
+        "(worker, workers) -> IterDataset",
     )
     check(
         len(examples) < sys.maxsize, f"{name}: got an endless MapDataset; leave repeat() out: epochs are the trainer's"

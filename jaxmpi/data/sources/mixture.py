@@ -17,6 +17,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.arrays import array
 from jaxmpi.data.sources.base import Source, where
+from jaxmpi.data.sources.grain_streams import is_stream
 
 FORM = "((Data(...), 3.0), (Data(...), 1.0)): a Data, or an object with __len__ and __getitem__, and its weight"
 
@@ -141,6 +142,8 @@ def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> 
             opened(part, split) if isinstance(part, Data) else array(Data("array", train=part, validation=part), split)
         )
 
+    streams = [part for part, _ in pairs if isinstance(part, Data) and part.source == "grain" and is_stream(part.train)]
+    check(not streams, "mixture: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset")
     if split == "train":
         return Mixture([source_of(part) for part, _ in pairs], [weight for _, weight in pairs])
     if config.validation is not None:

@@ -15,7 +15,7 @@ def filled(module: Any, params: PyTree, model_state: PyTree) -> Any:
     """The module with these arrays, as `jaxmpi.load(...).into` describes."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     if "flax" in libraries and hasattr(module, "init_with_output"):
-        raise UsageError(f"got {a(module)}, a Linen module, which holds no arrays: module.apply(model.variables, x)")
+        return module.bind({"params": params, **model_state})  # Flax compares them when it is called
     if "flax" in libraries:
         return into_nnx(module, params, model_state)
     if "equinox" in libraries or isinstance(module, tuple):

@@ -1,0 +1,203 @@
+"""Source: an `IterDataset` of Grain, whose examples come one after another.
+
+A stream has no examples by index, so what a resumed run needs is the iterator's state. Loaders read ahead of training:
+the state is noted at the end of each step and kept until that step is trained. So a checkpoint has the state behind
+the examples that were trained, not behind those that were read. One thread reads all streams of a process, in order.
+
+Every worker reads one `IterDataset` whole and keeps its share of each step. So N workers see in a step what one worker
+would see, and any number of workers may resume. A function of (worker, workers) gives each worker a stream of its own,
+which it alone reads. Such a run is resumed on as many workers.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.data.sampler import UNBOUNDED, place_of
+from jaxmpi.data.sources.arrays import PythonSource
+
+
+def is_stream(examples: Any) -> bool:
+    """Return True for an `IterDataset`, or a function that makes one, as `data.train` of source grain."""
+    return callable(examples) or (hasattr(examples, "__iter__") and not hasattr(examples, "__getitem__"))
+
+
+class StreamReader:
+    """One stream, read from its begin or from the end of a step on.
+
+    Args:
+        dataset: the `IterDataset`.
+        name: for errors.
+        per_step: examples of it that a step takes, those of other workers included.
+    """
+
+    def __init__(self, dataset: Any, name: str, per_step: int) -> None:
+        self.dataset, self.name, self.per_step = dataset, name, per_step
+        self._states: dict[int, str] = {}  # by step, as JSON: where the iterator stood behind it
+        self._lock = threading.Lock()  # a loader reads, and the run saves
+        self._iterator: Any = None
+        self._at = 0  # examples read
+        self._last: Any = None
+        self._first: Any = None
+
+    def begin(self, step: int, state: str = "") -> None:
+        """Go to the end of a step.
+
+        Args:
+            state: there, of a checkpoint; empty: as it was noted, or of step 0.
+        """
+        with self._lock:
+            state = state or self._states.get(step, "")
+            self._iterator, self._at = iter(self.dataset), step * self.per_step
+            if step:
+                self._iterator.set_state(json.loads(state))
+            self._states = {}
+            self._note()
+
+    def first(self) -> Any:
+        """The stream's first example, whatever has been read."""
+        if self._first is None:
+            try:
+                self._first = next(iter(self.dataset))
+            except StopIteration:
+                raise UsageError(f"{self.name}: got no examples; expected >= 1") from None
+        return self._first
+
+    def read(self, count: int) -> Any:
+        """Example `count`, counted from 0: the next or a later one, the last once more, or the first.
+
+        Raises:
+            TrainingError: the stream has ended.
+        """
+        with self._lock:
+            if self._iterator is None or count < self._at - 1:
+                assert count == 0, f"{self.name}: example {count} after {self._at}"
+                return self.first()
+            while self._at <= count:
+                self._advance()
+            return self._last
+
+    def state(self, step: int) -> str:
+        """Where the iterator stands behind a step, as JSON; examples before it are not read again."""
+        if step not in self._states:
+            with self._lock:
+                while self._at < step * self.per_step:  # of other workers
+                    self._advance()
+        return self._states[step]
+
+    def forget(self, step: int) -> None:
+        """Drop the states before a step."""
+        for noted in list(self._states):  # at once, since a loader adds to them
+            if noted < step:
+                del self._states[noted]
+
+    def count(self, limit_s: float) -> int:
+        """The number of examples, of which each is read once.
+
+        Raises:
+            UsageError: they do not end in this time.
+        """
+        begin, counted = time.monotonic(), 0
+        for _ in self.dataset:
+            counted += 1
+            took_s = time.monotonic() - begin
+            check(
+                took_s < limit_s,
+                f"{self.name}: got {counted} examples in {took_s:.0f} s; expected a stream that ends: leave repeat() "
+                "out, or raise data.stall_timeout_s",
+            )
+        return counted
+
+    def _advance(self) -> None:
+        try:
+            self._last = next(self._iterator)
+        except StopIteration:
+            raise TrainingError(
+                f"{self.name} has ended after {self._at} examples, before the run: repeat it, as in "
+                "MapDataset.repeat(), or train for fewer steps"
+            ) from None
+        self._at += 1
+        if self._at % self.per_step == 0:
+            self._note()
+
+    def _note(self) -> None:
+        try:
+            self._states[self._at // self.per_step] = json.dumps(self._iterator.get_state())
+        except TypeError as error:
+            raise UsageError(
+                f"{self.name}: state: {error}; expected JSON values, as Grain's own checkpoints"
+            ) from error
+
+
+class StreamSource(PythonSource):
+    """Streams of this process's workers; example `count` of the stream of the place-th of them has number
+    `sampler.numbered(place, count)`.
+
+    Args:
+        given: an `IterDataset` for all workers, or a function (worker, workers) -> `IterDataset`.
+        name: for errors.
+    """
+
+    in_process = True
+
+    def __init__(self, given: Any, name: str) -> None:
+        super().__init__(given, name)
+        self.is_own = callable(given)  # each worker has a stream of its own
+        self.examples_in_all = UNBOUNDED
+        self.lengths: tuple[int, ...] = ()  # of the streams of all workers; empty: all read one
+        self.readers: tuple[StreamReader, ...] = ()
+
+    def open(self, mine: Sequence[int], workers: int, per_step: int) -> None:
+        """Open the streams of some workers.
+
+        Args:
+            per_step: examples of a stream that a step takes.
+
+        Raises:
+            UsageError: the function gives no `IterDataset`.
+        """
+        of = [self.examples(worker, workers) if self.is_own else self.examples for worker in mine]
+        names = [f"{self.name}({worker}, {workers})" if self.is_own else self.name for worker in mine]
+        for dataset, name in zip(of, names, strict=True):
+            check_iter(dataset, name)
+        self.readers = tuple(StreamReader(each, name, per_step) for each, name in zip(of, names, strict=True))
+
+    def count(self, limit_s: float) -> list[int]:
+        """Numbers of examples, one a stream."""
+        return [reader.count(limit_s) for reader in (self.readers if self.is_own else self.readers[:1])]
+
+    def begin(self, step: int, states: Sequence[str] = ()) -> None:
+        """Go to the end of a step.
+
+        Args:
+            states: there, of a checkpoint, one a reader.
+        """
+        for place, reader in enumerate(self.readers):
+            reader.begin(step, states[place] if states else "")
+
+    def forget(self, step: int) -> None:
+        """Drop states before a step, which is trained."""
+        for reader in self.readers:
+            reader.forget(step)
+
+    def __len__(self) -> int:
+        return self.examples_in_all
+
+    def _read(self, index: int) -> Any:
+        place, count = place_of(index)
+        return self.readers[place].read(count)
+
+    def where(self, index: int) -> str:
+        """The stream, and the example's place in it."""
+        place, count = place_of(int(index))
+        return f"{self.readers[place].name}, example {count}"
+
+
+def check_iter(dataset: Any, name: str) -> None:
+    """Raise `UsageError` unless it is an `IterDataset`."""
+    import grain
+
+    check(isinstance(dataset, grain.IterDataset), f"{name}: got {type(dataset).__name__}; expected a grain.IterDataset")

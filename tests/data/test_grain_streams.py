@@ -1,0 +1,148 @@
+"""Grain's IterDataset: shares of a step, states behind what was trained, resumed bit for bit, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi.config import Data, Experiment
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.trainer import main
+from line_task import LINE, line, lines
+
+grain = pytest.importorskip("grain")
+
+POINTS = line(50)
+
+
+def point(i: int, rng: np.random.Generator) -> dict[str, Any]:
+    row = {name: values[i % 50] for name, values in POINTS.items()}
+    return row | {"x": row["x"] + rng.normal(0, 0.1, 3).astype(np.float32)}
+
+
+def keeps(row: dict[str, Any]) -> bool:
+    return row["x"][0] < 1.0  # so that an example's place says nothing of its place in the file
+
+
+def train(worker: int = 0, workers: int = 1) -> Any:
+    rows = grain.MapDataset.range(50)[worker::workers].seed(3).shuffle().repeat().random_map(point)
+    return rows.to_iter_dataset().filter(keeps)
+
+
+def held_out(worker: int = 0, workers: int = 1) -> Any:
+    rows = grain.MapDataset.range(13)[worker::workers].map(lambda i: {k: v[i] for k, v in line(13, 1).items()})
+    return rows.to_iter_dataset()
+
+
+ONE = Data("grain", train=train(), validation=held_out())
+EACH = Data("grain", train=train, validation=held_out)
+
+
+def streams(folder: Path, data: Data = ONE, **fields: Any) -> Experiment:
+    asked = {"eval_every": "0st", "checkpoint_every": "1st", "keep_checkpoints": 20, "train_for": "9st"}
+    return lines(folder, LINE, **{"data": data} | asked | fields)
+
+
+def params(run_dir: str) -> bytes:
+    return jaxmpi.load(run_dir).params["w"].tobytes()
+
+
+def test_one_stream_is_that_of_one_worker_for_any_number(tmp_path):
+    one, three = (main.train(streams(tmp_path, devices=n), "lines") for n in (1, 3))
+    assert one["eval_count"] == three["eval_count"] == 13
+    assert three["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+
+
+def test_streams_of_their_own_are_all_evaluated_once(tmp_path):
+    run = streams(tmp_path, EACH, devices=3)  # 13 examples: 5, 4 and 4
+    figures = main.train(run, "lines")
+    w, data = jaxmpi.load(run.run_dir).params["w"], line(13, 1)
+    assert figures["eval_count"] == 13
+    assert figures["eval_loss"] == pytest.approx(np.square(data["x"] @ w - data["y"]).mean(), rel=1e-5)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("data", "devices", "step"), [(ONE, 2, 1), (EACH, 2, 4)], ids=["one", "each"])
+def test_a_resumed_run_is_that_which_did_not_end(data, devices, step, tmp_path):
+    whole = streams(tmp_path, data, devices=devices)
+    part = dataclasses.replace(whole, run_dir=str(tmp_path / "part"))
+    want = main.train(whole, "lines")
+    shutil.copytree(whole.run_dir, part.run_dir)
+    for later in range(step + 1, 10):
+        shutil.rmtree(Path(part.run_dir) / "checkpoints" / f"step_{later:08}")
+    assert main.train(dataclasses.replace(part, resume=True), "lines") == want
+    assert params(part.run_dir) == params(whole.run_dir)
+
+
+@pytest.mark.slow
+def test_a_rollback_reads_the_stream_again(tmp_path):
+    whole = streams(tmp_path)
+    main.train(whole, "lines")
+    back = streams(tmp_path, on_nonfinite="rollback", inject=("nan:step=6",))
+    main.train(back, "lines")
+    assert params(back.run_dir) == params(whole.run_dir)
+
+
+@pytest.mark.e2e
+def test_one_stream_goes_on_with_another_number_of_workers_and_others_do_not(tmp_path):
+    for data in (ONE, EACH):
+        run = streams(tmp_path, data, devices=2, train_for="4st")
+        main.train(run, "lines")
+        more = dataclasses.replace(run, devices=3, resume=True, train_for="8st")
+        if data is EACH:
+            with pytest.raises(UsageError, match="got a stream for each of 3 workers, expected a stream for each of 2"):
+                main.train(more, "lines")
+            continue
+        figures = main.train(more, "lines")
+        alone = streams(tmp_path, data, train_for="8st")
+        assert figures["eval_loss"] == pytest.approx(main.train(alone, "lines")["eval_loss"], rel=1e-5)
+
+
+def test_a_checkpoint_has_one_state_a_worker(tmp_path):
+    run = streams(tmp_path, EACH, devices=2, train_for="2st")
+    main.train(run, "lines")
+    manifest = Path(run.run_dir) / "checkpoints" / "step_00000002" / "manifest.json"
+    kept = json.loads(manifest.read_text())["extra"]["streams"]
+    assert [sorted(json.loads(state)) for state in kept] == [["next_index"]] * 2
+
+
+class NoState(grain.IterDataset):
+    def __iter__(self) -> Any:
+        return Odd()
+
+
+class Odd(grain.DatasetIterator):
+    def __next__(self) -> Any:
+        return {name: values[0] for name, values in POINTS.items()}
+
+    def get_state(self) -> Any:
+        return {"rng": np.random.default_rng()}
+
+    def set_state(self, state: Any) -> None: ...
+
+
+REFUSED = {
+    "ends": (
+        {"data": Data("grain", train=held_out(), validation=held_out())},
+        r"data\.train has ended after 13 examples, before the run: repeat it",
+    ),
+    "endless": (
+        {"data": Data("grain", train=train(), validation=train(), stall_timeout_s=0.2)},
+        r"data\.validation: got \d+ examples in 0 s; expected a stream that ends",
+    ),
+    "epochs": ({"train_for": "2ep"}, r"train_for: got 2ep with data\.train, a stream, whose epochs have no known"),
+    "evaluation": ({"eval_every": "1ep"}, "eval_every: got 1ep with"),
+    "state": ({"data": Data("grain", train=NoState(), validation=held_out())}, r"data\.train: state: .*JSON"),
+    "map": ({"data": Data("grain", train=lambda w, n: [1], validation=held_out())}, r"data\.train\(0, 1\): got list"),
+}
+
+
+@pytest.mark.parametrize(("fields", "match"), REFUSED.values(), ids=REFUSED)
+def test_what_a_stream_cannot_do_is_refused(fields, match, tmp_path):
+    with pytest.raises((UsageError, TrainingError), match=match):
+        main.train(streams(tmp_path, **fields), "lines")
