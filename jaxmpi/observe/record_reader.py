@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import check
 from jaxmpi.core.files import read_plain
 from jaxmpi.observe.recorder import FORMAT
 from jaxmpi.observe.step_timing import PARTS, SOURCES
@@ -75,7 +75,9 @@ def read(folder: Path, name: str = "") -> Record:
         evaluations=table([row for row in rows if row.get("kind") == "eval"]),
         workers=of_workers([row for row in rows if row.get("kind") == "workers"]),
         own=own_times(trains),
-        own_ranks=max(1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1),
+        own_ranks=max(
+            1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1
+        ),
         buckets=buckets_of(rows),
         exchange_time=Counter(
             known for row in trains if "anatomy" in row and (known := row.get("exchange_time")) in SOURCES
@@ -264,5 +266,3 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     sums = np.add.reduceat(np.where(known, values, 0.0), starts)
     counts = np.add.reduceat(known.astype(float), starts)
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
-
-

@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import math
+import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
         record: of the run.
         figures: of evaluations by tasks of one's own, which any of the runs has.
     """
-    train, evaluations = record.train, record.evaluations
+    train = record.train
     speeds = [name for name in train if name.endswith("_per_s")]
     rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
     return [
@@ -71,7 +72,9 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
         *(each for name in figures for each in best(record, name.removeprefix("eval_"), name)),
         *best(record, "held-out loss", "eval_loss"),
         Headline("training loss", last(train, "loss"), note="last"),
-        Headline("time", duration(max_of(record, "elapsed_s")), f"{last(train, 'step')} steps" * bool(last(train, "step"))),
+        Headline(
+            "time", duration(max_of(record, "elapsed_s")), f"{last(train, 'step')} steps" * bool(last(train, "step"))
+        ),
         *(Headline(report_charts.speed_unit(name), median(train, name), note="median") for name in speeds),
         Headline("MFU", median(train, "mfu", 100, " %"), note="median"),
         Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
@@ -92,13 +95,18 @@ def known(table: Table, name: str) -> np.ndarray:
 def last(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
     """The last known value; empty if there is none."""
     values = known(table, name)
-    return f"{factor * values[-1]:.6g}{unit}" if len(values) else ""
+    return told(factor * values[-1], unit) if len(values) else ""
 
 
 def median(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
     """The median of the known values; empty if there are none."""
     values = known(table, name)
-    return f"{factor * np.median(values):.6g}{unit}" if len(values) else ""
+    return told(factor * np.median(values), unit) if len(values) else ""
+
+
+def told(value: float, unit: str) -> str:
+    """Six digits, or a share in percent with two decimals."""
+    return f"{value:.2f}{unit}" if unit else f"{value:.6g}"
 
 
 def max_of(record: Record, name: str) -> float:
@@ -112,7 +120,7 @@ def best(record: Record, title: str, name: str, factor: float = 1.0, unit: str =
     values = factor * known(record.evaluations, name)
     if not len(values):
         return [Headline(title, "")]
-    shown = [f"{value:.2f}{unit}" if unit else f"{value:.6g}" for value in (values[-1], values.min(), values.max())]
+    shown = [told(value, unit) for value in (values[-1], values.min(), values.max())]
     ends = {"min": f"best {shown[1]}", "max": f"best {shown[2]}"}
     return [Headline(title, shown[0], ends.get(better(record, name), f"from {shown[1]} to {shown[2]}"))]
 
@@ -188,10 +196,14 @@ def groups(records: Sequence[Record]) -> list[Group]:
         seed_alone = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
         members.setdefault(seed_alone, []).append(i)
     firsts = [settings[runs[0]] for runs in members.values()]
-    paths = [path for path in dict.fromkeys(k for each in firsts for k in each) if len({e.get(path) for e in firsts}) > 1]
+    paths = [
+        path for path in dict.fromkeys(k for each in firsts for k in each) if len({e.get(path) for e in firsts}) > 1
+    ]
     made = []
     for runs, own in zip(members.values(), firsts, strict=True):
-        words = ", ".join(f"{path.removeprefix('experiment.')} {own[path].strip(chr(34))}" for path in paths if path in own)
+        words = ", ".join(
+            f"{path.removeprefix('experiment.')} {own[path].strip(chr(34))}" for path in paths if path in own
+        )
         is_short = len(runs) > 1 and 0 < len(words) <= MOST_WORDS
         made.append(Group(words if is_short else records[runs[0]].name, runs))
     return made
@@ -217,7 +229,11 @@ def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
         if any(name in record.evaluations for record in records)
     }
     rows = [
-        [group.name, str(len(group.runs)), *(spread([records[i] for i in group.runs], n, f) for n, (_, f) in figures.items())]
+        [
+            group.name,
+            str(len(group.runs)),
+            *(spread([records[i] for i in group.runs], n, f) for n, (_, f) in figures.items()),
+        ]
         for group in grouped
     ]
     return table(["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())], rows)
@@ -272,7 +288,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
 
 def text_of(name: str) -> str:
     """A file of the page."""
-    return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")
+    return resources.files("jaxmpi.observe").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def policy(styles: str, scripts: Sequence[str]) -> str:
@@ -288,10 +304,12 @@ def digest(text: str) -> str:
 
 def section(name: str, printed: Sequence[str]) -> str:
     """A heading, the place of its charts, and its pictures for print."""
-    pictures = "".join(f'<img alt="{SECTIONS[name]}" src="data:image/svg+xml;base64,{encoded(svg)}">' for svg in printed)
+    pictures = "".join(
+        f'<img alt="{SECTIONS[name]}" src="data:image/svg+xml;base64,{encoded(svg)}">' for svg in printed
+    )
     kind = "printed" if printed else ""
-    head = f'<h2 id="{name}-title">{SECTIONS[name]}</h2><div class="charts"></div>'
-    return f'<section id="{name}" class="{kind}" aria-labelledby="{name}-title">{head}<div class="static">{pictures}</div></section>'
+    head = f'<h2 id="{name}-title">{SECTIONS[name]}</h2><div class="charts"></div><div class="static">{pictures}</div>'
+    return f'<section id="{name}" class="{kind}" aria-labelledby="{name}-title">{head}</section>'
 
 
 def encoded(text: str) -> str:
@@ -310,8 +328,8 @@ def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     head = ["run", *(f"{name}, {note}" if note else name for name, note in columns.items())]
     rows = []
     for record, row in zip(records, found, strict=True):
-        told = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row if each.value}
-        rows.append([record.name, *(told.get(name, "") for name in columns)])
+        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row if each.value}
+        rows.append([record.name, *(shown.get(name, "") for name in columns)])
     each_run = table(head, rows, "runs")
     if not grouped:
         return each_run
@@ -345,10 +363,14 @@ def configuration(record: Record) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     """Rows as HTML, the first column as their names; a wide table scrolls by itself."""
-    cells = [f"<th scope=row>{escaped(row[0])}</th>" + "".join(f"<td>{escaped(c)}</td>" for c in row[1:]) for row in rows]
+    cells = [
+        f"<th scope=row>{escaped(row[0])}</th>" + "".join(f"<td>{escaped(c)}</td>" for c in row[1:]) for row in rows
+    ]
     top = "".join(f"<th scope=col>{escaped(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def escaped(text: Any) -> str:
@@ -362,7 +384,9 @@ def escaped(text: Any) -> str:
 def parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi report`."""
     options = argparse.ArgumentParser(prog="jaxmpi report", description=__doc__)
-    options.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or files of scripts/study.py")
+    options.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or files of scripts/study.py"
+    )
     options.add_argument("--out", type=Path, help="folder for page and pictures (default: report/ in the first RUN)")
     return options
 
@@ -375,7 +399,7 @@ def main(argv: Sequence[str]) -> None:
 
 def default_folder(run: Path) -> Path:
     """In a run directory, or beside the file of a study."""
-    return run.with_name(f"{run.stem}-report") if run.is_file() else run / "report"
+    return run.with_name(f"{run.stem}-report") if os.path.isfile(run) else run / "report"
 
 
 def write(runs: Sequence[Path], folder: Path) -> Path:
@@ -401,7 +425,7 @@ def all_records(paths: Sequence[Path]) -> list[Record]:
     return [
         record
         for path, name in zip(paths, names(paths), strict=True)
-        for record in (read_study(path) if path.is_file() else [read(path, name)])
+        for record in (read_study(path) if os.path.isfile(path) else [read(path, name)])
     ]
 
 

@@ -74,17 +74,26 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         *(of_speed(name) for name in speeds),
         one("speed", "Model FLOPs utilisation", Quantity("MFU", "%", base=None), "mfu", 100),
         one("speed", "Time of a step", Quantity("time", "s", base=None), "step_s"),
-        one("speed", "Goodput", Quantity("share", "%", base=None), "goodput", 100, "computing time over time since the start"),
+        one(
+            "speed",
+            "Goodput",
+            Quantity("share", "%", base=None),
+            "goodput",
+            100,
+            "computing time over time since the start",
+        ),
         one("course", "Learning rate", Quantity("learning rate"), "lr"),
         one("course", "Norm of a worker's gradients", Quantity("norm"), "gradient_norm"),
-        one("course", "Noise scale", Quantity("examples"), "noise_scale", 1, "the batch beyond which examples tell less"),
+        one(
+            "course", "Noise scale", Quantity("examples"), "noise_scale", 1, "the batch beyond which examples tell less"
+        ),
     ]
     taken = {(series.table, series.field) for chart in named for series in chart.series}
     rest = [
-        Chart(section, title.replace("_", " "), Quantity(title, base=None, low=None), (Series(table, title),))
+        of_field(section, table, name)
         for table, section in (("train", "more"), ("workers", "workers"))
-        for title in fields(records, table)
-        if (table, title) not in taken and title not in SHOWN_ELSEWHERE and not title.startswith("worker_steps.")
+        for name in fields(records, table)
+        if (table, name) not in taken and name not in SHOWN_ELSEWHERE and not name.startswith("worker_steps.")
     ]
     return [chart for chart in [*named, *rest] if any(has(record, each) for record in records for each in chart.series)]
 
@@ -95,6 +104,13 @@ TOPS = {"top1": "top-1", "top5": "top-5"}
 def one(section: str, title: str, quantity: Quantity, field: str, factor: float = 1.0, note: str = "") -> Chart:
     """A chart of one field of progress lines."""
     return Chart(section, title, quantity, (Series("train", field, "", factor),), note)
+
+
+def of_field(section: str, table: str, field: str) -> Chart:
+    """A chart of a field that this module does not know, with the unit that ends its name."""
+    unit = next((unit for ending, unit in {"_s": "s", "_bytes": "B"}.items() if field.endswith(ending)), "")
+    quantity = Quantity(field, unit, base=None, low=None)
+    return Chart(section, field.removesuffix("_s").replace("_", " "), quantity, (Series(table, field),))
 
 
 def of_figure(field: str) -> Chart:
@@ -242,7 +258,10 @@ def packed(values: np.ndarray) -> str:
         letter, narrow = "u", values.astype("<u4")
     else:
         size = np.abs(values[~np.isnan(values)])
-        is_exact = not len(size) or (size.max() < 1 << 24 or (values % 1 != 0).any()) and size.max() < 1e38
+        is_whole = (
+            len(size) > 0 and size.max() >= 1 << 24 and (size % 1 == 0).all()
+        )  # as steps are, which differ by one
+        is_exact = len(size) == 0 or (size.max() < 1e38 and not is_whole)
         letter, narrow = ("f", values.astype("<f4")) if is_exact else ("d", values.astype("<f8"))
     return letter + base64.b64encode(narrow.tobytes()).decode()
 
@@ -270,7 +289,9 @@ def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: s
         is_positive = all(value > 0 for line in drawn.values() for _, value in line)
         if chart.section == section and drawn:
             y = chart.quantity if is_positive else chart.quantity._replace(base=None)
-            made.append(Lines(f"{chart.title}{': ' * bool(chart.note)}{chart.note}, by {AXES[x].name}", AXES[x], y, drawn))
+            made.append(
+                Lines(f"{chart.title}{': ' * bool(chart.note)}{chart.note}, by {AXES[x].name}", AXES[x], y, drawn)
+            )
     return made
 
 

@@ -312,7 +312,7 @@ const logSplits = (u, axis, min, max) => {
 };
 
 const logWords = (u, splits, unit) => {
-  const {min, max} = u.scales.y, decades = Math.log10(max / min), room = u.over.clientHeight / 22;
+  const {min, max} = u.scales.y, decades = Math.log10(max / min), room = (u.height - 40) / 22;
   const digits = decades > room / 2.5 ? "1" : decades > room / 6 ? "125" : decades > .6 ? "1235" : "123456789";
   const every = Math.ceil(decades / room);
   return splits.map((y) => {
@@ -459,6 +459,8 @@ class Curves extends Card {
 
   shown(value) { return value === null || value === undefined ? "unknown" : prefixed(value, this.description.unit); }
 
+  short(value) { return typeof value === "number" ? this.shown(Number(value.toPrecision(4))) : this.shown(value); }
+
   /** The line's own point that is nearest to the cursor; none far beyond its ends. */
   nearest(u, i, at) {
     if (!i) return at;
@@ -483,8 +485,8 @@ class Curves extends Card {
       if (role !== "value" || !u.series[i + 1].show || k === null || k === undefined) return;
       const y = u.data[i + 1][k], x = u.data[0][k];
       const find = (other) => u.data[this.columns.findIndex(([l, r]) => l === line && r === other) + 1]?.[k];
-      const extra = line.data.low ? ` (${this.shown(find("low"))} to ${this.shown(find("high"))})` : line.smooth ? ` (smooth ${this.shown(find("smooth"))})` : "";
-      rows.push({name: line.name, value: this.shown(y) + extra, x, at: x, colour: line.colour, kind: line.dash.length ? "dashed" : "", away: Math.abs(u.valToPos(y, "y") - top)});
+      const extra = line.data.low ? ` (${this.short(find("low"))} to ${this.short(find("high"))})` : line.smooth ? ` (smooth ${this.short(find("smooth"))})` : "";
+      rows.push({name: line.name, value: (line.data.low ? this.short(y) : this.shown(y)) + extra, x, at: x, colour: line.colour, kind: line.dash.length ? "dashed" : "", away: Math.abs(u.valToPos(y, "y") - top)});
     });
     if (!rows.length) { this.tip.hidden = true; return; }
     const nearest = Math.min(...rows.map((row) => row.away));
