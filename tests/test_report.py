@@ -414,7 +414,7 @@ def test_a_tasks_own_figures_have_a_picture_and_a_row(tmp_path):
     for step, mae in ((1, 0.5), (2, 0.25), (3, 0.375)):
         record.evaluation(step=step, epoch=step, examples=64 * step, eval_count=9, eval_loss=1.0, eval_mae=mae)
     record.close()
-    text = report.write([tmp_path / "run"], tmp_path / "out").read_text()
+    text = report.page([read(tmp_path / "run")], {})
     assert Page(text).titles == ["Loss", "mae"]
     assert "<dd>0.375</dd><dd class=more>from 0.25 to 0.5</dd>" in text
 
@@ -424,7 +424,7 @@ def test_figures_that_this_version_does_not_know_have_a_chart_each(tmp_path):
     row = {"kind": "train", "step": 1, "tokens_per_s": 500.0, "model_flops_per_s": 2e12, "mfu": 0.42, "queue_s": 0.5}
     lines = [{**row, "step": step} for step in (1, 2, 3)]
     (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    page = Page(text := report.write([tmp_path], tmp_path / "out").read_text())
+    page = Page(text := report.page([read(tmp_path)], {}))
     speeds = ["Speed, tokens/s", "Speed, model flops/s", "Model FLOPs utilisation"]
     assert page.titles == [*speeds, "queue"]
     assert "<dt>tokens/s</dt><dd>500</dd>" in text

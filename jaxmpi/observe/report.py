@@ -42,6 +42,7 @@ SECTIONS = {
 }
 IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # of pictures with another name
 NOT_PRINTED = ("by_epoch", "by_elapsed_s")
+PREFIXES = ((1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"))
 OF_ONE_RUN = ("seed", "run_dir", "resume", "continue_from")  # settings in which runs of one group may differ
 
 
@@ -69,7 +70,7 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
     rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
     return [
         *best(record, "top-1", "eval_top1", 100, " %"),
-        *(each for name in figures for each in best(record, name.removeprefix("eval_"), name)),
+        *(each for name in figures for each in best(record, title_of(name), name)),
         *best(record, "held-out loss", "eval_loss"),
         Headline("training loss", last(train, "loss"), note="last"),
         Headline(
@@ -84,6 +85,11 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
         Headline("waited for most often", *slowest(record)),
         Headline("steps by worker", shares(record)),
     ]
+
+
+def title_of(figure: str) -> str:
+    """`bits per byte` of `eval_bits_per_byte`."""
+    return figure.removeprefix("eval_").replace("_", " ")
 
 
 def known(table: Table, name: str) -> np.ndarray:
@@ -105,8 +111,14 @@ def median(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
 
 
 def told(value: float, unit: str) -> str:
-    """Six digits, or a share in percent with two decimals."""
-    return f"{value:.2f}{unit}" if unit else f"{value:.6g}"
+    """Six digits, or a share in percent with two decimals; from 1000 on no decimals, from a million on a prefix."""
+    if unit:
+        return f"{value:.2f}{unit}"
+    size = abs(value)
+    prefix = next(((limit, letter) for limit, letter in PREFIXES if limit <= size < 1000 * limit), None)
+    if prefix:
+        return f"{value / prefix[0]:.4g} {prefix[1]}"
+    return f"{value:,.0f}" if 1000 <= size < 1e6 else f"{value:.6g}"
 
 
 def max_of(record: Record, name: str) -> float:
@@ -222,7 +234,7 @@ def settings_of(record: Record) -> dict[str, str]:
 def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     """Table of the groups: figures of the last evaluations, mean and standard deviation over seeds."""
     tops = {f"eval_{name}": (f"{label}, %", 100.0) for name, label in report_charts.TOPS.items()}
-    others = {name: (name.removeprefix("eval_"), 1.0) for name in own_figures(records)}
+    others = {name: (title_of(name), 1.0) for name in own_figures(records)}
     figures = {
         name: shown
         for name, shown in (tops | others | {"eval_loss": ("held-out loss", 1.0)}).items()
@@ -279,7 +291,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
         overview=overview(records, grouped if has_seeds else []),
         sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
         differences=differences(records) if len(records) > 1 else "",
-        configuration="".join(configuration(record) for record in records),
+        configuration=configurations(records),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
         uplot=uplot,
         script=script,
@@ -352,6 +364,13 @@ def differences(records: Sequence[Record]) -> str:
     odd = [row for row in rows if len(set(row[1:])) > 1]
     head = '<section id="differences"><h2>Settings that differ</h2>'
     return head + table(["", *(record.name for record in records)], odd) + "</section>"
+
+
+def configurations(records: Sequence[Record]) -> str:
+    """All facts of all runs, folded; many runs in one fold."""
+    each = "".join(configuration(record) for record in records)
+    is_long = len(records) > MOST_PRINTED
+    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if is_long else each
 
 
 def configuration(record: Record) -> str:
