@@ -8,6 +8,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from jaxmpi.core.files import read_plain
 from jaxmpi.observe.recorder import FORMAT
 from jaxmpi.observe.step_timing import PARTS, SOURCES
 
-MOST_LINES = 8_000  # of steps that are read in full; in a longer record the others have their numbers only
+MOST_LINES = 4_000  # of steps that are read in full; in a longer record the others have their numbers only
 COLUMNS = 200  # of a map
 MOST_RANKS = 1 << 20
 MOST = 1e100  # so that sums of drawn values are finite
@@ -166,15 +168,18 @@ def parsed(lines: Sequence[bytes], shortened: Set[int] = frozenset()) -> tuple[l
     for i, line in enumerate(lines):
         try:
             row = json.loads(line) if line else None
-            if i in shortened and isinstance(row, dict):
-                row = {k: v for k, v in row.items() if k == "kind" or isinstance(v, (int, float))}
-            row = plain_text(row)
+            row = numbers_of(row) if i in shortened and isinstance(row, dict) else plain_text(row)
         except (ValueError, RecursionError):
             broken += i < len(lines) - 1
             continue
         if isinstance(row, dict):
             rows.append(row)
     return rows, broken
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of a step without its texts and lists."""
+    return {"kind": "train"} | {plain_name(name): value for name, value in row.items() if type(value) in (float, int)}
 
 
 def plain_text(value: Any, deep: int = 0) -> Any:
@@ -191,6 +196,12 @@ def plain_text(value: Any, deep: int = 0) -> Any:
     if isinstance(value, list):
         return [plain_text(each, deep + 1) for each in value]
     return {plain_text(name): plain_text(each, deep + 1) for name, each in value.items()}
+
+
+@lru_cache(1000)
+def plain_name(name: str) -> str:
+    """`plain_text` of a name, which all lines have."""
+    return plain_text(name)
 
 
 def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
@@ -211,14 +222,24 @@ def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> lis
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Numbers of all lines by name, with XS first."""
-    found = dict.fromkeys(name for row in rows for name, value in row.items() if number(value) == number(value))
-    names = [*XS, *[name for name in found if name not in NO_FIGURES and name not in PARTS][:MOST_FIELDS]]
-    return {name: np.array([number(row.get(name)) for row in rows], float) for name in names}
+    names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in NO_FIGURES and name not in PARTS]
+    places = {name: column([row.get(name) for row in rows]) for name in XS}
+    figures = {name: column([row.get(name) for row in rows]) for name in names[:MOST_FIELDS]}
+    return places | {name: values for name, values in figures.items() if not np.isnan(values).all()}
+
+
+def column(values: Sequence[Any]) -> np.ndarray:
+    """`number` of each, fast for those that are."""
+    made = np.array([value if type(value) is float else number(value) for value in values], float)
+    return np.where(np.abs(made) <= MOST, made, np.nan)
 
 
 def of_steps(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Numbers of lines of steps; the parts of a step are their medians over ranks."""
-    return table(rows) | {part: np.array([median_of(row, part) for row in rows], float) for part in PARTS}
+    parts = [row.get("anatomy") for row in rows]
+    return table(rows) | {
+        part: np.array([median_of(each, part) if each else math.nan for each in parts], float) for part in PARTS
+    }
 
 
 def of_workers(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -234,9 +255,8 @@ def number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
 
 
-def median_of(row: Mapping[str, Any], part: str) -> float:
+def median_of(anatomy: Any, part: str) -> float:
     """Median from [least, median, most, rank] of a part; NaN if a line has none."""
-    anatomy = row.get("anatomy")
     spread = anatomy.get(part) if isinstance(anatomy, dict) else None
     return number(spread[1]) if isinstance(spread, list) and len(spread) > 1 else math.nan
 
