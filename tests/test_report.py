@@ -296,7 +296,7 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     """Of every bin the least and the greatest value, each at its step; lines beyond MOST_LINES have numbers, too."""
     lines = 2 * MOST_LINES + 1
     losses = np.random.default_rng(0).uniform(1, 2, lines).round(5)
-    losses[[777, 12_345]] = 99.125, 0.125
+    losses[[777, 6_789]] = 99.125, 0.125
     rows = [{"kind": "train", "step": 3 * i, "loss": float(loss), "own_s": [1.0]} for i, loss in enumerate(losses)]
     (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     record = read(tmp_path)
@@ -305,7 +305,7 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     steps, values = unpacked(drawn["x"]["step"]), unpacked(drawn["y"]["loss"]["v"])
     assert 2 * BINS - 2 <= len(values) <= 2 * BINS + 2
     kept = dict(zip(steps.tolist(), values.tolist(), strict=True))
-    assert (kept[3 * 777], kept[3 * 12_345]) == (99.125, 0.125)
+    assert (kept[3 * 777], kept[3 * 6_789]) == (99.125, 0.125)
     assert np.allclose(values, losses[(steps / 3).astype(int)], rtol=1e-7)
 
 

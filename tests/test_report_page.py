@@ -146,6 +146,8 @@ def test_dragging_zooms_and_a_double_click_shows_all_again(opened):
     first, last = opened.span()
     assert 95 <= first <= 106
     assert 196 <= last <= 206
+    opened.loss.get_by_role("button", name="Logarithmic axis").click()
+    assert opened.span() == (first, last)
     opened.page.mouse.dblclick(*opened.at(0.5))
     assert opened.span() == before
     opened.loss.locator(".plot").focus()

@@ -31,6 +31,7 @@ from jaxmpi.observe.report_charts import own_figures
 
 MOST_SHARES = 16  # workers whose steps are listed
 MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
+MOST_NAMED = 4  # runs in the title
 MOST_WORDS = 60  # letters of a name made of settings
 SECTIONS = {
     "learning": "Loss and figures",
@@ -272,7 +273,8 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
     """
     grouped, shown = groups(records), report_charts.charts(records)
     has_seeds = len(grouped) < len(records)
-    title = ", ".join(record.name for record in records[:4]) + f" and {len(records) - 4} more" * (len(records) > 4)
+    named = [each.name for each in (grouped if has_seeds else records)]
+    title = ", ".join(named[:MOST_NAMED]) + f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
     notes = [f"{record.name}: {note}" for record in records for note in record.notes]
     data = {
         "sections": SECTIONS,

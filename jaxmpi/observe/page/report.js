@@ -349,8 +349,11 @@
       return cut === null || this.hasPeaks ? high : Math.min(high, cut);
     }
 
-    /** Put a uPlot chart in the place of the one before. */
+    /** Put a uPlot chart in the place of the one before, zoomed as that was. */
     show(options, data, label) {
+      const { min, max } = this.chart?.scales.x ?? {},
+        isZoomed = this.chart && !this.reset.hidden && this.shownX === state.x;
+      this.shownX = state.x;
       this.chart?.destroy();
       this.plot.textContent = "";
       this.tip.hidden = true;
@@ -360,6 +363,7 @@
       this.plot.setAttribute("aria-label", label);
       this.chart = new uPlot({ ...this.size(), legend: { show: false }, ...options }, data, this.plot);
       this.width = this.plot.clientWidth;
+      if (isZoomed) this.chart.setScale("x", { min, max });
       this.chart.over.addEventListener("mouseleave", () => {
         this.tip.hidden = true;
       });
@@ -372,6 +376,7 @@
 
     /** Arrows move the cursor, + and - zoom, Escape shows all. */
     pressed(event) {
+      if (!this.chart) return;
       const u = this.chart,
         xs = u.data[0],
         { min, max } = u.scales.x;
@@ -647,11 +652,9 @@
         {
           cursor: {
             ...CURSOR,
-            focus: { prox: 1e6 },
             points: { size: 7 },
-            dataIdx: (u, i, at, x) => this.nearest(u, i, at),
+            dataIdx: (u, i, at) => this.nearest(u, i, at),
           },
-          focus: { alpha: 1 },
           scales: {
             x: {
               time: false,
