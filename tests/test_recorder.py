@@ -11,7 +11,7 @@ import pytest
 
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.files import write_whole
-from jaxmpi.observe import report
+from jaxmpi.observe import record_reader, report, report_charts
 from jaxmpi.observe.plots import Areas
 from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable
 from jaxmpi.observe.step_timing import LOCAL, PARTS, SOURCES, Summary, summary, summary_apart
@@ -313,14 +313,14 @@ def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
     assert not {"exchange", "sync"} & windows[0]["anatomy"].keys()
     assert "time per 5120 images: 10.00 (train 10.00 sync - comm - wait 0.00)" in out.getvalue()
     assert "compute ~67 % exchange ~33 %" in out.getvalue()
-    drawn = report.read(tmp_path)
+    drawn = record_reader.read(tmp_path)
     assert drawn.exchange_time == {"unknown": 1, "estimated": 2}
-    [picture] = report.areas(drawn)
+    [picture] = report_charts.areas(drawn)
     assert isinstance(picture, Areas)
     assert picture.parts["~exchange"] == [0.0, 0.5, 0.5]
     assert "before it is known, an exchange is in compute" in picture.title
-    [told] = [row for row in report.overview([drawn]) if row[0] == "time of exchanges"]
-    assert told[1] == "unknown in 1 of 3 lines, estimated in 2 of 3 lines"
+    [told] = [each.value for each in report.headlines(drawn, []) if each.name == "time of exchanges"]
+    assert told == "unknown in 1 of 3 lines, estimated in 2 of 3 lines"
 
 
 def test_a_window_of_5120_images_names_its_worst_rank_too(tmp_path):

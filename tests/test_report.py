@@ -1,9 +1,9 @@
-"""The page from a record, whatever the record is like; opened in a browser if there is one."""
+"""The page from a record, whatever the record is like. tests/test_report_page.py opens it in a browser."""
 
+import base64
 import html.parser
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,9 +14,11 @@ import pytest
 from PIL import Image
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots, report
+from jaxmpi.observe import plots, report, report_charts
+from jaxmpi.observe.record_reader import MOST_LINES, read, thinned
 from jaxmpi.observe.recorder import FORMAT, Recorder
-from jaxmpi.observe.report import MOST_LINES, POINTS, names, read, sampled, thinned
+from jaxmpi.observe.report import names
+from jaxmpi.observe.report_charts import BINS, MOST_NAMED, table_data
 from jaxmpi.observe.step_timing import LOCAL, summary
 from jaxmpi.observe.terminal import Silent
 from jaxmpi.runtime.spans import Span
@@ -51,15 +53,30 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.ids, self.sources, self.tags, self.open = [], [], [], []
+        self.ids, self.sources, self.tags, self.data, self.is_data = [], [], [], {}, False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
-        self.tags.append(tag)
         found = dict(attrs)
-        if tag == "h2":
-            self.ids.append(found.get("id"))
+        self.tags.append(tag)
+        self.ids += [found["id"]] if tag == "section" else []
         self.sources += [v for k, v in found.items() if k in ("src", "href", "xlink:href") and v]
+        self.is_data = found.get("id") == "data"
+
+    def handle_data(self, data: str) -> None:
+        self.data = json.loads(data) if self.is_data else self.data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.is_data = False
+
+    @property
+    def titles(self) -> list[str]:
+        return [chart["title"] for chart in self.data["charts"]]
+
+
+def unpacked(text: str) -> np.ndarray:
+    """Numbers as the page's script reads them."""
+    return np.frombuffer(base64.b64decode(text[1:]), {"u": "<u4", "f": "<f4", "d": "<f8"}[text[0]])
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +91,17 @@ def two_runs(tmp_path_factory) -> tuple[Path, str]:
 def test_the_page_has_all_sections_and_needs_nothing_else(two_runs):
     path, text = two_runs
     page = Page(text)
-    assert page.ids == [*report.SECTIONS, "differences"]
-    assert page.tags.count("svg") == 5 + 2 * 3
-    assert all(source.startswith(("#", "data:")) for source in page.sources), page.sources
-    assert "script" not in page.tags
+    assert page.ids == ["overview", *report.SECTIONS, "differences", "configuration"]
+    assert page.titles == [
+        *("Loss", "Accuracy", "Speed, images/s", "Time of a step", "Goodput", "Learning rate"),
+        "Norm of a worker's gradients",
+    ]
+    assert all(source.startswith("data:") for source in page.sources), page.sources
+    assert page.tags.count("script") == 3  # data, uPlot, and the page's own
+    assert page.tags.count("img") == 3 + 2 * 3  # for print
     assert "a&amp;b" in text
     assert "<0.10>" not in text  # a version is text, not markup
-    assert "&lt;0.10&gt;" in text
-    for words in ("Where a step", "where a step", "goodput", "79.00 % (best 79.00 %)"):
-        assert words in text or words == "Where a step"
+    assert "79.00 % (best 79.00 %)" in text
     pictures = sorted(file.name for file in path.parent.glob("*.png"))
     assert len(pictures) == 11
     for name in pictures:
@@ -92,9 +111,9 @@ def test_the_page_has_all_sections_and_needs_nothing_else(two_runs):
 
 def test_differences_are_those_settings_only(two_runs):
     _, text = two_runs
-    table = text.split("<h2 id=differences>")[1].split("</table>")[0]
+    table = text.split('<section id="differences">')[1].split("</table>")[0]
     assert table.count("<tr>") == 2  # the head, and one row
-    assert "<td>experiment.optim.lr</td><td>0.1</td><td>0.2</td>" in table
+    assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in table
 
 
 def test_one_run_has_no_differences(tmp_path, capsys):
@@ -148,7 +167,8 @@ def test_a_record_from_before_the_anatomy(tmp_path):
     assert found.notes == [f"record of format 1, older than {FORMAT}: no anatomy"]
     text = report.write([tmp_path], tmp_path / "out").read_text()
     assert "no anatomy" in text
-    assert Page(text).ids == ["by_step"]
+    assert Page(text).titles == ["Loss"]
+    assert (tmp_path / "out" / "by_step.png").exists()
 
 
 def test_a_record_of_a_later_version(tmp_path):
@@ -172,7 +192,8 @@ def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_pa
                 lines[i] = {**lines[i], field: value}
             (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
             found = read(tmp_path)
-            panels = [*report.curves([found]).values(), *report.of_run(found).values()]
+            shown = report_charts.charts([found])
+            panels = [*report_charts.pictures([found], shown).values(), *report_charts.of_run(found).values()]
             assert all(isinstance(panel.title, str) for each in panels for panel in each)
             assert report.page([found], {}).startswith("<!doctype html>")
 
@@ -183,8 +204,11 @@ def test_who_was_waited_for_most_often_is_named(tmp_path):
     for i, row in enumerate(row for row in rows if row["kind"] == "train"):
         row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
     (run / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overview = dict(report.overview([read(run)]))
-    assert overview["waited for most often"] == "rank 2 on node07, in 4 of 8 lines"  # without the first, which compiled
+    [told] = [each for each in report.headlines(read(run), []) if each.name == "waited for most often"]
+    assert (told.value, told.more) == ("rank 2 on node07", "in 4 of 8 lines")  # without the first, which compiled
+    ranks = report_charts.run_data(read(run), 1, [])["slowest"]["ranks"]
+    assert ranks == [("rank 2 on node07", 4), ("rank 1 on node07", 2)]
+    assert len(ranks) <= MOST_NAMED
 
 
 def test_steps_left_out_and_ways_back_are_told(tmp_path):
@@ -218,12 +242,12 @@ def test_no_record_and_no_permission(tmp_path):
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from jaxmpi.observe import report
+from jaxmpi.observe import record_reader, report
 from jaxmpi.core.errors import UsageError
 closed, fixed, out = map(Path, sys.argv[1:])
 print(report.write([fixed], out))
 os.setgid(65534); os.setuid(65534)  # after all imports: nobody may not read this Python either
-for call in (lambda: report.read(closed), lambda: report.write([fixed], fixed / "report")):
+for call in (lambda: record_reader.read(closed), lambda: report.write([fixed], fixed / "report")):
     try:
         call()
     except UsageError as error:
@@ -260,24 +284,40 @@ def test_what_a_resumed_run_compiled_is_left_out(tmp_path):
 # ---------------------------------------------------------------- long ones
 
 
-def test_long_records_are_thinned():
+def test_means_of_neighbours():
     values = np.arange(1000.0)
     assert len(thinned(values, 10)) == 10
     assert thinned(values, 10).mean() == values.mean()
     assert np.isnan(thinned(np.full(1000, np.nan), 10)).all()
     assert thinned(np.array([1.0, np.nan, 3.0, 5.0]), 2).tolist() == [1.0, 4.0]
-    lines = [b'{"kind": "run"}', *[b'{"kind": "train"}'] * (3 * MOST_LINES), b'{"kind": "eval"}', b"last"]
-    kept = sampled(lines)
-    assert len(kept) <= MOST_LINES + 5
-    assert (kept[0], kept[-2:]) == (lines[0], lines[-2:])
-    assert sampled(lines[:100]) == lines[:100]
-    assert POINTS < MOST_LINES
+
+
+def test_a_long_record_keeps_its_peaks(tmp_path):
+    """Of every bin the least and the greatest value, each at its step; lines beyond MOST_LINES have numbers, too."""
+    lines = 2 * MOST_LINES + 1
+    losses = np.random.default_rng(0).uniform(1, 2, lines).round(5)
+    losses[[777, 6_789]] = 99.125, 0.125
+    rows = [{"kind": "train", "step": 3 * i, "loss": float(loss), "own_s": [1.0]} for i, loss in enumerate(losses)]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = read(tmp_path)
+    assert len(record.own) <= MOST_LINES
+    drawn = table_data(record.train, ["loss"], BINS)
+    steps, values = unpacked(drawn["x"]["step"]), unpacked(drawn["y"]["loss"]["v"])
+    assert 2 * BINS - 2 <= len(values) <= 2 * BINS + 2
+    kept = dict(zip(steps.tolist(), values.tolist(), strict=True))
+    assert (kept[3 * 777], kept[3 * 6_789]) == (99.125, 0.125)
+    assert np.allclose(values, losses[(steps / 3).astype(int)], rtol=1e-7)
+
+
+def test_steps_beyond_32_bits_of_a_float_stay_whole():
+    steps = np.array([2.0**24, 2.0**24 + 1, 2.0**53 - 1])
+    assert unpacked(report_charts.packed(steps)).tolist() == steps.tolist()
 
 
 def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
     """Of 130 ranks, a line of the record has the slowest of every 3."""
     record = read(write_run(tmp_path / "run", ranks=130))
-    (drawn,) = report.rank_map(record)
+    (drawn,) = report_charts.rank_map(record)
     assert isinstance(drawn, plots.Map)
     assert len(drawn.rows) == 44
     assert "slowest of every 3" in drawn.title
@@ -300,26 +340,6 @@ def test_a_record_of_100_000_steps_takes_less_than_5_s_and_5_mb(tmp_path):
     assert done.returncode == 0
     assert time.monotonic() - begin < 5
     assert (run / "report" / "index.html").stat().st_size < 5e6
-
-
-# ---------------------------------------------------------------- a browser
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
-def test_a_browser_shows_the_page(two_runs, tmp_path):
-    path, _ = two_runs
-    assert BROWSER is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,9000", f"--user-data-dir={tmp_path}"]
-    shot = tmp_path / "page.png"
-    subprocess.run([BROWSER, *options, f"--screenshot={shot}", path.as_uri()], timeout=60, check=True)
-    dumped = subprocess.run(
-        [BROWSER, *options, "--dump-dom", path.as_uri()], timeout=60, check=True, capture_output=True, text=True
-    )
-    assert dumped.stdout.count("<svg") == 11
-    with Image.open(shot) as picture:
-        assert len(picture.convert("RGB").resize((120, 900)).getcolors(120 * 900) or []) > 50
 
 
 # ---------------------------------------------------------------- a stranger's run
@@ -369,7 +389,8 @@ def test_names_of_a_record_are_no_markup(tmp_path):
     evil = "--><script>alert(1)</script>"
     run = forged(tmp_path / "run", "exchange", buckets=[[evil, 0.1, 0.1]])
     text = report.write([forged(run.with_name("second"), "run", strategy=evil, **{evil: evil}), run], tmp_path / "out")
-    assert "script" not in Page(text.read_text()).tags
+    assert Page(text.read_text()).tags.count("script") == 3
+    assert "<script>alert" not in text.read_text()
     assert "&lt;script&gt;" in text.read_text()
 
 
@@ -393,7 +414,65 @@ def test_a_tasks_own_figures_have_a_picture_and_a_row(tmp_path):
     for step, mae in ((1, 0.5), (2, 0.25), (3, 0.375)):
         record.evaluation(step=step, epoch=step, examples=64 * step, eval_count=9, eval_loss=1.0, eval_mae=mae)
     record.close()
-    text = report.write([tmp_path / "run"], tmp_path / "out").read_text()
-    assert "mae by step" in text
-    assert "0.375 (from 0.25 to 0.5)" in text
-    assert "Accuracy by" not in text
+    text = report.page([read(tmp_path / "run")], {})
+    assert Page(text).titles == ["Loss", "mae"]
+    assert "<dd>0.375</dd><dd class=more>from 0.25 to 0.5</dd>" in text
+
+
+def test_figures_that_this_version_does_not_know_have_a_chart_each(tmp_path):
+    """The unit of a speed is the one that the record names."""
+    row = {"kind": "train", "step": 1, "tokens_per_s": 500.0, "model_flops_per_s": 2e12, "mfu": 0.42, "queue_s": 0.5}
+    lines = [{**row, "step": step} for step in (1, 2, 3)]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    page = Page(text := report.page([read(tmp_path)], {}))
+    speeds = ["Speed, tokens/s", "Speed, model flops/s", "Model FLOPs utilisation"]
+    assert page.titles == [*speeds, "queue"]
+    assert "<dt>tokens/s</dt><dd>500</dd>" in text
+    assert "<dt>MFU</dt><dd>42.00 %</dd>" in text
+
+
+# ---------------------------------------------------------------- seeds and studies
+
+
+def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
+    runs = [
+        forged(tmp_path / f"run{i}", "run", experiment={"seed": i, "optim": {"lr": lr}})
+        for i, lr in enumerate([1, 1, 2])
+    ]
+    records = [read(run) for run in runs]
+    assert report.groups(records) == [("optim.lr 1", [0, 1]), ("run2", [2])]
+    assert [group["runs"] for group in Page(report.page(records, {})).data["groups"]] == [[0, 1], [2]]
+    assert Page(report.page(records[1:], {})).data["groups"] == []
+
+
+def test_a_study_is_a_page_of_its_cells(tmp_path, capsys):
+    outcomes = [("0.1", 0, 0.5), ("0.1", 1, 0.75), ("0.2", 0, None)]
+    lines = [
+        {"experiment": "experiments/digits.py", "cell": {"workers": "2", "optim.lr": lr}, "seed": seed}
+        | (
+            {"failed": "not finite"}
+            if top is None
+            else {"curve": [[1.0, 2.5], [2.0, 1.5]], "eval_top1": top, "loss": 1.0}
+        )
+        for lr, seed, top in outcomes
+    ]
+    study = tmp_path / "study.jsonl"
+    study.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut off')
+    report.main([str(study)])
+    assert capsys.readouterr().out == f"report: {tmp_path / 'study-report' / 'index.html'}\n"
+    text = (tmp_path / "study-report" / "index.html").read_text()
+    page = Page(text)
+    assert page.data["groups"][0] == {"name": "optim.lr 0.1", "runs": [0, 1]}
+    assert "<th scope=row>optim.lr 0.1</th><td>2</td><td>62.5 ± 18</td>" in text
+    assert "optim.lr 0.2, seed 0: failed: not finite" in text
+    losses = page.data["runs"][1]["tables"]["evaluations"]
+    assert [unpacked(losses["x"]["epoch"]).tolist(), unpacked(losses["y"]["eval_loss"]["v"]).tolist()] == [
+        [1, 2],
+        [2.5, 1.5],
+    ]
+
+
+def test_a_file_that_is_no_study_is_refused(tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"kind": "run"}\n')
+    with pytest.raises(UsageError, match=r"holds no line of a study; name a file of scripts/study\.py"):
+        report.write([tmp_path / "other.jsonl"], tmp_path / "out")

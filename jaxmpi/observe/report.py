@@ -1,423 +1,181 @@
-"""`jaxmpi report RUN [RUN...]`: an HTML page and plots from the records of one run or several.
+"""`jaxmpi report RUN [RUN...]`: a page and pictures from the records of one run, several, or a study.
 
-The page is self-contained. A record that is still being written is read up to its last whole line. Damaged lines are
-counted and left out.
+The page is one file that needs no network: its style, its scripts and its data are in it. `page/` holds them as files
+of their own, with uPlot, which draws the curves. The content security policy of the page lets no other script run.
 """
 
 import argparse
+import base64
 import datetime
+import hashlib
 import html
-import itertools
 import json
 import math
+import os
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import read_plain, refuse_ways_out
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.files import refuse_ways_out
 from jaxmpi.core.json_tree import flatten_json
-from jaxmpi.observe import plots
-from jaxmpi.observe.plots import Areas, Bars, Lines, Map, Panel, Quantity
-from jaxmpi.observe.recorder import FORMAT
-from jaxmpi.observe.step_timing import ESTIMATED, PARTS, SOURCES
+from jaxmpi.observe import plots, report_charts
+from jaxmpi.observe.record_reader import Record, Table, plain_text, read, read_study
+from jaxmpi.observe.report_charts import own_figures
 
-MOST_LINES = 8_000  # of steps that are read; in a longer record every n-th
-POINTS = 400  # of a line; in a longer record, means of neighbours
-COLUMNS = 200  # of a map
-MOST_RANKS = 1 << 20
-MOST = 1e100  # so that sums of drawn values are finite
-MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
-MOST_DEEP = 32  # nested objects in a line
 MOST_SHARES = 16  # workers whose steps are listed
-MOST_BUCKETS = 40  # drawn; the slowest
-STEP, SECONDS = Quantity("step", base=None), Quantity("seconds of training", base=None)
-NUMBERS = (
-    "step",
-    "epoch",
-    "elapsed_s",
-    "loss",
-    "images_per_s",
-    "bytes_per_s",
-    "lr",
-    "gradient_norm",
-    "noise_scale",
-    "step_s",
-    "goodput",
-)
+MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
+MOST_NAMED = 4  # runs in the title
+MOST_WORDS = 60  # letters of a name made of settings
+SECTIONS = {
+    "learning": "Loss and figures",
+    "speed": "Speed and parts of a step",
+    "course": "Learning rate and gradients",
+    "ranks": "Ranks and exchange",
+    "workers": "Asynchronous workers",
+    "more": "More fields of the record",
+}
+IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # of pictures with another name
+NOT_PRINTED = ("by_epoch", "by_elapsed_s")
+PREFIXES = ((1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"))
+OF_ONE_RUN = ("seed", "run_dir", "resume", "continue_from")  # settings in which runs of one group may differ
 
 
-class Record(NamedTuple):
-    """A run's record, parsed."""
+# ---------------------------------------------------------------- headlines
+
+
+class Headline(NamedTuple):
+    """A fact on the first screen."""
 
     name: str
-    facts: dict[str, Any]  # of the line of kind `run`, the last one if the run was resumed
-    train: dict[str, np.ndarray]  # f64[lines] each, NaN if a line has none; parts as `compute`
-    own: np.ndarray  # f64[lines, ranks], NaN if unknown
-    own_ranks: int  # neighbouring ranks in a column of `own`, which holds the slowest
-    evaluations: list[dict[str, Any]]
-    buckets: list[list[Any]]  # of the last line of kind `exchange`
-    exchange_time: dict[str, int]  # lines by source of the exchange times
-    slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty if none
-    notes: list[str]  # warnings for the page
-    worker_steps: list[float] = []  # noqa: RUF012 by worker, of the last line of kind `workers`; never changed
+    value: str  # empty if unknown
+    more: str = ""  # of this run, beside it
+    note: str = ""  # what the value is, the same for all runs
 
 
-# ---------------------------------------------------------------- reading
+def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
+    """Facts of a run, the most important first.
 
-
-def read(folder: Path, name: str = "") -> Record:
-    """Read the record of a run directory.
-
-    Raises:
-        UsageError: it cannot be read, is not a record, or holds no line yet.
+    Args:
+        record: of the run.
+        figures: of evaluations by tasks of one's own, which any of the runs has.
     """
-    path = folder / "record.jsonl"
-    lines = read_plain(path, MOST_RECORD_BYTES, "the record of a run, no link; name a run directory").split(b"\n")
-    rows, broken = parsed(sampled(lines))
-    check(bool(rows), f"{str(path)!r} holds no line yet; wait for the first step, or name another run")
-    facts = next((row for row in reversed(rows) if row.get("kind") == "run"), {})
-    notes = notes_on(facts, broken, [row.get("kind") for row in rows])
-    trains = without_starts(rows)
-    return Record(
-        name or folder.name,
-        facts,
-        columns(trains),
-        own_times(trains),
-        max(1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1),
-        [row for row in rows if row.get("kind") == "eval"],
-        buckets_of(rows),
-        Counter(known for row in trains if "anatomy" in row and (known := row.get("exchange_time")) in SOURCES),
-        [row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
-        notes,
-        steps_of_workers(rows),
-    )
-
-
-def sampled(lines: list[bytes]) -> list[bytes]:
-    """Keep every n-th line of more than MOST_LINES steps, and the last two; all lines of other kinds."""
-    steps = [i for i, line in enumerate(lines[:-2]) if line.startswith(b'{"kind": "train"')]
-    per = -(-len(steps) // MOST_LINES)
-    left_out = set(steps) - set(steps[::per]) if per > 1 else set()
-    return [line for i, line in enumerate(lines) if i not in left_out]
-
-
-def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of steps without the times of the first step of a start, which include compilation."""
-    kept, is_first = [], True
-    for row in rows:
-        if row.get("kind") == "train":
-            dropped = ("anatomy", "own_s", "step_s") if is_first else ()
-            kept.append({k: v for k, v in row.items() if k not in dropped} if is_first else row)
-        is_first = row.get("kind") == "run" or (is_first and row.get("kind") != "train")
-    return kept
-
-
-def parsed(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Parse whole lines; return their objects and the number of malformed lines. The last may be partial."""
-    rows, broken = [], 0
-    for line in lines:
-        try:
-            row = plain_text(json.loads(line)) if line else None
-        except (ValueError, RecursionError):
-            broken += line is not lines[-1]
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows, broken
-
-
-def plain_text(value: Any, deep: int = 0) -> Any:
-    """Make the texts of a JSON value printable: lone surrogates become `?`.
-
-    Raises:
-        ValueError: it is nested deeper than lines of a record are.
-    """
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if not isinstance(value, (list, dict)):
-        return value
-    check(deep < MOST_DEEP, "too deep")
-    if isinstance(value, list):
-        return [plain_text(each, deep + 1) for each in value]
-    return {plain_text(name): plain_text(each, deep + 1) for name, each in value.items()}
-
-
-def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
-    """Notes on missing data, with the reason."""
-    version = facts.get("format", 1)
-    order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
+    train = record.train
+    speeds = [name for name in train if name.endswith("_per_s")]
+    rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
     return [
-        *([f"{broken} lines are damaged and left out"] if broken else []),
-        *(["no line tells the configuration"] if not facts else []),
-        *([f"record of format {version}, older than {FORMAT}: no anatomy"] if facts and order < 0 else []),
-        *([f"record of format {version}, newer than {FORMAT}: what is new is left out"] if order > 0 else []),
-        *([f"{kinds.count('skipped')} steps were not finite and left out"] if "skipped" in kinds else []),
-        *([f"{kinds.count('rollback')} times back to a checkpoint"] if "rollback" in kinds else []),
-        *(["no step yet"] if "train" not in kinds else []),
+        *best(record, "top-1", "eval_top1", 100, " %"),
+        *(each for name in figures for each in best(record, title_of(name), name)),
+        *best(record, "held-out loss", "eval_loss"),
+        Headline("training loss", last(train, "loss"), note="last"),
+        Headline(
+            "time", duration(max_of(record, "elapsed_s")), f"{last(train, 'step')} steps" * bool(last(train, "step"))
+        ),
+        *(Headline(report_charts.speed_unit(name), median(train, name), note="median") for name in speeds),
+        Headline("MFU", median(train, "mfu", 100, " %"), note="median"),
+        Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
+        Headline("rule, strategy", ", ".join(filter(None, map(str, (rule, strategy))))),
+        Headline("goodput", last(train, "goodput", 100, " %"), note="time in which it computes"),
+        Headline("time of exchanges", exchange_time(record)),
+        Headline("waited for most often", *slowest(record)),
+        Headline("steps by worker", shares(record)),
     ]
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Numbers of all lines by name; parts of a step are their medians over ranks."""
-    found = {name: np.array([number(row.get(name)) for row in rows]) for name in NUMBERS}
-    return found | {part: np.array([median_of(row, part) for row in rows]) for part in PARTS}
+def title_of(figure: str) -> str:
+    """`bits per byte` of `eval_bits_per_byte`."""
+    return figure.removeprefix("eval_").replace("_", " ")
 
 
-def number(value: Any) -> float:
-    """Convert to float; NaN if it is no number, not finite, or so large that the record is forged."""
-    return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
+def known(table: Table, name: str) -> np.ndarray:
+    """The values of a field that are known."""
+    values = table.get(name, np.empty(0))
+    return values[~np.isnan(values)]
 
 
-def median_of(row: Mapping[str, Any], part: str) -> float:
-    """Median from [least, median, most, rank] of a part; NaN if a line has none."""
-    anatomy = row.get("anatomy")
-    spread = anatomy.get(part) if isinstance(anatomy, dict) else None
-    return number(spread[1]) if isinstance(spread, list) and len(spread) > 1 else math.nan
+def last(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
+    """The last known value; empty if there is none."""
+    values = known(table, name)
+    return told(factor * values[-1], unit) if len(values) else ""
 
 
-def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """[label, seconds in flight, seconds waited for] of the last line that has them."""
-    last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
-    whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
-    return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
+def median(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
+    """The median of the known values; empty if there are none."""
+    values = known(table, name)
+    return told(factor * np.median(values), unit) if len(values) else ""
 
 
-def steps_of_workers(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """`worker_steps` of the last line of kind `workers`; empty if one of them is not a number."""
-    last = next((row.get("worker_steps") for row in reversed(rows) if row.get("kind") == "workers"), None)
-    steps = [number(made) for made in last] if isinstance(last, list) else []
-    return steps if all(made >= 0 for made in steps) else []
+def told(value: float, unit: str) -> str:
+    """Six digits, or a share in percent with two decimals; from 1000 on no decimals, from a million on a prefix."""
+    if unit:
+        return f"{value:.2f}{unit}"
+    size = abs(value)
+    prefix = next(((limit, letter) for limit, letter in PREFIXES if limit <= size < 1000 * limit), None)
+    if prefix:
+        return f"{value / prefix[0]:.4g} {prefix[1]}"
+    return f"{value:,.0f}" if 1000 <= size < 1e6 else f"{value:.6g}"
 
 
-def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """f64[columns, ranks]: seconds of a step in which a rank waits for no other; means of neighbouring lines."""
-    lists = [values for row in rows if isinstance(values := row.get("own_s"), list)]
-    ranks = max(map(len, lists), default=0)
-    full = [[number(value) for value in values] for values in lists if ranks and len(values) == ranks]
-    return thinned(np.array(full, float).reshape(len(full), ranks), COLUMNS)
+def max_of(record: Record, name: str) -> float:
+    """The greatest value of steps and evaluations; NaN if there is none."""
+    values = [*known(record.train, name), *known(record.evaluations, name)]
+    return max(values, default=math.nan)
 
 
-def thinned(values: np.ndarray, most: int = POINTS) -> np.ndarray:
-    """Means of neighbours along the first axis, so that `most` are left; NaN if all neighbours are NaN."""
-    per = -(-len(values) // most)
-    if per <= 1:
-        return values
-    starts = np.arange(0, len(values), per)
-    known = ~np.isnan(values)
-    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
-    counts = np.add.reduceat(known.astype(float), starts)
-    return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+def best(record: Record, title: str, name: str, factor: float = 1.0, unit: str = "") -> list[Headline]:
+    """The last value of a figure with the best one, or with both ends if nobody said which is better."""
+    values = factor * known(record.evaluations, name)
+    if not len(values):
+        return [Headline(title, "")]
+    shown = [told(value, unit) for value in (values[-1], values.min(), values.max())]
+    ends = {"min": f"best {shown[1]}", "max": f"best {shown[2]}"}
+    return [Headline(title, shown[0], ends.get(better(record, name), f"from {shown[1]} to {shown[2]}"))]
 
 
-# ---------------------------------------------------------------- pictures
+def better(record: Record, name: str) -> str:
+    """`max` or `min`, whichever is better of a figure; empty if unknown."""
+    if fact(record, "experiment", "monitor") == name:
+        return str(fact(record, "experiment", "monitor_mode"))
+    return {"eval_loss": "min", "eval_bits_per_byte": "min", "eval_top1": "max", "eval_top5": "max"}.get(name, "")
 
 
-def points(record: Record, x: str, y: str) -> list[plots.Point]:
-    """(x, y) of the lines that have both."""
-    xs, ys = (thinned(record.train[name]) for name in (x, y))
-    return [(a, b) for a, b in zip(xs.tolist(), ys.tolist(), strict=True) if a == a and b == b]
+def duration(seconds: float) -> str:
+    """`12.5 s`, `3 min 20 s` or `2 h 05 min`; empty for NaN."""
+    if not math.isfinite(seconds):
+        return ""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def evaluated(record: Record, x: str, y: str, factor: float = 1.0) -> list[plots.Point]:
-    """(x, y) of the evaluations that have both."""
-    both = [(number(row.get(x)), factor * number(row.get(y))) for row in record.evaluations]
-    return [(a, b) for a, b in both if a == a and b == b]
+def exchange_time(record: Record) -> str:
+    """How the time of exchanges is known, by lines; empty if there are no exchanges."""
+    total = sum(record.exchange_time.values())
+    shown = [f"{source} in {lines} of {total} lines" for source, lines in record.exchange_time.items()]
+    return "" if set(record.exchange_time) <= {"none"} else ", ".join(shown)
 
 
-def own_figures(records: Sequence[Record]) -> list[str]:
-    """Names of figures that tasks give besides those with a picture of their own, such as `eval_mae`."""
-    found = {name for record in records for row in record.evaluations for name in row if name.startswith("eval_")}
-    return sorted(found - {"eval_count", "eval_loss", "eval_top1", "eval_top5", "eval_bits_per_byte"})
+def slowest(record: Record) -> tuple[str, str]:
+    """The rank that others waited for most often, and how often."""
+    named = Counter(filter(None, record.slowest)).most_common(1)
+    return next(((rank, f"in {times} of {len(record.slowest)} lines") for rank, times in named), ("", ""))
 
 
-def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
-    """Loss and accuracy by step, epoch and seconds; speed, learning rate, gradients."""
-
-    def by(x: str, axis: Quantity) -> list[Panel]:
-        loss = {r.name: points(r, x, "loss") for r in records}
-        held_out = {f"{r.name}, held out": evaluated(r, x, "eval_loss") for r in records}
-        top1 = {f"{r.name}, top-1": evaluated(r, x, "eval_top1", 100) for r in records}
-        top5 = {f"{r.name}, top-5": evaluated(r, x, "eval_top5", 100) for r in records}
-        return [
-            *lines(f"Loss by {axis.name}", axis, Quantity("loss"), loss | held_out),
-            *lines(f"Accuracy by {axis.name}", axis, Quantity("accuracy", "%", base=None, low=None), top1 | top5),
-            *itertools.chain.from_iterable(own(name.removeprefix("eval_"), x, axis) for name in own_figures(records)),
-        ]
-
-    def own(name: str, x: str, axis: Quantity) -> list[Panel]:
-        of_each = {r.name: evaluated(r, x, f"eval_{name}") for r in records}
-        return lines(f"{name} by {axis.name}", axis, Quantity(name, base=None, low=None), of_each)
-
-    def of(name: str, title: str, unit: Quantity) -> list[Panel]:
-        return lines(title, STEP, unit, {r.name: points(r, "step", name) for r in records})
-
-    pace = [
-        *of("images_per_s", "Speed", Quantity("images/s", base=None)),
-        *of("bytes_per_s", "Speed, text", Quantity("bytes/s", base=None)),
-        *of("goodput", "Goodput: seconds of computing over seconds since the start", Quantity("share", base=None)),
-    ]
-    course = [
-        *of("lr", "Learning rate", Quantity("learning rate")),
-        *of("gradient_norm", "Norm of a worker's gradients", Quantity("norm")),
-        *of("noise_scale", "Noise scale: the batch beyond which examples tell less", Quantity("examples")),
-    ]
-    by_x = {"step": STEP, "epoch": Quantity("epoch", base=None), "elapsed_s": SECONDS}
-    return {f"by_{x}": by(x, axis) for x, axis in by_x.items()} | {"speed": pace, "course": course}
-
-
-def lines(title: str, x: Quantity, y: Quantity, series: Mapping[str, Sequence[plots.Point]]) -> list[Panel]:
-    """A panel if there is anything to draw; a logarithmic axis only for values > 0."""
-    drawn = {name: line for name, line in series.items() if line}
-    is_positive = all(value > 0 for line in drawn.values() for _, value in line)
-    return [Lines(title, x, y if is_positive else y._replace(base=None), drawn)] if drawn else []
-
-
-def of_run(record: Record) -> dict[str, list[Panel]]:
-    """Anatomy of the steps, ranks, buckets."""
-    return {"anatomy": areas(record), "ranks": rank_map(record), "buckets": bucket_bars(record)}
-
-
-def areas(record: Record) -> list[Panel]:
-    """Parts of a step, stacked, over the steps."""
-    known = ~np.isnan(record.train["compute"])
-    steps = thinned(record.train["step"][known]).tolist()
-    parts = {
-        f"{'~' * (part in ESTIMATED and 'estimated' in record.exchange_time)}{part}": np.nan_to_num(
-            thinned(record.train[part][known])
-        ).tolist()
-        for part in PARTS
-        if part != "hidden" and not np.isnan(record.train[part]).all()
-    }
-    title = f"{record.name}: where a step's time goes"
-    title += "; before it is known, an exchange is in compute" * ("unknown" in record.exchange_time)
-    return [Areas(title, STEP, Quantity("time a step", "s"), steps, parts)] if len(steps) > 1 else []
-
-
-def rank_map(record: Record) -> list[Panel]:
-    """Own time of every rank over the median of its time: who is slow, and when."""
-    own, steps = record.own, record.train["step"][~np.isnan(record.train["step"])]
-    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps):
-        return []
-    median = np.median(own, axis=1, keepdims=True)
-    relative = np.divide(own, median, out=np.ones_like(own), where=median > 0)
-    title = f"{record.name}: a rank's own time, over the median of ranks"
-    title += f"; the slowest of every {record.own_ranks}" * (record.own_ranks > 1)
-    ends = [float(steps[0]), float(steps[-1])]
-    return [
-        Map(title, STEP, Quantity("rank"), Quantity("times the median"), ends, relative.T.tolist(), record.own_ranks)
-    ]
-
-
-def bucket_bars(record: Record) -> list[Panel]:
-    """Seconds that every bucket is in flight, and waited for."""
-    slowest = sorted(record.buckets, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS]
-    kinds = {"under way": 1, "waited for": 2}
-    return [
-        Bars(f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None), shown)
-        for kind, i in kinds.items()
-        if (shown := [(row[0][:48], row[i], row[i], row[i]) for row in slowest if row[i] > 0])
-    ]
-
-
-# ---------------------------------------------------------------- the page
-
-
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }
-table { border-collapse: collapse; margin: 1em 0; } td, th { border-bottom: 1px solid #ddd; padding: .25em .8em .25em 0;
-text-align: left; vertical-align: top; overflow-wrap: anywhere; } svg { width: 100%; height: auto; }
-.note { background: #fff3cd; padding: .4em .8em; } summary { cursor: pointer; font-weight: 600; }
-"""
-SECTIONS = {
-    "by_step": "Curves by step",
-    "by_epoch": "Curves by epoch",
-    "by_elapsed_s": "Curves by seconds",
-    "speed": "Speed",
-    "course": "Learning rate and gradients",
-    "anatomy": "Anatomy of a step",
-    "ranks": "Ranks",
-    "buckets": "Exchange by bucket",
-}
-
-
-def page(records: Sequence[Record], pictures: Mapping[str, Sequence[str]]) -> str:
-    """The whole page; pictures are SVG texts by section."""
-    title = "jaxmpi: " + ", ".join(record.name for record in records)
-    notes = [f"{record.name}: {note}" for record in records for note in record.notes]
-    body = [
-        f"<h1>{escaped(title)}</h1>",
-        *(f'<p class="note">{escaped(note)}</p>' for note in notes),
-        table(["", *(r.name for r in records)], overview(records)),
-        *(section(name, pictures.get(name, ())) for name in SECTIONS),
-        differences(records) if len(records) > 1 else "",
-        *(configuration(record) for record in records),
-        f"<p>Made {datetime.datetime.now():%Y-%m-%d %H:%M}.</p>",
-    ]
-    head = f'<meta charset="utf-8"><title>{escaped(title)}</title><style>{STYLE}</style>'
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
-
-
-def section(name: str, pictures: Sequence[str]) -> str:
-    """A heading with its pictures, or nothing."""
-    return f"<h2 id={name}>{SECTIONS[name]}</h2>" + "".join(pictures) if pictures else ""
-
-
-def overview(records: Sequence[Record]) -> list[list[str]]:
-    """The first table, with a row for each fact."""
-
-    def last(record: Record, name: str) -> str:
-        known = record.train[name][~np.isnan(record.train[name])]
-        return f"{known[-1]:.6g}" if len(known) else ""
-
-    def median(record: Record, name: str) -> str:
-        return f"{np.nanmedian(record.train[name]):.6g}" if last(record, name) else ""
-
-    def best(record: Record) -> str:
-        found = [value for row in record.evaluations if (value := number(row.get("eval_top1"))) == value]
-        return f"{100 * found[-1]:.2f} % (best {100 * max(found):.2f} %)" if found else ""
-
-    def own(record: Record, name: str) -> str:
-        found = [value for row in record.evaluations if (value := number(row.get(name))) == value]
-        return f"{found[-1]:.6g} (from {min(found):.6g} to {max(found):.6g})" if found else ""
-
-    def exchange_time(record: Record) -> str:
-        total = sum(record.exchange_time.values())
-        shown = [f"{known} in {lines} of {total} lines" for known, lines in record.exchange_time.items()]
-        return "" if set(record.exchange_time) <= {"none"} else ", ".join(shown)
-
-    def slowest(record: Record) -> str:
-        named = Counter(filter(None, record.slowest)).most_common(1)
-        return "".join(f"{rank}, in {times} of {len(record.slowest)} lines" for rank, times in named)
-
-    def shares(record: Record) -> str:
-        each, total = record.worker_steps, sum(record.worker_steps)
-        if not total:
-            return ""
-        shown = [f"{made:.0f} ({100 * made / total:.1f} %)" for made in each[:MOST_SHARES]]
-        more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
-        return ", ".join(shown) + more
-
-    rows: dict[str, Any] = {
-        "workers": lambda r: r.facts.get("workers", ""),
-        "rule, strategy": lambda r: f"{fact(r, 'experiment', 'rule', 'name')}, {r.facts.get('strategy', '')}",
-        "steps": lambda r: last(r, "step"),
-        "seconds": lambda r: last(r, "elapsed_s"),
-        **{f"{unit}/s, median": partial(median, name=f"{unit}_per_s") for unit in ("images", "bytes")},
-        "goodput": lambda r: last(r, "goodput"),
-        "loss, last": lambda r: last(r, "loss"),
-        "top-1, last": best,
-        **{f"{name.removeprefix('eval_')}, last": partial(own, name=name) for name in own_figures(records)},
-        "time of exchanges": exchange_time,
-        "waited for most often": slowest,
-        "steps by worker": shares,
-    }
-    found = [[name, *(str(value(record)) for record in records)] for name, value in rows.items()]
-    return [row for row in found if any(row[1:])]
+def shares(record: Record) -> str:
+    """Steps of each asynchronous worker, and its share."""
+    each, total = record.worker_steps, sum(record.worker_steps)
+    if not total:
+        return ""
+    shown = [f"{made:.0f} ({100 * made / total:.1f} %)" for made in each[:MOST_SHARES]]
+    more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
+    return ", ".join(shown) + more
 
 
 def fact(record: Record, *path: str) -> Any:
@@ -433,27 +191,207 @@ def flat_facts(record: Record) -> dict[str, str]:
     return {path: json.dumps(value) for path, value in flatten_json(record.facts).items() if path != "kind"}
 
 
+# ---------------------------------------------------------------- runs that differ by seed only
+
+
+class Group(NamedTuple):
+    """Runs of the same settings with different seeds."""
+
+    name: str
+    runs: list[int]
+
+
+def groups(records: Sequence[Record]) -> list[Group]:
+    """Runs by settings, named by those in which the groups differ."""
+    settings = [settings_of(record) for record in records]
+    members: dict[str, list[int]] = {}
+    for i, record in enumerate(records):
+        seed_alone = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
+        members.setdefault(seed_alone, []).append(i)
+    firsts = [settings[runs[0]] for runs in members.values()]
+    paths = [
+        path for path in dict.fromkeys(k for each in firsts for k in each) if len({e.get(path) for e in firsts}) > 1
+    ]
+    made = []
+    for runs, own in zip(members.values(), firsts, strict=True):
+        words = ", ".join(
+            f"{path.removeprefix('experiment.')} {own[path].strip(chr(34))}" for path in paths if path in own
+        )
+        is_short = len(runs) > 1 and 0 < len(words) <= MOST_WORDS
+        made.append(Group(words if is_short else records[runs[0]].name, runs))
+    return made
+
+
+def settings_of(record: Record) -> dict[str, str]:
+    """What decides on a run, without its seed and its place."""
+    left_out = {f"experiment.{name}" for name in OF_ONE_RUN}
+    return {
+        path: value
+        for path, value in flat_facts(record).items()
+        if path not in left_out and path.partition(".")[0] in ("experiment", "workers", "strategy")
+    }
+
+
+def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
+    """Table of the groups: figures of the last evaluations, mean and standard deviation over seeds."""
+    tops = {f"eval_{name}": (f"{label}, %", 100.0) for name, label in report_charts.TOPS.items()}
+    others = {name: (title_of(name), 1.0) for name in own_figures(records)}
+    figures = {
+        name: shown
+        for name, shown in (tops | others | {"eval_loss": ("held-out loss", 1.0)}).items()
+        if any(name in record.evaluations for record in records)
+    }
+    rows = [
+        [
+            group.name,
+            str(len(group.runs)),
+            *(spread([records[i] for i in group.runs], n, f) for n, (_, f) in figures.items()),
+        ]
+        for group in grouped
+    ]
+    return table(["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())], rows)
+
+
+def spread(records: Sequence[Record], name: str, factor: float) -> str:
+    """`0.967 ± 0.004` of the last values, with the number of runs that have none."""
+    ends = [factor * float(values[-1]) for record in records if len(values := known(record.evaluations, name))]
+    missing = f" ({len(records) - len(ends)} without)" * (len(ends) < len(records))
+    if not ends:
+        return missing.strip()
+    return f"{statistics.mean(ends):.4g}" + (f" ± {statistics.stdev(ends):.2g}" if len(ends) > 1 else "") + missing
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str:
+    """The whole page.
+
+    Args:
+        records: of the runs.
+        printed: SVG texts by section, which show in print and without scripts.
+    """
+    grouped, shown = groups(records), report_charts.charts(records)
+    has_seeds = len(grouped) < len(records)
+    named = [each.name for each in (grouped if has_seeds else records)]
+    title = ", ".join(named[:MOST_NAMED]) + f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
+    notes = [f"{record.name}: {note}" for record in records for note in record.notes]
+    data = {
+        "sections": SECTIONS,
+        "charts": [report_charts.chart_data(chart) for chart in shown],
+        "runs": [report_charts.run_data(record, len(records), shown) for record in records],
+        "groups": [group._asdict() for group in grouped] if has_seeds else [],
+    }
+    style, script, uplot = text_of("report.css"), text_of("report.js"), text_of("uplot/uPlot.iife.min.js")
+    styles = text_of("uplot/uPlot.min.css") + style
+    return Template(text_of("template.html")).substitute(
+        policy=policy(styles, [uplot, script]),
+        title=escaped(title),
+        made=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
+        styles=styles,
+        notes="".join(f'<p class="note">{escaped(note)}</p>' for note in notes),
+        overview=overview(records, grouped if has_seeds else []),
+        sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
+        differences=differences(records) if len(records) > 1 else "",
+        configuration=configurations(records),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
+        uplot=uplot,
+        script=script,
+    )
+
+
+def text_of(name: str) -> str:
+    """A file of the page."""
+    return resources.files("jaxmpi.observe").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def policy(styles: str, scripts: Sequence[str]) -> str:
+    """Content security policy: these styles and scripts, pictures in the page, and nothing from elsewhere."""
+    ours = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
+    return f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {ours}; img-src data:"
+
+
+def digest(text: str) -> str:
+    """SHA-256 in base64."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def section(name: str, printed: Sequence[str]) -> str:
+    """A heading, the place of its charts, and its pictures for print."""
+    pictures = "".join(
+        f'<img alt="{SECTIONS[name]}" src="data:image/svg+xml;base64,{encoded(svg)}">' for svg in printed
+    )
+    kind = "printed" if printed else ""
+    head = f'<h2 id="{name}-title">{SECTIONS[name]}</h2><div class="charts"></div><div class="static">{pictures}</div>'
+    return f'<section id="{name}" class="{kind}" aria-labelledby="{name}-title">{head}</section>'
+
+
+def encoded(text: str) -> str:
+    """Base64 of a text."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
+    """Tiles of one run; of several a table with a row each, and over their seeds if they have groups."""
+    figures = own_figures(records)
+    found = [headlines(record, figures) for record in records]
+    if len(records) == 1:
+        tiles = [tile(each) for each in found[0] if each.value]
+        return f'<dl class="tiles">{"".join(tiles)}</dl>'
+    columns = {each.name: each.note for row in found for each in row if each.value}
+    head = ["run", *(f"{name}, {note}" if note else name for name, note in columns.items())]
+    rows = []
+    for record, row in zip(records, found, strict=True):
+        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row if each.value}
+        rows.append([record.name, *(shown.get(name, "") for name in columns)])
+    each_run = table(head, rows, "runs")
+    if not grouped:
+        return each_run
+    return over_seeds(records, grouped) + f"<details><summary>Every run</summary>{each_run}</details>"
+
+
+def tile(each: Headline) -> str:
+    """A headline as a tile."""
+    words = each.more or each.note
+    more = f"<dd class=more>{escaped(words)}</dd>" if words else ""
+    wide = " wide" * (len(each.value) > 24)
+    return f'<div class="tile{wide}"><dt>{escaped(each.name)}</dt><dd>{escaped(each.value)}</dd>{more}</div>'
+
+
 def differences(records: Sequence[Record]) -> str:
     """Facts that differ between runs."""
     facts = [flat_facts(record) for record in records]
     paths = dict.fromkeys(path for each in facts for path in each)
     rows = [[path, *(each.get(path, "") for each in facts)] for path in paths]
     odd = [row for row in rows if len(set(row[1:])) > 1]
-    return "<h2 id=differences>Differences</h2>" + table(["", *(r.name for r in records)], odd)
+    head = '<section id="differences"><h2>Settings that differ</h2>'
+    return head + table(["", *(record.name for record in records)], odd) + "</section>"
+
+
+def configurations(records: Sequence[Record]) -> str:
+    """All facts of all runs, folded; many runs in one fold."""
+    each = "".join(configuration(record) for record in records)
+    is_long = len(records) > MOST_PRINTED
+    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if is_long else each
 
 
 def configuration(record: Record) -> str:
     """All facts of a run, folded."""
     rows = [[path, value] for path, value in flat_facts(record).items()]
     title = f"{escaped(record.name)}: configuration and versions"
-    return f"<details><summary>{title}</summary>{table(['', ''], rows)}</details>"
+    return f"<details><summary>{title}</summary>{table(['setting', 'value'], rows)}</details>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows as HTML."""
-    cells = ["".join(f"<td>{escaped(cell)}</td>" for cell in row) for row in rows]
-    top = "".join(f"<th>{escaped(cell)}</th>" for cell in head)
-    return f"<table><tr>{top}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Rows as HTML, the first column as their names; a wide table scrolls by itself."""
+    cells = [
+        f"<th scope=row>{escaped(row[0])}</th>" + "".join(f"<td>{escaped(c)}</td>" for c in row[1:]) for row in rows
+    ]
+    top = "".join(f"<th scope=col>{escaped(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return (
+        f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def escaped(text: Any) -> str:
@@ -467,7 +405,9 @@ def escaped(text: Any) -> str:
 def parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi report`."""
     options = argparse.ArgumentParser(prog="jaxmpi report", description=__doc__)
-    options.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    options.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or files of scripts/study.py"
+    )
     options.add_argument("--out", type=Path, help="folder for page and pictures (default: report/ in the first RUN)")
     return options
 
@@ -475,7 +415,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Read, draw, write, and print the page's path."""
     options = parser().parse_args(argv)
-    print(f"report: {write(options.runs, options.out or options.runs[0] / 'report')}")
+    print(f"report: {write(options.runs, options.out or default_folder(options.runs[0]))}")
+
+
+def default_folder(run: Path) -> Path:
+    """In a run directory, or beside the file of a study."""
+    return run.with_name(f"{run.stem}-report") if os.path.isfile(run) else run / "report"
 
 
 def write(runs: Sequence[Path], folder: Path) -> Path:
@@ -484,16 +429,25 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
     Raises:
         UsageError: a record cannot be read, or nothing can be written there.
     """
-    records = [read(run, name) for run, name in zip(runs, names(runs), strict=True)]
+    records = all_records(runs)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for made in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have made them
             refuse_ways_out(made, repr(str(made)), "a report is not written through those: remove it, or use --out")
-        pictures = drawn(records, folder)
-        (folder / "index.html").write_text(page(records, pictures), encoding="utf-8")
+        printed = drawn(records, folder)
+        (folder / "index.html").write_text(page(records, printed), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"nothing can be written to {str(folder)!r}: {error.strerror}; use --out FOLDER") from error
     return folder / "index.html"
+
+
+def all_records(paths: Sequence[Path]) -> list[Record]:
+    """Records of run directories, and of every line of a study."""
+    return [
+        record
+        for path, name in zip(paths, names(paths), strict=True)
+        for record in (read_study(path) if os.path.isfile(path) else [read(path, name)])
+    ]
 
 
 def names(runs: Sequence[Path]) -> list[str]:
@@ -503,13 +457,15 @@ def names(runs: Sequence[Path]) -> list[str]:
 
 
 def drawn(records: Sequence[Record], folder: Path) -> dict[str, list[str]]:
-    """Draw pictures by section: return them as SVG, write them as PNG into the folder."""
-    pictures: dict[str, list[str]] = {}
-    jobs = [(name, name, panels) for name, panels in curves(records).items()]
+    """Write pictures as PNG into the folder; return those for print as SVG, by section."""
+    printed: dict[str, list[str]] = {}
+    together = report_charts.pictures(records, report_charts.charts(records))
+    jobs = [(name, name, panels, name not in NOT_PRINTED) for name, panels in together.items()]
     for i, record in enumerate(records):
         suffix = f"_{i + 1}" if len(records) > 1 else ""
-        jobs += [(name, name + suffix, panels) for name, panels in of_run(record).items()]
-    for name, file, panels in jobs:
+        jobs += [(n, n + suffix, panels, i < MOST_PRINTED) for n, panels in report_charts.of_run(record).items()]
+    for name, file, panels, is_printed in jobs:
         if panels:
-            pictures.setdefault(name, []).append(plots.save_both(panels, folder / f"{file}.png"))
-    return pictures
+            svg = plots.save_both(panels, folder / f"{file}.png")
+            printed.setdefault(IN_SECTION.get(name, name), []).extend([svg] * is_printed)
+    return printed

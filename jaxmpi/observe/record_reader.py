@@ -1,0 +1,288 @@
+"""Reads records of runs, for `jaxmpi report`.
+
+A record that is still being written is read up to its last whole line. Damaged lines are counted and left out. A
+record may come from a stranger, so any value may be missing, huge or of another type.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.files import read_plain
+from jaxmpi.observe.recorder import FORMAT
+from jaxmpi.observe.step_timing import PARTS, SOURCES
+
+MOST_LINES = 4_000  # of steps that are read in full; in a longer record the others have their numbers only
+COLUMNS = 200  # of a map
+MOST_RANKS = 1 << 20
+MOST = 1e100  # so that sums of drawn values are finite
+MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
+MOST_DEEP = 32  # nested objects in a line
+MOST_FIELDS = 100  # of numbers in lines of a kind
+XS = ("step", "epoch", "elapsed_s")
+NO_FIGURES = {*XS, "kind", "examples", "own_ranks", "eval_count"}  # numbers of a line that no curve shows
+
+Table = dict[str, np.ndarray]  # f64[lines] each, NaN if a line has none
+
+
+class Record(NamedTuple):
+    """A run's record, parsed."""
+
+    name: str
+    facts: dict[str, Any]  # of the line of kind `run`, the last one if the run was resumed
+    train: Table  # parts as `compute`
+    evaluations: Table
+    workers: Table  # of asynchronous rules; the steps of worker 3 as `worker_steps.3`
+    own: np.ndarray  # f64[lines, ranks], NaN if unknown
+    own_ranks: int  # neighbouring ranks in a column of `own`, which holds the slowest
+    buckets: list[list[Any]]  # of the last line of kind `exchange`
+    exchange_time: dict[str, int]  # lines by source of the exchange times
+    slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty if none
+    notes: list[str]  # warnings for the page
+
+    @property
+    def worker_steps(self) -> list[float]:
+        """Steps by worker in the last line of kind `workers`; empty if one is unknown."""
+        steps = [values[-1] for name, values in self.workers.items() if name.startswith("worker_steps.")]
+        return [float(made) for made in steps] if all(made >= 0 for made in steps) else []
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read(folder: Path, name: str = "") -> Record:
+    """Read the record of a run directory.
+
+    Raises:
+        UsageError: it cannot be read, is not a record, or holds no line yet.
+    """
+    path = folder / "record.jsonl"
+    lines = read_plain(path, MOST_RECORD_BYTES, "the record of a run, no link; name a run directory").split(b"\n")
+    rows, broken = parsed(lines, beyond(lines))
+    check(bool(rows), f"{str(path)!r} holds no line yet; wait for the first step, or name another run")
+    facts = next((row for row in reversed(rows) if row.get("kind") == "run"), {})
+    trains = without_starts(rows)
+    return Record(
+        name=name or folder.name,
+        facts=facts,
+        train=of_steps(trains),
+        evaluations=table([row for row in rows if row.get("kind") == "eval"]),
+        workers=of_workers([row for row in rows if row.get("kind") == "workers"]),
+        own=own_times(trains),
+        own_ranks=max(
+            1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1
+        ),
+        buckets=buckets_of(rows),
+        exchange_time=Counter(
+            known for row in trains if "anatomy" in row and (known := row.get("exchange_time")) in SOURCES
+        ),
+        slowest=[row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
+        notes=notes_on(facts, broken, [row.get("kind") for row in rows]),
+    )
+
+
+def read_study(path: Path) -> list[Record]:
+    """Read the lines that `scripts/study.py` wrote, each the outcome of a run: its settings, and evaluations by epoch.
+
+    Raises:
+        UsageError: it cannot be read, or holds no line of a study.
+    """
+    lines = read_plain(path, MOST_RECORD_BYTES, "a file of scripts/study.py, or a run directory").split(b"\n")
+    rows = [row for row in parsed(lines)[0] if isinstance(row.get("cell"), dict) and "experiment" in row]
+    check(bool(rows), f"{str(path)!r} holds no line of a study; name a file of scripts/study.py, or a run directory")
+    files = {str(row["experiment"]) for row in rows}
+    varied = [name for name in dict.fromkeys(k for row in rows for k in row["cell"]) if differs(name, rows)]
+    return [outcome(row, varied, len(files) > 1) for row in rows]
+
+
+def differs(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the lines of a study do not all have the same value of a flag."""
+    return len({str(row["cell"].get(name)) for row in rows}) > 1
+
+
+def outcome(row: Mapping[str, Any], varied: Sequence[str], is_one_of_many: bool) -> Record:
+    """A line of a study as a record without steps."""
+    cell, file = row["cell"], str(row["experiment"])
+    words = [f"{name} {cell[name]}" for name in varied if name in cell]
+    name = ", ".join([*([Path(file).stem] if is_one_of_many else []), *words, f"seed {row.get('seed', '')}"])
+    curve = [pair for pair in listed(row.get("curve")) if isinstance(pair, list) and len(pair) == 2]
+    rows = [{"epoch": epoch, "eval_loss": loss} for epoch, loss in curve]
+    if rows:
+        rows[-1] |= {k: v for k, v in row.items() if k.startswith("eval_") or k == "elapsed_s"}
+    others = {name: value for name, value in cell.items() if name != "workers"}
+    facts = {"experiment": {"file": file, **others, "seed": row.get("seed")}, "workers": cell.get("workers", "")}
+    return Record(
+        name=name,
+        facts=facts,
+        train=of_steps([]),
+        evaluations=table(rows),
+        workers=of_workers([row] if "worker_steps" in row else []),
+        own=np.empty((0, 0)),
+        own_ranks=1,
+        buckets=[],
+        exchange_time={},
+        slowest=[],
+        notes=[f"failed: {row['failed']}"] if "failed" in row else [],
+    )
+
+
+def listed(value: Any) -> list[Any]:
+    """The value if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def beyond(lines: Sequence[bytes]) -> set[int]:
+    """Lines of steps beyond MOST_LINES, whose lists are not read: all but every n-th, and the last two."""
+    steps = [i for i, line in enumerate(lines[:-2]) if line.startswith(b'{"kind": "train"')]
+    per = -(-len(steps) // MOST_LINES)
+    return set(steps) - set(steps[::per]) if per > 1 else set()
+
+
+def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of steps without the times of the first step of a start, which include compilation."""
+    kept, is_first = [], True
+    for row in rows:
+        if row.get("kind") == "train":
+            dropped = ("anatomy", "own_s", "step_s") if is_first else ()
+            kept.append({k: v for k, v in row.items() if k not in dropped} if is_first else row)
+        is_first = row.get("kind") == "run" or (is_first and row.get("kind") != "train")
+    return kept
+
+
+def parsed(lines: Sequence[bytes], shortened: Set[int] = frozenset()) -> tuple[list[dict[str, Any]], int]:
+    """Parse whole lines; return their objects and the number of malformed lines. The last may be partial.
+
+    Args:
+        lines: of the file.
+        shortened: indices of lines that keep their numbers only.
+    """
+    rows, broken = [], 0
+    for i, line in enumerate(lines):
+        try:
+            row = json.loads(line) if line else None
+            row = numbers_of(row) if i in shortened and isinstance(row, dict) else plain_text(row)
+        except (ValueError, RecursionError):
+            broken += i < len(lines) - 1
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows, broken
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of a step without its texts and lists."""
+    return {"kind": "train"} | {plain_name(name): value for name, value in row.items() if type(value) in (float, int)}
+
+
+def plain_text(value: Any, deep: int = 0) -> Any:
+    """Make the texts of a JSON value printable: lone surrogates become `?`.
+
+    Raises:
+        ValueError: it is nested deeper than lines of a record are.
+    """
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if not isinstance(value, (list, dict)):
+        return value
+    check(deep < MOST_DEEP, "too deep")
+    if isinstance(value, list):
+        return [plain_text(each, deep + 1) for each in value]
+    return {plain_text(name): plain_text(each, deep + 1) for name, each in value.items()}
+
+
+@lru_cache(1000)
+def plain_name(name: str) -> str:
+    """`plain_text` of a name, which all lines have."""
+    return plain_text(name)
+
+
+def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
+    """Notes on missing data, with the reason."""
+    version = facts.get("format", 1)
+    order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
+    return [
+        *([f"{broken} lines are damaged and left out"] if broken else []),
+        *(["no line tells the configuration"] if not facts else []),
+        *([f"record of format {version}, older than {FORMAT}: no anatomy"] if facts and order < 0 else []),
+        *([f"record of format {version}, newer than {FORMAT}: what is new is left out"] if order > 0 else []),
+        *([f"{kinds.count('skipped')} steps were not finite and left out"] if "skipped" in kinds else []),
+        *([f"{kinds.count('lost')} times ranks were lost"] if "lost" in kinds else []),
+        *([f"{kinds.count('rollback')} times back to a checkpoint"] if "rollback" in kinds else []),
+        *(["no step yet"] if "train" not in kinds else []),
+    ]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Numbers of all lines by name, with XS first."""
+    names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in NO_FIGURES and name not in PARTS]
+    places = {name: column([row.get(name) for row in rows]) for name in XS}
+    figures = {name: column([row.get(name) for row in rows]) for name in names[:MOST_FIELDS]}
+    return places | {name: values for name, values in figures.items() if not np.isnan(values).all()}
+
+
+def column(values: Sequence[Any]) -> np.ndarray:
+    """`number` of each, fast for those that are."""
+    made = np.array([value if type(value) is float else number(value) for value in values], float)
+    return np.where(np.abs(made) <= MOST, made, np.nan)
+
+
+def of_steps(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Numbers of lines of steps; the parts of a step are their medians over ranks."""
+    parts = [row.get("anatomy") for row in rows]
+    return table(rows) | {
+        part: np.array([median_of(each, part) if each else math.nan for each in parts], float) for part in PARTS
+    }
+
+
+def of_workers(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Numbers of lines of asynchronous workers, with the steps of each worker."""
+    lists = [listed(row.get("worker_steps")) for row in rows]
+    count = len(lists[-1]) if lists else 0
+    steps = np.array([[number(v) for v in made] if len(made) == count else [math.nan] * count for made in lists])
+    return table(rows) | {f"worker_steps.{i}": steps[:, i] for i in range(count)}
+
+
+def number(value: Any) -> float:
+    """Convert to float; NaN if it is no number, not finite, or so large that the record is forged."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
+
+
+def median_of(anatomy: Any, part: str) -> float:
+    """Median from [least, median, most, rank] of a part; NaN if a line has none."""
+    spread = anatomy.get(part) if isinstance(anatomy, dict) else None
+    return number(spread[1]) if isinstance(spread, list) and len(spread) > 1 else math.nan
+
+
+def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """[label, seconds in flight, seconds waited for] of the last line that has them."""
+    last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
+    whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
+    return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
+
+
+def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """f64[columns, ranks]: seconds of a step in which a rank waits for no other; means of neighbouring lines."""
+    lists = [values for row in rows if isinstance(values := row.get("own_s"), list)]
+    ranks = max(map(len, lists), default=0)
+    full = [[number(value) for value in values] for values in lists if ranks and len(values) == ranks]
+    return thinned(np.array(full, float).reshape(len(full), ranks), COLUMNS)
+
+
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """Means of neighbours along the first axis, so that `most` are left; NaN if all neighbours are NaN."""
+    per = -(-len(values) // most)
+    if per <= 1:
+        return values
+    starts = np.arange(0, len(values), per)
+    known = ~np.isnan(values)
+    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
+    counts = np.add.reduceat(known.astype(float), starts)
+    return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)

@@ -1,0 +1,367 @@
+"""The figures of a report: which there are, their data for the page, and their static pictures.
+
+A chart is described once. The page draws it from the data below, and `pictures` from the same description with
+matplotlib, for print and as files.
+"""
+
+import base64
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.observe import plots
+from jaxmpi.observe.plots import Areas, Bars, Lines, Map, Panel, Quantity
+from jaxmpi.observe.record_reader import XS, Record, Table, number, thinned
+from jaxmpi.observe.step_timing import ESTIMATED, PARTS
+
+BINS = 800  # of a line on the page, each with its least and its greatest value; fewer if there are many runs
+LEAST_BINS = 100
+ALL_BINS = 3 * BINS  # of all runs
+POINTS = 400  # of a line in a picture: means of neighbours
+MOST_BUCKETS = 40  # drawn; the slowest
+MOST_NAMED = 10  # slow ranks
+MOST_WORKERS = 64  # whose steps are drawn
+STACKED = tuple(part for part in PARTS if part != "hidden")
+AXES = {
+    "step": Quantity("step", base=None),
+    "epoch": Quantity("epoch", base=None),
+    "elapsed_s": Quantity("seconds of training", base=None),
+}
+SHOWN_ELSEWHERE = {"wait_s", "skipped", *PARTS}  # as parts of a step, or as notes
+
+
+class Series(NamedTuple):
+    """A field of a record, drawn for every run."""
+
+    table: str  # of the record: train, evaluations or workers
+    field: str
+    label: str = ""  # beside the run's name; empty if a chart has one series
+    factor: float = 1.0
+
+
+class Chart(NamedTuple):
+    """Lines of all runs that have the fields."""
+
+    section: str
+    title: str
+    quantity: Quantity
+    series: tuple[Series, ...]
+    note: str = ""  # about the title
+
+
+# ---------------------------------------------------------------- which there are
+
+
+def charts(records: Sequence[Record]) -> list[Chart]:
+    """Charts in the order of the page; those that no record has a value for are left out."""
+    speeds = [name for name in fields(records, "train") if name.endswith("_per_s")]
+    named = [
+        Chart(
+            "learning",
+            "Loss",
+            Quantity("loss"),
+            (Series("train", "loss", "training"), Series("evaluations", "eval_loss", "held out")),
+        ),
+        Chart(
+            "learning",
+            "Accuracy",
+            Quantity("accuracy", "%", base=None, low=None),
+            tuple(Series("evaluations", f"eval_{name}", label, 100) for name, label in TOPS.items()),
+        ),
+        *(of_figure(name) for name in own_figures(records)),
+        *(of_speed(name) for name in speeds),
+        one("speed", "Model FLOPs utilisation", Quantity("MFU", "%", base=None), "mfu", 100),
+        one("speed", "Time of a step", Quantity("time", "s", base=None), "step_s"),
+        one(
+            "speed",
+            "Goodput",
+            Quantity("share", "%", base=None),
+            "goodput",
+            100,
+            "computing time over time since the start",
+        ),
+        one("course", "Learning rate", Quantity("learning rate"), "lr"),
+        one("course", "Norm of a worker's gradients", Quantity("norm"), "gradient_norm"),
+        one(
+            "course", "Noise scale", Quantity("examples"), "noise_scale", 1, "the batch beyond which examples tell less"
+        ),
+    ]
+    taken = {(series.table, series.field) for chart in named for series in chart.series}
+    rest = [
+        of_field(section, table, name)
+        for table, section in (("train", "more"), ("workers", "workers"))
+        for name in fields(records, table)
+        if (table, name) not in taken and name not in SHOWN_ELSEWHERE and not name.startswith("worker_steps.")
+    ]
+    return [chart for chart in [*named, *rest] if any(has(record, each) for record in records for each in chart.series)]
+
+
+TOPS = {"top1": "top-1", "top5": "top-5"}
+
+
+def one(section: str, title: str, quantity: Quantity, field: str, factor: float = 1.0, note: str = "") -> Chart:
+    """A chart of one field of progress lines."""
+    return Chart(section, title, quantity, (Series("train", field, "", factor),), note)
+
+
+def of_field(section: str, table: str, field: str) -> Chart:
+    """A chart of a field that this module does not know, with the unit that ends its name."""
+    unit = next((unit for ending, unit in {"_s": "s", "_bytes": "B"}.items() if field.endswith(ending)), "")
+    quantity = Quantity(field, unit, base=None, low=None)
+    return Chart(section, field.removesuffix("_s").replace("_", " "), quantity, (Series(table, field),))
+
+
+def of_figure(field: str) -> Chart:
+    """A chart of a task's own figure, `eval_mae` for instance."""
+    name = field.removeprefix("eval_")
+    title = name.replace("_", " ")
+    return Chart("learning", title, Quantity(name, base=None, low=None), (Series("evaluations", field),))
+
+
+def speed_unit(field: str) -> str:
+    """`images/s` of `images_per_s`."""
+    return field.removesuffix("_per_s").replace("_", " ") + "/s"
+
+
+def of_speed(field: str) -> Chart:
+    """A chart of a field such as `tokens_per_s`."""
+    unit = speed_unit(field)
+    return one("speed", f"Speed, {unit}", Quantity(unit, base=None), field)
+
+
+def fields(records: Sequence[Record], table: str) -> list[str]:
+    """Names of a table's figures in any record."""
+    return list(dict.fromkeys(name for record in records for name in getattr(record, table) if name not in XS))
+
+
+def own_figures(records: Sequence[Record]) -> list[str]:
+    """Figures of evaluations besides those with a chart of their own, such as `eval_mae`."""
+    own = [name for name in fields(records, "evaluations") if name.startswith("eval_")]
+    return sorted(name for name in own if name != "eval_loss" and name.removeprefix("eval_") not in TOPS)
+
+
+def has(record: Record, series: Series) -> bool:
+    """Return True if a record has a value of a series."""
+    values = getattr(record, series.table).get(series.field)
+    return values is not None and not np.isnan(values).all()
+
+
+# ---------------------------------------------------------------- data for the page
+
+
+def chart_data(chart: Chart) -> dict[str, Any]:
+    """A chart as the page's script reads it."""
+    return {
+        "section": chart.section,
+        "title": chart.title,
+        "unit": chart.quantity.unit,
+        "note": chart.note,
+        "isLog": chart.quantity.base is not None,
+        "series": [each._asdict() for each in chart.series],
+    }
+
+
+def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any]:
+    """The data of one run of `runs`: series by table, parts of a step, ranks, buckets, steps of workers."""
+    bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
+    wanted = {(series.table, series.field) for chart in shown for series in chart.series}
+    steps = [f"worker_steps.{i}" for i in range(min(MOST_WORKERS, len(record.worker_steps)))]
+    named = Counter(filter(None, record.slowest)).most_common(MOST_NAMED)
+    return {
+        "name": record.name,
+        "tables": {
+            **{
+                name: table_data(table, [field for field in table if (name, field) in wanted], bins)
+                for name in ("train", "evaluations")
+                if (table := getattr(record, name))
+            },
+            "workers": table_data(
+                record.workers, [*[f for f in record.workers if ("workers", f) in wanted], *steps], bins
+            ),
+            "parts": parts_data(record, bins),
+        },
+        "estimated": [*ESTIMATED] if "estimated" in record.exchange_time else [],
+        "isLate": "unknown" in record.exchange_time,  # an exchange counts as compute until it is known
+        "workerSteps": [*map(int, record.worker_steps)],
+        "slowest": {"lines": len(record.slowest), "ranks": named},
+        "map": map_data(record, runs),
+        "buckets": slowest_buckets(record),
+    }
+
+
+def table_data(table: Table, names: Sequence[str], bins: int) -> dict[str, Any]:
+    """Columns `x` of the lines that any series keeps, and each series with its lines among them."""
+    kept = {name: kept_lines(table[name], bins) for name in names}
+    kept = {name: lines for name, lines in kept.items() if len(lines)}
+    lines = np.unique(np.concatenate([*kept.values(), np.empty(0, int)])).astype(int)
+    places = {name: np.searchsorted(lines, own) for name, own in kept.items()}
+    return {
+        "x": {x: packed(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()},
+        "y": {
+            name: {"at": None if len(at) == len(lines) else packed(at), "v": packed(table[name][kept[name]])}
+            for name, at in places.items()
+        },
+    }
+
+
+def kept_lines(values: np.ndarray, bins: int) -> np.ndarray:
+    """Lines to draw: all if they are few, else those of the least and the greatest value of every bin.
+
+    The first and the last are kept, too; gaps within a series as one line, and none if all values are NaN.
+    """
+    known = ~np.isnan(values)
+    if not known.any():
+        return np.empty(0, int)
+    if len(values) <= 2 * bins:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), bins + 1).astype(int)[:-1]
+    low, high = np.where(known, values, np.inf), np.where(known, values, -np.inf)
+    ends = [*edges[1:], len(values)]
+    extremes = [(a + low[a:b].argmin(), a + high[a:b].argmax()) for a, b in zip(edges, ends, strict=True)]
+    return np.unique([0, *np.ravel(extremes), len(values) - 1])
+
+
+def parts_data(record: Record, bins: int) -> dict[str, Any]:
+    """Parts of a step in the lines that have them; in long records those with the greatest value of a part."""
+    train = record.train
+    known = np.flatnonzero(~np.isnan(train["compute"]))
+    parts = [part for part in PARTS if not np.isnan(train[part]).all()]
+    if len(known) < 2 or not parts:
+        return {"x": {}, "y": {}}
+    kept = known[np.unique(np.concatenate([kept_lines(train[part][known], bins // 4) for part in parts]))]
+    columns = {x: packed(train[x][kept]) for x in XS if not np.isnan(train[x][kept]).all()}
+    return {"x": columns, "y": {part: {"at": None, "v": packed(np.nan_to_num(train[part][kept]))} for part in parts}}
+
+
+def map_data(record: Record, runs: int) -> dict[str, Any] | None:
+    """Own times of ranks over their median, with the steps at the ends; None without two lines of two ranks."""
+    relative = over_median(record)
+    if relative is None:
+        return None
+    most = max(20, 1000 // runs)
+    return {
+        "relative": packed(thinned(relative, most).T.ravel()),
+        "ranks": relative.shape[1],
+        "each": record.own_ranks,
+        "ends": steps_of(record)[[0, -1]].tolist(),
+    }
+
+
+def packed(values: np.ndarray) -> str:
+    """Numbers as a letter and base64: u indices, f float32, d float64 where 32 bits do not do.
+
+    Records have six significant digits, which float32 keeps.
+    """
+    if values.dtype.kind in "iu":
+        letter, narrow = "u", values.astype("<u4")
+    else:
+        size = np.abs(values[~np.isnan(values)])
+        is_whole = (
+            len(size) > 0 and size.max() >= 1 << 24 and (size % 1 == 0).all()
+        )  # as steps are, which differ by one
+        is_exact = len(size) == 0 or (size.max() < 1e38 and not is_whole)
+        letter, narrow = ("f", values.astype("<f4")) if is_exact else ("d", values.astype("<f8"))
+    return letter + base64.b64encode(narrow.tobytes()).decode()
+
+
+# ---------------------------------------------------------------- static pictures
+
+
+def pictures(records: Sequence[Record], shown: Sequence[Chart]) -> dict[str, list[Panel]]:
+    """Panels of all runs together, by file: loss and figures by step, epoch and seconds; speed; course."""
+    by_x = {f"by_{x}": panels(records, shown, "learning", x) for x in XS}
+    others = {section: panels(records, shown, section, "step") for section in ("speed", "course")}
+    return by_x | others
+
+
+def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: str) -> list[Panel]:
+    """A section's panels that have anything to draw; a logarithmic axis only for values > 0."""
+    made: list[Panel] = []
+    for chart in shown:
+        lines = {
+            f"{record.name}{', ' * bool(each.label)}{each.label}": points(record, each, x)
+            for each in chart.series
+            for record in records
+        }
+        drawn = {name: line for name, line in lines.items() if line}
+        is_positive = all(value > 0 for line in drawn.values() for _, value in line)
+        if chart.section == section and drawn:
+            y = chart.quantity if is_positive else chart.quantity._replace(base=None)
+            made.append(
+                Lines(f"{chart.title}{': ' * bool(chart.note)}{chart.note}, by {AXES[x].name}", AXES[x], y, drawn)
+            )
+    return made
+
+
+def points(record: Record, series: Series, x: str) -> list[plots.Point]:
+    """(x, y) of the lines that have both."""
+    table: Table = getattr(record, series.table)
+    if series.field not in table:
+        return []
+    xs, ys = thinned(table[x], POINTS).tolist(), (series.factor * thinned(table[series.field], POINTS)).tolist()
+    return [(a, b) for a, b in zip(xs, ys, strict=True) if a == a and b == b]
+
+
+def of_run(record: Record) -> dict[str, list[Panel]]:
+    """Panels of one run, by file: anatomy of the steps, ranks, buckets."""
+    return {"anatomy": areas(record), "ranks": rank_map(record), "buckets": bucket_bars(record)}
+
+
+def areas(record: Record) -> list[Panel]:
+    """Parts of a step, stacked, over the steps."""
+    known = ~np.isnan(record.train["compute"])
+    steps = thinned(record.train["step"][known], POINTS).tolist()
+    parts = {
+        f"{'~' * (part in ESTIMATED and 'estimated' in record.exchange_time)}{part}": np.nan_to_num(
+            thinned(record.train[part][known], POINTS)
+        ).tolist()
+        for part in STACKED
+        if not np.isnan(record.train[part]).all()
+    }
+    title = f"{record.name}: where a step's time goes"
+    title += "; before it is known, an exchange is in compute" * ("unknown" in record.exchange_time)
+    return [Areas(title, AXES["step"], Quantity("time a step", "s"), steps, parts)] if len(steps) > 1 else []
+
+
+def steps_of(record: Record) -> np.ndarray:
+    """Steps of the lines that have one."""
+    return record.train["step"][~np.isnan(record.train["step"])]
+
+
+def over_median(record: Record) -> np.ndarray | None:
+    """f64[columns, ranks]: own time of every rank over the median of the ranks; None if there is nothing to compare."""
+    own = record.own
+    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps_of(record)):
+        return None
+    median = np.median(own, axis=1, keepdims=True)
+    return np.divide(own, median, out=np.ones_like(own), where=median > 0)
+
+
+def rank_map(record: Record) -> list[Panel]:
+    """Own time of every rank over the median of its time: who is slow, and when."""
+    relative = over_median(record)
+    if relative is None:
+        return []
+    title = f"{record.name}: a rank's own time, over the median of ranks"
+    title += f"; the slowest of every {record.own_ranks}" * (record.own_ranks > 1)
+    ends = steps_of(record)[[0, -1]].tolist()
+    value = Quantity("times the median")
+    return [Map(title, AXES["step"], Quantity("rank"), value, ends, relative.T.tolist(), record.own_ranks)]
+
+
+def slowest_buckets(record: Record) -> list[list[Any]]:
+    """[label, seconds under way, seconds waited for] of the slowest buckets."""
+    whole = [[label, number(busy), number(waited)] for label, busy, waited in record.buckets]
+    return sorted(whole, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS]
+
+
+def bucket_bars(record: Record) -> list[Panel]:
+    """Seconds that every bucket is in flight, and waited for."""
+    kinds = {"under way": 1, "waited for": 2}
+    return [
+        Bars(f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None), shown)
+        for kind, i in kinds.items()
+        if (shown := [(row[0][:48], row[i], row[i], row[i]) for row in slowest_buckets(record) if row[i] > 0])
+    ]

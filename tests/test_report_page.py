@@ -1,0 +1,240 @@
+"""The report's page in a browser: the mouse moves, clicks and drags over curves of a record whose values are known."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxmpi.observe import plots, report, report_charts
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: uv sync")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+QUIET += ("--disable-component-update", "--disable-sync")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH (Debian: apt-get install chromium)"),
+]
+STEPS = [*range(2, 402, 2)]
+EVIL = "<script>alert('run')<"  # a folder's name; no slash can be in it
+LOSSES = {EVIL: [round(8.5 / step, 5) for step in STEPS], "second": [round(9.5 / step, 5) for step in STEPS]}
+
+
+def write_run(folder: Path, losses: list[float], **settings: Any) -> Path:
+    """A record as the trainer's, short of what no test here looks at."""
+    folder.mkdir()
+    anatomy = {part: [0.001, 0.002, 0.003, 1] for part in ("data", "compute", "exchange", "sync", "other")}
+    rows = [{"kind": "run", "format": 2, "workers": 2, "experiment": settings}]
+    for step, loss in zip(STEPS, losses, strict=True):
+        place = {"step": step, "epoch": step / 50, "elapsed_s": step / 10}
+        times = {"step_s": 0.01, "own_s": [0.001, 0.002], "slowest": "rank 1 on </script><b>", "anatomy": anatomy}
+        rows.append({"kind": "train", **place, "loss": loss, "images_per_s": 1e4, "lr": 0.1, **times})
+        if step % 100 == 0:
+            rows.append({"kind": "eval", **place, "eval_loss": 2 * loss, "eval_top1": 0.5})
+    (folder / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=BROWSER, args=[*QUIET])
+        yield opened
+        opened.close()
+
+
+def address_of(runs: list[Path], folder: Path) -> str:
+    """The page of these runs, with a picture for print; all pictures would take most of the time."""
+    records = report.all_records(runs)
+    pictures = report_charts.pictures(records, report_charts.charts(records))
+    svg = plots.save_both(pictures["by_step"][:1], folder / "loss.png")
+    (folder / "index.html").write_text(report.page(records, {"learning": [svg]}), encoding="utf-8")
+    return (folder / "index.html").as_uri()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of two runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [write_run(folder / name, losses, momentum=i) for i, (name, losses) in enumerate(LOSSES.items())]
+    return address_of(runs, folder)
+
+
+class Opened:
+    """A page in the browser, with all that it complained of and asked for."""
+
+    def __init__(self, browser: Any, address: str, **context: Any) -> None:
+        self.wrong: list[str] = []
+        self.page = browser.new_page(**{"viewport": {"width": 1440, "height": 900}, **context})
+        self.page.on("console", lambda message: self.wrong.append(message.text))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.wrong.append(dialog.message), dialog.dismiss()))
+        self.page.on("request", lambda request: self.asked(request.url))
+        self.page.goto(address)
+        self.loss = self.page.locator("article", has=self.page.get_by_role("heading", name="Loss", exact=True))
+        self.loss.locator(".u-over").wait_for()
+
+    def asked(self, url: str) -> None:
+        if not url.startswith(("file:", "data:")):
+            self.wrong.append(url)
+
+    def at(self, share: float, height: float = 0.5) -> tuple[float, float]:
+        """A place within the plot of the loss."""
+        box = self.loss.locator(".u-over").bounding_box()
+        return box["x"] + share * box["width"], box["y"] + height * box["height"]
+
+    def tip(self, share: float) -> tuple[int, dict[str, float]]:
+        """The step under the mouse, and the values beside it."""
+        self.page.mouse.move(*self.at(share))
+        self.loss.locator(".tip:not([hidden])").wait_for()
+        step = int(self.loss.locator(".tip b").inner_text().removeprefix("step "))
+        rows = self.loss.locator(".tip div").all()
+        return step, {row.locator(".name").inner_text(): float(row.locator(".value").inner_text()) for row in rows}
+
+    def span(self) -> tuple[int, int]:
+        """Steps at the left and the right end of the axis."""
+        return self.tip(0.0005)[0], self.tip(0.9995)[0]
+
+    def close(self) -> None:
+        self.page.context.close()
+        assert self.wrong == []
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Opened]:
+    made = Opened(browser, address)
+    yield made
+    made.close()
+
+
+def test_the_mouse_reads_values_of_the_record(opened):
+    """Under the cursor are all runs at the same step; nothing is asked of the network, no name of a run is run."""
+    for share in (0.3, 0.5, 0.81):
+        step, values = opened.tip(share)
+        assert abs(step - share * 400) < 4
+        place = STEPS.index(step)
+        held_out = min(range(100, 401, 100), key=lambda at: abs(at - step))
+        for name, losses in LOSSES.items():
+            assert values[f"{name}, training"] == losses[place]
+            assert values[f"{name}, held out"] == pytest.approx(2 * losses[STEPS.index(held_out)])
+    assert opened.page.locator("script").count() == 3
+    assert opened.page.locator(".run span", has_text=EVIL).count() == 1
+
+
+def test_a_click_in_the_legend_hides_a_run_and_shows_it_again(opened):
+    chip = opened.page.locator(".legend .run", has_text="second")
+    chip.click()
+    assert chip.get_attribute("aria-pressed") == "false"
+    assert {name.rpartition(",")[0] for name in opened.tip(0.5)[1]} == {EVIL}
+    opened.page.keyboard.press("Space")  # the button still has the focus
+    assert len(opened.tip(0.5)[1]) == 4
+    opened.loss.get_by_role("button", name="held out").click()
+    assert {name.rpartition(", ")[2] for name in opened.tip(0.5)[1]} == {"training"}
+
+
+def test_dragging_zooms_and_a_double_click_shows_all_again(opened):
+    before = opened.span()
+    assert before == (2, 400)
+    opened.page.mouse.move(*opened.at(0.25))
+    opened.page.mouse.down()
+    opened.page.mouse.move(*opened.at(0.5), steps=5)
+    opened.page.mouse.up()
+    first, last = opened.span()
+    assert 95 <= first <= 106
+    assert 196 <= last <= 206
+    opened.loss.get_by_role("button", name="Logarithmic axis").click()
+    assert opened.span() == (first, last)
+    opened.page.mouse.dblclick(*opened.at(0.5))
+    assert opened.span() == before
+    opened.loss.locator(".plot").focus()
+    opened.page.keyboard.press("+")
+    first, last = opened.span()
+    assert last - first < 250
+    opened.page.keyboard.press("Escape")
+    assert opened.span() == before
+
+
+def test_the_axes_switch(opened):
+    """On a logarithmic axis equal ratios are equally far apart; on the other, equal differences."""
+    log = opened.loss.get_by_role("button", name="Logarithmic axis of Loss")
+    assert log.get_attribute("aria-pressed") == "true"  # it spans more than a decade
+
+    def heights() -> list[float]:
+        shown = []
+        for share in (0.25, 0.5, 0.998):  # losses fall as 1 / step
+            opened.tip(share)
+            points = opened.loss.locator(".u-cursor-pt").all()
+            shown.append(min(box["y"] for point in points if (box := point.bounding_box())))
+        return shown
+
+    first, second, third = heights()
+    assert (second - first) / (third - second) == pytest.approx(1, abs=0.15)
+    log.click()
+    first, second, third = heights()
+    assert (second - first) / (third - second) == pytest.approx(2, abs=0.3)
+    opened.page.get_by_role("radio", name="Seconds").click()
+    opened.page.mouse.move(*opened.at(0.5))
+    assert re.fullmatch(r"20(\.\d)? s|19\.\d s", opened.loss.locator(".tip b").inner_text())
+
+
+def test_the_dark_theme_has_other_colours(browser, address):
+    def colours(opened: Opened) -> tuple[str, str]:
+        read = "e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).color]"
+        return tuple(opened.loss.evaluate(read))
+
+    dark = Opened(browser, address, color_scheme="dark")
+    of_system = colours(dark)
+    dark.page.get_by_role("radio", name="Light").click()
+    light = colours(dark)
+    assert all(a != b for a, b in zip(of_system, light, strict=True))
+    dark.page.get_by_role("radio", name="Dark").click()
+    assert colours(dark) == of_system
+    assert contrast(*light) > 7
+    assert contrast(*of_system) > 7
+    dark.close()
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours `rgb(r, g, b)`, as WCAG 2 defines it; 7 is its highest level."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_a_phone_needs_no_scrolling_sideways_and_paper_has_pictures(browser, address):
+    phone = Opened(browser, address, viewport={"width": 360, "height": 740})
+    assert phone.page.evaluate("document.documentElement.scrollWidth") == 360
+    box = phone.loss.locator(".u-over").bounding_box()
+    assert box["width"] > 200
+    phone.page.emulate_media(media="print")
+    assert not phone.page.locator(".charts").first.is_visible()
+    pictures = phone.page.locator(".static img").all()
+    assert pictures
+    assert all(picture.is_visible() and picture.evaluate("e => e.naturalWidth") > 100 for picture in pictures)
+    phone.close()
+
+
+def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
+    losses = [[float(round(k * (1 + i / 100), 5)) for i in range(len(STEPS))] for k in (1.0, 2.0, 6.0)]
+    runs = [write_run(tmp_path / f"seed{i}", values, seed=i) for i, values in enumerate(losses)]
+    opened = Opened(browser, address_of(runs, tmp_path))
+    opened.page.mouse.move(*opened.at(0.5))
+    step = int(opened.loss.locator(".tip b").inner_text().removeprefix("step "))
+    low, middle, high = (
+        f"{values[STEPS.index(step)]:.4g}" for values in (losses[0], [3 * v for v in losses[0]], losses[2])
+    )
+    told = opened.loss.locator(".tip div").first
+    assert told.locator(".value").inner_text() == middle
+    assert told.locator(".extra").inner_text() == f"({low} to {high})"
+    opened.page.get_by_role("radio", name="Every run").click()
+    assert len(opened.tip(0.5)[1]) == 6
+    opened.close()
