@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmpi.functions.import_by_name import find
 from jaxmpi.functions.partitioning import Rows
-from jaxmpi.functions.random_keys import packed, unpacked
+from jaxmpi.functions.random_keys import packed
 from jaxmpi.functions.reductions import combine, travels_as_sum
 from jaxmpi.functions.shared_array import from_ticket
 from jaxmpi.functions.transport import Report
@@ -174,8 +174,13 @@ def loaded(header: dict[str, Any], body: bytes) -> Program:
     """A program that travelled as StableHLO, or by the name of its function."""
     leaves = tuple(Leaf(*leaf) for leaf in header["leaves"])
     if header["module"]:
-        function, structure = find(header), pickle.loads(body)
-        run = jax.jit(lambda *flat: jax.tree.leaves(packed(function(*unpacked(jax.tree.unflatten(structure, flat))))))
+        function, form, picked = find(header), pickle.loads(body), header["picked"]
+
+        def computed(*flat: jax.Array) -> Leaves:
+            leaves = jax.tree.leaves(packed(form.call(function, flat)))
+            return [leaves[i] for i in picked]
+
+        run = jax.jit(computed)
     else:
         run = jax.jit(jax.export.deserialize(bytearray(body)).call)
     return Program(run, leaves, header["says"])
@@ -232,7 +237,7 @@ def reduce(team: WorkerGroup, order: Order) -> Leaves:
             station.values[header["number"]] = totals[station.rank]
         return totals[team.mine.rank]
     place = "into" if header["keep"] else "result"
-    leaves = [Leaf(header["op"], place, header["number"], i) for i in range(len(mine[team.mine.rank]))]
+    leaves = [Leaf(header["op"], place, header["number"], i, header["name"]) for i in range(len(mine[team.mine.rank]))]
     results = reduce_leaves(team, leaves, mine, [1] * team.size, header["strategy"])
     if header["keep"]:
         for station in team.stations:

@@ -258,9 +258,9 @@ def check_sliceable(leaves: Sequence[Leaf], out: Leaves) -> None:
     for leaf, x in zip(leaves, out, strict=True):
         check(
             bool(leaf.op),
-            f"slices: output {leaf.target} is left local and nothing says how pieces combine: local(mean), local(sum)",
+            f"slices: {leaf.name}: nothing says how pieces combine: local(mean), local(sum)",
         )
-        check_reducible(leaf.op, x.dtype, x.shape, f"slices: {leaf.place} {leaf.target}")
+        check_reducible(leaf.op, x.dtype, x.shape, f"slices: {leaf.name}")
 
 
 def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], out: Leaves) -> None:
@@ -269,7 +269,7 @@ def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], o
         start = leaf.op == "gather"
         if (x.dtype, x.shape[start:]) != (y.dtype, y.shape[start:]):
             raise UsageError(
-                f"slices: {leaf.place} {leaf.target}: got {x.dtype}{list(x.shape)} of one piece and "
+                f"slices: {leaf.name}: got {x.dtype}{list(x.shape)} of one piece and "
                 f"{y.dtype}{list(y.shape)} of another; {leaf.op} expects the same of all: reduce over the examples of "
                 "a piece in the function, use gather, or slices=1"
             )

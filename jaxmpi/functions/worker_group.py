@@ -74,8 +74,9 @@ class Leaf(NamedTuple):
 
     op: str  # a row of OPS, or empty
     place: str  # result | into | local | update
-    target: int  # place of the output among the results, or the number of the variable
+    target: int  # number of the output, or of the variable
     index: int  # among the leaves of the target
+    name: str  # of the target, for messages
 
 
 class Program(NamedTuple):
