@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.core.errors import check
 from jaxmpi.functions.import_by_name import find
 from jaxmpi.functions.partitioning import Rows
 from jaxmpi.functions.random_keys import packed
@@ -261,6 +262,19 @@ def fetch(team: WorkerGroup, order: Order) -> list[list[np.ndarray]] | None:
     return None if rows is None else [rows[rank] for rank in wanted]
 
 
+@rests
+def lengths(team: WorkerGroup, order: Order) -> list[int]:
+    """How many rows of a variable each worker holds; they travel in the reports."""
+
+    def count(station: WorkerSlot) -> Report:
+        found = {len(x) if x.ndim else None for x in station.held(order.header["number"])}
+        got = f"worker {station.rank} holds leaves with {found} rows"
+        check(len(found) == 1 and None not in found, f"{order.header['name']}: {got}; expected as many in each leaf")
+        return Report("ok", json.dumps(order.header), *found)
+
+    return [report.count for report in team.attempt(order.header["name"], count)]
+
+
 def close(team: WorkerGroup, order: Order) -> None:
     """Let go of everything."""
     for station in team.stations:
@@ -277,5 +291,6 @@ VERBS: dict[str, Callable[[WorkerGroup, Order], Any]] = {
     "put": put,
     "reduce": reduce,
     "fetch": fetch,
+    "lengths": lengths,
     "close": close,
 }

@@ -29,7 +29,17 @@ from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
 from jaxmpi.functions.fork_comm import ForkComm
 from jaxmpi.functions.shared_array import FREED, SharedArray
-from jaxmpi.functions.transport import OutOfStep, Report, SocketTransport, Transport, WorkerDied, in_order, pack, unpack
+from jaxmpi.functions.transport import (
+    MpiTransport,
+    OutOfStep,
+    Report,
+    SocketTransport,
+    Transport,
+    WorkerDied,
+    in_order,
+    pack,
+    unpack,
+)
 
 AXIS = "workers"
 Leaves = list[jax.Array]
@@ -416,9 +426,14 @@ class ProcessGroup(WorkerGroup):
         return self.comm.sum_on_host_now
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """Packed, over the line."""
-        rows = self.line.gather(pack(mine[self.line.rank]), everywhere or not self.is_serial)
+        """Packed, of any lengths."""
+        rows = self.gather_bytes(pack(mine[self.line.rank]), everywhere or not self.is_serial)
         return None if rows is None else [unpack(row) for row in rows]
+
+    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """Over MPI."""
+        assert isinstance(self.line, MpiTransport)
+        return self.line.gather(data, everywhere)
 
     def tell(self, order: Order) -> None:
         """To every worker, its own arrays. All are made before the first is told: what fails until then is no harm."""
@@ -458,13 +473,24 @@ class ForkedGroup(ProcessGroup):
     way_out = "jaxmpi.close(), then fork again"
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """Name the worker that has ended: of a sum that fails, the others learn through shared memory only."""
-        try:
+        """In shared memory; any strategy."""
+        with self._naming("a sum over workers"):
             return jax.block_until_ready(super().summed(mine, op, strategy))
+
+    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """Through shared memory."""
+        with self._naming("a gather over workers"):
+            return self.comm.gather_now(data, everywhere or self.leads)
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Name the worker that has ended: if an exchange fails, the others learn of it through shared memory only."""
+        try:
+            yield
         except Exception as error:
             self.comm.fail()
             self.line.check_alive()
-            raise SumFailed(f"a sum over workers failed: {named(error)}") from error
+            raise SumFailed(f"{what} failed: {named(error)}") from error
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""
