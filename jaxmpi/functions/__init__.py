@@ -14,6 +14,7 @@ from jaxmpi.functions.lifecycle import close as close
 from jaxmpi.functions.lifecycle import fork as fork
 from jaxmpi.functions.lifecycle import launched, team
 from jaxmpi.functions.optimizer import optimizer as optimizer
+from jaxmpi.functions.profiling import profile as profile
 from jaxmpi.functions.reductions import add as add
 from jaxmpi.functions.reductions import gather as gather
 from jaxmpi.functions.reductions import local as local

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.core.errors import check
+from jaxmpi.functions import profiling
 from jaxmpi.functions.import_by_name import find
 from jaxmpi.functions.partitioning import Rows
 from jaxmpi.functions.random_keys import packed
@@ -28,7 +29,7 @@ def perform(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
     Raises:
         UsageError, WorkerFailed: as `WorkerGroup.attempt`; another order is under way. The workers are as before.
     """
-    with team.alone(what):
+    with team.alone(what), profiling.call(what, team.mine.rank == 0):
         return performed(team, what, prepare)
 
 
@@ -40,15 +41,18 @@ def performed(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any
     except Exception as error:
         team.refuse(what, error)
         raise
+    profiling.identify(order.header.get("f"))
     try:
         while True:
-            team.tell(order)
+            with profiling.part("shuffle"):
+                team.tell(order)
             try:
                 result = VERBS[order.verb](team, order)
                 team.is_exchanging = False
                 return result
             except MissingPrograms as missing:
-                send_programs(team, missing.wanted)
+                with profiling.part("compile"):
+                    send_programs(team, missing.wanted)
                 order = order._replace(header=order.header | {"again": True})
     except BaseException as error:
         team.note(error)
@@ -83,7 +87,9 @@ def call(team: WorkerGroup, order: Order) -> tuple[tuple[Any, ...], Leaves]:
     reports = team.attempt(order.header["name"], lambda station: compute(station, order, team))
     counts = [report.count for report in reports]
     leaves = team.mine.program.leaves
-    results = reduce_leaves(team, leaves, {s.rank: s.out for s in team.stations}, counts, order.header["strategy"])
+    with profiling.part("reduce"):
+        out = {station.rank: station.out for station in team.stations}
+        results = profiling.settled(reduce_leaves(team, leaves, out, counts, order.header["strategy"]))
     for station in team.stations:
         settle(station, leaves, results, order.header["locals"])
     returned = [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if team.leads else []
@@ -168,7 +174,7 @@ def program(team: WorkerGroup, order: Order) -> None:
             station.programs[order.header["key"]] = loaded(order.header, next(order.received).tobytes())
         return Report("ok", "")
 
-    team.attempt(order.header["name"], load)
+    team.attempt(order.header["name"], load, part="compile", waiting="compile")
 
 
 def loaded(header: dict[str, Any], body: bytes) -> Program:
@@ -201,7 +207,7 @@ def put(team: WorkerGroup, order: Order) -> None:
         station.out = [station.own(value) for value in values_of(station, order)]
         return Report("ok", json.dumps(header["says"]))
 
-    team.attempt(order.header["name"], work)
+    team.attempt(order.header["name"], work, part="shuffle")
     for station in team.stations:
         if order.header["ranks"] is None or station.rank in order.header["ranks"]:
             station.values[order.header["number"]] = station.out
@@ -229,8 +235,13 @@ def signed(station: WorkerSlot, order: Order, op: str = "") -> Report:
 @rests
 def reduce(team: WorkerGroup, order: Order) -> Leaves:
     """The variable over workers, each counted once; kept by all if asked."""
-    header = order.header
-    team.attempt(header["name"], functools.partial(signed, order=order, op=header["op"]))
+    team.attempt(order.header["name"], functools.partial(signed, order=order, op=order.header["op"]))
+    with profiling.part("reduce"):
+        return profiling.settled(reduced(team, order.header))
+
+
+def reduced(team: WorkerGroup, header: dict[str, Any]) -> Leaves:
+    """Results of a reduction whose leaves are laid out."""
     mine = {station.rank: station.out for station in team.stations}
     if header["keep"] and all(travels_as_sum(header["op"], x.dtype) for x in mine[team.mine.rank]):
         totals = mine if team.size == 1 else team.summed(mine, header["op"], header["strategy"])
@@ -252,8 +263,9 @@ def fetch(team: WorkerGroup, order: Order) -> list[list[np.ndarray]] | None:
     header = order.header
     team.attempt(header["name"], functools.partial(signed, order=order))
     wanted = range(team.size) if header["rank"] is None else [header["rank"]]
-    mine = {s.rank: [np.asarray(x) for x in s.out] if s.rank in wanted else [] for s in team.stations}
-    rows = team.gathered(mine, header["keep"])
+    with profiling.part("shuffle"):
+        mine = {s.rank: [np.asarray(x) for x in s.out] if s.rank in wanted else [] for s in team.stations}
+        rows = team.gathered(mine, header["keep"])
     if header["keep"] and rows is not None:
         every = len(wanted) > 1
         kept = [combine("gather", leaf, ()) for leaf in zip(*rows, strict=True)] if every else rows[wanted[0]]

@@ -109,25 +109,26 @@ class Rows:
         with self._failing():
             for start in range(0, mine.size, self.room):
                 piece = mine[start : start + self.room]
-                every[:, start : start + self.room] = self._piece(piece, piece.size)[:, : piece.size]
+                every[:, start : start + self.room] = self._piece((piece,), piece.size)[:, : piece.size]
 
     def gather(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
         """Every worker's u8[n], of any n, on those that want them. All workers come here together."""
-        message = np.concatenate([np.array([data.size]).view(np.uint8), data])
-        out: list[np.ndarray] = []
-        start, end = 0, 1
+        size = np.array([data.size]).view(np.uint8)
+        taken = self.room - size.size  # of the first piece, which says how many bytes there are
         with self._failing():
-            while start < end:
-                rows = self._piece(message[start : start + self.room], -1)
-                if start == 0:
-                    totals = HEAD_BYTES + rows[:, :HEAD_BYTES].copy().view(np.int64)[:, 0]
-                    end = int(totals.max())
-                    out = [np.empty(total, np.uint8) for total in totals] if is_wanted else []
-                for whole, row in zip(out, rows, strict=False):
-                    part = whole[start : start + self.room]
-                    part[:] = row[: part.size]
-                start += self.room
-        return [whole[HEAD_BYTES:] for whole in out] if is_wanted else None
+            rows = self._piece((size, data[:taken]), -1)
+            sizes = rows[:, : size.size].copy().view(np.int64)[:, 0].tolist()
+            out = [data if rank == self.board.rank else np.empty(n, np.uint8) for rank, n in enumerate(sizes)]
+            others = [rank for rank in range(len(sizes)) if rank != self.board.rank] if is_wanted else []
+            start, rows = 0, rows[:, size.size :]
+            while True:
+                for rank in others:
+                    part = out[rank][start : start + taken]
+                    part[:] = rows[rank, : part.size]
+                start, taken = start + taken, self.room
+                if start >= max(sizes):
+                    return out if is_wanted else None
+                rows = self._piece((data[start : start + taken],), -1)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -138,7 +139,7 @@ class Rows:
             self.board.fail()
             raise
 
-    def _piece(self, mine: np.ndarray, size: int) -> np.ndarray:
+    def _piece(self, mine: Sequence[np.ndarray], size: int) -> np.ndarray:
         """All workers' rows, u8[workers, n], until the call after the next; `size` must be the same on all.
 
         A row is free: all have come to the call before this one, and so have left the one before that.
@@ -146,12 +147,12 @@ class Rows:
         board = self.board
         board.begin((digest((size,), 0.0), 1, size))
         rows = self.rows[board.call % 2]
-        rows[board.rank, : mine.size] = mine
+        start = 0
+        for part in mine:
+            rows[board.rank, start : start + part.size] = part
+            start += part.size
         board.post(ARRIVED, board.call)
         for rank in range(board.size):
             board.wait(rank, ARRIVED, board.call)
             board.check_same(rank)
         return rows
-
-
-HEAD_BYTES = 8  # of a gathered message: how many follow

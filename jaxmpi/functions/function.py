@@ -20,7 +20,7 @@ from jaxmpi.comm.mpi import refusing_world
 from jaxmpi.comm.shared_compile import stablehlo
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.functions import lifecycle
+from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.import_by_name import name_of
 from jaxmpi.functions.outputs import parsed
@@ -198,7 +198,8 @@ class Function:
     def program(self, form: int, shapes: tuple) -> Program:
         """The function over flat leaves of these shapes and dtypes, compiled by JAX at its first run."""
         if (form, shapes) not in self.programs:
-            self.programs[form, shapes] = self._traced(form, shapes)
+            with profiling.part("compile"):
+                self.programs[form, shapes] = self._traced(form, shapes)
         return self.programs[form, shapes]
 
     def _traced(self, form: int, shapes: tuple) -> Program:

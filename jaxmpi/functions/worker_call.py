@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxmpi.comm.shared_sum import aligned
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.functions import profiling
 from jaxmpi.functions.partitioning import Picked, Rows, choose, pieces
 from jaxmpi.functions.reductions import OPS, check_reducible, wide
 from jaxmpi.functions.shared_array import SharedArray, from_ticket
@@ -39,9 +40,10 @@ def compute(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
 def computed(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
     """The same, now. No program runs before all are there."""
     header = order.header
-    spans, sources = rows_of(station, order, team)
-    keep(station, order)
-    wholes = {i: whole(station, order, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
+    with profiling.part("shuffle"):
+        spans, sources = rows_of(station, order, team)
+        keep(station, order)
+        wholes = {i: whole(station, order, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
     programs = {}
     for length in sorted({b - a for a, b in spans}):
         shapes = tuple(
@@ -215,7 +217,8 @@ def run_pieces(
     first: list[jax.ShapeDtypeStruct] = []
     gathered: list[Leaves] = []
     for a, b in spans:
-        inputs = [sources[i].fetch(a, b) if i in sources else wholes[i] for i in range(count)]
+        with profiling.part("shuffle"):
+            inputs = [sources[i].fetch(a, b) if i in sources else wholes[i] for i in range(count)]
         out = programs[b - a].run(*inputs)
         if len(spans) == 1:
             return [station.own(x) if x in Buffers(inputs) else x for x in out]

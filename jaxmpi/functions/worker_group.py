@@ -27,6 +27,7 @@ from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.mpi import MpiComm, check_one_host
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
+from jaxmpi.functions import profiling
 from jaxmpi.functions.fork_comm import ForkComm
 from jaxmpi.functions.shared_array import FREED, SharedArray
 from jaxmpi.functions.transport import (
@@ -270,8 +271,15 @@ class WorkerGroup:
             station.known[key] = station.programs[text]
         return station.known[key]
 
-    def attempt(self, what: str, work: Callable[[WorkerSlot], Report]) -> list[Report]:
+    def attempt(
+        self, what: str, work: Callable[[WorkerSlot], Report], part: str = "function", waiting: str = "straggler"
+    ) -> list[Report]:
         """Every worker's own part of an order; then all learn how it went, and raise the same or go on.
+
+        Args:
+            what: for messages.
+            work: of one worker.
+            part: of a profile, for this process's first worker; `waiting`: for the others after that.
 
         Raises:
             UsageError: what was asked cannot be, or workers disagree. WorkerFailed: some workers failed.
@@ -279,15 +287,19 @@ class WorkerGroup:
         """
         self.is_exchanging = False
         reports, errors = [], {}
-        for station in self.stations:  # all begin before any is waited for
-            report, error = tried(station, work)
-            reports.append(report)
-            errors[station.rank] = error
+        with profiling.part(part):
+            for station in self.stations:  # all begin before any is waited for
+                report, error = tried(station, work)
+                reports.append(report)
+                errors[station.rank] = error
         for i, station in enumerate(self.stations):
             if errors[station.rank] is None:
-                _, errors[station.rank] = tried(station, finished)
+                with profiling.part(waiting if i else part):
+                    _, errors[station.rank] = tried(station, finished)
                 reports[i] = reports[i] if errors[station.rank] is None else failure(errors[station.rank])
-        judge = judged(what, self.met(reports), {r: e for r, e in errors.items() if e is not None})
+        with profiling.part(waiting):
+            reports = self.met(reports)
+        judge = judged(what, reports, {r: e for r, e in errors.items() if e is not None})
         self.is_exchanging = True
         return judge
 
@@ -447,7 +459,9 @@ class ProcessGroup(WorkerGroup):
             header = json.dumps([order.verb, order.header, dropped, freed])
             self.is_exchanging = True
             for rank in range(1, self.size):
-                self.line.tell(rank, header, parcels.pop(0))
+                arrays = parcels.pop(0)
+                profiling.sent(header, arrays)
+                self.line.tell(rank, header, arrays)
 
     def hear(self) -> Order:
         """The master's next order."""
