@@ -143,7 +143,7 @@ def check_trees_of_reductions():
         some = f(x, output_subset=["most"])
         assert list(some) == ["most"]
         assert float(some["most"][0]) == y.max()
-        assert list(f(x, output_subset=["rows", "loss"])) == ["rows", "loss"]
+        assert set(f(x, output_subset=["rows", "loss"])) == {"rows", "loss"}
     top = jm.variable(np.zeros(3, np.float32))
     kept = jm.function(
         figures, jm.scatter, {"loss": "mean", "rows": "local", "most": (jm.max, {"each": jm.max(top), "least": "min"})}
@@ -155,13 +155,11 @@ def check_trees_of_reductions():
     fails(lambda: jm.function(figures, outputs={"loss": "mean"})(x), "expected the same keys, or one reduction for all")
     fails(lambda: jm.function(figures, outputs=TREE | {"loss": jm.sum(top), "rows": 3}), "outputs: got 3")
     fails(lambda: jm.function(figures, outputs=TREE | {"loss": None}), "outputs: got None")
-    fails(
-        lambda: jm.function(figures, outputs=TREE | {"rows": "mean"})(data(uneven(), "int32")),
-        "output 0 'rows': got int32",
-    )
+    counts = jm.function(lambda x: {"n": x.shape[0]}, outputs={"n": "mean"})
+    fails(lambda: counts(x), "output 0 'n': got int32[], which mean cannot take")
     fails(
         lambda: jm.function(figures, outputs=TREE | {"rows": "max"})(x[: 3 * workers()], slices=2),
-        "slices: result 3 'rows'",
+        "slices: result 0 'rows'",
     )
 
 
@@ -443,7 +441,7 @@ def check_unequal_lengths():
     v.set(0, x[:2])
     v.set(k - 1, np.zeros((0, 2), np.float32))
     assert v.lengths() == [*([2] * (k > 1)), *[2] * (k - 2), 0]
-    fails(jm.variable(np.float32(1)).lengths, "variable.lengths: worker 0 holds leaves with {None} rows")
+    fails(jm.variable(np.float32(1)).lengths, "holds leaves with {None} rows; expected as many in each leaf")
     fails(jm.variable({"a": x[:1], "b": x[:2]}).lengths, "holds leaves with {1, 2} rows; expected as many in each leaf")
     rest = np.concatenate([v.get(r) for r in range(k)])
     assert (v.gather() == rest).all()
@@ -597,7 +595,6 @@ def check_model_state():
         assert int(step.model_state["seen"].get(rank)) == n
         assert step.model_state["last"].get(rank) == y[spans[rank][1] - 1]
     bad = lambda **how: jm.optimizer(normalised, {"w": w}, tx, (jm.scatter,) * 3, **how)  # noqa: E731
-    fails(lambda: bad()(x, y, keys), "argument")
     fails(
         lambda: bad(model_state=zeros, model_state_outputs={"mean": "mean"}),
         "optimizer: model_state: output 0: got a tree",
@@ -857,7 +854,6 @@ CORE = [  # quick ones that leave no kind of message out
     *(check_weights, check_batches, check_broadcast_is_seen_when_it_changes, check_local_and_into, check_resident),
     *(check_variable, check_unequal_lengths, check_shared, check_exception),
     *(check_exchange_inside, check_what_a_function_leaves_goes_with_it, check_keys),
-    *(check_trees_of_reductions, check_subsets, check_arguments_by_name, check_long_results),
-    *(check_model_state, check_profile),
+    *(check_trees_of_reductions, check_long_results, check_model_state, check_profile),
 ]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -100,8 +100,9 @@ class Function:
             batch_local: which rows of the variables in `scatter(variable)`: for all workers, or a list with one choice
                 a worker.
             slices: in how many pieces each worker computes its share.
-            output_subset: the only outputs to compute, in this order: their places, or the keys of a dict of outputs.
-                Updates are computed in any case; variables that take other outputs keep what they hold.
+            output_subset: the only outputs to compute: places in their tuple, in the order of the result, or keys of
+                a dict of outputs. Updates are computed in any case; variables that take other outputs keep what they
+                hold.
 
         Returns:
             the outputs that are neither kept in a variable nor updates; of `local` ones a variable. In a tree of

@@ -120,11 +120,16 @@ WATCH_S = 0.5  # between looks at whether workers are stopped
 
 def is_stopped(pid: int) -> bool:
     """Tell whether a process is stopped, by SIGSTOP or a debugger, as far as the system tells."""
+    return state_of(pid) in (b"T", b"t")
+
+
+def state_of(pid: int) -> bytes:
+    """The system's letter for what a process does; empty if it does not tell."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+            return file.read().rpartition(b")")[2].split()[0]
     except OSError:
-        return False
+        return b""
 
 
 class Watched(NamedTuple):
@@ -404,7 +409,7 @@ class SocketTransport:
     def check_alive(self) -> None:
         """Raise `WorkerDied` if a worker has gone."""
         for rank, job in self.jobs.items():
-            if job.poll() is not None:
+            if job.poll() is not None or state_of(job.pid) in (b"Z", b"X"):  # its other threads may end later
                 raise self.died(rank)
 
     def tell(self, rank: int, header: str, arrays: Arrays) -> None:
