@@ -41,7 +41,6 @@ def performed(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any
     except Exception as error:
         team.refuse(what, error)
         raise
-    profiling.identify(order.header.get("f"))
     try:
         while True:
             with profiling.part("shuffle"):

@@ -120,6 +120,7 @@ class Function:
         chosen: list[PyTree] = []
 
         def prepare() -> Order:
+            profiling.identify(self.number)
             chosen.append(self.trees.chosen(output_subset))
             return self._order(team, (args, named), batch, batch_local, slices, made, chosen[0])
 

@@ -120,7 +120,7 @@ class Profile:
         self._call[self._open[-1]] -= seconds
         self._call["compile"] += seconds
 
-    def identify(self, number: int | None) -> None:
+    def identify(self, number: int) -> None:
         """Say which function the call is of."""
         self._key = self._key[0], number
 
@@ -185,7 +185,7 @@ def part(name: str) -> AbstractContextManager[None]:
     return OFF if _running is None or not _running.is_in_call else _running.part(name)
 
 
-def identify(number: int | None) -> None:
+def identify(number: int) -> None:
     """Say which function the call is of."""
     if _running is not None:
         _running.identify(number)
