@@ -47,7 +47,7 @@ def build(full):
 
     def make(rngs):
         net = ResNet(CLASSES, 1, bottleneck("v1.5"), stages, width, rngs)
-        net.logits = Dropped(net.logits, rngs)
+        net.logits = Dropped(net.logits, rngs)  # pyright: ignore[reportAttributeAccessIssue] - called as a Dense
         return net
 
     return nnx_model(make, name="resnet50", input_shape=(PX, PX, 1), classes=CLASSES)

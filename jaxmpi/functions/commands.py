@@ -278,10 +278,10 @@ def lengths(team: WorkerGroup, order: Order) -> list[int]:
     """How many rows of a variable each worker holds; they travel in the reports."""
 
     def count(station: WorkerSlot) -> Report:
-        found = {len(x) if x.ndim else None for x in station.held(order.header["number"])}
-        got = f"worker {station.rank} holds leaves with {found} rows"
-        check(len(found) == 1 and None not in found, f"{order.header['name']}: {got}; expected as many in each leaf")
-        return Report("ok", json.dumps(order.header), *found)
+        found = {x.shape[:1] for x in station.held(order.header["number"])}
+        got = f"worker {station.rank} holds leaves whose first axes are {sorted(found)}"
+        check(len(found) == 1 and () not in found, f"{order.header['name']}: {got}; expected as many rows in each leaf")
+        return Report("ok", json.dumps(order.header), found.pop()[0])
 
     return [report.count for report in team.attempt(order.header["name"], count)]
 

@@ -118,6 +118,7 @@ class Function:
         team = self._bound()
         made = {place: Variable(team, None) for place, output in enumerate(self.outputs) if output.stays}
         chosen: list[PyTree] = []
+        known = len(self.forms)
 
         def prepare() -> Order:
             profiling.identify(self.number)
@@ -128,6 +129,10 @@ class Function:
             structures, leaves = perform(team, self.name, prepare)
         except BaseException:
             self.sent = []
+            if (
+                not team.is_serial
+            ):  # of ranks, others may not have come to the same forms; waiting workers keep programs
+                self._forget_forms(known)
             raise
         return self._results(structures, leaves, made, chosen[0])
 
@@ -144,7 +149,7 @@ class Function:
     def _order(
         self,
         team: WorkerGroup,
-        given: tuple[Sequence[PyTree], dict[str, PyTree]],
+        arguments: tuple[Sequence[PyTree], dict[str, PyTree]],
         batch: Any,
         batch_local: Any,
         slices: int,
@@ -155,7 +160,7 @@ class Function:
         check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
         check(all(v.team is team for v in self.targets), f"{self.name}: a variable that takes a result {OF_OTHERS}")
         bound = Bound(team)
-        markers, args, keywords = self._arguments(*given)
+        markers, args, keywords = self._arguments(*arguments)
         structure = bound.add_all(markers, args, keywords)
         header = bound.header(batch, batch_local, int(slices))
         outputs = tuple(sorted(jax.tree.leaves(chosen)))
@@ -189,6 +194,12 @@ class Function:
             return [self.all_inputs] * len(every), every, keywords
         free = [place for place, marker in enumerate(self.inputs) if takes_argument(marker)]
         return self.inputs, placed(self.name, self.__wrapped__, free, self.keywords, args, named), self.keywords
+
+    def _forget_forms(self, known: int) -> None:
+        """Leave only the first `known` forms."""
+        del self.forms[known:]
+        self.jitted = {form: jitted for form, jitted in self.jitted.items() if form < known}
+        self.programs = {key: program for key, program in self.programs.items() if key[0] < known}
 
     def _form(self, form: Form) -> int:
         if form not in self.forms:

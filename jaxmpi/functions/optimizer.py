@@ -54,7 +54,7 @@ class Optimizer:
         self.gradient = make(team(), np.zeros(sum(x.size for x in like), np.float32))
         self.value = make(team(), np.float32(0))
         held = [make(team(), part) for part in parts]
-        self.model_state = jax.tree.map(lambda i: held[i], kept.numbers[0]) if kept.trees else None
+        self.model_state: Any = jax.tree.map(lambda i: held[i], kept.numbers[0]) if kept.trees else None
         self.has_aux = aux is not None
         full = Loss(loss, kept, self.has_aux)
         crossing = [i for i, output in enumerate(kept.flat) if not output.stays]

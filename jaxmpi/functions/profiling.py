@@ -202,7 +202,7 @@ def settled(arrays: Any) -> Any:
     return arrays if _running is None else jax.block_until_ready(arrays)
 
 
-def listen(event: str, seconds: float, **_: Any) -> None:
+def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     """JAX says that it has compiled."""
     if event in COMPILES and _running is not None and _running.is_in_call:
-        _running.compiled(seconds)
+        _running.compiled(duration_secs)
