@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -30,6 +31,7 @@ from jaxmpi.functions import import_by_name, partitioning, profiling, reductions
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.lifecycle import how_many, team
 from jaxmpi.functions.transport import OutOfStep
+from jaxmpi.functions.variable import Variable
 from jaxmpi.functions.worker_group import ForkedGroup, Order, ProcessGroup
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
@@ -418,6 +420,15 @@ def test_shuffled_rows_are_fetched_by_their_share_only(monkeypatch):
     assert (np.asarray(got) == x[order]).all()
     assert taken == [10] * 10
     x.free()
+
+
+def test_pages_name_what_is_there():
+    pages = [Path(__file__).parents[1] / "docs" / f"{name}.md" for name in ("functions", "porting")]
+    text = "".join(page.read_text() for page in pages)
+    assert not [name for name in set(re.findall(r"\bjm\.(\w+)", text)) if not hasattr(jm, name)]
+    methods = {name for name in re.findall(r"`v\.(\w+)", text)}
+    assert len(methods) > 8
+    assert not [name for name in methods if not hasattr(Variable, name)]
 
 
 # ---------------------------------------------------------------- profiles

@@ -104,6 +104,10 @@ SCENARIOS = [
     Scenario(("words.py",), ("100 classes",)),
     Scenario(("mixture.py",), ("2874 examples",)),
     Scenario(("functions.py",), ("finite: True",)),
+    Scenario(
+        ("model_state.py",),
+        ("straggler  reduce", "errors (1000,) mean (1, 5)", "only ['total']", "rows 1000"),
+    ),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]
 NOT_RUN = {
