@@ -275,7 +275,8 @@ def test_every_flag_exists(capsys):
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
     known |= flags(scaling_forecast.parser().format_help()) | flags(trained.parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}
-    scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
+    scripts = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "experiments" / "functions").glob("*.py")]
+    scripts += [ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:
         assert not flags(page.read_text()) - known, page.name
