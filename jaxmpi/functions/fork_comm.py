@@ -39,8 +39,8 @@ class ForkComm(SoloComm):
             self.turn, self.rows_name = Turn(number), f"rows of fork {number}"
             self.shared = SharedSum(line, f"sum of fork {number}", effect=self.turn)
             rows = self.shared.rows.view(np.uint8)  # of even and of odd calls, a row a worker
-            self.exchange = Rows(self.shared.board, rows)
-            host_callbacks.register(self.rows_name, self.exchange)
+            self.rows = Rows(self.shared.board, rows)
+            host_callbacks.register(self.rows_name, self.rows)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """In rank order, over `divisor`."""
@@ -52,7 +52,7 @@ class ForkComm(SoloComm):
 
     def gather_now(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
         """Every worker's u8[n] of any n, where it is wanted; outside jit, all workers together."""
-        return self.exchange.gather(data, is_wanted)
+        return self.rows.gather(data, is_wanted)
 
     def allgather(self, x: PyTree) -> PyTree:
         """Every worker's row, through shared memory."""
@@ -89,7 +89,7 @@ class ForkComm(SoloComm):
         if self.size > 1:
             host_callbacks.forget(self.rows_name)
             self.shared.close()
-            del self.shared, self.exchange
+            del self.shared, self.rows
 
 
 class Rows:

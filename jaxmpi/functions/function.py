@@ -23,7 +23,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.import_by_name import name_of
-from jaxmpi.functions.outputs import parsed
+from jaxmpi.functions.outputs import Chosen, joined, parsed
 from jaxmpi.functions.partitioning import Rows, bounds, check_enough, choose, of_each_worker, of_indices, same_length
 from jaxmpi.functions.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions.reductions import Output, Scatter, check_reducible, from_word
@@ -117,7 +117,7 @@ class Function:
         """
         team = self._bound()
         made = {place: Variable(team, None) for place, output in enumerate(self.outputs) if output.stays}
-        chosen: list[PyTree] = []
+        chosen: list[Chosen] = []
         known = len(self.forms)
 
         def prepare() -> Order:
@@ -154,7 +154,7 @@ class Function:
         batch_local: Any,
         slices: int,
         made: dict[int, Variable],
-        chosen: PyTree,
+        chosen: Chosen,
     ) -> Order:
         is_count = isinstance(slices, (int, np.integer)) and slices >= 1
         check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
@@ -163,10 +163,9 @@ class Function:
         markers, args, keywords = self._arguments(*arguments)
         structure = bound.add_all(markers, args, keywords)
         header = bound.header(batch, batch_local, int(slices))
-        outputs = tuple(sorted(jax.tree.leaves(chosen)))
-        names = {str(place): variable.number for place, variable in made.items() if place in outputs}
-        form = self._form(Form(structure, keywords, outputs))
-        header |= {"f": self.number, "form": form, "name": self.name, "locals": names, "outputs": outputs}
+        names = {str(place): variable.number for place, variable in made.items() if place in chosen.computed}
+        form = self._form(Form(structure, keywords, chosen.computed))
+        header |= {"f": self.number, "form": form, "name": self.name, "locals": names, "outputs": chosen.computed}
         header["strategy"] = self.strategy or team.default_strategy
         agreed = ("name", "f", "form", "n", "rows", "local", "slices", "strategy", "locals", "outputs")
         header["says"] = json.dumps({key: header[key] for key in agreed} | bound.chosen())
@@ -294,10 +293,10 @@ class Function:
     # ------------------------------------------------------------ results
 
     def _results(
-        self, structures: Sequence[Any], leaves: list[Any], made: dict[int, Variable], chosen: PyTree
+        self, structures: Sequence[Any], leaves: list[Any], made: dict[int, Variable], chosen: Chosen
     ) -> PyTree:
         leaves_left, results = iter(leaves), {}
-        for place, structure in zip(sorted(jax.tree.leaves(chosen)), structures, strict=False):
+        for place, structure in zip(chosen.computed, structures, strict=False):
             output = self.outputs[place]
             if output.stays:
                 made[place].structure = structure
@@ -307,7 +306,7 @@ class Function:
             else:
                 mine = [next(leaves_left) for _ in range(structure.num_leaves)]
                 results[place] = unpacked(jax.tree.unflatten(structure, mine))
-        return self.trees.joined(chosen, results)
+        return joined(chosen, results)
 
 
 class Given(NamedTuple):

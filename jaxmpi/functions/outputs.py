@@ -3,13 +3,21 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, path_name
 from jaxmpi.functions.reductions import Output, from_word
+
+
+class Chosen(NamedTuple):
+    """The outputs that a call computes."""
+
+    structure: Any  # of what is returned
+    returned: tuple[int, ...]  # numbers of its leaves, in its order
+    computed: tuple[int, ...]  # numbers of all, ascending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +66,13 @@ class Outputs:
                 ) from error
         return parts
 
-    def chosen(self, subset: Any) -> PyTree:
-        """The numbers of the outputs asked for, as they are returned; None asks for all.
+    @functools.cached_property
+    def all(self) -> Chosen:
+        """All outputs."""
+        return self._laid_out(self.numbers[0] if self.is_single else self.numbers)
+
+    def chosen(self, subset: Any) -> Chosen:
+        """The outputs asked for; None asks for all.
 
         Args:
             subset: places of outputs in their tuple, or keys if the one output is a dict.
@@ -68,7 +81,7 @@ class Outputs:
             UsageError: no such output, or one twice.
         """
         if subset is None:
-            return self.numbers[0] if self.is_single else self.numbers
+            return self.all
         tree = self.numbers[0] if self.is_single else dict(enumerate(self.numbers))
         check(
             isinstance(tree, dict), "output_subset: got a choice of outputs, but there is only one, and it is no dict"
@@ -78,13 +91,20 @@ class Outputs:
         known = all(isinstance(key, (str, int)) and key in tree for key in subset)
         check(known and len(set(subset)) == len(subset), f"output_subset: got {list(subset)!r}; {expected}")
         picked = {key: tree[key] for key in subset}
-        return picked if self.is_single else tuple(picked.values())
+        return self._laid_out(picked if self.is_single else tuple(picked.values()))
 
-    def joined(self, chosen: PyTree, results: dict[int, PyTree]) -> PyTree:
-        """Results in the user's trees. One kept in a variable is left out of the tuple; deeper it is None."""
+    def _laid_out(self, numbers: PyTree) -> Chosen:
+        """Numbers of outputs; of a tuple those that are kept in a variable are not returned."""
+        computed = tuple(sorted(jax.tree.leaves(numbers)))
         if not self.is_single:
-            chosen = tuple(one for one in chosen if not (isinstance(one, int) and self.flat[one].into is not None))
-        return jax.tree.map(results.get, chosen)
+            numbers = tuple(one for one in numbers if not (isinstance(one, int) and self.flat[one].into is not None))
+        leaves, structure = jax.tree.flatten(numbers)
+        return Chosen(structure, tuple(leaves), computed)
+
+
+def joined(chosen: Chosen, results: dict[int, PyTree]) -> PyTree:
+    """Results in the user's trees; deeper than in a tuple, None is for what is kept in a variable."""
+    return jax.tree.unflatten(chosen.structure, map(results.get, chosen.returned))
 
 
 def parsed(outputs: Any) -> Outputs:

@@ -74,6 +74,8 @@ def placed(
     Raises:
         UsageError: too many, too few, one twice, or one that no place has the name of.
     """
+    if not named and len(args) == len(free):
+        return list(args)
     given = dict(zip(free, args, strict=False))
     if named:
         names = keywords or [p for p, is_ in parameters_of(function, name).items() if is_.kind in BY_POSITION]
