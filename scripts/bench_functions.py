@@ -5,14 +5,14 @@
     python scripts/bench_functions.py resnet    # Figs. 2 and 3 and Table 1 of Stooke and Abbeel 2017, in shape
 
 Two workers, a core each; options: [--rounds 200] [--size 32] [--batch 8] [--steps 20] [--workers 1 2] [--only weak].
-All ranks of mpirun run the script; for `calls` there is also one that leads forked processes.
+A script leads forked processes in `resnet`, as in the paper; all ranks of mpirun run it in `shuffle`; `calls` has both.
+Where the time goes and how many bytes are sent is what `jaxmpi.functions.profile` says.
 """
 
 import argparse
 import os
 import resource
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +27,7 @@ import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.bench.results import middle
-from jaxmpi.functions import worker_call
-from jaxmpi.functions.lifecycle import team
-from jaxmpi.runtime import launchers, prepare
+from jaxmpi.runtime import prepare
 from models.resnet import resnet50
 
 Result = dict[str, Any]
@@ -66,21 +64,22 @@ def calls(rounds: int, led: bool) -> Result:
     seconds = harness.take_turns(runs, rounds, warm_up=rounds // 10 + 3)
     result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}
     if led:
-        result |= bytes_moved(team().line, wrapped, x, y, params)  # type: ignore[attr-defined]
+        result |= bytes_moved(wrapped, x, y, params)
     return result
 
 
-def bytes_moved(line: Any, f: Callable, x: np.ndarray, y: np.ndarray, params: Any) -> Result:
+def bytes_moved(f: Callable, x: np.ndarray, y: np.ndarray, params: Any) -> Result:
     """Bytes to the other worker of a call with new params, and of one with the same."""
-    sent: list[int] = []
-    send = line._send
-    line._send = lambda rank, data: (sent.append(len(data)), send(rank, data))[1]
     new = jax.tree.map(lambda leaf: leaf + 0, params)
-    f(x, y, new)
-    bytes_new = sum(sent)
-    sent.clear()
-    f(x, y, new)
-    return {"bytes_new": bytes_new, "bytes_same": sum(sent), "bytes_share": (x.nbytes + y.nbytes) // 2}
+    bytes_new, bytes_same = (profiled(lambda: f(x, y, new))["sent_bytes"] for _ in range(2))
+    return {"bytes_new": bytes_new, "bytes_same": bytes_same, "bytes_share": (x.nbytes + y.nbytes) // 2}
+
+
+def profiled(run: Callable[[], Any]) -> Result:
+    """Run once; the profile of all calls in it, added up."""
+    with jm.profile() as profile:
+        run()
+    return {key: sum(row[key] for row in profile.rows) for key in profile.rows[0] if key != "function"}
 
 
 def shuffle(rounds: int) -> Result:
@@ -93,14 +92,10 @@ def shuffle(rounds: int) -> Result:
     f = jm.function(lambda x: jnp.sum(x[:, 0]), jm.scatter, jm.sum)
     f(data, batch=order)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    spent: dict[str, float] = defaultdict(float)
-    timed(worker_call, "take", "rows_s", spent)
 
     def fetch() -> float:
-        spent.clear()
         control.barrier()
-        f(data, batch=order)
-        return spent["rows_s"]
+        return profiled(lambda: f(data, batch=order))["shuffle_s"]
 
     def take() -> float:
         control.barrier()
@@ -133,11 +128,11 @@ class Net(NamedTuple):
 
 
 def resnet(settings: Result) -> Result:
-    """Median seconds by part of a step with `batch` examples over all workers, in a rank."""
-    if launchers.launched() is None:  # one core a worker, as ranks of mpirun have it
+    """Median seconds by part of a step with `batch` examples over all workers, in a script that leads them."""
+    options = argparse.Namespace(**settings)
+    if options.workers == 1:  # one core a worker, as forked processes have it
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     prepare.prepare()
-    options = argparse.Namespace(**settings)
     net = build_net(options)
     return (bare_resnet if options.bare else spread_resnet)(options, net)
 
@@ -168,67 +163,36 @@ def build_net(options: argparse.Namespace) -> Net:
 
 def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
     """Time steps as in the paper: gradients, their mean over workers, an update on each."""
+    jm.fork(options.workers, kind="processes")
+    x, y = jm.shared(net.x), jm.shared(net.y)
     held, running = jm.variable(net.params), jm.variable(net.stats)
     flat = jm.variable(np.zeros(sum(leaf.size for leaf in jax.tree.leaves(net.params)), np.float32))
     first = jm.function(net.gradient, (jm.scatter, jm.scatter, held, running), (jm.mean,), (flat, running))
     second = jm.function(lambda flat, params: (net.update(flat, params),), (flat, held), (), (held,))
     rng = np.random.default_rng(0)
-    spent: dict[str, float] = defaultdict(float)
-    timed(worker_call, "take", "shuffle_s", spent)
-    if hasattr(team(), "line"):
-        timed(team().line, "reports", "straggler_s", spent)  # type: ignore[attr-defined]
-
-    def all_reduce() -> None:
-        begin, waited = time.perf_counter(), spent["straggler_s"]
-        flat.all_reduce("mean")
-        jax.block_until_ready(flat.value)
-        spent["all_reduce_s"] += time.perf_counter() - begin - (spent["straggler_s"] - waited)
 
     def step() -> None:
         batch = options.batch
-        first(net.x, net.y, batch=batch if "shuffle" in options.without else rng.permutation(len(net.x))[:batch])
+        first(x, y, batch=batch if "shuffle" in options.without else rng.permutation(len(x))[:batch])
         if "all-reduce" not in options.without:
-            all_reduce()
+            flat.all_reduce("mean")
         second()
 
-    return profile(step, spent, options)
+    return medians([profiled(step) for _ in range(options.steps + WARM_UP)], options)
 
 
-def profile(step: Callable[[], None], spent: dict[str, float], options: argparse.Namespace) -> Result:
+def medians(rows: list[Result], options: argparse.Namespace) -> Result:
     """Median seconds of a step and its parts; the rest is the functions'."""
-    rows = []
-    for _ in range(options.steps + 2):
-        spent.clear()
-        total = harness.seconds(step)
-        parts = [spent[key] for key in COUNTED]
-        rows.append([total, total - sum(parts), *parts])
-    medians = np.median(np.array(rows[2:]), axis=0).tolist()
-    return dict(zip(("total_s", "function_s", *COUNTED), medians, strict=True)) | {"examples": options.batch}
-
-
-def timed(owner: Any, name: str, key: str, spent: dict[str, float]) -> None:
-    """Count the seconds in a function of the package."""
-    setattr(owner, name, counted(getattr(owner, name), key, spent))
-
-
-def counted(function: Callable, key: str, spent: dict[str, float]) -> Callable:
-    """Wrap a function to add up its seconds."""
-
-    def call(*args: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return function(*args)
-        finally:
-            spent[key] += time.perf_counter() - begin
-
-    return call
+    parts = np.array([[row["total_s"], *(row[key] for key in COUNTED)] for row in rows[WARM_UP:]])
+    parts = np.insert(parts, 1, parts[:, 0] - parts[:, 1:].sum(1), axis=1)
+    figures = np.median(parts, axis=0).tolist()
+    return dict(zip(("total_s", "function_s", *COUNTED), figures, strict=True)) | {"examples": options.batch}
 
 
 def bare_resnet(options: argparse.Namespace, net: Net) -> Result:
     """Time the same steps in plain JAX, one worker."""
     first, second = jax.jit(net.gradient), jax.jit(net.update)
     rng = np.random.default_rng(0)
-    spent: dict[str, float] = defaultdict(float)
     state = net.params, net.stats
 
     def rows() -> list[np.ndarray]:
@@ -237,14 +201,17 @@ def bare_resnet(options: argparse.Namespace, net: Net) -> Result:
         chosen = rng.permutation(len(net.x))[: options.batch]
         return [np.take(array, chosen, axis=0) for array in (net.x, net.y)]
 
-    shuffled = counted(rows, "shuffle_s", spent)
-
-    def step() -> None:
+    def step() -> Result:
         nonlocal state
-        _, flat, stats = first(*shuffled(), *state)
+        begin = time.perf_counter()
+        taken = rows()
+        shuffled = time.perf_counter()
+        _, flat, stats = first(*taken, *state)
         state = jax.block_until_ready((second(flat, state[0]), stats))
+        spent = {"shuffle_s": shuffled - begin, "total_s": time.perf_counter() - begin}
+        return dict.fromkeys(COUNTED, 0.0) | spent
 
-    return profile(step, spent, options)
+    return medians([step() for _ in range(options.steps + WARM_UP)], options)
 
 
 # ---------------------------------------------------------------- jobs and tables
@@ -288,7 +255,7 @@ def show_resnet(options: argparse.Namespace) -> Result:
     rows: Result = {}
     for name, row in resnet_rows(options).items():
         settings = row._asdict() | {"size": options.size, "steps": options.steps}
-        rows[name] = job(resnet, settings, ranks=row.workers) | {"workers": row.workers}
+        rows[name] = job(resnet, settings, ranks=1) | {"workers": row.workers}
     cores = len(os.sched_getaffinity(0))
     print(harness.table(("", "ms an example", "speedup", "function", "shuffle", "straggler", "all-reduce")))
     for name, row in rows.items():
@@ -327,7 +294,8 @@ def resnet_rows(options: argparse.Namespace) -> dict[str, Row]:
 
 
 PLAIN = "plain JAX, 1"
-COUNTED = ("shuffle_s", "straggler_s", "all_reduce_s")  # parts of a step beside its functions
+COUNTED = ("shuffle_s", "straggler_s", "reduce_s")  # parts of a step beside its functions, as a profile has them
+WARM_UP = 2  # steps
 SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
 
 

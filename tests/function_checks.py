@@ -6,6 +6,7 @@ workers. Expected values come from NumPy or from the bare function on all the da
 
 import itertools
 import re
+import time
 from typing import Any
 
 import jax
@@ -112,6 +113,112 @@ def check_trees_and_gather():
     assert (np.asarray(got["twice"]) == np.repeat(np.arange(n), 2)).all()
     flags = jm.function(lambda x: (x > 0).any(), jm.scatter, jm.max)(tree["x"])
     assert bool(flags)
+
+
+def figures(x, scale=1.0, *, shift=0.0):
+    """A tree of outputs that reduce in different ways."""
+    y = scale * x + shift
+    return {"loss": y.mean(), "rows": y, "most": (y.max(), {"each": y.max(0), "least": y.min()})}
+
+
+def mirrored(x):
+    """The same by a program that calls back into Python, so that workers find it by name."""
+    return figures(jax.pure_callback(lambda v: -v, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+
+
+TREE = {"loss": jm.mean, "rows": "gather", "most": (jm.max, {"each": "max", "least": "min"})}
+
+
+def check_trees_of_reductions():
+    """Each place of an output in its own way; in slices; some of them only; kept in variables."""
+    x = data(uneven())
+    for function, y in ((figures, x), (mirrored, -x)):
+        f = jm.function(function, jm.scatter, TREE)
+        for slices in (1, 3):
+            got = f(x, slices=slices)
+            assert abs(float(got["loss"]) - y.mean()) <= 64 * U * abs(y).max()
+            assert (np.asarray(got["rows"]) == y).all()
+            assert (float(got["most"][0]), float(got["most"][1]["least"])) == (y.max(), y.min())
+            assert (np.asarray(got["most"][1]["each"]) == y.max(0)).all()
+        some = f(x, output_subset=["most"])
+        assert list(some) == ["most"]
+        assert float(some["most"][0]) == y.max()
+        assert set(f(x, output_subset=["rows", "loss"])) == {"rows", "loss"}
+    top = jm.variable(np.zeros(3, np.float32))
+    kept = jm.function(
+        figures, jm.scatter, {"loss": "mean", "rows": "local", "most": (jm.max, {"each": jm.max(top), "least": "min"})}
+    )
+    got = kept(x)
+    assert got["most"][1]["each"] is None
+    assert (top.get(workers() - 1) == x.max(0)).all()
+    assert (got["rows"].gather() == x).all()
+    fails(lambda: jm.function(figures, outputs={"loss": "mean"})(x), "expected the same keys, or one reduction for all")
+    fails(lambda: jm.function(figures, outputs=TREE | {"loss": jm.sum(top), "rows": 3}), "outputs: got 3")
+    fails(lambda: jm.function(figures, outputs=TREE | {"loss": None}), "outputs: got None")
+    counts = jm.function(lambda x: {"n": x.shape[0]}, outputs={"n": "mean"})
+    fails(lambda: counts(x), "output 0 'n': got int32[], which mean cannot take")
+    fails(
+        lambda: jm.function(figures, outputs=TREE | {"rows": "max"})(x[: 3 * workers()], slices=2),
+        "slices: result 0 'rows'",
+    )
+
+
+def check_subsets():
+    """Others are not computed, and variables that take them keep what they hold; updates happen in any case."""
+    x = data(uneven())
+    kept, count = jm.variable(np.float32(7)), jm.variable(np.int32(0))
+    f = jm.function(
+        lambda x: (x.sum(), x.max(), x.min(), x.shape[0]), jm.scatter, ("sum", jm.max(kept), "min"), (count, "add")
+    )
+    assert [float(v) for v in f(x, output_subset=[2])] == [x.min()]
+    assert (float(kept.value), int(count.reduce("sum"))) == (7, len(x))
+    least, total = f(x, output_subset=(2, 0))
+    assert float(least) == x.min()
+    assert float(total) == float(f(x)[0])
+    assert (float(kept.value), int(count.reduce("sum"))) == (x.max(), 3 * len(x))
+    assert f(x, output_subset=()) == ()
+    big = jm.function(
+        lambda x: (x.sum(), jnp.broadcast_to(x.sum(), (len(x), 1 << 16, 1 << 12))), jm.scatter, ("sum", "gather")
+    )
+    assert float(big(x, output_subset=[0])[0]) == float(total)  # the other has 1 GB a row
+    odd: list[Any] = [[3], [0, 0], 0, "0", [0.5]]
+    for subset in odd:
+        fails(lambda s=subset: f(x, output_subset=s), "output_subset: got")
+    fails(
+        lambda: jm.function(lambda x: x.sum(), jm.scatter, "sum")(x, output_subset=[0]),
+        "there is only one, and it is no dict",
+    )
+
+
+def check_arguments_by_name():
+    """By the names of the function's parameters, in any order; those that inputs leave out keep their defaults."""
+    x = data(uneven())
+    expected = np.asarray(2 * x + 1)
+    by_dict = jm.function(figures, {"shift": jm.broadcast, "x": jm.scatter, "scale": jm.broadcast}, TREE)
+    by_place = jm.function(figures, (jm.scatter, jm.broadcast), TREE)
+    for got in (by_dict(shift=1.0, scale=2.0, x=x), by_dict(x, 2.0, shift=1.0), by_dict(x, 2.0, 1.0, slices=2)):
+        assert (np.asarray(got["rows"]) == expected).all()
+    for got in (by_place(x, scale=2.0), by_place(scale=2.0, x=x, output_subset=["rows"])):
+        assert (np.asarray(got["rows"]) == 2 * x).all()
+    assert (np.asarray(jm.function(mirrored, {"x": jm.scatter}, TREE)(x=x)["rows"]) == -x).all()
+    assert (
+        float(jm.function(lambda **parts: sum(p.max() for p in parts.values()), jm.scatter, "max")(a=x, b=x))
+        == 2 * x.max()
+    )
+    shift = jm.variable(np.float32(1))
+    held = jm.function(figures, {"x": jm.scatter, "shift": shift}, TREE)
+    assert (np.asarray(held(x=x)["rows"]) == x + 1).all()
+    fails(lambda: by_place(x, shift=1.0), "got an argument 'shift'; expected one of x, scale")
+    fails(lambda: by_place(x, 1.0, x=x), "got 'x' by position and by name")
+    fails(lambda: by_dict(x, 2.0), "got 2 arguments; expected 3")
+    fails(lambda: by_dict(x=x, scale=2.0, shift=np.array(["a"])), "argument 'shift': got an array of <U1")
+    fails(
+        lambda: jm.function(figures, {"y": jm.scatter}),
+        "inputs: got 'y'; expected parameters of figures: x, scale, shift",
+    )
+    fails(
+        lambda: jm.function(lambda batch: batch, {"batch": jm.scatter}), "inputs: got 'batch', a keyword of every call"
+    )
 
 
 def check_batches():
@@ -322,12 +429,18 @@ def check_unequal_lengths():
     n = 3 * k + 1
     x = data(n)[:, :2]
     v.scatter(x)
+    assert v.lengths() == [b - a for a, b in itertools.pairwise(bounds(n, k))]
     assert v.gather().tobytes() == x.tobytes()
     order = np.random.default_rng(5).permutation(n)[: 2 * k]
     v.scatter(x, batch=order)
     assert (v.gather() == x[order]).all()
     v.set(0, x[:2])
     v.set(k - 1, np.zeros((0, 2), np.float32))
+    assert v.lengths() == [*([2] * (k > 1)), *[2] * (k - 2), 0]
+    fails(
+        jm.variable(np.float32(1)).lengths, "holds leaves whose first axes are [()]; expected as many rows in each leaf"
+    )
+    fails(jm.variable({"a": x[:1], "b": x[:2]}).lengths, "holds leaves whose first axes are [(1,), (2,)]")
     rest = np.concatenate([v.get(r) for r in range(k)])
     assert (v.gather() == rest).all()
     v.all_gather()
@@ -338,6 +451,23 @@ def check_unequal_lengths():
         fails(lambda: v.reduce("max"), "differs between workers")
         v.set(0, np.zeros((3, 5), np.float32))
         fails(v.gather, "expected the same")
+
+
+def check_long_results():
+    """More than processes of one host have room for at once: gathered and compared in pieces."""
+    k = workers()
+    n = 400_000 * k + 1
+    x = np.random.default_rng(2).integers(-(2**31), 2**31 - 1, n, dtype=np.int32)
+    v = jm.variable(x[:0])
+    v.scatter(x)
+    assert v.gather().tobytes() == x.tobytes()
+    v.all_gather()
+    assert v.get(k - 1).tobytes() == x.tobytes()
+    v.set(k - 1, x[::-1])
+    expected = np.maximum(x, x[::-1]) if k > 1 else x[::-1]
+    assert np.asarray(v.reduce("max")).tobytes() == expected.tobytes()
+    v.all_reduce("max")
+    assert v.get(0).tobytes() == v.get(k - 1).tobytes() == expected.tobytes()
 
 
 def check_shared():
@@ -415,6 +545,104 @@ def check_optimizers():
         for a, b in zip(jax.tree.leaves(params[name]), jax.tree.leaves(ours[name]), strict=True):
             assert (abs(np.asarray(a) - b) <= 1e-4 * (1 + abs(b))).all(), (name, a, b)
     assert [a.tobytes() for a in jax.tree.leaves(ours)] == [b.tobytes() for b in jax.tree.leaves(last)]
+
+
+def normalised(params, stats, x, y, key):
+    """A loss with batch statistics, dropout and figures, as a user may write it."""
+    m, v = x.mean(0, keepdims=True), x.var(0, keepdims=True)
+    drop = jax.random.bernoulli(key[0], 0.8, x.shape)
+    out = jnp.where(drop, (x - m) / jnp.sqrt(v + 1e-3), 0) @ params["w"]
+    new = {"mean": 0.9 * stats["mean"] + 0.1 * m, "seen": jnp.int32(len(x)), "last": y[-1:]}
+    return jnp.mean((out - y) ** 2), (new, {"most": abs(out - y).max(), "out": out})
+
+
+def check_model_state():
+    """Batch statistics, dropout and figures: as one process that computes the shares one after another."""
+    k = workers()
+    n = 5 * k + 1
+    x, y, w = data(n), data(n, seed=1)[:, 0], f32([1, -1, 2])
+    zeros = {"mean": np.zeros((1, 3), np.float32), "seen": np.int32(0), "last": np.zeros(1, np.float32)}
+    tx, spans = optax.sgd(0.1, momentum=0.9), [*itertools.pairwise(bounds(n, k))]
+    step = jm.optimizer(
+        normalised,
+        {"w": w},
+        tx,
+        (jm.scatter,) * 3,
+        model_state=zeros,
+        model_state_outputs={"mean": "mean", "seen": "sum", "last": "local"},
+        aux={"most": "max", "out": "gather"},
+    )
+    one, mean = jax.jit(jax.value_and_grad(normalised, has_aux=True)), zeros["mean"]
+    params: Any = {"w": w}
+    state = tx.init(params)
+    for seed in range(3):
+        keys = jax.random.split(jax.random.key(seed), n)
+        value, got = step(x, y, key=keys)
+        found = [one(params, zeros | {"mean": mean}, x[a:b], y[a:b], keys[a:b]) for a, b in spans]
+        weights = [(b - a) / n for a, b in spans]
+        losses, news, figures_, grads = zip(*((v, s, f, g["w"]) for (v, (s, f)), g in found), strict=True)
+        expected = np.concatenate([f["out"] for f in figures_])
+        assert abs(float(value) - np.dot(weights, losses)) <= 1e-5 * float(value)
+        assert (abs(np.asarray(got["out"]) - expected) <= 1e-5 * abs(expected).max()).all()
+        assert abs(float(got["most"]) - max(float(f["most"]) for f in figures_)) <= 1e-5 * float(got["most"])
+        mean = np.sum([w * np.asarray(s["mean"]) for w, s in zip(weights, news, strict=True)], axis=0)
+        updates, state = tx.update({"w": sum(w * g for w, g in zip(weights, grads, strict=True))}, state, params)
+        params = optax.apply_updates(params, updates)
+    for rank in {0, k - 1}:
+        assert (abs(step.params.get(rank)["w"] - np.asarray(params["w"])) <= 1e-5 * abs(params["w"]).max()).all()
+        assert (abs(step.model_state["mean"].get(rank) - mean) <= 1e-5 * abs(mean).max()).all()
+        assert int(step.model_state["seen"].get(rank)) == n
+        assert step.model_state["last"].get(rank) == y[spans[rank][1] - 1]
+    bad = lambda **how: jm.optimizer(normalised, {"w": w}, tx, (jm.scatter,) * 3, **how)  # noqa: E731
+    fails(
+        lambda: bad(model_state=zeros, model_state_outputs={"mean": "mean"}),
+        "optimizer: model_state: output 0: got a tree",
+    )
+    fails(lambda: bad(model_state=zeros, model_state_outputs=jm.sum(step.value)), "model_state_outputs: got")
+    fails(
+        lambda: jm.optimizer(lambda p, x: x.sum() * p["w"][0], {"w": w}, tx, (jm.scatter,), aux="sum")(x),
+        "expected (loss, ...)",
+    )
+
+
+def naps(x):
+    """At the top of a module, so that workers find it by name: the last worker is slow."""
+
+    def nap(v):
+        time.sleep(0.3 if v[-1] > 1 else 0.0)
+        return v
+
+    return jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x).max()
+
+
+def check_profile():
+    """Parts add up to the calls' time; waiting for a slow worker is a part of its own."""
+    x = np.zeros(4 * workers(), np.float32)
+    x[-1] = 2
+    f, held = jm.function(naps, jm.scatter, jm.max), jm.variable(np.ones(300_000, np.float32))
+    f(x)
+    with jm.profile() as profile:
+        begin = time.perf_counter()
+        for _ in range(2):
+            assert float(f(x)) == 2
+            held.all_reduce("mean")
+        seconds = time.perf_counter() - begin
+        fails(lambda: jm.profile().__enter__(), "profile: another one is under way")
+    rows = {row["function"]: row for row in profile.rows}
+    assert list(rows) == ["naps", "variable.all_reduce"]
+    slow, sums = rows.values()
+    assert slow["calls"] == sums["calls"] == 2
+    for row in (slow, sums):
+        parts = [row[f"{part}_s"] for part in ("function", "shuffle", "straggler", "reduce", "compile", "other")]
+        assert min(parts) >= 0
+        assert abs(sum(parts) - row["total_s"]) < 1e-9
+    assert 0.6 <= slow["total_s"] <= slow["total_s"] + sums["total_s"] <= seconds
+    if workers() > 1 and len(team().stations) == 1 and team().mine.rank == 0:
+        assert slow["straggler_s"] >= 0.5 > slow["function_s"]
+    assert (sums["reduce_s"] > sums["function_s"]) or workers() == 1
+    assert (slow["sent_bytes"] > 0) == (team().is_serial and workers() > 1)
+    f(x)
+    assert profile.rows[0]["calls"] == 2  # no longer under way
 
 
 def check_keys():
@@ -625,5 +853,6 @@ CORE = [  # quick ones that leave no kind of message out
     *(check_weights, check_batches, check_broadcast_is_seen_when_it_changes, check_local_and_into, check_resident),
     *(check_variable, check_unequal_lengths, check_shared, check_exception),
     *(check_exchange_inside, check_what_a_function_leaves_goes_with_it, check_keys),
+    *(check_trees_of_reductions, check_long_results, check_model_state, check_profile),
 ]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

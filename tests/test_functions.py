@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import json
 import os
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -25,10 +27,11 @@ from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import check
-from jaxmpi.functions import import_by_name, partitioning, reductions, shared_array
+from jaxmpi.functions import import_by_name, partitioning, profiling, reductions, shared_array
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.lifecycle import how_many, team
 from jaxmpi.functions.transport import OutOfStep
+from jaxmpi.functions.variable import Variable
 from jaxmpi.functions.worker_group import ForkedGroup, Order, ProcessGroup
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
@@ -417,6 +420,50 @@ def test_shuffled_rows_are_fetched_by_their_share_only(monkeypatch):
     assert (np.asarray(got) == x[order]).all()
     assert taken == [10] * 10
     x.free()
+
+
+def test_pages_name_what_is_there():
+    pages = [Path(__file__).parents[1] / "docs" / f"{name}.md" for name in ("functions", "porting")]
+    text = "".join(page.read_text() for page in pages)
+    assert not [name for name in set(re.findall(r"\bjm\.(\w+)", text)) if not hasattr(jm, name)]
+    methods = {name for name in re.findall(r"`v\.(\w+)", text)}
+    assert len(methods) > 8
+    assert not [name for name in methods if not hasattr(Variable, name)]
+
+
+# ---------------------------------------------------------------- profiles
+
+
+def test_without_a_profile_a_call_reads_no_clock(monkeypatch):
+    jm.fork(2)
+    monkeypatch.setattr(profiling, "time", None)
+    f = jm.function(lambda x: (x.sum(), x), jm.scatter, ("sum", "gather"))
+    assert float(f(np.arange(4, dtype=np.float32), slices=2)[0]) == 6
+
+
+def test_a_profile_is_a_table_and_a_line_a_call(tmp_path):
+    jm.fork(2)
+    x, v = np.arange(4, dtype=np.float32), jm.variable(np.float32(1))
+    f, g = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), jm.function(lambda x: x.max(), jm.scatter, jm.max)
+    with jm.profile(tmp_path / "calls.jsonl") as profile:
+        f(x)
+        g(x)
+        f(x)
+        with pytest.raises(jaxmpi.UsageError, match="slices: got 0"):
+            f(x, slices=0)
+        v.get(0)
+    lines = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert [line["function"] for line in lines] == ["<lambda>"] * 4 + ["variable.get"]
+    assert lines[0]["number"] == lines[2]["number"] != lines[1]["number"]
+    assert lines[0]["compile_s"] > lines[2]["compile_s"] == 0
+    rows = profile.rows
+    assert [(row["function"], row["calls"]) for row in rows[:2]] == [("<lambda> #1", 3), ("<lambda> #2", 1)]
+    assert abs(sum(row["total_s"] for row in rows) - sum(line["total_s"] for line in lines)) < 1e-9
+    table = [line.split() for line in str(profile).splitlines()]
+    assert table[0] == ["calls", "total", "s", *profiling.PARTS, "sent", "MB"]
+    assert table[-1][:3] == ["all", "5", f"{sum(row['total_s'] for row in rows):.3f}"]
+    with pytest.raises(jaxmpi.UsageError, match=r"profile: got .*nowhere/calls.jsonl; expected a file in a folder"):
+        jm.profile(tmp_path / "nowhere" / "calls.jsonl").__enter__()
 
 
 # ---------------------------------------------------------------- shared arrays

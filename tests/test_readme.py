@@ -106,6 +106,10 @@ SCENARIOS = [
     Scenario(("words.py",), ("100 classes",)),
     Scenario(("mixture.py",), ("2874 examples",)),
     Scenario(("functions.py",), ("finite: True",)),
+    Scenario(
+        ("model_state.py",),
+        ("straggler  reduce", "errors (1000,) mean (1, 5)", "only ['total']", "rows 1000"),
+    ),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
 ]
 NOT_RUN = {
@@ -274,7 +278,8 @@ def test_every_flag_exists(capsys):
     known |= flags(scaling_forecast.parser().format_help()) | flags(trained.parser().format_help())
     known |= flags(finished.predict_parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}
-    scripts = [*(ROOT / "scripts").glob("*.py"), ROOT / "jaxmpi" / "bench" / "options.py"]
+    scripts = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "experiments" / "functions").glob("*.py")]
+    scripts += [ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:
         assert not flags(page.read_text()) - known, page.name

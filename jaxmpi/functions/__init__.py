@@ -1,7 +1,7 @@
 """Data-parallel functions: any JAX function over all workers. Stooke and Abbeel 2017, "Synkhronos", on JAX."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmpi.comm.control import broadcast as broadcast
@@ -14,7 +14,7 @@ from jaxmpi.functions.lifecycle import close as close
 from jaxmpi.functions.lifecycle import fork as fork
 from jaxmpi.functions.lifecycle import launched, team
 from jaxmpi.functions.optimizer import optimizer as optimizer
-from jaxmpi.functions.reductions import Output
+from jaxmpi.functions.profiling import profile as profile
 from jaxmpi.functions.reductions import add as add
 from jaxmpi.functions.reductions import gather as gather
 from jaxmpi.functions.reductions import local as local
@@ -30,8 +30,8 @@ from jaxmpi.functions.variable import Variable, make
 
 def function(
     f: Callable,
-    inputs: Sequence[Marker] | Marker = scatter,
-    outputs: Sequence[Output | str] | Output | str = mean,
+    inputs: Mapping[str, Marker] | Sequence[Marker] | Marker = scatter,
+    outputs: PyTree = mean,
     updates: Any = (),
     strategy: str | None = None,
 ) -> Function:
@@ -41,9 +41,11 @@ def function(
         f: a JAX function of arrays and trees of them; it must give for shares what goes together by its outputs' ops.
         inputs: for every argument of f, or one for all: `scatter` (rows divided, as evenly as can be), `broadcast`
             (whole), a variable (each worker's own), `scatter(variable)` (its rows, for `slices` and `batch_local`).
+            A dict names parameters of f, which it then gets by name; those that it leaves out keep their defaults.
         outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
             `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
             on all workers instead of returning it; `local(mean)` says how pieces combine. Words do as well: "sum".
+            A tree of them, such as a dict, reduces an output leaf by leaf: each stands for all that is below its place.
         updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
             op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
             One may stand alone; with outputs=() it is what f returns.
@@ -56,10 +58,6 @@ def function(
     check(
         isinstance(updates, (Variable, tuple, list)),
         f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several",
-    )
-    check(
-        isinstance(outputs, (Output, str, tuple, list)),
-        f"outputs: got {outputs!r}; expected jaxmpi.functions.mean, sum, ... or several",
     )
     return Function(f, inputs, outputs, updates, strategy)
 

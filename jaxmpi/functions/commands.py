@@ -11,9 +11,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.core.errors import check
+from jaxmpi.functions import profiling
 from jaxmpi.functions.import_by_name import find
 from jaxmpi.functions.partitioning import Rows
-from jaxmpi.functions.random_keys import packed, unpacked
+from jaxmpi.functions.random_keys import packed
 from jaxmpi.functions.reductions import combine, travels_as_sum
 from jaxmpi.functions.shared_array import from_ticket
 from jaxmpi.functions.transport import Report
@@ -27,7 +29,7 @@ def perform(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
     Raises:
         UsageError, WorkerFailed: as `WorkerGroup.attempt`; another order is under way. The workers are as before.
     """
-    with team.alone(what):
+    with team.alone(what), profiling.call(what, team.mine.rank == 0):
         return performed(team, what, prepare)
 
 
@@ -41,13 +43,15 @@ def performed(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any
         raise
     try:
         while True:
-            team.tell(order)
+            with profiling.part("shuffle"):
+                team.tell(order)
             try:
                 result = VERBS[order.verb](team, order)
                 team.is_exchanging = False
                 return result
             except MissingPrograms as missing:
-                send_programs(team, missing.wanted)
+                with profiling.part("compile"):
+                    send_programs(team, missing.wanted)
                 order = order._replace(header=order.header | {"again": True})
     except BaseException as error:
         team.note(error)
@@ -82,7 +86,9 @@ def call(team: WorkerGroup, order: Order) -> tuple[tuple[Any, ...], Leaves]:
     reports = team.attempt(order.header["name"], lambda station: compute(station, order, team))
     counts = [report.count for report in reports]
     leaves = team.mine.program.leaves
-    results = reduce_leaves(team, leaves, {s.rank: s.out for s in team.stations}, counts, order.header["strategy"])
+    with profiling.part("reduce"):
+        out = {station.rank: station.out for station in team.stations}
+        results = profiling.settled(reduce_leaves(team, leaves, out, counts, order.header["strategy"]))
     for station in team.stations:
         settle(station, leaves, results, order.header["locals"])
     returned = [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if team.leads else []
@@ -167,15 +173,20 @@ def program(team: WorkerGroup, order: Order) -> None:
             station.programs[order.header["key"]] = loaded(order.header, next(order.received).tobytes())
         return Report("ok", "")
 
-    team.attempt(order.header["name"], load)
+    team.attempt(order.header["name"], load, part="compile", waiting="compile")
 
 
 def loaded(header: dict[str, Any], body: bytes) -> Program:
     """A program that travelled as StableHLO, or by the name of its function."""
     leaves = tuple(Leaf(*leaf) for leaf in header["leaves"])
     if header["module"]:
-        function, structure = find(header), pickle.loads(body)
-        run = jax.jit(lambda *flat: jax.tree.leaves(packed(function(*unpacked(jax.tree.unflatten(structure, flat))))))
+        function, form, picked = find(header), pickle.loads(body), header["picked"]
+
+        def computed(*flat: jax.Array) -> Leaves:
+            leaves = jax.tree.leaves(packed(form.call(function, flat)))
+            return [leaves[i] for i in picked]
+
+        run = jax.jit(computed)
     else:
         run = jax.jit(jax.export.deserialize(bytearray(body)).call)
     return Program(run, leaves, header["says"])
@@ -195,7 +206,7 @@ def put(team: WorkerGroup, order: Order) -> None:
         station.out = [station.own(value) for value in values_of(station, order)]
         return Report("ok", json.dumps(header["says"]))
 
-    team.attempt(order.header["name"], work)
+    team.attempt(order.header["name"], work, part="shuffle")
     for station in team.stations:
         if order.header["ranks"] is None or station.rank in order.header["ranks"]:
             station.values[order.header["number"]] = station.out
@@ -223,8 +234,13 @@ def signed(station: WorkerSlot, order: Order, op: str = "") -> Report:
 @rests
 def reduce(team: WorkerGroup, order: Order) -> Leaves:
     """The variable over workers, each counted once; kept by all if asked."""
-    header = order.header
-    team.attempt(header["name"], functools.partial(signed, order=order, op=header["op"]))
+    team.attempt(order.header["name"], functools.partial(signed, order=order, op=order.header["op"]))
+    with profiling.part("reduce"):
+        return profiling.settled(reduced(team, order.header))
+
+
+def reduced(team: WorkerGroup, header: dict[str, Any]) -> Leaves:
+    """Results of a reduction whose leaves are laid out."""
     mine = {station.rank: station.out for station in team.stations}
     if header["keep"] and all(travels_as_sum(header["op"], x.dtype) for x in mine[team.mine.rank]):
         totals = mine if team.size == 1 else team.summed(mine, header["op"], header["strategy"])
@@ -232,7 +248,7 @@ def reduce(team: WorkerGroup, order: Order) -> Leaves:
             station.values[header["number"]] = totals[station.rank]
         return totals[team.mine.rank]
     place = "into" if header["keep"] else "result"
-    leaves = [Leaf(header["op"], place, header["number"], i) for i in range(len(mine[team.mine.rank]))]
+    leaves = [Leaf(header["op"], place, header["number"], i, header["name"]) for i in range(len(mine[team.mine.rank]))]
     results = reduce_leaves(team, leaves, mine, [1] * team.size, header["strategy"])
     if header["keep"]:
         for station in team.stations:
@@ -246,14 +262,28 @@ def fetch(team: WorkerGroup, order: Order) -> list[list[np.ndarray]] | None:
     header = order.header
     team.attempt(header["name"], functools.partial(signed, order=order))
     wanted = range(team.size) if header["rank"] is None else [header["rank"]]
-    mine = {s.rank: [np.asarray(x) for x in s.out] if s.rank in wanted else [] for s in team.stations}
-    rows = team.gathered(mine, header["keep"])
+    with profiling.part("shuffle"):
+        mine = {s.rank: [np.asarray(x) for x in s.out] if s.rank in wanted else [] for s in team.stations}
+        rows = team.gathered(mine, header["keep"])
     if header["keep"] and rows is not None:
         every = len(wanted) > 1
         kept = [combine("gather", leaf, ()) for leaf in zip(*rows, strict=True)] if every else rows[wanted[0]]
         for station in team.stations:
             station.values[header["number"]] = [station.own(x) for x in kept]
     return None if rows is None else [rows[rank] for rank in wanted]
+
+
+@rests
+def lengths(team: WorkerGroup, order: Order) -> list[int]:
+    """How many rows of a variable each worker holds; they travel in the reports."""
+
+    def count(station: WorkerSlot) -> Report:
+        found = {x.shape[:1] for x in station.held(order.header["number"])}
+        got = f"worker {station.rank} holds leaves whose first axes are {sorted(found)}"
+        check(len(found) == 1 and () not in found, f"{order.header['name']}: {got}; expected as many rows in each leaf")
+        return Report("ok", json.dumps(order.header), found.pop()[0])
+
+    return [report.count for report in team.attempt(order.header["name"], count)]
 
 
 def close(team: WorkerGroup, order: Order) -> None:
@@ -272,5 +302,6 @@ VERBS: dict[str, Callable[[WorkerGroup, Order], Any]] = {
     "put": put,
     "reduce": reduce,
     "fetch": fetch,
+    "lengths": lengths,
     "close": close,
 }

@@ -1,6 +1,7 @@
 """Collectives between processes made by fork, through the memory that they share, inside jit; no MPI."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -38,7 +39,8 @@ class ForkComm(SoloComm):
             self.turn, self.rows_name = Turn(number), f"rows of fork {number}"
             self.shared = SharedSum(line, f"sum of fork {number}", effect=self.turn)
             rows = self.shared.rows.view(np.uint8)  # of even and of odd calls, a row a worker
-            host_callbacks.register(self.rows_name, Rows(self.shared.board, rows))
+            self.rows = Rows(self.shared.board, rows)
+            host_callbacks.register(self.rows_name, self.rows)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """In rank order, over `divisor`."""
@@ -47,6 +49,10 @@ class ForkComm(SoloComm):
     def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """The same outside jit, done when it returns."""
         return self.shared.sum_now(arrays, divisor)
+
+    def gather_now(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
+        """Every worker's u8[n] of any n, where it is wanted; outside jit, all workers together."""
+        return self.rows.gather(data, is_wanted)
 
     def allgather(self, x: PyTree) -> PyTree:
         """Every worker's row, through shared memory."""
@@ -83,35 +89,70 @@ class ForkComm(SoloComm):
         if self.size > 1:
             host_callbacks.forget(self.rows_name)
             self.shared.close()
-            del self.shared
+            del self.shared, self.rows
 
 
 class Rows:
-    """results[0][r] <- operands[0] of worker r, of any dtype and shape: the function that programs call."""
+    """Every worker's bytes by way of shared memory, in pieces that a row has room for."""
 
     def __init__(self, board: Board, rows: np.ndarray) -> None:
         """Take who waits for whom, and u8[2, workers, n] of shared memory."""
         self.board, self.rows = board, rows
+        self.room = rows.shape[2]
 
     def __call__(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
-        """All workers come here together, with the same sizes, in the same order."""
+        """results[0][r] <- operands[0] of worker r, of any dtype and shape: the function that programs call.
+
+        All workers come here together, with the same sizes, in the same order.
+        """
         mine, every = as_bytes(operands[0]), as_bytes(results[0]).reshape(self.board.size, -1)
-        room = self.rows.shape[2]
+        with self._failing():
+            for start in range(0, mine.size, self.room):
+                piece = mine[start : start + self.room]
+                every[:, start : start + self.room] = self._piece((piece,), piece.size)[:, : piece.size]
+
+    def gather(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
+        """Every worker's u8[n], of any n, on those that want them. All workers come here together."""
+        size = np.array([data.size]).view(np.uint8)
+        taken = self.room - size.size  # of the first piece, which says how many bytes there are
+        with self._failing():
+            rows = self._piece((size, data[:taken]), -1)
+            sizes = rows[:, : size.size].copy().view(np.int64)[:, 0].tolist()
+            out = [data if rank == self.board.rank else np.empty(n, np.uint8) for rank, n in enumerate(sizes)]
+            others = [rank for rank in range(len(sizes)) if rank != self.board.rank] if is_wanted else []
+            start, rows = 0, rows[:, size.size :]
+            while True:
+                for rank in others:
+                    part = out[rank][start : start + taken]
+                    part[:] = rows[rank, : part.size]
+                start, taken = start + taken, self.room
+                if start >= max(sizes):
+                    return out if is_wanted else None
+                rows = self._piece((data[start : start + taken],), -1)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Let the others know if this worker does not go on."""
         try:
-            for start in range(0, mine.size, room):
-                self._piece(mine[start : start + room], every[:, start : start + room])
+            yield
         except BaseException:
             self.board.fail()
             raise
 
-    def _piece(self, mine: np.ndarray, every: np.ndarray) -> None:
-        """A row is free: all have come to the call before this one, and so have left the one before that."""
+    def _piece(self, mine: Sequence[np.ndarray], size: int) -> np.ndarray:
+        """All workers' rows, u8[workers, n], until the call after the next; `size` must be the same on all.
+
+        A row is free: all have come to the call before this one, and so have left the one before that.
+        """
         board = self.board
-        board.begin((digest((mine.size,), 0.0), 1, mine.size))
-        rows = self.rows[board.call % 2, :, : mine.size]
-        rows[board.rank] = mine
+        board.begin((digest((size,), 0.0), 1, size))
+        rows = self.rows[board.call % 2]
+        start = 0
+        for part in mine:
+            rows[board.rank, start : start + part.size] = part
+            start += part.size
         board.post(ARRIVED, board.call)
         for rank in range(board.size):
             board.wait(rank, ARRIVED, board.call)
             board.check_same(rank)
-        every[:] = rows
+        return rows

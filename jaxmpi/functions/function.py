@@ -6,7 +6,7 @@ import json
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,13 +20,15 @@ from jaxmpi.comm.mpi import refusing_world
 from jaxmpi.comm.shared_compile import stablehlo
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.functions import lifecycle
+from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.import_by_name import name_of
+from jaxmpi.functions.outputs import Chosen, joined, parsed
 from jaxmpi.functions.partitioning import Rows, bounds, check_enough, choose, of_each_worker, of_indices, same_length
 from jaxmpi.functions.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions.reductions import Output, Scatter, check_reducible, from_word
 from jaxmpi.functions.shared_array import is_shared
+from jaxmpi.functions.signature import Form, in_order, placed
 from jaxmpi.functions.variable import Variable, check_numbers, check_one_host, where
 from jaxmpi.functions.worker_call import as_jax_has, canonical, take
 from jaxmpi.functions.worker_group import Leaf, Order, Program, WorkerGroup
@@ -42,25 +44,27 @@ class Function:
     def __init__(
         self,
         function: Callable,
-        inputs: Sequence[Marker] | Marker,
-        outputs: Sequence[Output | str] | Output | str,
+        inputs: Mapping[str, Marker] | Sequence[Marker] | Marker,
+        outputs: PyTree,
         updates: Any,
         strategy: str | None,
     ) -> None:
         self.__wrapped__ = function
         self.name = getattr(function, "__name__", "function")
-        several = isinstance(inputs, (tuple, list))
-        self.inputs: Sequence[Marker] | None = inputs if several else None if takes_argument(inputs) else (inputs,)
+        by_name = in_order(inputs, function, self.name) if isinstance(inputs, Mapping) else {}
+        self.keywords = tuple(by_name)  # if inputs have names, all arguments are passed by them
+        several = isinstance(inputs, (Mapping, tuple, list))
+        markers = [*(by_name.values() if by_name else inputs)] if several else [inputs]
+        self.inputs: Sequence[Marker] | None = markers if several or not takes_argument(inputs) else None
         self.all_inputs = inputs
-        self.single = isinstance(outputs, (Output, str))
-        given = (outputs,) if isinstance(outputs, (Output, str)) else outputs
-        self.outputs: tuple[Output, ...] = tuple(map(from_word, given))
+        self.trees = parsed(outputs)
+        self.outputs = self.trees.flat
         every = [updates] if isinstance(updates, Variable) else list(updates)
         is_pair = len(every) == 2 and isinstance(every[0], Variable) and isinstance(every[1], (Output, str))
         self.updates = tuple(update_of(update) for update in ([updates] if is_pair else every))
-        is_one_update = not self.outputs and (is_pair or isinstance(updates, Variable))
-        self.is_bare = is_one_update or (self.single and not self.updates)  # f returns that one, in no tuple
-        check_markers(inputs if several else [inputs], self.outputs)
+        is_one_update = not self.trees.trees and (is_pair or isinstance(updates, Variable))
+        self.is_bare = is_one_update or (self.trees.is_single and not self.updates)  # f returns that one, in no tuple
+        check_markers(markers)
         self.targets: list[Variable] = [x.into for x in (*self.outputs, *self.updates) if x.into is not None]
         check_targets(self.name, self.targets)
         self.strategy = strategy
@@ -68,7 +72,7 @@ class Function:
             check_strategy(strategy)
         self.team: WorkerGroup | None = None
         self.number = next(_numbers)
-        self.forms: list[Any] = []  # structures of arguments so far
+        self.forms: list[Form] = []  # so far
         self.programs: dict[tuple[int, tuple], Program] = {}
         self.jitted: dict[int, Any] = {}
         self.sent: list[Any] = []  # broadcast leaves as the workers have them
@@ -77,19 +81,32 @@ class Function:
         if (team := getattr(self, "team", None)) is not None:
             team.dropped.append(-1 - self.number)
 
-    def __call__(self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1) -> PyTree:
+    def __call__(
+        self,
+        *args: PyTree,
+        batch: Any = None,
+        batch_local: Any = None,
+        slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **named: PyTree,
+    ) -> PyTree:
         """Compute on all workers and reduce.
 
         Args:
             args: one for every `scatter` and `broadcast` among the inputs, arrays or trees of them.
+            named: those that come by the name of the function's parameter.
             batch: which examples of the scattered arguments: the first n, a slice, indices, or a mask of booleans;
                 default all.
             batch_local: which rows of the variables in `scatter(variable)`: for all workers, or a list with one choice
                 a worker.
             slices: in how many pieces each worker computes its share.
+            output_subset: the only outputs to compute: places in their tuple, in the order of the result, or keys of
+                a dict of outputs. Updates are computed in any case; variables that take other outputs keep what they
+                hold.
 
         Returns:
-            the outputs that are neither kept in a variable nor updates; of `local` ones a variable.
+            the outputs that are neither kept in a variable nor updates; of `local` ones a variable. In a tree of
+            outputs, None stands for one that is kept in a variable.
 
         Communicates: arguments that this process has and others need, but no broadcast argument that has not changed;
         48 bytes a worker; then each output as it is reduced.
@@ -100,13 +117,24 @@ class Function:
         """
         team = self._bound()
         made = {place: Variable(team, None) for place, output in enumerate(self.outputs) if output.stays}
-        order = lambda: self._order(team, args, batch, batch_local, slices, made)  # noqa: E731
+        chosen: list[Chosen] = []
+        known = len(self.forms)
+
+        def prepare() -> Order:
+            profiling.identify(self.number)
+            chosen.append(self.trees.chosen(output_subset))
+            return self._order(team, (args, named), batch, batch_local, slices, made, chosen[0])
+
         try:
-            structures, leaves = perform(team, self.name, order)
+            structures, leaves = perform(team, self.name, prepare)
         except BaseException:
             self.sent = []
+            if (
+                not team.is_serial
+            ):  # of ranks, others may not have come to the same forms; waiting workers keep programs
+                self._forget_forms(known)
             raise
-        return self._results(structures, leaves, made)
+        return self._results(structures, leaves, made, chosen[0])
 
     def _bound(self) -> WorkerGroup:
         """The team of this function: the one there is at its first call."""
@@ -121,22 +149,25 @@ class Function:
     def _order(
         self,
         team: WorkerGroup,
-        args: Sequence[PyTree],
+        arguments: tuple[Sequence[PyTree], dict[str, PyTree]],
         batch: Any,
         batch_local: Any,
         slices: int,
         made: dict[int, Variable],
+        chosen: Chosen,
     ) -> Order:
         is_count = isinstance(slices, (int, np.integer)) and slices >= 1
         check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
         check(all(v.team is team for v in self.targets), f"{self.name}: a variable that takes a result {OF_OTHERS}")
         bound = Bound(team)
-        structure = bound.add_all(self._markers(args), args)
+        markers, args, keywords = self._arguments(*arguments)
+        structure = bound.add_all(markers, args, keywords)
         header = bound.header(batch, batch_local, int(slices))
-        names = {str(place): variable.number for place, variable in made.items()}
-        header |= {"f": self.number, "form": self._form(structure), "name": self.name, "locals": names}
+        names = {str(place): variable.number for place, variable in made.items() if place in chosen.computed}
+        form = self._form(Form(structure, keywords, chosen.computed))
+        header |= {"f": self.number, "form": form, "name": self.name, "locals": names, "outputs": chosen.computed}
         header["strategy"] = self.strategy or team.default_strategy
-        agreed = ("name", "f", "form", "n", "rows", "local", "slices", "strategy", "locals")
+        agreed = ("name", "f", "form", "n", "rows", "local", "slices", "strategy", "locals", "outputs")
         header["says"] = json.dumps({key: header[key] for key in agreed} | bound.chosen())
         fresh = self._fresh(bound)
         header["fresh"] = list(fresh)
@@ -152,28 +183,35 @@ class Function:
                 fresh[i] = self.sent[i]
         return fresh
 
-    def _markers(self, args: Sequence[PyTree]) -> Sequence[Marker]:
-        """One a place of the user's function."""
+    def _arguments(
+        self, args: Sequence[PyTree], named: dict[str, PyTree]
+    ) -> tuple[Sequence[Marker], Sequence[PyTree], tuple[str, ...]]:
+        """A marker for each place of the user's function, the arguments in order, the names of the last places."""
         if self.inputs is None:
-            return [self.all_inputs] * len(args)
-        free = [marker for marker in self.inputs if takes_argument(marker)]
-        check(
-            len(args) == len(free),
-            f"{self.name}: got {len(args)} arguments; expected {len(free)}, one for every scatter and broadcast",
-        )
-        return self.inputs
+            keywords = tuple(sorted(named))
+            every = [*args, *(named[key] for key in keywords)]
+            return [self.all_inputs] * len(every), every, keywords
+        free = [place for place, marker in enumerate(self.inputs) if takes_argument(marker)]
+        return self.inputs, placed(self.name, self.__wrapped__, free, self.keywords, args, named), self.keywords
 
-    def _form(self, structure: Any) -> int:
-        if structure not in self.forms:
-            self.forms.append(structure)
-        return self.forms.index(structure)
+    def _forget_forms(self, known: int) -> None:
+        """Leave only the first `known` forms."""
+        del self.forms[known:]
+        self.jitted = {form: jitted for form, jitted in self.jitted.items() if form < known}
+        self.programs = {key: program for key, program in self.programs.items() if key[0] < known}
+
+    def _form(self, form: Form) -> int:
+        if form not in self.forms:
+            self.forms.append(form)
+        return self.forms.index(form)
 
     # ------------------------------------------------------------ programs
 
     def program(self, form: int, shapes: tuple) -> Program:
         """The function over flat leaves of these shapes and dtypes, compiled by JAX at its first run."""
         if (form, shapes) not in self.programs:
-            self.programs[form, shapes] = self._traced(form, shapes)
+            with profiling.part("compile"):
+                self.programs[form, shapes] = self._traced(form, shapes)
         return self.programs[form, shapes]
 
     def _traced(self, form: int, shapes: tuple) -> Program:
@@ -181,35 +219,52 @@ class Function:
         jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._parts(form, flat)))
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
         leaves, says = [], []
-        for place, (part, wanted) in enumerate(zip(parts, [*self.outputs, *self.updates], strict=True)):
+        for (leaf, name), part in zip(self._destinations(form), parts, strict=True):
             are_keys = key_leaves(jax.tree.structure(part))
             for index, (aval, is_key) in enumerate(zip(jax.tree.leaves(part), are_keys, strict=True)):
-                leaves.append(leaf_of(place, index, wanted, len(self.outputs)))
-                if is_key and (leaves[-1].place, leaves[-1].op) != ("update", "mean"):  # its default
-                    check_op(leaves[-1].op, aval.shape, f"{self.name}: output {place}")
-                if leaves[-1].place in ("result", "into"):  # of others only pieces combine, if there are several
-                    check_reducible(leaves[-1].op, aval.dtype, aval.shape, f"{self.name}: output {place}")
+                leaves.append(leaf._replace(index=index))
+                if is_key and (leaf.place, leaf.op) != ("update", "mean"):  # its default
+                    check_op(leaf.op, aval.shape, f"{self.name}: output {name}")
+                if leaf.place in ("result", "into"):  # of others only pieces combine, if there are several
+                    check_reducible(leaf.op, aval.dtype, aval.shape, f"{self.name}: output {name}")
                 says.append(said(leaves[-1], aval))
         structures = tuple(jax.tree.structure(part) for part in parts)
         return Program(lambda *flat: jax.tree.leaves(jitted(*flat)), tuple(leaves), json.dumps(dict(says)), structures)
 
-    def _parts(self, form: int, flat: Sequence[jax.Array]) -> tuple[PyTree, ...]:
-        """The user's function from leaves to one tree an output and an update."""
+    def _destinations(self, form: int) -> list[tuple[Leaf, str]]:
+        """For each part that a program returns, where its leaves go, and its name for messages."""
+        outputs = [
+            (leaf_of(i, self.outputs[i], self.trees.names[i]), self.trees.names[i]) for i in self.forms[form].outputs
+        ]
+        first = len(self.trees.trees)
+        updates = [
+            (Leaf(update.op, "update", update.into.number, 0, f"update {update.into.number}"), str(first + i))
+            for i, update in enumerate(self.updates)
+        ]
+        return [*outputs, *updates]
+
+    def _parts(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
+        """The user's function from leaves to a tree for each output that is computed, then for each update."""
+        parts, outputs = self._all_parts(form, flat), self.forms[form].outputs
+        return [*(parts[i] for i in outputs), *parts[len(self.outputs) :]]
+
+    def _all_parts(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
+        """All outputs, then all updates, as what is checked."""
         with self._exchange():
-            result = self.__wrapped__(*unpacked(jax.tree.unflatten(self.forms[form], flat)))
-        expected = len(self.outputs) + len(self.updates)
+            result = self.forms[form].call(self.__wrapped__, flat)
+        expected = len(self.trees.trees) + len(self.updates)
         parts = (result,) if self.is_bare else result
         check(
             isinstance(parts, (tuple, list)) and len(parts) == expected,
             f"{self.name} returned {'an array' if isinstance(result, jax.Array) else type(result).__name__}"
             f"{f' of {len(parts)}' if isinstance(parts, (tuple, list)) else ''}; expected a tuple of {expected}: "
-            f"{len(self.outputs)} outputs, then {len(self.updates)} updates",
+            f"{len(self.trees.trees)} outputs, then {len(self.updates)} updates",
         )
-        parts = packed(tuple(parts))
-        for update, part in zip(self.updates, parts[len(self.outputs) :], strict=True):
+        parts, first = packed(list(parts)), len(self.trees.trees)
+        for update, part in zip(self.updates, parts[first:], strict=True):
             got, wanted = jax.tree.structure(part), update.into.structure
             check(got == wanted, f"{self.name}: an update is a tree {got}; its variable is {wanted}")
-        return parts
+        return [*self.trees.split(self.name, parts[:first]), *parts[first:]]
 
     def _exchange(self) -> AbstractContextManager[None]:
         """Refuse an exchange in the function that would not be over its workers."""
@@ -225,24 +280,33 @@ class Function:
         """A program for a process that does not have the function: header and body."""
         program = self.program(form, shapes)
         header = {"name": self.name, "leaves": program.leaves, "says": program.says, "module": ""}
-        if body := stablehlo(jax.jit(program.run), [jax.ShapeDtypeStruct(*shape) for shape in shapes]):
+        avals = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        if body := stablehlo(jax.jit(program.run), avals):
             return header, body
-        return {**header, **name_of(self.__wrapped__)}, pickle.dumps(self.forms[form])
+        parts = jax.eval_shape(lambda *flat: self._all_parts(form, flat), *avals)
+        numbers = jax.tree.unflatten(jax.tree.structure(parts), range(len(jax.tree.leaves(parts))))
+        picked = [*(numbers[i] for i in self.forms[form].outputs), *numbers[len(self.outputs) :]]
+        return {**header, **name_of(self.__wrapped__), "picked": jax.tree.leaves(picked)}, pickle.dumps(
+            self.forms[form]
+        )
 
     # ------------------------------------------------------------ results
 
-    def _results(self, structures: Sequence[Any], leaves: list[Any], made: dict[int, Variable]) -> PyTree:
-        leaves_left, results = iter(leaves), []
-        for place, (output, structure) in enumerate(zip(self.outputs, structures, strict=False)):
+    def _results(
+        self, structures: Sequence[Any], leaves: list[Any], made: dict[int, Variable], chosen: Chosen
+    ) -> PyTree:
+        leaves_left, results = iter(leaves), {}
+        for place, structure in zip(chosen.computed, structures, strict=False):
+            output = self.outputs[place]
             if output.stays:
                 made[place].structure = structure
-                results.append(made[place])
+                results[place] = made[place]
             elif output.into is not None:
                 output.into.structure = structure
             else:
                 mine = [next(leaves_left) for _ in range(structure.num_leaves)]
-                results.append(unpacked(jax.tree.unflatten(structure, mine)))
-        return results[0] if self.single and results else None if self.single else tuple(results)
+                results[place] = unpacked(jax.tree.unflatten(structure, mine))
+        return joined(chosen, results)
 
 
 class Given(NamedTuple):
@@ -271,17 +335,12 @@ def takes_argument(marker: Marker) -> bool:
     return marker is broadcast or (isinstance(marker, Scatter) and marker.variable is None)
 
 
-def check_markers(inputs: Sequence[Marker], outputs: Sequence[Output]) -> None:
-    """Refuse what is no word for an input or an output."""
+def check_markers(inputs: Sequence[Marker]) -> None:
+    """Refuse what is no word for an input."""
     for marker in inputs:
         check(
             marker is broadcast or isinstance(marker, (Scatter, Variable)),
             f"inputs: got {marker!r}; expected jaxmpi.functions.scatter, broadcast, a variable or scatter(variable)",
-        )
-    for output in outputs:
-        check(
-            isinstance(output, Output) and output.op != "add",
-            f"outputs: got {output!r}; expected jaxmpi.functions.mean, sum, prod, min, max, gather, local or a name",
         )
 
 
@@ -291,20 +350,19 @@ def check_targets(name: str, targets: Sequence[Variable]) -> None:
     check(once, f"{name}: one variable is to take two results; expected a variable for each")
 
 
-def leaf_of(place: int, index: int, wanted: Output, outputs: int) -> Leaf:
-    """Destination of one array that the program returns."""
-    if place >= outputs:
-        return Leaf(wanted.op, "update", wanted.into.number, index)
+def leaf_of(place: int, wanted: Output, label: str) -> Leaf:
+    """Destination of an output's first leaf."""
     if wanted.into is not None:
-        return Leaf(wanted.op, "into", wanted.into.number, index)
-    return Leaf(wanted.op, "local" if wanted.stays else "result", place, index)
+        return Leaf(wanted.op, "into", wanted.into.number, 0, f"into {wanted.into.number}")
+    kind = "local" if wanted.stays else "result"
+    return Leaf(wanted.op, kind, place, 0, f"{kind} {label}")
 
 
 def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
     """Facts of an output that must be equal on all workers."""
     crosses = leaf.place in ("result", "into")
     shape = list(aval.shape[1:] if leaf.op == "gather" else aval.shape)
-    return f"{leaf.place} {leaf.target} leaf {leaf.index}", f"{leaf.op} of {aval.dtype}{shape}" if crosses else ""
+    return f"{leaf.name} leaf {leaf.index}", f"{leaf.op} of {aval.dtype}{shape}" if crosses else ""
 
 
 # ---------------------------------------------------------------- the arguments of one call
@@ -322,13 +380,14 @@ class Bound:
         self.rows: Rows | None = None
         self.local: list[Any] = [None] * team.size
 
-    def add_all(self, markers: Sequence[Marker], args: Sequence[PyTree]) -> Any:
-        """All inputs; the structure of the user's arguments."""
+    def add_all(self, markers: Sequence[Marker], args: Sequence[PyTree], keywords: Sequence[str]) -> Any:
+        """All inputs, the last ones with names; the structure of the user's arguments."""
         left, structures = iter(args), []
-        for place, marker in enumerate(markers):
+        names = [*range(len(markers) - len(keywords)), *map(repr, keywords)]
+        for place, (marker, name) in enumerate(zip(markers, names, strict=True)):
             variable = marker.variable if isinstance(marker, Scatter) else marker
             if takes_argument(marker):
-                structures.append(self._add_argument(f"argument {place}", marker, next(left)))
+                structures.append(self._add_argument(f"argument {name}", marker, next(left)))
             else:
                 check(variable.team is self.team, f"input {place}: the variable {OF_OTHERS}")
                 held = self.team.mine.held(variable.number)

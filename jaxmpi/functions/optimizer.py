@@ -1,6 +1,8 @@
 """Synchronous descent with any Optax optimizer: gradients of all leaves travel as one flat vector."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
@@ -13,12 +15,16 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import team
+from jaxmpi.functions.outputs import Outputs, parsed
 from jaxmpi.functions.reductions import mean, scatter
 from jaxmpi.functions.variable import make, numbers
 
 
 class Optimizer:
-    """Result of `jaxmpi.optimizer`: params and optimizer state on every worker, and the two functions of a step."""
+    """Result of `jaxmpi.optimizer`: params and optimizer state on every worker, and the two functions of a step.
+
+    `model_state` is a variable, or a tree of them as the reductions are one; `params` and `state` are variables.
+    """
 
     def __init__(
         self,
@@ -27,6 +33,9 @@ class Optimizer:
         tx: optax.GradientTransformation,
         inputs: Sequence[Marker],
         strategy: str | None,
+        model_state: PyTree,
+        model_state_outputs: PyTree,
+        aux: PyTree,
     ) -> None:
         check(
             isinstance(inputs, (tuple, list)),
@@ -39,15 +48,23 @@ class Optimizer:
         odd = sorted({str(x.dtype) for x in like if x.dtype != np.float32})
         check(not odd, f"optimizer: got params of {', '.join(odd)}; expected float32, which one flat gradient holds")
         structure = jax.tree.structure(params)
+        kept, parts = parts_of(model_state, model_state_outputs)
         self.params = make(team(), params)
         self.state = make(team(), tx.init(jax.tree.map(jnp.asarray, params)))
         self.gradient = make(team(), np.zeros(sum(x.size for x in like), np.float32))
         self.value = make(team(), np.float32(0))
+        held = [make(team(), part) for part in parts]
+        self.model_state: Any = jax.tree.map(lambda i: held[i], kept.numbers[0]) if kept.trees else None
+        self.has_aux = aux is not None
+        full = Loss(loss, kept, self.has_aux)
+        crossing = [i for i, output in enumerate(kept.flat) if not output.stays]
+        staying = [i for i, output in enumerate(kept.flat) if output.stays]
         extended = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the value, others nothing
 
-        def gradient(params: PyTree, *examples: PyTree) -> tuple[jax.Array, jax.Array, jax.Array]:
-            value, grads = jax.value_and_grad(loss)(params, *examples)
-            return value, fuse(jax.tree.leaves(grads)), value
+        def gradient(params: PyTree, *given: PyTree) -> tuple[Any, ...]:
+            compute = jax.value_and_grad(full, has_aux=True)
+            (value, (extra, new)), grads = compute(params, given[: len(held)], given[len(held) :])
+            return value, extra, fuse(jax.tree.leaves(grads)), value, *(new[i] for i in (*crossing, *staying))
 
         def update(flat: jax.Array, value: jax.Array, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             grads = jax.tree.unflatten(structure, split(flat, like))
@@ -55,15 +72,75 @@ class Optimizer:
             updates, state = extended.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
-        parts, kept = (self.gradient, self.value), (self.params, self.state)
-        self._gradient = Function(gradient, (self.params, *inputs), (mean, *(mean(x) for x in parts)), (), strategy)
-        self._update = Function(update, (*parts, *kept), (), kept, None)
+        gradient.__signature__ = full.signature(len(held))  # pyright: ignore[reportFunctionMemberAccess]
+        step, ours = (self.gradient, self.value), (self.params, self.state)
+        reduced = [*(mean(x) for x in step), *(kept.flat[i](held[i]) for i in crossing)]
+        local = tuple((held[i], kept.flat[i].op or "mean") for i in staying)  # over pieces
+        outputs = (mean, [aux] if self.has_aux else [], *reduced)
+        self._gradient = Function(gradient, (self.params, *held, *inputs), outputs, local, strategy)
+        self._update = Function(update, (*step, *ours), (), ours, None)
 
-    def __call__(self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1) -> jax.Array:
-        """One step; the mean loss of the examples, before it. Args and errors: as of `Function.__call__`."""
-        (loss,) = self._gradient(*args, batch=batch, batch_local=batch_local, slices=slices)
+    def __call__(
+        self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1, **named: PyTree
+    ) -> Any:
+        """One step; the mean loss of the examples, before it, or that and what is auxiliary.
+
+        Args and errors: as of `Function.__call__`.
+        """
+        value, extra = self._gradient(*args, batch=batch, batch_local=batch_local, slices=slices, **named)
         self._update()
-        return loss
+        return (value, *extra) if self.has_aux else value
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The user's loss, its model state in the parts that variables hold."""
+
+    function: Callable
+    kept: Outputs  # of the model state; no tree if there is none
+    has_aux: bool
+
+    def __call__(self, params: PyTree, parts: Sequence[PyTree], examples: Sequence[PyTree]) -> tuple[Any, Any]:
+        """The loss; what is auxiliary, if anything, and the parts of the new model state."""
+        old = [jax.tree.map(lambda i: parts[i], tree) for tree in self.kept.numbers]
+        result = self.function(params, *old, *examples)
+        if not (old or self.has_aux):
+            return result, ([], [])
+        value, more = pair(result, "(loss, ...)")
+        new, extra = pair(more, "(loss, (model_state, aux))") if old and self.has_aux else (more, more)
+        state = self.kept.split("optimizer: the loss's model state", [new] if old else [])
+        return value, ([extra] if self.has_aux else [], state)
+
+    def signature(self, held: int) -> inspect.Signature | None:
+        """Names of the parameters, params and variables without one; None if Python does not know them."""
+        try:
+            rest = [*inspect.signature(self.function).parameters.values()][1 + len(self.kept.trees) :]
+        except (TypeError, ValueError):
+            return None
+        hidden = [inspect.Parameter(f"_held_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + held)]
+        return inspect.Signature([*hidden, *rest])
+
+
+def pair(result: Any, expected: str) -> tuple[Any, Any]:
+    """The two parts of what a loss returned."""
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    check(is_pair, f"optimizer: got {got} from the loss; expected {expected}, as model_state and aux say")
+    return result[0], result[1]
+
+
+def parts_of(model_state: PyTree, reductions: PyTree) -> tuple[Outputs, list[PyTree]]:
+    """The reductions of the model state, and its part for each of them.
+
+    Raises:
+        UsageError: no reductions, others than the state has places for, or no tree of arrays.
+    """
+    kept = parsed([] if model_state is None else [reductions])
+    into = [output for output in kept.flat if output.into is not None]
+    check(not into, f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself")
+    parts = kept.split("optimizer: model_state", [model_state] if kept.trees else [])
+    numbers(parts)
+    return kept, parts
 
 
 def no_more_values(*_: Any, **__: Any) -> NoReturn:
@@ -81,16 +158,29 @@ def optimizer(
     tx: optax.GradientTransformation,
     inputs: Sequence[Marker] = (scatter, scatter),
     strategy: str | None = None,
+    *,
+    model_state: PyTree = None,
+    model_state_outputs: PyTree = mean,
+    aux: PyTree = None,
 ) -> Optimizer:
     """Synchronous descent: g = sum_r (n_r / n) grad loss(params, share_r), then one step of `tx` on every worker.
 
     Args:
-        loss: (params, *inputs) -> the mean loss of some examples, f32[].
+        loss: (params, *inputs) -> the mean loss of some examples, f32[]. With `model_state` (params, model_state,
+            *inputs) -> (loss, model_state); with `aux` it returns (loss, aux); with both (loss, (model_state, aux)).
         params: tree of f32; every worker begins with it and all stay equal, bit for bit.
         tx: any Optax transformation; it is given value and grad, the loss and its gradient over all examples. One
             that evaluates the loss anew (value_fn), as a line search does, is refused.
         inputs, strategy: as of `jaxmpi.function`.
+        model_state: tree that every worker begins with and that the loss moves, such as running batch statistics.
+        model_state_outputs: one reduction, or a tree of them, for what workers make of it: `mean` over examples keeps
+            it equal on all; `local` leaves it to each worker.
+        aux: one reduction, or a tree of them as `outputs` of `jaxmpi.function`, for what a step returns beside the
+            loss.
 
-    Communicates: at every step the gradient, once, flat. Raises: UsageError: as `jaxmpi.function`; other params.
+    Communicates: at every step the gradient, flat, with the other means; then what else is reduced.
+
+    Raises:
+        UsageError: as `jaxmpi.function`; other params; a loss that does not return what is said above.
     """
-    return Optimizer(loss, params, tx, inputs, strategy)
+    return Optimizer(loss, params, tx, inputs, strategy, model_state, model_state_outputs, aux)

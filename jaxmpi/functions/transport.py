@@ -79,10 +79,6 @@ class Transport(Protocol):
         """Every worker's report, on all; texts are left out if all are the same and well."""
         ...
 
-    def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n], on all or (else None) on the master only."""
-        ...
-
 
 # ---------------------------------------------------------------- arrays as bytes
 
@@ -124,11 +120,16 @@ WATCH_S = 0.5  # between looks at whether workers are stopped
 
 def is_stopped(pid: int) -> bool:
     """Tell whether a process is stopped, by SIGSTOP or a debugger, as far as the system tells."""
+    return state_of(pid) in (b"T", b"t")
+
+
+def state_of(pid: int) -> bytes:
+    """The system's letter for what a process does; empty if it does not tell."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+            return file.read().rpartition(b")")[2].split()[0]
     except OSError:
-        return False
+        return b""
 
 
 class Watched(NamedTuple):
@@ -278,7 +279,7 @@ class MpiTransport:
         return agreed or [Report(*each) for each in self.control.allgather_object(mine)]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """In rounds, whose lengths fit MPI's counts."""
+        """Every rank's u8[n], on all or (else None) on rank 0 only; in rounds, whose lengths fit MPI's counts."""
         sizes = np.empty(self.size, np.int64)
         self._together(self.comm.Iallgather(np.array([data.size], np.int64), sizes))
         out = [np.empty(size, np.uint8) for size in sizes.tolist()] if everywhere or self.rank == 0 else None
@@ -408,7 +409,7 @@ class SocketTransport:
     def check_alive(self) -> None:
         """Raise `WorkerDied` if a worker has gone."""
         for rank, job in self.jobs.items():
-            if job.poll() is not None:
+            if job.poll() is not None or state_of(job.pid) in (b"Z", b"X"):  # its other threads may end later
                 raise self.died(rank)
 
     def tell(self, rank: int, header: str, arrays: Arrays) -> None:
@@ -440,17 +441,6 @@ class SocketTransport:
                 self._send(rank, rows)
         agreed = from_short([rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)])
         return agreed or [Report(*report) for report in self._star(list(mine))]
-
-    def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """To the master, and from it to all if all want it."""
-        if self.rank != 0:
-            self._send(0, as_bytes(data))
-            return [np.frombuffer(self._receive(0), np.uint8) for _ in range(self.size)] if everywhere else None
-        rows = [data, *(np.frombuffer(self._receive(rank), np.uint8) for rank in range(1, self.size))]
-        for rank in range(1, self.size) if everywhere else ():
-            for row in rows:
-                self._send(rank, row)
-        return rows
 
     def _star(self, mine: Any) -> list[Any]:
         """Every process's JSON value, on all."""

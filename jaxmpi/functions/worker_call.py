@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxmpi.comm.shared_sum import aligned
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.functions import profiling
 from jaxmpi.functions.partitioning import Picked, Rows, choose, pieces
 from jaxmpi.functions.reductions import OPS, check_reducible, wide
 from jaxmpi.functions.shared_array import SharedArray, from_ticket
@@ -39,9 +40,10 @@ def compute(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
 def computed(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
     """The same, now. No program runs before all are there."""
     header = order.header
-    spans, sources = rows_of(station, order, team)
-    keep(station, order)
-    wholes = {i: whole(station, order, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
+    with profiling.part("shuffle"):
+        spans, sources = rows_of(station, order, team)
+        keep(station, order)
+        wholes = {i: whole(station, order, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
     programs = {}
     for length in sorted({b - a for a, b in spans}):
         shapes = tuple(
@@ -215,7 +217,8 @@ def run_pieces(
     first: list[jax.ShapeDtypeStruct] = []
     gathered: list[Leaves] = []
     for a, b in spans:
-        inputs = [sources[i].fetch(a, b) if i in sources else wholes[i] for i in range(count)]
+        with profiling.part("shuffle"):
+            inputs = [sources[i].fetch(a, b) if i in sources else wholes[i] for i in range(count)]
         out = programs[b - a].run(*inputs)
         if len(spans) == 1:
             return [station.own(x) if x in Buffers(inputs) else x for x in out]
@@ -258,9 +261,9 @@ def check_sliceable(leaves: Sequence[Leaf], out: Leaves) -> None:
     for leaf, x in zip(leaves, out, strict=True):
         check(
             bool(leaf.op),
-            f"slices: output {leaf.target} is left local and nothing says how pieces combine: local(mean), local(sum)",
+            f"slices: {leaf.name}: nothing says how pieces combine: local(mean), local(sum)",
         )
-        check_reducible(leaf.op, x.dtype, x.shape, f"slices: {leaf.place} {leaf.target}")
+        check_reducible(leaf.op, x.dtype, x.shape, f"slices: {leaf.name}")
 
 
 def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], out: Leaves) -> None:
@@ -269,7 +272,7 @@ def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], o
         start = leaf.op == "gather"
         if (x.dtype, x.shape[start:]) != (y.dtype, y.shape[start:]):
             raise UsageError(
-                f"slices: {leaf.place} {leaf.target}: got {x.dtype}{list(x.shape)} of one piece and "
+                f"slices: {leaf.name}: got {x.dtype}{list(x.shape)} of one piece and "
                 f"{y.dtype}{list(y.shape)} of another; {leaf.op} expects the same of all: reduce over the examples of "
                 "a piece in the function, use gather, or slices=1"
             )

@@ -27,9 +27,20 @@ from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.mpi import MpiComm, check_one_host
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
+from jaxmpi.functions import profiling
 from jaxmpi.functions.fork_comm import ForkComm
 from jaxmpi.functions.shared_array import FREED, SharedArray
-from jaxmpi.functions.transport import OutOfStep, Report, SocketTransport, Transport, WorkerDied, in_order, pack, unpack
+from jaxmpi.functions.transport import (
+    MpiTransport,
+    OutOfStep,
+    Report,
+    SocketTransport,
+    Transport,
+    WorkerDied,
+    in_order,
+    pack,
+    unpack,
+)
 
 AXIS = "workers"
 Leaves = list[jax.Array]
@@ -74,8 +85,9 @@ class Leaf(NamedTuple):
 
     op: str  # a row of OPS, or empty
     place: str  # result | into | local | update
-    target: int  # place of the output among the results, or the number of the variable
+    target: int  # number of the output, or of the variable
     index: int  # among the leaves of the target
+    name: str  # of the target, for messages
 
 
 class Program(NamedTuple):
@@ -259,8 +271,15 @@ class WorkerGroup:
             station.known[key] = station.programs[text]
         return station.known[key]
 
-    def attempt(self, what: str, work: Callable[[WorkerSlot], Report]) -> list[Report]:
+    def attempt(
+        self, what: str, work: Callable[[WorkerSlot], Report], part: str = "function", waiting: str = "straggler"
+    ) -> list[Report]:
         """Every worker's own part of an order; then all learn how it went, and raise the same or go on.
+
+        Args:
+            what: for messages.
+            work: of one worker.
+            part: of a profile, for this process's first worker; `waiting`: for the others after that.
 
         Raises:
             UsageError: what was asked cannot be, or workers disagree. WorkerFailed: some workers failed.
@@ -268,15 +287,19 @@ class WorkerGroup:
         """
         self.is_exchanging = False
         reports, errors = [], {}
-        for station in self.stations:  # all begin before any is waited for
-            report, error = tried(station, work)
-            reports.append(report)
-            errors[station.rank] = error
+        with profiling.part(part):
+            for station in self.stations:  # all begin before any is waited for
+                report, error = tried(station, work)
+                reports.append(report)
+                errors[station.rank] = error
         for i, station in enumerate(self.stations):
             if errors[station.rank] is None:
-                _, errors[station.rank] = tried(station, finished)
+                with profiling.part(waiting if i else part):
+                    _, errors[station.rank] = tried(station, finished)
                 reports[i] = reports[i] if errors[station.rank] is None else failure(errors[station.rank])
-        judge = judged(what, self.met(reports), {r: e for r, e in errors.items() if e is not None})
+        with profiling.part(waiting):
+            reports = self.met(reports)
+        judge = judged(what, reports, {r: e for r, e in errors.items() if e is not None})
         self.is_exchanging = True
         return judge
 
@@ -415,9 +438,14 @@ class ProcessGroup(WorkerGroup):
         return self.comm.sum_on_host_now
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """Packed, over the line."""
-        rows = self.line.gather(pack(mine[self.line.rank]), everywhere or not self.is_serial)
+        """Packed, of any lengths."""
+        rows = self.gather_bytes(pack(mine[self.line.rank]), everywhere or not self.is_serial)
         return None if rows is None else [unpack(row) for row in rows]
+
+    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """Over MPI."""
+        assert isinstance(self.line, MpiTransport)
+        return self.line.gather(data, everywhere)
 
     def tell(self, order: Order) -> None:
         """To every worker, its own arrays. All are made before the first is told: what fails until then is no harm."""
@@ -431,7 +459,9 @@ class ProcessGroup(WorkerGroup):
             header = json.dumps([order.verb, order.header, dropped, freed])
             self.is_exchanging = True
             for rank in range(1, self.size):
-                self.line.tell(rank, header, parcels.pop(0))
+                arrays = parcels.pop(0)
+                profiling.sent(header, arrays)
+                self.line.tell(rank, header, arrays)
 
     def hear(self) -> Order:
         """The master's next order."""
@@ -457,13 +487,24 @@ class ForkedGroup(ProcessGroup):
     way_out = "jaxmpi.close(), then fork again"
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """Name the worker that has ended: of a sum that fails, the others learn through shared memory only."""
-        try:
+        """In shared memory; any strategy."""
+        with self._naming("a sum over workers"):
             return jax.block_until_ready(super().summed(mine, op, strategy))
+
+    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """Through shared memory."""
+        with self._naming("a gather over workers"):
+            return self.comm.gather_now(data, everywhere or self.leads)
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Name the worker that has ended: if an exchange fails, the others learn of it through shared memory only."""
+        try:
+            yield
         except Exception as error:
             self.comm.fail()
             self.line.check_alive()
-            raise SumFailed(f"a sum over workers failed: {named(error)}") from error
+            raise SumFailed(f"{what} failed: {named(error)}") from error
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""

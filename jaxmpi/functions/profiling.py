@@ -1,0 +1,208 @@
+"""Where the time of calls goes, function by function, as in table 1 of Stooke and Abbeel 2017.
+
+Parts exclude each other: one that begins inside another stops the other's clock, so that they add up to the total.
+Without a profile a part is one comparison and reads no clock. Spans (`runtime/spans.py`) overlap and are of a trainer's
+step.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import jax.monitoring
+import numpy as np
+
+from jaxmpi.core.errors import check
+
+PARTS = {
+    "function": "this worker computes",
+    "shuffle": "rows are chosen, copied and sent to workers; variables are filled and read",
+    "straggler": "this worker is done and waits for the slowest",
+    "reduce": "results of all workers combine or are gathered",
+    "compile": "programs are traced, compiled and sent",
+    "other": "the rest of a call",
+}
+COMPILES = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+Key = tuple[str, int | None]  # name and number of a function; a variable's methods have no number
+
+
+class Profile:
+    """Seconds of the calls of functions and variables' methods, as this process saw them."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Take where each call is to be written, if anywhere."""
+        self.path = path
+        self._totals: dict[Key, dict[str, float]] = {}
+        self._file: TextIO | None = None
+        self._call: dict[str, float] = {}  # of the call under way
+        self._open: list[str] = []  # its parts, the innermost last
+        self._key: Key = "", None
+        self._since_s, self._thread = 0.0, 0
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict a function: `function`, `calls`, `total_s`, `function_s` and so on by part, `sent_bytes`."""
+        names = [name for name, _ in self._totals]
+        numbers: dict[str, int] = defaultdict(int)
+        rows = []
+        for (name, _), spent in self._totals.items():
+            numbers[name] += 1
+            label = f"{name} #{numbers[name]}" if names.count(name) > 1 else name
+            rows.append({"function": label, **as_row(spent)})
+        return rows
+
+    def __str__(self) -> str:
+        """A table in seconds, a row a function, and their sum."""
+        rows = self.rows
+        everything: dict[str, float] = defaultdict(float)
+        for spent in self._totals.values():
+            for name, value in spent.items():
+                everything[name] += value
+        lines = [["", "calls", "total s", *PARTS, "sent MB"]]
+        for row in [*rows, {"function": "all", **as_row(everything)}]:
+            seconds = [f"{row[f'{name}_s']:.3f}" for name in ("total", *PARTS)]
+            lines.append([row["function"], str(row["calls"]), *seconds, f"{row['sent_bytes'] / 1e6:.1f}"])
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        return "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True))])
+            for line in lines
+        )
+
+    @contextlib.contextmanager
+    def call(self, name: str, is_first: bool) -> Iterator[None]:
+        """A call, from its beginning to its results."""
+        self._call, self._key = defaultdict(float, calls=1), (name, None)
+        self._since_s, self._thread = time.perf_counter(), threading.get_ident()
+        self._open = ["other"]
+        try:
+            yield
+        finally:
+            self._lap()
+            self._open = []
+            total = self._totals.setdefault(self._key, defaultdict(float))
+            for part_name, value in self._call.items():
+                total[part_name] += value
+            if self.path is not None and is_first:
+                self._file = self._file or self.path.open("w", buffering=1)
+                name, number = self._key
+                self._file.write(json.dumps({"function": name, "number": number, **as_row(self._call)}) + "\n")
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the call, whose clock runs but for the parts inside."""
+        self._lap()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._lap()
+            self._open.pop()
+
+    def _lap(self) -> None:
+        now_s = time.perf_counter()
+        self._call[self._open[-1]] += now_s - self._since_s
+        self._since_s = now_s
+
+    @property
+    def is_in_call(self) -> bool:
+        """Return True if this thread's call is under way."""
+        return bool(self._open) and threading.get_ident() == self._thread
+
+    def compiled(self, seconds: float) -> None:
+        """Count seconds that have just gone by as compilation."""
+        self._call[self._open[-1]] -= seconds
+        self._call["compile"] += seconds
+
+    def identify(self, number: int) -> None:
+        """Say which function the call is of."""
+        self._key = self._key[0], number
+
+    def sent(self, size_bytes: int) -> None:
+        """Count bytes that left for workers in other processes."""
+        self._call["sent_bytes"] += size_bytes
+
+    def close(self) -> None:
+        """End the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def as_row(spent: dict[str, float]) -> dict[str, Any]:
+    """Counters by the names that users see."""
+    seconds = {name: spent.get(name, 0.0) for name in PARTS}
+    figures = {"calls": int(spent.get("calls", 0)), "total_s": sum(seconds.values())}
+    return figures | {f"{name}_s": s for name, s in seconds.items()} | {"sent_bytes": int(spent.get("sent_bytes", 0))}
+
+
+_running: Profile | None = None
+_listens = False
+OFF = nullcontext()
+
+
+@contextlib.contextmanager
+def profile(path: str | Path | None = None) -> Iterator[Profile]:
+    """Profile the calls inside the `with` block.
+
+    Printed it is a table. Seconds are those of this process's first worker: of a script that leads, the master's; of
+    ranks that all run the script, each rank's own. Calls wait for their results meanwhile. No communication.
+
+    Args:
+        path: a file for a JSON line a call, with its `function`, `number` among functions, and the figures of `rows`;
+            written by worker 0, from the start.
+
+    Raises:
+        UsageError: another profile is under way, or there is no folder for the file.
+    """
+    global _running, _listens
+    check(_running is None, "profile: another one is under way; expected one at a time: end it first")
+    file = None if path is None else Path(path)
+    check(file is None or file.parent.is_dir(), f"profile: got {path}; expected a file in a folder that is there")
+    if not _listens:
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        _listens = True
+    _running = Profile(file)
+    try:
+        yield _running
+    finally:
+        _running.close()
+        _running = None
+
+
+def call(name: str, is_first: bool) -> AbstractContextManager[None]:
+    """Profile a call, if a profile is under way; `is_first` if this process has worker 0."""
+    return OFF if _running is None else _running.call(name, is_first)
+
+
+def part(name: str) -> AbstractContextManager[None]:
+    """Profile a part of the call."""
+    return OFF if _running is None or not _running.is_in_call else _running.part(name)
+
+
+def identify(number: int) -> None:
+    """Say which function the call is of."""
+    if _running is not None:
+        _running.identify(number)
+
+
+def sent(header: str, arrays: Sequence[np.ndarray]) -> None:
+    """Count what goes to a worker."""
+    if _running is not None:
+        _running.sent(len(header) + sum(array.nbytes for array in arrays))
+
+
+def settled(arrays: Any) -> Any:
+    """The arrays, waited for if a profile is under way, so that their time is counted here."""
+    return arrays if _running is None else jax.block_until_ready(arrays)
+
+
+def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """JAX says that it has compiled."""
+    if event in COMPILES and _running is not None and _running.is_in_call:
+        _running.compiled(duration_secs)
