@@ -35,6 +35,7 @@ MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
 MOST_DEEP = 32  # nested objects in a line
 MOST_SHARES = 16  # workers whose steps are listed
 MOST_BUCKETS = 40  # drawn; the slowest
+UNITS = ("images", "tokens", "examples", "bytes")  # of speed
 STEP, SECONDS = Quantity("step", base=None), Quantity("seconds of training", base=None)
 NUMBERS = (
     "step",
@@ -42,7 +43,11 @@ NUMBERS = (
     "elapsed_s",
     "loss",
     "images_per_s",
+    "tokens_per_s",
+    "examples_per_s",
     "bytes_per_s",
+    "model_flops_per_s",
+    "mfu",
     "lr",
     "gradient_norm",
     "noise_scale",
@@ -235,6 +240,11 @@ def own_figures(records: Sequence[Record]) -> list[str]:
     return sorted(found - {"eval_count", "eval_loss", "eval_top1", "eval_top5", "eval_bits_per_byte"})
 
 
+def measured(records: Sequence[Record]) -> str:
+    """A remark if the peak of the devices was measured in one of the runs."""
+    return ", as measured" * any(record.facts.get("peak") == "measured" for record in records)
+
+
 def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
     """Loss and accuracy by step, epoch and seconds; speed, learning rate, gradients."""
 
@@ -257,8 +267,11 @@ def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
         return lines(title, STEP, unit, {r.name: points(r, "step", name) for r in records})
 
     pace = [
-        *of("images_per_s", "Speed", Quantity("images/s", base=None)),
-        *of("bytes_per_s", "Speed, text", Quantity("bytes/s", base=None)),
+        *itertools.chain.from_iterable(
+            of(f"{unit}_per_s", f"Speed, {unit}", Quantity(f"{unit}/s", base=None)) for unit in UNITS
+        ),
+        *of("model_flops_per_s", "Model FLOP/s of all workers", Quantity("model FLOP/s", "FLOP/s", base=None)),
+        *of("mfu", f"MFU: model FLOP/s over the devices' peak{measured(records)}", Quantity("share", base=None)),
         *of("goodput", "Goodput: seconds of computing over seconds since the start", Quantity("share", base=None)),
     ]
     course = [
@@ -407,7 +420,9 @@ def overview(records: Sequence[Record]) -> list[list[str]]:
         "rule, strategy": lambda r: f"{fact(r, 'experiment', 'rule', 'name')}, {r.facts.get('strategy', '')}",
         "steps": lambda r: last(r, "step"),
         "seconds": lambda r: last(r, "elapsed_s"),
-        **{f"{unit}/s, median": partial(median, name=f"{unit}_per_s") for unit in ("images", "bytes")},
+        **{f"{unit}/s, median": partial(median, name=f"{unit}_per_s") for unit in UNITS},
+        "model FLOP/s, median": partial(median, name="model_flops_per_s"),
+        f"MFU, median{measured(records)}": partial(median, name="mfu"),
         "goodput": lambda r: last(r, "goodput"),
         "loss, last": lambda r: last(r, "loss"),
         "top-1, last": best,
