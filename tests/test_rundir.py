@@ -297,7 +297,7 @@ def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
 
 def left_alone(folder: Path) -> Any:
     """The run of a rank that is the first of those that are left, as `handed_over` sees it."""
-    pact, feed = SimpleNamespace(recorder=None), SimpleNamespace(bytes_each=0)
+    pact, feed = SimpleNamespace(recorder=None), SimpleNamespace(model=None, example=dict)
     return SimpleNamespace(
         pact=pact,
         folder=folder,

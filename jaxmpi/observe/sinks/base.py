@@ -122,7 +122,7 @@ def send(sinks: list[Sink], row: Row) -> None:
             sink(dict(row))
         except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
             sinks.remove(sink)
-            tell(sink, f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
+            tell(name_of(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
 
 
 def close(sinks: list[Sink]) -> None:
@@ -131,12 +131,16 @@ def close(sinks: list[Sink]) -> None:
         try:
             getattr(sink, "close", lambda: None)()
         except (Exception, SystemExit) as error:
-            tell(sink, "failed while it was closed, and may lack its last lines", error)
+            tell(name_of(sink), "failed while it was closed, and may lack its last lines", error)
 
 
-def tell(sink: Sink, what: str, error: BaseException) -> None:
+def name_of(sink: Sink) -> str:
+    """The word or the name of a sink, for messages."""
+    return getattr(sink, "__name__", type(sink).__name__)
+
+
+def tell(name: str, what: str, error: BaseException) -> None:
     """Report on standard error that a sink failed."""
-    name = getattr(sink, "__name__", type(sink).__name__)
     print(
         f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them: {type(error).__name__}: {error}",
         file=sys.stderr,

@@ -65,7 +65,7 @@ def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
             try:
                 sink = Background(given, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
             except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
-                tell(spec.open, "could not be opened and gets no lines", error)
+                tell(given, "could not be opened and gets no lines", error)
                 continue
         assert callable(sink)
         opened.append(sink)
