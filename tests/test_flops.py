@@ -28,7 +28,9 @@ def counted(function, *args: PyTree) -> float | None:
 
 
 def by_xla(function, *args: PyTree) -> float:
-    return jax.jit(function).lower(*args).cost_analysis()["flops"]
+    analysis = jax.jit(function).lower(*args).cost_analysis()
+    assert analysis is not None
+    return analysis["flops"]
 
 
 def of_gradients(model: Model, batch: int, micro_batch: int = 0, label: tuple[int, ...] = ()) -> float | None:
@@ -155,6 +157,7 @@ def test_a_gpt_takes_6_n_a_token_and_12_layers_times_width_times_window():
     everything, layers, width, window, batch = sum(x.size for x in sizes.values()), 2, 48, 16, 4
     tokens, attention = batch * window, 12 * layers * width * window
     got = of_gradients(model, batch, label=(window,))
+    assert got is not None
     assert got == tokens * (6 * kernels + attention)
     assert abs(got - tokens * (6 * everything + attention)) <= tokens * 6 * (everything - kernels)
 

@@ -133,7 +133,12 @@ def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(t
     monkeypatch.setattr(base, "CLOSE_S", 0.1)
     monkeypatch.setattr(base, "MOST_WAITING", 3)
     is_over = threading.Event()
-    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: is_over.wait(30) and len, "", in_background=True))
+
+    def opened(run_dir):
+        is_over.wait(30)
+        return [].append
+
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(opened, "", in_background=True))
     for lines, expected in ((1, "1 lines or its end wait after 0 s"), (9, "3 lines wait for it")):
         made = Recorder(tmp_path, sinks=open_sinks(("mine",), tmp_path))
         for _ in range(lines):

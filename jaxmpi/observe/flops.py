@@ -58,7 +58,8 @@ def flops_of_equation(equation: Any) -> float:
         depth = np.prod([equation.invars[0].aval.shape[i] for i in contracted])
         return 2.0 * equation.outvars[0].aval.size * float(depth)
     if name == "conv_general_dilated":
-        return convolution(*(var.aval.shape for var in (*equation.invars, *equation.outvars)), params)
+        image, kernel, out = (var.aval.shape for var in (*equation.invars, *equation.outvars))
+        return convolution(image, kernel, out, params)
     if name in OPAQUE:
         raise Uncounted
     inner = [sum(map(flops_of_equation, body.eqns)) for body in jax.extend.core.jaxprs_in_params(params)]

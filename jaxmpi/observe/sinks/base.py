@@ -23,7 +23,7 @@ IDS = "sinks.json"  # in the run directory: a run's identity at each service
 MOST_IDS_BYTES = 1 << 16
 
 
-def numbers(row: Row) -> dict[str, float]:
+def numbers(row: Row) -> dict[str, Any]:
     """Numbers of a line by name, `train/loss`; of parts of a step the medians, `train/anatomy/compute`."""
     kind = row["kind"]
     found = {f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, (int, float))}
