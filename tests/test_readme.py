@@ -267,6 +267,7 @@ OTHERS_FLAGS = {
     "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
     "XLA": {"--xla"},
     "a rule of one's own": {"--rule.quorum"},
+    "a switch of 0.1": {"--tensorboard"},
 }
 
 

@@ -99,7 +99,7 @@ def survivor(monkeypatch) -> Any:
         profiler=None,
     )
     fakes = {
-        "gather_mortal": lambda control: SimpleNamespace(size=1, mine=(0,), comm=None, mesh=None),
+        "gather_mortal": lambda control: SimpleNamespace(processes=control, size=1, mine=(0,), comm=None, mesh=None),
         "watch": lambda experiment, workers: contextlib.nullcontext(),
         "make_plan": lambda *args, **kwargs: plan,
         "build_functions": lambda *args: Built(),
