@@ -331,7 +331,7 @@ class Classic:
 
 
 def classic_line(fields: dict[str, Any]) -> str:
-    """Theano-MPI's line: time of computation, waits for other ranks, exchange, and waits for data.
+    """Theano-MPI's line in its words: train (compute, transfer, other), sync, comm (exchange), wait (data).
 
     An estimate has `~` before it; an unknown time is `-` and counts in `train`.
     """

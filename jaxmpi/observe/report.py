@@ -272,7 +272,7 @@ def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
         ),
         *of("model_flops_per_s", "Model FLOP/s of all workers", Quantity("model FLOP/s", "FLOP/s", base=None)),
         *of("mfu", f"MFU: model FLOP/s over the devices' peak{measured(records)}", Quantity("share", base=None)),
-        *of("goodput", "Goodput: seconds of computing over seconds since the start", Quantity("share", base=None)),
+        *of("goodput", "Goodput: seconds of compute over seconds since the start", Quantity("share", base=None)),
     ]
     course = [
         *of("lr", "Learning rate", Quantity("learning rate")),
@@ -329,7 +329,7 @@ def rank_map(record: Record) -> list[Panel]:
 def bucket_bars(record: Record) -> list[Panel]:
     """Seconds that every bucket is in flight, and waited for."""
     slowest = sorted(record.buckets, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS]
-    kinds = {"under way": 1, "waited for": 2}
+    kinds = {"in flight": 1, "waited for": 2}
     return [
         Bars(f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None), shown)
         for kind, i in kinds.items()
