@@ -15,7 +15,16 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config import Data, ExchangeConfig, Experiment
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model import Model
-from jaxmpi.observe.flops import StepFlops, cores_of_hosts, flops_of, measured_peak, peak_of
+from jaxmpi.observe.flops import (
+    TERAFLOPS,
+    Peak,
+    StepFlops,
+    cores_of_hosts,
+    flops_of,
+    measured_peak,
+    peak_of,
+    peak_of_all,
+)
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import build, main, step
 from models.gpt import gpt_tiny
@@ -224,6 +233,17 @@ def test_a_peak_is_known_by_kind_and_dtype_or_not_at_all(kind, bfloat16, float32
     for dtype, expected in (("bfloat16", bfloat16), ("float32", float32)):
         peak = peak_of(kind, dtype)
         assert (peak and peak.flops_per_s) == (expected and pytest.approx(expected))
+
+
+def test_the_peak_of_all_is_the_sum_over_workers_devices_or_unknown(monkeypatch):
+    """Devices of this machine in the place of those that the table knows."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    one, two = gather_workers(1), gather_workers(2)
+    assert peak_of_all(one, "float32") is None
+    monkeypatch.setitem(TERAFLOPS, "cpu", (1.0, 0.5))
+    assert [peak_of_all(workers, "float32") for workers in (one, two)] == [
+        Peak(n * 0.5e12, "data sheet") for n in (1, 2)
+    ]
 
 
 def test_cores_that_ranks_share_count_once_and_a_quota_counts():

@@ -24,8 +24,8 @@ from jaxmpi.runtime.affinity import core_mask, cores
 
 Jaxpr = jax.extend.core.Jaxpr
 Shape = tuple[int, ...]
-# Primitives that may hold products which nothing tells.
-OPAQUE = ("ffi_call", "pallas_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+# How names of primitives begin that may hold products which nothing tells.
+OPAQUE = ("cudnn_fusion", "dot_product_attention", "ffi_call", "pallas_call", "ragged_dot", "scaled_matmul")
 ANEW = "rematted_computation"  # in the names of operations that `jax.checkpoint` does a second time
 
 # ---------------------------------------------------------------- of a program
@@ -60,7 +60,7 @@ def flops_of_equation(equation: Any) -> float:
     if name == "conv_general_dilated":
         image, kernel, out = (var.aval.shape for var in (*equation.invars, *equation.outvars))
         return convolution(image, kernel, out, params)
-    if name in OPAQUE:
+    if name.startswith(OPAQUE):
         raise Uncounted
     inner = [sum(map(flops_of_equation, body.eqns)) for body in jax.extend.core.jaxprs_in_params(params)]
     if name == "while" and any(inner):
