@@ -5,14 +5,20 @@
 
 Without it, a window still has its line in the record: loss, images/s and learning rate. It prints median milliseconds
 a step of both; the median of the ratio pair by pair, of seconds and of the process's CPU time, with its 95 % interval;
-and the CPU time of the recorder's own calls on the training thread, beyond the line without the anatomy.
+and the CPU time of the recorder's own calls on the training thread, beyond the line without the anatomy. Then all its
+lines go to each of the sinks, and to all of them, one line at a time: CPU time a line of all threads and of processes
+that a sink has started and ended, and its share of the CPU time of the steps between two lines.
 """
 
 import contextlib
 import dataclasses
+import json
+import os
+import resource
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
@@ -20,6 +26,9 @@ import numpy as np
 from bench_step import experiment
 
 from jaxmpi.comm.control import processes
+from jaxmpi.config import Experiment
+from jaxmpi.observe.sinks import base
+from jaxmpi.observe.sinks.registry import SINKS, open_sinks
 from jaxmpi.observe.step_timing import LOCAL, PARTS, StepTimer, Summary, Window
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import prepare
@@ -137,6 +146,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a window")
     options = parser.parse_args()
     prepare.prepare()
+    lines: list[base.Row] = []
     lock_step.StepTimer, run.ProgressLog = Turns, Lines
     steps = options.steps * (2 * options.pairs + 4)
     with tempfile.TemporaryDirectory() as folder:
@@ -146,8 +156,12 @@ def main() -> None:
         config = dataclasses.replace(config, eval_every="0st", checkpoint_every="0st", compute_only_every=0)
         with contextlib.suppress(decisions.Preempted):  # asked to leave: what has been measured counts
             trainer_main.train(dataclasses.replace(config, local_batch=options.batch), "bench_seeing")
+        if processes().rank == 0:
+            lines = [json.loads(line) for line in (Path(folder) / "record.jsonl").read_text().splitlines()]
     if processes().rank == 0:
-        report(np.array(Turns.made.took[3:]), options.steps)
+        took = np.array(Turns.made.took[3:])
+        report(took, options.steps)
+        report_sinks(lines, float(np.median(took[:, 1])) / options.steps)
     processes().barrier()
 
 
@@ -161,6 +175,43 @@ def report(took: np.ndarray, steps: int) -> None:
         print(f"ratio of {name}: {shown(within[:, i] / without[:, i], 4)}")
     calls = within[:, 2] - without[:, 2]
     print(f"the recorder's calls: {shown(1e6 * calls, 1)} us of CPU time a step, {shown(100 * calls / wall, 4)} %")
+
+
+def report_sinks(lines: Sequence[base.Row], step_cpu_s: float) -> None:
+    """Print the cost of a line at each sink and at all, of lines with everything in them."""
+    configured = next(line for line in lines if line["kind"] == "run")
+    whole = [line for line in lines if line["kind"] == "train" and "anatomy" in line]
+    every = Experiment().log_every
+    print(f"a line every {every} steps of {1e3 * step_cpu_s:.3f} ms of CPU time:")
+    base.GATHER_S = 1e-3  # as if each line came after a long time, so that none shares its way with others
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TRACKIO_DIR": folder, "WANDB_MODE": "offline"}
+        for words in (*((word,) for word in SINKS), tuple(SINKS)):
+            cpu_s_of(words, configured, whole, 1)  # imports
+            few_s, many_s = (cpu_s_of(words, configured, whole, count) for count in (20, 220))
+            line_s = (many_s - few_s) / 200
+            share = 100 * line_s / (every * step_cpu_s)
+            print(f"sinks {' '.join(words)}: {1e3 * line_s:.3f} ms of CPU time a line, {share:.4f} % of the steps'")
+
+
+def cpu_s_of(words: Sequence[str], configured: base.Row, lines: Sequence[base.Row], count: int) -> float:
+    """CPU time of opening sinks, sending them so many lines, and closing them."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+        begin_s = used_s()
+        sinks = open_sinks(words, Path(folder))
+        base.send(sinks, configured)
+        for i in range(count):
+            base.send(sinks, {**lines[i % len(lines)], "step": i})
+            time.sleep(0.01)
+        base.close(sinks)
+        return used_s() - begin_s
+
+
+def used_s() -> float:
+    """CPU time of this process, and of processes that it has started and that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def shown(values: np.ndarray, digits: int) -> str:

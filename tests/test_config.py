@@ -274,6 +274,36 @@ def test_every_new_name_is_a_flag_or_a_field():
     assert not set(RENAMED) & known
 
 
+def test_a_switch_of_old_is_a_word_beside_what_only_python_can_name(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxmpi.config import Experiment\nexperiment = Experiment(sinks=('csv', print))\n"
+    )
+    file = str(tmp_path / "mine.py")
+    cases = {
+        (): ("csv", print),
+        ("--sinks", "wandb", "mlflow"): ("wandb", "mlflow", print),
+        ("--sinks",): (print,),
+        ("--tensorboard",): ("tensorboard", print),
+        ("--no-tensorboard",): (print,),
+    }
+    for argv, expected in cases.items():
+        assert experiment_file.parse([file, *argv])[0].sinks == expected
+    assert capsys.readouterr().err.splitlines() == [
+        "jaxmpi: --tensorboard is --sinks tensorboard now",
+        "jaxmpi: --no-tensorboard is --sinks now",
+    ]
+    with pytest.raises(UsageError, match="got --tensorboard and --sinks; give --sinks alone, with all its words"):
+        experiment_file.parse([file, "--sinks", "csv", "--tensorboard"])
+    with pytest.warns(FutureWarning, match=r"Experiment: tensorboard is sinks=\('tensorboard',\) now"):
+        assert Experiment(sinks=(print,), tensorboard=True).sinks == (print, "tensorboard")  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("sinks", ["csv", (5,)])
+def test_sinks_that_are_none_are_refused(sinks):
+    with pytest.raises(UsageError, match=r"sinks: got ('csv'|5); expected a (tuple|word or a function)"):
+        Experiment(sinks=sinks)
+
+
 def test_settings_of_an_old_checkpoint_are_compared_under_their_new_names():
     assert run_directory.changes({"form": "split", "seed": 0}, {"step_mode": "auto", "seed": 0}) == {
         "step_mode": ("split", "auto")

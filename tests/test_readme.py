@@ -22,6 +22,7 @@ from jaxmpi.config import experiment_file, schema
 from jaxmpi.data import SOURCES, packing
 from jaxmpi.launch import command
 from jaxmpi.observe import report
+from jaxmpi.observe.sinks.registry import SINKS
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules.registry import RULES
 from jaxmpi.runtime import fault_injection
@@ -30,7 +31,7 @@ from jaxmpi.trainer import finished
 from launching import ROOT, run
 
 DOCS = ROOT / "docs"
-RUN = ("quickstart", "extending", "launching", "data", "packed", "plan", "models", "functions")
+RUN = ("quickstart", "extending", "launching", "data", "packed", "plan", "models", "functions", "seeing")
 BLOCKS = [
     (page.stem, *block)
     for page in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in RUN))
@@ -86,6 +87,10 @@ SCENARIOS = [
         ("experiments/softmax.py", "experiments/majority.py", "majority"), ("2 workers", "rule majority", "top-1 9")
     ),
     Scenario(("experiments/softmax.py", "from_python.py"), ("1 workers", "(4, 10) 115 (64, 10)")),
+    Scenario(
+        ("experiments/watched.py", "watched"),
+        ("step 45/45", "\n45 0.", "top-1"),
+    ),
     Scenario(("experiments/confusion.py", "confusion"), ("2 workers", "step 45/45", "top-1")),
     *(
         Scenario(
@@ -213,6 +218,7 @@ TABLES = {
     "wire": [*WIRES],
     "compressor": [*COMPRESSORS],
     "rule": [*RULES],
+    "sink": [*SINKS],
     "source": [*SOURCES],
     "optimizer": [*optimizers.OPTIMIZERS],
     "decay": [*schedules.DECAYS],
@@ -267,6 +273,7 @@ OTHERS_FLAGS = {
     "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
     "XLA": {"--xla"},
     "a rule of one's own": {"--rule.quorum"},
+    "a switch of 0.1": {"--tensorboard"},
 }
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import math
@@ -9,15 +10,30 @@ import time
 import numpy as np
 import pytest
 
+from experiments.digits import experiment as digits
+from jaxmpi import data
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.files import write_whole
+<<<<<<< HEAD
 from jaxmpi.observe import record_reader, report, report_charts
+=======
+from jaxmpi.data.sources.arrays import FieldSource
+from jaxmpi.observe import report
+from jaxmpi.observe.flops import Peak, Work
+>>>>>>> sinks
 from jaxmpi.observe.plots import Areas
-from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, blocks, classic_line, cut_record, jsonable
+from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, Unit, blocks, classic_line, cut_record, jsonable
+from jaxmpi.observe.sinks.files import TensorBoard
 from jaxmpi.observe.step_timing import LOCAL, PARTS, SOURCES, Summary, summary, summary_apart
 from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.spans import Span
+from jaxmpi.trainer.build import make_plan
+from jaxmpi.trainer.progress import unit_of
 from launching import small_disk, train, wait_until
+from line_task import LINE
+from models.gpt import gpt_tiny
 
 TRAIN = {
     "step": 3,
@@ -29,6 +45,10 @@ TRAIN = {
     "wait_s": 0.25,
     "skipped": 0,
 }
+
+
+def arrays(source) -> Data:
+    return Data("array", train=source, validation=source)
 
 
 def rows(folder) -> list[dict]:
@@ -95,6 +115,67 @@ def test_images_per_s_are_those_since_the_last_line(tmp_path):
     record.train(**{**TRAIN, "examples": 1100})
     assert rows(tmp_path)[1]["images_per_s"] == 0
     record.close()
+
+
+def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_examples(tmp_path):
+    for unit, shown in ((Unit("tokens", 8, 20), "tokens/s"), (Unit("examples"), "examples/s")):
+        folder = tmp_path / unit.name
+        folder.mkdir()
+        record, out = recorder(folder, unit=unit)
+        for k in (1, 2, 3):
+            record.train(**{**TRAIN, "examples": k * 5120}, anatomy=seen(), images=5120)
+        record.close()
+        *_, row, window = rows(folder)
+        assert "images" not in out.getvalue()
+        assert f" {shown}  " in out.getvalue()
+        assert "time per 5120 examples: 17.50 (" in out.getvalue()
+        assert (window["examples"], "images" in window, "images_per_s" in row) == (5120, False, False)
+        if unit.bytes_each:
+            assert row["bytes_per_s"] == pytest.approx(20 / 8 * row["tokens_per_s"], rel=1e-5)
+        [told] = [line for line in report.overview([report.read(folder)]) if line[0] == f"{shown}, median"]
+        assert float(told[1]) > 0
+        [title] = [panel.title for panel in report.curves([report.read(folder)])["speed"][:1]]
+        assert title == f"Speed, {unit.name}"
+
+
+def test_the_unit_of_speed_suits_the_task_and_the_data(tmp_path):
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "a.txt").write_text("x" * 100)
+    numbers, tokens = np.zeros((4, 3), np.float32), np.zeros((4, 16), np.int32)
+    of_numbers = FieldSource({"x": numbers, "y": numbers})
+    cases = [
+        (digits, {}, Unit("images")),
+        (gpt_tiny(), {"data": arrays(data.ArraySource(tokens, tokens))}, Unit("tokens", 16)),
+        (gpt_tiny(), {"data": Data("text", dir=str(tmp_path), window=16)}, Unit("tokens", 16, 16)),
+        (None, {"data": arrays(of_numbers), "task": LINE}, Unit("examples")),
+    ]
+    for model, changed, expected in cases:
+        base = model if isinstance(model, Experiment) else Experiment(model=model)
+        experiment = dataclasses.replace(base, local_batch=2, effective_batch=0, **changed)
+        assert unit_of(experiment, make_plan(experiment, gather_workers(1)).feed) == expected
+
+
+def test_model_flops_are_of_examples_that_were_seen_and_mfu_of_the_peak(tmp_path):
+    record, out = recorder(tmp_path)
+    for peak in (Peak(4e9, "measured"), None):
+        record.train(**TRAIN, work=Work(3.2e6, 32, peak))
+        record.start_window(0)
+    record.close()
+    known, unknown = rows(tmp_path)
+    assert known["flops_per_step"] == 3.2e6
+    assert known["model_flops_per_s"] == pytest.approx(1e5 * known["images_per_s"], rel=1e-5)
+    assert known["mfu"] == pytest.approx(known["model_flops_per_s"] / 4e9, rel=1e-5)
+    assert "mfu" not in unknown
+    first, second = (line for line in out.getvalue().splitlines() if line.startswith("step"))
+    assert "FLOP/s (mfu ~" in first
+    assert "FLOP/s  lr" in second
+    drawn = report.read(tmp_path)
+    assert [panel.title for panel in report.curves([drawn])["speed"]] == [
+        "Speed, images",
+        "Model FLOP/s of all workers",
+        "MFU: model FLOP/s over the devices' peak",
+    ]
 
 
 def test_a_resumed_run_goes_on_in_the_same_file_and_time(tmp_path):
@@ -424,12 +505,10 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto import event_pb2
 
-    from jaxmpi.observe.sinks import TensorBoard
-
-    record, _ = recorder(tmp_path, sinks=[TensorBoard(tmp_path / "tb")])
+    record, _ = recorder(tmp_path, sinks=[TensorBoard(tmp_path)])
     record.train(**TRAIN, anatomy=seen())
     record.close()
-    [file] = (tmp_path / "tb").iterdir()
+    [file] = (tmp_path / "tensorboard").iterdir()
     data, found = file.read_bytes(), {}
     while data:  # u64 length, its checksum, the event, its checksum
         size = int.from_bytes(data[:8], "little")
@@ -448,7 +527,7 @@ def test_tensorboard_gets_the_numbers(tmp_path):
 def test_a_quiet_run_with_profile_and_tensorboard_says_nothing_and_writes_both(ranks, tmp_path):
     pytest.importorskip("tensorboardX")
     steps = ("--train-for", "8st", "--log-every", "4", "--eval-every", "0st", "--checkpoint-every", "0st")
-    more = ("--quiet", "--tensorboard", "--profile", "3:5", "--exchange.strategy", "ring32")
+    more = ("--quiet", "--sinks", "tensorboard", "--profile", "3:5", "--exchange.strategy", "ring32")
     ended = train(ranks, "experiments/digits.py", *steps, *more, "--run-dir", str(tmp_path / "run"))
     assert (ended.code, ended.out.strip()) == (0, "")
     assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [1, 4, 8]

@@ -171,6 +171,14 @@ def test_a_record_from_before_the_anatomy(tmp_path):
     assert (tmp_path / "out" / "by_step.png").exists()
 
 
+def test_text_of_a_record_that_has_no_tokens_is_shown_in_bytes(tmp_path):
+    lines = [{"kind": "train", "step": step, "loss": 1.0, "bytes_per_s": 100.0 * step} for step in (1, 2, 3)]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    old = report.read(tmp_path)
+    assert [panel.title for panel in report.curves([old])["speed"]] == ["Speed, bytes"]
+    assert ["bytes/s, median", "200"] in report.overview([old])
+
+
 def test_a_record_of_a_later_version(tmp_path):
     run = write_run(tmp_path / "run", lines=5)
     text = (run / "record.jsonl").read_text().replace(f'"format": {FORMAT}', '"format": 99')

@@ -23,6 +23,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.data import ArraySource
 from jaxmpi.observe.recorder import Recorder
+from jaxmpi.observe.sinks.base import keep, kept
 from jaxmpi.rules import registry
 from jaxmpi.trainer import main, recovery
 from launching import ROOT, mpirun_line, run, small_disk
@@ -275,10 +276,13 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     assert record.read_text() == SAVED
     for number in (1, 2):
         checkpoints.mkdir()
+        keep(tmp_path, "wandb", f"run {number}")
         with contextlib.ExitStack() as held:
             run_directory.claim(Experiment(from_start=True, run_dir=str(tmp_path)), "digits", held)
         assert record.read_text() == ""
         assert (tmp_path / f"checkpoints.{number}").is_dir()
+        assert kept(tmp_path) == {}  # it begins anew at the services of sinks, too
+        assert f"run {number}" in (tmp_path / f"sinks.{number}.json").read_text()
         record.write_text(SAVED)
     assert (tmp_path / "record.1.jsonl").read_text() == SAVED
     with pytest.raises(UsageError, match="got resume and from_start"):
@@ -305,7 +309,7 @@ def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
 
 def left_alone(folder: Path) -> Any:
     """The run of a rank that is the first of those that are left, as `handed_over` sees it."""
-    pact, feed = SimpleNamespace(recorder=None), SimpleNamespace(bytes_each=0)
+    pact, feed = SimpleNamespace(recorder=None), SimpleNamespace(model=None, example=dict)
     return SimpleNamespace(
         pact=pact,
         folder=folder,

@@ -22,6 +22,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.launch import command
+from jaxmpi.observe.flops import StepFlops
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import LOCAL, Window
 from jaxmpi.observe.trace import Tracer
@@ -98,7 +99,7 @@ def survivor(monkeypatch) -> Any:
         profiler=None,
     )
     fakes = {
-        "gather_mortal": lambda control: SimpleNamespace(size=1, mine=(0,), comm=None, mesh=None),
+        "gather_mortal": lambda control: SimpleNamespace(processes=control, size=1, mine=(0,), comm=None, mesh=None),
         "watch": lambda experiment, workers: contextlib.nullcontext(),
         "make_plan": lambda *args, **kwargs: plan,
         "build_functions": lambda *args: Built(),
@@ -143,7 +144,16 @@ def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_count
     workers: Any = SimpleNamespace(processes=SoloProcesses(), size=1, mine=(0,), mesh=None)
     tracer = Tracer((0, 0), SoloProcesses(), ["host"], tmp_path / "trace.json")
     with contextlib.closing(Recorder(tmp_path)) as recorder:
-        log = ProgressLog(plan, workers, recorder, tracer, None, 1.0)
+        log = ProgressLog(
+            plan=plan,
+            workers=workers,
+            recorder=recorder,
+            tracer=tracer,
+            noise=None,
+            max_skipped=1.0,
+            flops=StepFlops(),
+            peak=None,
+        )
         steps = [Metrics(jnp.float32(1), jnp.float32(4), squares=jnp.float32(square)) for square in (4, 4, 19)]
         sums = np.sum([log.sums(step, metrics) for step, metrics in enumerate(steps, 1)], axis=0)
         log.line(3, sums, Window(1, np.zeros(len(LOCAL)), np.zeros(1), 0, []))

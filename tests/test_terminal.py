@@ -30,6 +30,12 @@ def test_a_line_has_all_of_it():
     )
 
 
+def test_model_flops_and_mfu_are_shown_where_they_are_known_and_a_measured_peak_is_marked():
+    assert NOW._replace(flops_per_s=2.345e12).speed == "1234.5 images/s  2.35 TFLOP/s  lr 0.02"
+    assert NOW._replace(flops_per_s=45.6e9, mfu=0.412).speed == "1234.5 images/s  45.6 GFLOP/s (mfu 41 %)  lr 0.02"
+    assert "(mfu ~41 %)" in NOW._replace(flops_per_s=1e7, mfu=0.412, peak_is_measured=True).line
+
+
 def test_lines_come_every_few_seconds_and_at_the_end():
     out = io.StringIO()
     plain = Plain(out, line_s=3600)

@@ -54,7 +54,7 @@ def test_every_bucket_has_its_track_in_its_order():
     tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     assert [tracks[label] - FIRST_BUCKET for label in reversed(labels)] == [0, 1, 2]
     waits = [e for e in events if e.get("cat") == "wait"]
-    assert [e["tid"] for e in waits] == [tracks["wait"]]
+    assert [e["tid"] for e in waits] == [tracks["exchange and sync"]]
 
 
 def test_of_some_steps():

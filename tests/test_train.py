@@ -216,7 +216,6 @@ def test_help_lists_every_field_with_its_meaning():
             "task",
             "loss",
             "fallback",
-            "sinks",
             "callbacks",
             "data",
             "optim",

@@ -29,11 +29,18 @@ class Order:
         self._places: tuple[int, ...] = ()  # of each leaf: which equation of the program gives it
         self._is_shared = False
 
-    def of(self, function: Callable[..., tuple]) -> Callable[..., tuple]:
-        """The same function; when it is traced, the order of its first result's leaves is noted."""
+    def of(
+        self, function: Callable[..., tuple], traced_as: Callable[[jax.extend.core.Jaxpr], None] = lambda jaxpr: None
+    ) -> Callable[..., tuple]:
+        """The same function; when it is traced, the order of its first result's leaves is noted.
+
+        Args:
+            traced_as: gets its program, too.
+        """
 
         def noted(*args: PyTree) -> tuple:
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+            traced_as(traced.jaxpr)
             self._places = places(traced.jaxpr)[: len(jax.tree.leaves(shapes[0]))]
             results = jax.extend.core.jaxpr_as_fun(traced)(*jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(shapes), results)

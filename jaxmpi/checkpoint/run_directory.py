@@ -259,8 +259,11 @@ def saved_steps(record: Path) -> list[int]:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename an earlier record and checkpoints to record.1.jsonl and checkpoints.1, or the next free number."""
-    held = [path for path in (folder / "record.jsonl", folder / "checkpoints") if path.exists()]
+    """Rename an earlier record and checkpoints to record.1.jsonl and checkpoints.1, or the next free number.
+
+    With them goes the run's identity at the services of sinks, since another run begins.
+    """
+    held = [path for name in ("record.jsonl", "sinks.json", "checkpoints") if (path := folder / name).exists()]
     for number in itertools.count(1):
         asides = [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in held]
         if not any(map(os.path.lexists, asides)):
@@ -487,7 +490,6 @@ NOT_THE_NUMBERS = (
         "quiet",
         "trace",
         "profile",
-        "tensorboard",
         "sinks",
         "stall_timeout_s",
         "on_stall",

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import tyro
 
-from jaxmpi.config.schema import Experiment
+from jaxmpi.config.schema import WORDS, Experiment
 
 
 def flags(part: Any, prefix: str = "") -> dict[str, Any]:
@@ -42,8 +42,12 @@ def with_objects(part: Any, original: Any) -> Any:
     hints = get_type_hints(type(part), include_extras=True)
     values = {}
     for f in dataclasses.fields(part):
-        if tyro.conf.Suppress in getattr(hints[f.name], "__metadata__", ()):
+        marks = getattr(hints[f.name], "__metadata__", ())
+        if tyro.conf.Suppress in marks:
             values[f.name] = getattr(original, f.name)
+        elif WORDS in marks:
+            words = [each for each in getattr(part, f.name) if isinstance(each, str)]
+            values[f.name] = (*words, *(each for each in getattr(original, f.name) if not isinstance(each, str)))
         elif dataclasses.is_dataclass(hints[f.name]):
             values[f.name] = with_objects(getattr(part, f.name), getattr(original, f.name))
     return dataclasses.replace(part, **values)

@@ -1,4 +1,7 @@
-"""Names that fields and flags had in 0.1; accepted for one more version, with a line that has the new name."""
+"""Names that fields and flags had in 0.1; accepted for one more version, with a line that has the new name.
+
+Some are switches that a word of another field stands for now.
+"""
 
 import dataclasses
 import functools
@@ -20,6 +23,8 @@ RENAMED = {
     "recover": "on_nonfinite",
     "stall_s": "stall_timeout_s",
 }
+# Switches that are a word of another field now.
+WORDS = {"tensorboard": ("sinks", "tensorboard")}
 
 
 def takes_old_names(part: str = "") -> Callable[[type[T]], type[T]]:
@@ -52,6 +57,12 @@ def takes_old_names(part: str = "") -> Callable[[type[T]], type[T]]:
                 )
                 warnings.warn(f"{cls.__name__}: {name} is {old[name]} now", FutureWarning, stacklevel=2)
                 kwargs[old[name]] = kwargs.pop(name)
+            for name, (field, word) in WORDS.items():
+                if name not in kwargs or field not in fields:
+                    continue
+                warnings.warn(f"{cls.__name__}: {name} is {field}=({word!r},) now", FutureWarning, stacklevel=2)
+                others = tuple(each for each in kwargs.get(field, ()) if each != word)
+                kwargs[field] = (*others, word) if kwargs.pop(name) else others
             init(self, *args, **kwargs)
 
         cls.__init__ = renaming
@@ -79,5 +90,18 @@ def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]
         if new != name:
             check(new not in given, f"got {name} and {new}, which are one flag; give {new} alone")
             say(f"{name} is {new} now")
-        found.append(new + equals + value)
+        words = as_words(name)
+        if words:
+            check(words[0] not in given, f"got {name} and {words[0]}; give {words[0]} alone, with all its words")
+            say(f"{name} is {' '.join(words)} now")
+        found += words or [new + equals + value]
     return found
+
+
+def as_words(flag: str) -> list[str]:
+    """`--sinks tensorboard` for the switch `--tensorboard`, `--sinks` for `--no-tensorboard`; empty if it is none."""
+    name = flag.removeprefix("--")
+    if not flag.startswith("--") or name.removeprefix("no-") not in WORDS:
+        return []
+    field, word = WORDS[name.removeprefix("no-")]
+    return [f"--{field}"] if name.startswith("no-") else [f"--{field}", word]

@@ -7,7 +7,7 @@ Importing this file starts neither MPI nor a device.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -19,6 +19,11 @@ from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check, lookup
 
+WORDS = "words"  # marks a tuple of words and objects: flags name its words, and an experiment file both
+if TYPE_CHECKING:
+    Sinks = tuple[str | Callable[[dict[str, Any]], None], ...]
+else:  # as the command line's parser is to see it
+    Sinks = Annotated[tuple[str, ...], WORDS]
 # What a job does that gets no further.
 ON_STALL = {"abort": "ends, with a code other than 0", "warn": "says so and goes on"}
 # What becomes of a step whose gradients or loss are not finite.
@@ -85,8 +90,7 @@ class Experiment:
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
-    tensorboard: bool = False  # lines of the record to TensorBoard, too, in the run directory
-    sinks: InPython[tuple[Callable[[dict[str, Any]], None], ...]] = ()  # get every line of the record
+    sinks: Sinks = ()  # csv, mlflow, tensorboard, trackio, wandb: get every line of the record; functions may, too
     callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
     compute_only_every: int = (
         200  # steps between steps without exchange, on a copy, if only they tell its time; 0 = never
@@ -140,6 +144,11 @@ class Experiment:
         check(self.monitor_mode in ("min", "max"), f"monitor_mode: got {self.monitor_mode!r}; expected min or max")
         lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
         lookup(ON_STALL, self.on_stall, "on_stall")
+        check(isinstance(self.sinks, (tuple, list)), f"sinks: got {self.sinks!r}; expected a tuple, as ('csv',)")
+        for sink in self.sinks:
+            check(
+                isinstance(sink, str) or callable(sink), f"sinks: got {sink!r}; expected a word or a function of a dict"
+            )
         for name in ("compute_only_every", "stall_timeout_s"):
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
         for name in ("trace", "profile"):

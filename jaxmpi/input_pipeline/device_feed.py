@@ -131,9 +131,14 @@ class DeviceFeed:
         return getattr(self.source, "bytes_each", 0)
 
     @property
+    def tokens_each(self) -> float:
+        """Mean tokens of text that an example predicts; 0 if examples are no text."""
+        return getattr(self.source, "tokens_each", 0)
+
+    @property
     def tokens_per_byte(self) -> float:
         """Tokens that a byte of text becomes, on average; 1 if examples are no text."""
-        return getattr(self.source, "tokens_each", 0) / self.bytes_each if self.bytes_each else 1.0
+        return self.tokens_each / self.bytes_each if self.bytes_each else 1.0
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[train_state.Batch, None, None]:
         """Batches on the devices of this process's workers, with a leading axis of workers if there are several.

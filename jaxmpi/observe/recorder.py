@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.core.files import write_all, write_whole, writing
-from jaxmpi.observe import sinks
-from jaxmpi.observe.sinks import Sink
+from jaxmpi.observe.flops import Work
+from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import PARTS, SOURCES, Summary, known, own_of, spreads
 from jaxmpi.observe.terminal import Plain, Progress, Silent, Terminal
 from jaxmpi.runtime.spans import Span
@@ -32,6 +32,19 @@ CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
 COMPUTE = [*PARTS].index("compute")
 BEHIND = 1.1  # times the median: a rank that is reported as slow
 MOST_RANKS = 64  # values in a line; with more ranks, the slowest of each group of neighbours
+
+
+class Unit(NamedTuple):
+    """The unit of a run's speed."""
+
+    name: str = "images"  # | tokens | examples
+    each: float = 1.0  # in an example
+    bytes_each: float = 0.0  # mean bytes of text that an example predicts; 0 if it is no text
+
+    @property
+    def counted(self) -> str:
+        """What examples are called: images, or examples."""
+        return "images" if self.name == "images" else "examples"
 
 
 class Recorder:
@@ -44,7 +57,7 @@ class Recorder:
         terminal: Terminal | None = None,
         sinks: Sequence[Sink] = (),
         hosts: Sequence[str] = (),
-        bytes_each: float = 0,
+        unit: Unit = Unit(),  # noqa: B008 of values that never change
     ) -> None:
         """Open RUN/record.jsonl for appending; `run_dir` is None on ranks other than 0.
 
@@ -53,9 +66,9 @@ class Recorder:
             terminal: shows rank 0's output.
             sinks: get every line, too.
             hosts: names, by rank.
-            bytes_each: mean bytes of text that an example predicts; 0 for images.
+            unit: of the speed.
         """
-        self._unit, self._each = ("bytes", bytes_each) if bytes_each else ("images", 1)
+        self._unit = unit
         self._file = opened(run_dir / "record.jsonl") if run_dir else None
         self._terminal = (terminal or Plain(sys.stdout)) if run_dir else Silent()
         self._sinks, self._hosts = list(sinks) if run_dir else [], hosts
@@ -63,7 +76,7 @@ class Recorder:
         self._start = self._begin - elapsed_s
         self._window = self._begin, 0
         self._compute_s = 0.0  # in steps, since this start
-        self._classic, self._buckets, self._is_warm = Classic(), Buckets(), False
+        self._classic, self._buckets, self._is_warm = Classic(unit.counted), Buckets(), False
 
     def elapsed_s(self) -> float:
         """Seconds of training so far, earlier parts of a resumed run included."""
@@ -105,7 +118,7 @@ class Recorder:
             row = {"kind": kind, **{name: jsonable(value) for name, value in fields.items()}}
             with writing(Path(self._file.name)):
                 write_all(self._file, (json.dumps(row) + "\n").encode())
-            sinks.send(self._sinks, row)
+            send(self._sinks, row)
 
     def train(
         self,
@@ -123,9 +136,10 @@ class Recorder:
         images: int = 0,
         noted: Sequence[Span] = (),
         worker_steps: Sequence[int] = (),
+        work: Work | None = None,
         **more: float,
     ) -> None:
-        """Write a progress line, with images/s (bytes/s for text) since the last one.
+        """Write a progress line, with the speed since the last one: images/s, tokens/s (and bytes/s) or examples/s.
 
         Args:
             wait_s: seconds that a worker has waited for batches so far, mean over workers.
@@ -135,18 +149,28 @@ class Recorder:
             images: in these steps.
             noted: this rank's spans of these steps.
             worker_steps: steps of each worker under an asynchronous rule; shown on the terminal.
+            work: of a step, if it is known.
             more: fields of the record that only some runs have.
         """
         now = time.monotonic()
         since, before = self._window
-        per_s = (examples - before) * self._each / max(now - since, 1e-9)
+        examples_per_s = (examples - before) / max(now - since, 1e-9)
+        per_s = {f"{self._unit.name}_per_s": examples_per_s * self._unit.each}
+        per_s |= {"bytes_per_s": examples_per_s * self._unit.bytes_each} if self._unit.bytes_each else {}
+        flops = work.fields(examples_per_s) if work else {}
         self._window = now, examples
         told: dict[str, Any] = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
-        told |= {"loss": loss, f"{self._unit}_per_s": per_s}
+        told |= {"loss": loss, **per_s}
         told |= ({} if lr is None else {"lr": lr}) | {"wait_s": wait_s, "skipped": skipped}
-        told |= {"gradient_norm": gradient_norm, **more}
-        shown = Progress(step, total_steps, epoch, loss, per_s, lr, told["elapsed_s"], skipped, unit=self._unit)
-        shown = shown._replace(worker_steps=tuple(worker_steps))
+        told |= {"gradient_norm": gradient_norm, **flops, **more}
+        speed = examples_per_s * self._unit.each
+        shown = Progress(step, total_steps, epoch, loss, speed, lr, told["elapsed_s"], skipped, unit=self._unit.name)
+        shown = shown._replace(
+            worker_steps=tuple(worker_steps),
+            flops_per_s=flops.get("model_flops_per_s"),
+            mfu=flops.get("mfu"),
+            peak_is_measured=bool(work and work.peak and work.peak.source == "measured"),
+        )
         if anatomy:
             slowest = self._slowest(anatomy.own_s)
             told |= self._of_anatomy(anatomy, now) | {"slowest": slowest}
@@ -190,7 +214,7 @@ class Recorder:
 
         For text also eval_bits_per_byte = eval_loss / ln 2 x the tokens of a byte.
         """
-        if self._unit == "bytes" and means:
+        if self._unit.bytes_each and means:
             means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2) * tokens_per_byte
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
@@ -205,7 +229,7 @@ class Recorder:
         self.say(f"step {step}  evaluation on {eval_count}: {shown}  {self.elapsed_s():.1f} s")
 
     def start_window(self, examples: int) -> None:
-        """Begin a new window of images/s, because the time in between was not training."""
+        """Begin a new window of the speed, because the time in between was not training."""
         self._window = time.monotonic(), examples
 
     def go_back(self, step: int) -> None:
@@ -223,7 +247,7 @@ class Recorder:
     def close(self) -> None:
         """Close the record, the sinks and the panel."""
         self._terminal.close()
-        sinks.close(self._sinks)
+        close(self._sinks)
         if self._file:
             self._file.close()
 
@@ -271,10 +295,11 @@ class Buckets:
 
 
 class Classic:
-    """Time of 5,120 images at any batch size: the time since the last line, scaled."""
+    """Time of 5,120 examples at any batch size: the time since the last line, scaled."""
 
-    def __init__(self) -> None:
-        """Nothing measured yet."""
+    def __init__(self, counted: str = "images") -> None:
+        """Nothing measured yet, of examples that are called so."""
+        self.counted = counted
         self.spent, self.images = np.zeros((len(PARTS), 0)), 0  # seconds of every rank
         self.sources: set[str] = set()  # of the exchange times since the last line
 
@@ -299,14 +324,14 @@ class Classic:
         train_s = mean["compute"] + mean["transfer"] + mean["other"]
         told = {"train_s": train_s, "sync_s": mean["sync"], "comm_s": mean["exchange"], "wait_s": mean["data"]}
         own_s = own_of(each).tolist()
-        place = {"images": CLASSIC, "time_s": sum(told.values()), **told, "exchange_time": source}
+        place = {self.counted: CLASSIC, "time_s": sum(told.values()), **told, "exchange_time": source}
         if source == "unknown":
             place |= {"sync_s": None, "comm_s": None}
         return {**place, "anatomy": listed(known(spreads(each, counted), source)), "own_s": own_s}
 
 
 def classic_line(fields: dict[str, Any]) -> str:
-    """Theano-MPI's line: time of computation, waits for other ranks, exchange, and waits for data.
+    """Theano-MPI's line in its words: train (compute, transfer, other), sync, comm (exchange), wait (data).
 
     An estimate has `~` before it; an unknown time is `-` and counts in `train`.
     """
@@ -314,7 +339,8 @@ def classic_line(fields: dict[str, Any]) -> str:
     shown = {name: fields[f"{name}_s"] for name in ("train", "sync", "comm", "wait")}
     texts = {name: "-" if s is None else f"{mark * (name != 'wait')}{s:.2f}" for name, s in shown.items()}
     parts = " ".join(f"{name} {text}" for name, text in texts.items())
-    return f"time per {fields['images']} images: {fields['time_s']:.2f} ({parts})"
+    counted = "images" if "images" in fields else "examples"
+    return f"time per {fields[counted]} {counted}: {fields['time_s']:.2f} ({parts})"
 
 
 def per_block(ranks: int) -> int:

@@ -19,6 +19,7 @@ from jaxmpi.runtime.screen import columns_of
 
 MOST_WORKERS = 8  # whose steps are shown one by one
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
     "data": "yellow",
@@ -48,6 +49,9 @@ class Progress(NamedTuple):
     estimated: bool = False
     unit: str = "images"
     worker_steps: tuple[int, ...] = ()  # by worker, under asynchronous rules
+    flops_per_s: float | None = None  # model FLOP/s, if they are known
+    mfu: float | None = None
+    peak_is_measured: bool = False  # that `mfu` is a share of
 
     @property
     def made(self) -> str:
@@ -59,8 +63,10 @@ class Progress(NamedTuple):
 
     @property
     def speed(self) -> str:
-        """How fast it goes, and by which learning rate."""
-        return f"{self.per_s:.1f} {self.unit}/s" + ("" if self.lr is None else f"  lr {self.lr:.3g}")
+        """How fast it goes, and by which learning rate; a share of a measured peak has `~` before it."""
+        mfu = "" if self.mfu is None else f" (mfu {'~' * self.peak_is_measured}{100 * self.mfu:.0f} %)"
+        flops = "" if self.flops_per_s is None else f"  {prefixed(self.flops_per_s)}FLOP/s{mfu}"
+        return f"{self.per_s:.1f} {self.unit}/s{flops}" + ("" if self.lr is None else f"  lr {self.lr:.3g}")
 
     @property
     def line(self) -> str:
@@ -76,6 +82,12 @@ class Progress(NamedTuple):
                 *([self.made] if self.made else []),
             ]
         )
+
+
+def prefixed(value: float) -> str:
+    """Three digits and a prefix: `12.3 G`."""
+    factor, prefix = next((row for row in PREFIXES if value >= row[0]), PREFIXES[-1])
+    return f"{value / factor:.3g} {prefix}"
 
 
 def percents(shares: Mapping[str, float], estimated: bool) -> list[tuple[str, str]]:
@@ -96,7 +108,7 @@ class Terminal(Protocol):
         ...
 
     def classic(self, text: str) -> None:
-        """Show the time of 5,120 images."""
+        """Show the time of 5,120 examples."""
         ...
 
     def evaluated(self, name: str, text: str, value: float) -> None:

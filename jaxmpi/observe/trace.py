@@ -135,13 +135,18 @@ def named(what: str, rank: int, track: int, name: str) -> Event:
 
 def track_of(span: Span) -> str:
     """The track's name: a bucket's own while it travels."""
-    return span.name if span.track == "travel" else span.track
+    return span.name if span.track == "travel" else shown(span.track)
+
+
+def shown(track: str) -> str:
+    """A track's name in the words for the parts of a step: of a wait one rank alone cannot tell which it is."""
+    return "exchange and sync" if track == "wait" else track
 
 
 def numbers(noted: Sequence[Span]) -> dict[str, int]:
     """Tracks by name, numbered in display order."""
     buckets = sorted({span.name for span in noted if span.track == "travel"}, key=bucket_number)
-    fixed = [track for track in TRACKS if track != "travel"]
+    fixed = [shown(track) for track in TRACKS if track != "travel"]
     return {name: i for i, name in enumerate(fixed)} | {name: FIRST_BUCKET + i for i, name in enumerate(buckets)}
 
 

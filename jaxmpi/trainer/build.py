@@ -30,6 +30,7 @@ from jaxmpi.core import errors, train_state
 from jaxmpi.core.pytrees import PyTree, tree_digest
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
+from jaxmpi.observe.flops import StepFlops
 from jaxmpi.observe.step_timing import ComputeOnlyStep
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.recover.replica_check import fingerprints_by
@@ -203,6 +204,7 @@ class Functions(NamedTuple):
     ]  # of one worker: (params, model state, batch) -> outputs
     strategy: str
     form: str  # which jits the step is made of, for the log
+    flops: StepFlops  # of a worker's gradients
     asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
     why: str = ""  # what `auto` came to, for the log
     lone: ComputeOnlyStep | None = None  # if nothing else tells the time of an exchange
@@ -282,7 +284,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     the gradients for itself.
     """
     gradients, evaluate, predict = pieces(experiment, workers, plan)
-    order, once = Order(), workers.comm.jit
+    order, once, flops = Order(), workers.comm.jit, StepFlops()
     to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
@@ -297,20 +299,20 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = base.NoExchange()
         rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
-        compiled = order.shared(to_share(order.of(gradients)), workers.processes)
+        compiled = order.shared(to_share(order.of(gradients, flops.count)), workers.processes)
         checked = once(steps.or_before) if skips else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         form = f"split form: gradients, exchange and update are jits of their own; {why}"
         eval_params, lone = rule.eval_params or own_params, ComputeOnlyStep(mute.during(step), True)
         hashed = fingerprints_by(once, workers)
         return Functions(
-            rule, step, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, lone=lone
+            rule, step, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, flops, lone=lone
         )
     gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
     eval_params = rule.eval_params or own_params
     checked = steps.or_before if skips else None
-    step = partial(steps.train_step, gradients=order.of(gradients), rule=rule, guard=checked)
+    step = partial(steps.train_step, gradients=order.of(gradients, flops.count), rule=rule, guard=checked)
     still = base.NoExchange(is_on=True).of(exchange_of(False))
     quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
@@ -320,14 +322,14 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         form, lone = f"fused form: one jit; {why}", None if is_beside else ComputeOnlyStep(jax.jit(quiet), False)
         hashed = fingerprints_by(once, workers)
         return Functions(
-            rule, jitted, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, lone=lone
+            rule, jitted, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, flops, lone=lone
         )
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
     evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
     hashed = fingerprints_by(over, workers)
     train_step, lone = over(step, donate=(0,)), ComputeOnlyStep(over(quiet), False)
-    return Functions(rule, train_step, evaluate, mean, params, hashed, predict, strategy, form, lone=lone)
+    return Functions(rule, train_step, evaluate, mean, params, hashed, predict, strategy, form, flops, lone=lone)
 
 
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:

@@ -24,7 +24,9 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import HeldFolder, write_whole
 from jaxmpi.model.check import check_model
+from jaxmpi.observe.flops import peak_of_all
 from jaxmpi.observe.recorder import FORMAT, Recorder, cut_record
+from jaxmpi.observe.sinks.registry import check_sinks
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
@@ -143,7 +145,8 @@ def train_until(
 
 
 def check_before_data(experiment: Experiment) -> None:
-    """Raise `UsageError` unless the model, if there is one, gives what the trainer takes."""
+    """Raise `UsageError` unless the sinks are known, and the model, if there is one, gives what the trainer takes."""
+    check_sinks(experiment.sinks)
     spec = spec_of(experiment)
     if spec:  # of a row with a loss of its own the labels, and so the loss, are known with the data
         loss = experiment.loss if spec.labels == "classes" else None
@@ -200,16 +203,26 @@ def run_in(
         cut_record(folder / "record.jsonl", start if there is None else -1)
     hosts = workers.processes.allgather_object(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+<<<<<<< HEAD
     go_on(experiment, workers, plan, saved)
     bytes_each = plan.feed.bytes_each
     each = (elapsed_s, hosts, bytes_each)
     recorder = open_recorder(experiment, folder, *each) if is_first else Recorder(None, elapsed_s)
+=======
+    plan.feed.skipped = skipped_of(saved, workers)
+    callbacks.restore(experiment.callbacks, saved.extra.get("callbacks", []) if saved and there is None else [])
+    peak = peak_of_all(workers, experiment.compute_dtype)
+    recorder = Recorder(None, elapsed_s)
+    if is_first:
+        recorder = open_recorder(experiment, folder, elapsed_s, hosts, plan.feed)
+>>>>>>> sinks
     if is_first:
         facts = run_directory.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
             "asked": functions.asked,
             "effective_batch": plan.clock.effective_batch,
             "scaled_for": plan.scaled_for,
             "format": FORMAT,
+            **({"peak_flops_per_s": peak.flops_per_s, "peak": peak.source} if peak else {}),
         }
         write_whole(folder / "config.json", (json.dumps(facts, indent=2) + "\n").encode())
         recorder.write("run", **facts)
@@ -231,7 +244,9 @@ def run_in(
     pact = shrink.pact(experiment, workers, recorder if is_first else None)
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
-    run = assembled(home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact)
+    run = assembled(
+        home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact, peak
+    )
     if isinstance(saved, Start):
         with contextlib.closing(recorder):
             return run_asynchronously(run, saved, hosts) if start < plan.clock.total_steps else {}

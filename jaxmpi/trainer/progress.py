@@ -10,13 +10,16 @@ import numpy as np
 
 from jaxmpi.comm.topology import Workers, rows
 from jaxmpi.config.schema import Experiment
+from jaxmpi.input_pipeline.device_feed import DeviceFeed
+from jaxmpi.observe.flops import Peak, StepFlops, Work
 from jaxmpi.observe.gradient_noise import Means, Noise
-from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.sinks import TensorBoard
+from jaxmpi.observe.recorder import Recorder, Unit
+from jaxmpi.observe.sinks.registry import open_sinks
 from jaxmpi.observe.step_timing import Summary, Window, flat, summary
 from jaxmpi.observe.terminal import open_terminal
 from jaxmpi.observe.trace import Tracer
 from jaxmpi.recover.decisions import check_budget
+from jaxmpi.tasks.registry import TASKS, spec_of
 from jaxmpi.trainer.build import TrainingPlan
 from jaxmpi.trainer.callbacks import Callback, rate_factor
 from jaxmpi.trainer.step import Metrics
@@ -36,7 +39,7 @@ class Done(NamedTuple):
     skipped: int  # corrupt examples so far
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ProgressLog:
     """Progress lines of a run."""
 
@@ -47,6 +50,8 @@ class ProgressLog:
     noise: Noise | None  # if the rule measures it
     max_skipped: float  # share of the data
     callbacks: Sequence[Callback] = ()  # the user's own
+    flops: StepFlops
+    peak: Peak | None  # of all workers' devices, if it is known
 
     def sums(self, step: int, metrics: Metrics) -> np.ndarray:
         """f64[SUMS] of a step of this process's workers."""
@@ -103,8 +108,15 @@ class ProgressLog:
         lr = plan.lr_of(step)
         rate = None if lr is None else lr * rate_factor(self.callbacks)
         place = {"total_steps": plan.clock.total_steps, "lr": rate}
-        self.recorder.train(step=step, **place, **done._asdict(), anatomy=seen, **more)
+        self.recorder.train(step=step, **place, **done._asdict(), anatomy=seen, work=self._work(), **more)
         check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), self.max_skipped)
+
+    def _work(self) -> Work | None:
+        """Model FLOPs of a step of all workers, if those of a worker's gradients are known."""
+        if self.flops.of_worker is None:
+            return None
+        batch = self.plan.clock.effective_batch
+        return Work(self.flops.of_worker * batch / self.plan.feed.samplers[0].local_batch, batch, self.peak)
 
     def _noise(self, local: float, mean: float, count: float) -> dict[str, float]:
         """Fields of the record on the noise of gradients, if it was measured."""
@@ -112,8 +124,18 @@ class ProgressLog:
 
 
 def open_recorder(
-    experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str], bytes_each: float
+    experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str], feed: DeviceFeed
 ) -> Recorder:
     """The record, the sinks and the terminal; hosts are names by rank."""
-    sinks = [*experiment.sinks, *([TensorBoard(folder / "tensorboard")] if experiment.tensorboard else [])]
-    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts, bytes_each)
+    sinks = open_sinks(experiment.sinks, folder)
+    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts, unit_of(experiment, feed))
+
+
+def unit_of(experiment: Experiment, feed: DeviceFeed) -> Unit:
+    """The unit of speed that suits the examples: tokens of language models, images if they are, else examples."""
+    model = feed.model
+    if model is not None and spec_of(experiment) is TASKS["language-model"]:
+        return Unit("tokens", feed.tokens_each or math.prod(model.label_shape), feed.bytes_each)
+    image = model.example() if model else feed.example().get("image")
+    is_image = len(getattr(image, "shape", ())) == 4 and not (model and model.takes_tokens)
+    return Unit("images" if is_image else "examples")

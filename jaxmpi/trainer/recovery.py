@@ -14,6 +14,7 @@ from jaxmpi.comm.control import Processes
 from jaxmpi.comm.topology import gather_mortal, put
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.train_state import TrainState, worker_key
+from jaxmpi.observe.flops import peak_of_all
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures
@@ -101,7 +102,8 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     state = state._replace(key=worker_key(experiment.seed, worker))
     recorder = handed_over(run, control, step - is_late, ends)
     states = {worker: jax.tree.map(np.asarray, state)}
-    parts = (states, run.notice, run.guard.recovery, run.profiler, pact)
+    peak = peak_of_all(workers, experiment.compute_dtype)
+    parts = (states, run.notice, run.guard.recovery, run.profiler, pact, peak)
     run = assembled(run.saver.home, experiment, workers, plan, functions, recorder, *parts)
     recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
     recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
@@ -125,7 +127,7 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     assert pact is not None
     if pact.recorder is None:
         hosts = [socket.gethostname()] * control.size
-        each = (run.recorder.elapsed_s(), hosts, run.plan.feed.bytes_each)
+        each = (run.recorder.elapsed_s(), hosts, run.plan.feed)
         with run_directory.still_usable():
             run_directory.lock(run.saver.home, ends)
             pact.recorder = open_recorder(run.experiment, run.folder, *each)

@@ -16,6 +16,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.train_state import TrainState
+from jaxmpi.observe.flops import Peak
 from jaxmpi.observe.gradient_noise import Noise
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.trace import Profiler, Tracer
@@ -71,6 +72,7 @@ def assembled(
     recovery: decisions.Recovery,
     profiler: Profiler,
     pact: shrink.ShrinkCoordinator | None,
+    peak: Peak | None,
 ) -> "Run":
     """All that the loop needs, for these workers; all ranks come here together."""
     control = workers.processes
@@ -90,7 +92,17 @@ def assembled(
         saver=saver,
         notice=notice,
         guard=guard.Guard(votes, recovery, workers, functions, saver, recorder),
-        log=ProgressLog(plan, workers, recorder, tracer, noise, experiment.data.max_skipped, experiment.callbacks),
+        log=ProgressLog(
+            plan=plan,
+            workers=workers,
+            recorder=recorder,
+            tracer=tracer,
+            noise=noise,
+            max_skipped=experiment.data.max_skipped,
+            callbacks=experiment.callbacks,
+            flops=functions.flops,
+            peak=peak,
+        ),
         profiler=profiler,
         pact=pact,
         callbacks=[InjectFaults(), Profile(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],

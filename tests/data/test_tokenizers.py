@@ -157,9 +157,9 @@ def test_too_few_tokens_for_a_window_are_counted_in_tokens(folder):
 
 
 def test_the_record_has_bits_of_bytes(tmp_path):
-    from jaxmpi.observe.recorder import Recorder
+    from jaxmpi.observe.recorder import Recorder, Unit
 
-    record = Recorder(tmp_path, bytes_each=6)
+    record = Recorder(tmp_path, unit=Unit("tokens", 3, bytes_each=6))
     record.evaluation(step=1, epoch=1.0, examples=3, eval_count=3, tokens_per_byte=0.5, eval_loss=math.log(4))
     record.close()
     assert '"eval_bits_per_byte": 1.0' in (tmp_path / "record.jsonl").read_text()

@@ -1,0 +1,211 @@
+"""Floating-point operations of a step, and the most that its devices could do.
+
+Counted are matrix products and convolutions, 2 for a multiplication with its addition, as the field counts model FLOPs:
+all else takes few. They are counted in the program that is traced for the step, so it costs no compilation. XLA's
+own analysis counts the same products (tests/test_flops.py), but the body of a loop once, however often it runs: slices
+of a batch, layers in `lax.scan`. It also counts what `jax.checkpoint` computes anew.
+"""
+
+import functools
+import re
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jaxmpi.comm.topology import Workers
+from jaxmpi.runtime.affinity import core_mask, cores
+
+Jaxpr = jax.extend.core.Jaxpr
+Shape = tuple[int, ...]
+# How names of primitives begin that may hold products which nothing tells.
+OPAQUE = ("cudnn_fusion", "dot_product_attention", "ffi_call", "pallas_call", "ragged_dot", "scaled_matmul")
+ANEW = "rematted_computation"  # in the names of operations that `jax.checkpoint` does a second time
+
+# ---------------------------------------------------------------- of a program
+
+
+class Uncounted(Exception):
+    """A program whose operations cannot be counted."""
+
+
+def flops_of(jaxpr: Jaxpr) -> float | None:
+    """Model FLOPs of a program on one device; None if a part of it cannot be counted."""
+    used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # XLA leaves the rest out, too
+    try:
+        return sum(map(flops_of_equation, used.eqns))
+    except Uncounted:
+        return None
+
+
+def flops_of_equation(equation: Any) -> float:
+    """Model FLOPs of an equation, of loops all turns, of branches the dearest.
+
+    Raises:
+        Uncounted: a call into another library, or a loop with products that runs as long as its data say.
+    """
+    name, params = equation.primitive.name, equation.params
+    if ANEW in str(equation.source_info.name_stack):
+        return 0.0
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        depth = np.prod([equation.invars[0].aval.shape[i] for i in contracted])
+        return 2.0 * equation.outvars[0].aval.size * float(depth)
+    if name == "conv_general_dilated":
+        image, kernel, out = (var.aval.shape for var in (*equation.invars, *equation.outvars))
+        return convolution(image, kernel, out, params)
+    if name.startswith(OPAQUE):
+        raise Uncounted
+    inner = [sum(map(flops_of_equation, body.eqns)) for body in jax.extend.core.jaxprs_in_params(params)]
+    if name == "while" and any(inner):
+        raise Uncounted
+    if name == "cond":
+        return max(inner)
+    return sum(inner) * params.get("length", 1) if name == "scan" else sum(inner)
+
+
+def convolution(image: Shape, kernel: Shape, out: Shape, params: dict[str, Any]) -> float:
+    """FLOPs of a convolution; zeros of the padding and between inputs are not multiplied, as XLA counts."""
+    layout = params["dimension_numbers"]
+    pairs = 1.0
+    for i, (stride, (low, _), spread, apart) in enumerate(
+        zip(params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"], strict=True)
+    ):
+        places = np.arange(out[layout.out_spec[2 + i]])[:, None] * stride - low
+        places = places + np.arange(kernel[layout.rhs_spec[2 + i]]) * apart
+        inputs = image[layout.lhs_spec[2 + i]]
+        pairs *= ((places >= 0) & (places <= (inputs - 1) * spread) & (places % spread == 0)).sum()
+    batch, features = (out[axis] for axis in layout.out_spec[:2])
+    return 2.0 * batch * features * kernel[layout.rhs_spec[1]] * float(pairs)
+
+
+class StepFlops:
+    """Model FLOPs of the gradients of one worker, counted when they are traced."""
+
+    def __init__(self) -> None:
+        """Nothing has been traced."""
+        self.of_worker: float | None = None  # in one step
+
+    def count(self, jaxpr: Jaxpr) -> None:
+        """Take the program of a worker's gradients."""
+        self.of_worker = flops_of(jaxpr)
+
+
+# ---------------------------------------------------------------- of devices
+
+
+class Peak(NamedTuple):
+    """The most FLOP/s of one device or of all."""
+
+    flops_per_s: float
+    source: str  # "data sheet" | "measured"
+
+
+# Dense TFLOP/s of a device as JAX counts them, from the makers' data sheets: bfloat16, float32. By JAX's default a GPU
+# since Ampere multiplies float32 as TF32, and a TPU as bfloat16. The first name that `device_kind` has as words counts.
+TERAFLOPS: dict[str, tuple[float | None, float | None]] = {
+    "GB200": (2500.0, 1250.0),
+    "B200": (2250.0, 1125.0),
+    "GH200": (989.4, 494.7),
+    "H200 NVL": (835.5, 417.8),
+    "H200": (989.4, 494.7),
+    "H100 NVL": (835.5, 417.8),
+    "H100 PCIe": (756.0, 378.0),
+    "H100": (989.4, 494.7),
+    "A100": (312.0, 156.0),
+    "A40": (149.7, 74.8),
+    "A30": (165.0, 82.0),
+    "A10G": (70.0, 35.0),
+    "A10": (125.0, 62.5),
+    "L40S": (362.05, 183.0),
+    "L40": (181.05, 90.5),
+    "L4": (121.0, 60.0),
+    "RTX 6000 Ada": (364.2, 182.1),
+    "RTX A6000": (154.8, 77.4),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
+    "V100-SXM2": (None, 15.7),
+    "V100-PCIE": (None, 14.0),
+    "P100-SXM2": (None, 10.6),
+    "P100-PCIE": (None, 9.3),
+    "Tesla T4": (None, 8.1),
+    "TPU v6": (918.0, 918.0),
+    "TPU v5 lite": (197.0, 197.0),
+    "TPU v5e": (197.0, 197.0),
+    "TPU v5p": (459.0, 459.0),
+    "TPU v5": (459.0, 459.0),
+    "TPU v4": (275.0, 275.0),
+    "TPU v3": (61.5, 61.5),
+    "TPU v2": (22.5, 22.5),
+}
+OTHER_KIND = r"(?! (?:Ti|D|SUPER|Laptop|Max-Q)\b)"  # behind a name: a card with another chip
+MEASURE_S = 0.05
+
+
+def peak_of(device_kind: str, dtype: str) -> Peak | None:
+    """Peak of a device by its kind and the compute dtype; None if the table does not have it."""
+    is_whole = "MIG" not in device_kind.split()
+    names = (name for name in TERAFLOPS if re.search(rf"\b{re.escape(name)}\b{OTHER_KIND}", device_kind) and is_whole)
+    name = next(names, None)
+    peak = TERAFLOPS[name][dtype == "float32"] if name else None
+    return Peak(1e12 * peak, "data sheet") if peak else None
+
+
+@functools.cache
+def measured_peak(dtype: str) -> Peak:
+    """Peak of the cores of this process, by products of square matrices for MEASURE_S seconds."""
+    n = 512 * max(1, round(cores() ** 0.5))
+    square = jnp.ones((n, n), dtype)
+    product = jax.jit(jnp.matmul).lower(square, square).compile()
+    times_s: list[float] = []
+    while len(times_s) < 3 or sum(times_s) < MEASURE_S:
+        begin_s = time.perf_counter()
+        product(square, square).block_until_ready()
+        times_s.append(time.perf_counter() - begin_s)
+    return Peak(2.0 * n**3 / min(times_s), "measured")
+
+
+def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
+    """Peak of all workers' devices together; of CPUs that of rank 0's cores, for as many as all hosts lend to ranks.
+
+    Communicates: kinds of devices, or cores, once.
+    """
+    control = workers.processes
+    if jax.default_backend() == "cpu":
+        own = measured_peak(dtype) if control.rank == 0 else None  # while the others wait: ranks may share cores
+        lent = cores_of_hosts(control.allgather_object([socket.gethostname(), core_mask(), cores()]))
+        return own and own._replace(flops_per_s=own.flops_per_s * lent / cores())
+    mine = workers.mesh.local_devices if workers.mesh is not None else jax.local_devices()[:1]
+    kinds = [device.device_kind for device in mine] if control.rank < workers.size else []  # else it only serves
+    peaks = [peak_of(kind, dtype) for each in control.allgather_object(kinds) for kind in each]
+    known = [peak.flops_per_s for peak in peaks if peak]
+    return Peak(sum(known), "data sheet") if len(known) == len(peaks) else None
+
+
+def cores_of_hosts(ranks: Sequence[tuple[str, Sequence[int], int]]) -> int:
+    """Cores of all hosts that ranks run on, each once, from every rank's host, cores and number of cores it may use."""
+    hosts: dict[str, tuple[set[int], int]] = {}
+    for host, mask, count in ranks:
+        masks, counts = hosts.get(host, (set(), 0))
+        hosts[host] = masks | {*mask}, counts + count
+    return sum(min(len(masks) or counts, counts) for masks, counts in hosts.values())
+
+
+class Work(NamedTuple):
+    """A step's model FLOPs and what they are compared with."""
+
+    flops_per_step: float  # of all workers
+    examples: int  # of a whole step
+    peak: Peak | None  # of all workers' devices
+
+    def fields(self, examples_per_s: float) -> dict[str, float]:
+        """Fields of the record at this speed: a short step of an epoch counts as much as its examples."""
+        flops_per_s = self.flops_per_step * examples_per_s / self.examples
+        share = {"mfu": flops_per_s / self.peak.flops_per_s} if self.peak else {}
+        return {"flops_per_step": self.flops_per_step, "model_flops_per_s": flops_per_s, **share}

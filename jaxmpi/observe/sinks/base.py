@@ -1,0 +1,148 @@
+"""The contract of a sink, and how it is sent lines without harm to the run.
+
+A sink may be slow or fail: it speaks to a server or a database. `Background` gives it a thread of its own, and `send`
+drops one that raises.
+"""
+
+import json
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmpi.core.files import read_plain, write_whole
+
+Row = dict[str, Any]
+Sink = Callable[[Row], None]  # takes a line of the record, on rank 0; `close()`, if any, is called last
+MOST_WAITING = 10_000  # lines; a sink that is further behind gets no more
+GATHER_S = 1.0  # in which lines come together for one `flush`
+CLOSE_S = 60.0  # for the last lines
+IDS = "sinks.json"  # in the run directory: a run's identity at each service
+MOST_IDS_BYTES = 1 << 16
+
+
+def numbers(row: Row) -> dict[str, Any]:
+    """Numbers of a line by name, `train/loss`; of parts of a step the medians, `train/anatomy/compute`."""
+    kind = row["kind"]
+    found = {f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, (int, float))}
+    parts = row.get("anatomy", {})
+    return found | {f"{kind}/anatomy/{part}": spread[1] for part, spread in parts.items() if spread[1] is not None}
+
+
+# ---------------------------------------------------------------- the identity of a run
+
+
+def kept(run_dir: Path) -> dict[str, Any]:
+    """Identities of this run at services, by sink; empty if there are none yet."""
+    if not (run_dir / IDS).exists():
+        return {}
+    found = json.loads(read_plain(run_dir / IDS, MOST_IDS_BYTES, "a run's identities, no link; remove it"))
+    return found if isinstance(found, dict) else {}
+
+
+_keeping = threading.Lock()  # two sinks may begin at once
+
+
+def keep(run_dir: Path, name: str, identity: Any) -> None:
+    """Write the identity of this run at a service, which a resumed run goes on with."""
+    with _keeping:
+        write_whole(run_dir / IDS, (json.dumps(kept(run_dir) | {name: identity}, indent=2) + "\n").encode())
+
+
+# ---------------------------------------------------------------- lines on their way
+
+
+class Background:
+    """A sink in a thread of its own: training waits neither for its start nor for its lines.
+
+    An error of the sink is raised at the next line, or at the end. `flush()` of the sink, if any, is called after all
+    lines that wait, at most every GATHER_S seconds.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        """Begin to open the sink of this name."""
+        self.__name__, self._open, self._error = name, open_sink, None
+        self._rows: queue.Queue[Row] = queue.Queue(MOST_WAITING)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"jaxmpi sink {name}", daemon=True)
+        self._thread.start()
+
+    def __call__(self, row: Row) -> None:
+        """Hand over a line.
+
+        Raises:
+            TimeoutError: the sink is MOST_WAITING lines behind.
+            Exception: what the sink has raised.
+        """
+        self._check()
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full as error:
+            raise TimeoutError(f"{MOST_WAITING} lines wait for it") from error
+
+    def close(self) -> None:
+        """Wait for the last lines and the sink's own end, for CLOSE_S seconds at most.
+
+        Raises:
+            TimeoutError: it takes longer.
+            Exception: what the sink has raised.
+        """
+        self._is_closing.set()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._rows.qsize()} lines or its end wait after {CLOSE_S:.0f} s")
+        self._check()
+
+    def _check(self) -> None:
+        if self._error:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            sink = self._open()
+            while not self._is_closing.wait(GATHER_S):
+                self._write(sink)
+            self._write(sink)
+            getattr(sink, "close", lambda: None)()
+        except (Exception, SystemExit) as error:  # other people's code, as in `send`
+            self._error = error
+
+    def _write(self, sink: Sink) -> None:
+        while not self._rows.empty():
+            sink(self._rows.get_nowait())
+        getattr(sink, "flush", lambda: None)()
+
+
+def send(sinks: list[Sink], row: Row) -> None:
+    """Send a line to each sink; drop and report one that fails, so that it does not end the run."""
+    for sink in list(sinks):
+        try:
+            sink(dict(row))
+        except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
+            sinks.remove(sink)
+            tell(name_of(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
+
+
+def close(sinks: list[Sink]) -> None:
+    """Close the sinks that have a `close`."""
+    for sink in sinks:
+        try:
+            getattr(sink, "close", lambda: None)()
+        except (Exception, SystemExit) as error:
+            tell(name_of(sink), "failed while it was closed, and may lack its last lines", error)
+
+
+def name_of(sink: Sink) -> str:
+    """The word or the name of a sink, for messages."""
+    return getattr(sink, "__name__", type(sink).__name__)
+
+
+def tell(name: str, what: str, error: BaseException) -> None:
+    """Report on standard error that a sink failed."""
+    print(
+        f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them: {type(error).__name__}: {error}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,72 @@
+"""Sinks by word, one row each; a function of a line is one without a row."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmpi.core.errors import check, lookup
+from jaxmpi.observe.sinks.base import Background, Sink, tell
+from jaxmpi.observe.sinks.files import Csv, TensorBoard
+from jaxmpi.observe.sinks.services import Mlflow, Trackio, Wandb
+
+
+class SinkSpec(NamedTuple):
+    """A row."""
+
+    open: Callable[[Path], Sink]  # of a run directory
+    summary: str
+    packages: tuple[str, ...] = ()  # of which it imports one
+    install: str = ""  # of pip, to have the package
+    in_background: bool = False  # opened and written by a thread, because it waits for a server or a database
+
+
+SINKS: dict[str, SinkSpec] = {
+    "csv": SinkSpec(Csv, "tables in csv/, one for each kind of line"),
+    "mlflow": SinkSpec(
+        Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", ("mlflow",), "'jaxmpi[mlflow]'", in_background=True
+    ),
+    "tensorboard": SinkSpec(TensorBoard, "events in tensorboard/", ("tensorboardX", "torch"), "'jaxmpi[tensorboard]'"),
+    "trackio": SinkSpec(Trackio, "a run of trackio, local or in a Space", ("trackio",), "'jaxmpi[trackio]'"),
+    "wandb": SinkSpec(
+        Wandb,
+        "a run of Weights & Biases, offline without an API key",
+        ("wandb",),
+        "'jaxmpi[wandb]'",
+        in_background=True,
+    ),
+}
+
+
+def check_sinks(asked: Sequence[str | Sink]) -> None:
+    """Check that words have a row and its package is installed.
+
+    Raises:
+        UsageError: one has not: got, expected, way out.
+    """
+    for name in asked:
+        if isinstance(name, str):
+            spec = lookup(SINKS, name, "sink")
+            check(
+                not spec.packages or any(map(importlib.util.find_spec, spec.packages)),
+                f"sinks: got {name!r}; expected the package {' or '.join(spec.packages)}, which is not installed: pip "
+                f"install {spec.install}, or leave {name} out",
+            )
+
+
+def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
+    """The sinks of a run directory; one that cannot be opened is reported and left out."""
+    opened: list[Sink] = []
+    for given in asked:
+        sink = given
+        if isinstance(given, str):
+            spec = SINKS[given]
+            try:
+                sink = Background(given, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
+            except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
+                tell(given, "could not be opened and gets no lines", error)
+                continue
+        assert callable(sink)
+        opened.append(sink)
+    return opened

@@ -1,0 +1,150 @@
+"""Sinks that are trackers of experiments: Weights & Biases, trackio, MLflow.
+
+Each is set up by its own variables of the environment, such as WANDB_PROJECT or MLFLOW_TRACKING_URI, and says nothing
+on the run's terminal. The line of kind `run` becomes the run's configuration. The run's identity is kept in the run
+directory, so that a resumed run goes on there.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from jaxmpi.core.json_tree import flatten_json
+from jaxmpi.observe.sinks.base import Row, keep, kept, numbers
+
+PROJECT = "jaxmpi"  # unless the service's own variable names another
+MOST_TEXT = 500  # characters of a parameter
+MOST_METRICS = 1000  # of MLflow in one call
+
+
+class Wandb:
+    """A run of Weights & Biases; without an API key or with WANDB_MODE=offline in `wandb/`, for `wandb sync`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Begin the run, or go on with it."""
+        os.environ.setdefault("WANDB_SILENT", "true")  # before the import: it speaks before it has its settings
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE")
+        if not mode:  # without a key it would ask for one
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", run_dir.name),
+            id=kept(run_dir).get("wandb") or uuid.uuid4().hex[:8],
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            dir=str(run_dir),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+        )
+        self.run.define_metric("*", step_metric="step")  # its own steps may not go back
+        keep(run_dir, "wandb", self.run.id)
+
+    def __call__(self, row: Row) -> None:
+        """Log the numbers of a line by its step."""
+        if row["kind"] == "run":
+            self.run.config.update(
+                {name: value for name, value in row.items() if name != "kind"}, allow_val_change=True
+            )
+        elif "step" in row:
+            self.run.log({"step": row["step"], **numbers(row)})
+
+    def close(self) -> None:
+        """Send what is left."""
+        self.run.finish()
+
+
+class Trackio:
+    """A run of trackio, on this machine unless TRACKIO_SPACE_ID names a Space; `trackio show` shows it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Begin with the first line, which has the configuration."""
+        import trackio
+
+        self.trackio, self.run_dir, self.run = trackio, run_dir, None
+
+    def __call__(self, row: Row) -> None:
+        """Log the numbers of a line by its step."""
+        if self.run is None:
+            self.run = self._begun({name: value for name, value in row.items() if row["kind"] == "run"})
+        if "step" in row:
+            self.run.log(numbers(row), step=row["step"])
+
+    def _begun(self, facts: Row) -> Any:
+        name = kept(self.run_dir).get("trackio")
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = self.trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=name or self.run_dir.name,
+                resume="allow" if name else "never",
+                config=flatten_json(facts),
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+        keep(self.run_dir, "trackio", run.name)
+        return run
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self.run is not None:
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.trackio.finish()
+
+
+class Mlflow:
+    """A run of MLflow, where MLFLOW_TRACKING_URI or MLflow's default has it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Begin the run, or go on with it."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        logging.getLogger("mlflow").setLevel(logging.ERROR)  # which the import has changed
+        self.metric, self.param, self.client = Metric, Param, MlflowClient()
+        self.run_id, self._metrics = kept(run_dir).get("mlflow", ""), []
+        if self.run_id:
+            self.client.update_run(self.run_id, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        there = self.client.get_experiment_by_name(name)
+        experiment = there.experiment_id if there else self.client.create_experiment(name)
+        self.run_id = self.client.create_run(experiment, run_name=run_dir.name).info.run_id
+        keep(run_dir, "mlflow", self.run_id)
+
+    def __call__(self, row: Row) -> None:
+        """Take the numbers of a line, or the configuration as parameters."""
+        if row["kind"] == "run":
+            self._configure({name: value for name, value in row.items() if name != "kind"})
+        elif "step" in row:
+            now_ms = int(1e3 * time.time())
+            self._metrics += [self.metric(name, value, now_ms, row["step"]) for name, value in numbers(row).items()]
+
+    def _configure(self, facts: Row) -> None:
+        """Log parameters that the run does not have: MLflow changes none."""
+        known = self.client.get_run(self.run_id).data.params
+        named = {re.sub(r"[^\w\-./ ]", "_", path): str(value) for path, value in flatten_json(facts).items()}
+        new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in known]
+        for begin in range(0, len(new), 100):
+            self.client.log_batch(self.run_id, params=new[begin : begin + 100])
+
+    def flush(self) -> None:
+        """Write the numbers of several lines at once, which takes a tenth of the time."""
+        for begin in range(0, len(self._metrics), MOST_METRICS):
+            self.client.log_batch(self.run_id, metrics=self._metrics[begin : begin + MOST_METRICS])
+        self._metrics = []
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self.flush()
+        self.client.set_terminated(self.run_id)

@@ -1,0 +1,235 @@
+"""Sinks by word: known before the first step, sent every line, never in the way of a run."""
+
+import csv
+import json
+import sqlite3
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.observe.sinks import base
+from jaxmpi.observe.sinks.base import Background
+from jaxmpi.observe.sinks.registry import SINKS, SinkSpec, check_sinks, open_sinks
+from launching import run, train_here
+
+TRAIN = {"total_steps": 10, "epoch": 0.3, "lr": 0.1, "wait_s": 0.0, "skipped": 0}
+DIGITS = "experiments/digits.py"
+
+
+def table(path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def record(folder, sinks=()) -> Recorder:
+    """A recorder with a line of step 3 and one of step 6."""
+    made = Recorder(folder, sinks=open_sinks(sinks, folder))
+    for step in (3, 6):
+        made.train(**TRAIN, step=step, examples=32 * step, loss=1 / step)
+    return made
+
+
+# ---------------------------------------------------------------- which
+
+
+def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypatch):
+    with pytest.raises(UsageError, match=r"unknown sink 'wandbb'; did you mean 'wandb'\? there are: csv, mlflow, "):
+        check_sinks(("csv", "wandbb"))
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", ("no_such_package",), "no-such-package"))
+    with pytest.raises(UsageError) as refused:
+        check_sinks(("mine",))
+    assert str(refused.value) == (
+        "sinks: got 'mine'; expected the package no_such_package, which is not installed: pip install "
+        "no-such-package, or leave mine out"
+    )
+
+
+def test_a_run_refuses_them_before_its_data_is_read():
+    ended = train_here(DIGITS, "--sinks", "csv", "tensorbord", "--data.dir", "/nowhere", "--data.source", "imagefolder")
+    assert ended.code == 2
+    assert "error: unknown sink 'tensorbord'; did you mean 'tensorboard'?" in ended.out
+
+
+def test_a_row_of_ones_own_is_opened_in_the_run_directory_among_functions(tmp_path, monkeypatch):
+    lines: list[dict] = []
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: lambda row: lines.append({**row, "at": run_dir}), ""))
+    others: list[dict] = []
+    check_sinks(("mine", others.append))
+    record(tmp_path, ("mine", others.append)).close()
+    assert [row["step"] for row in lines] == [row["step"] for row in others] == [3, 6]
+    assert {row["at"] for row in lines} == {tmp_path}
+
+
+def test_one_that_cannot_be_opened_is_told_of_and_ends_no_run(tmp_path, monkeypatch, capsys):
+    def broken(run_dir):
+        raise OSError("no such server")
+
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(broken, ""))
+    record(tmp_path, ("mine",)).close()
+    assert "sink mine could not be opened and gets no lines; the run goes on" in capsys.readouterr().err
+    assert len((tmp_path / "record.jsonl").read_text().splitlines()) == 2
+
+
+# ---------------------------------------------------------------- in the background
+
+
+def test_a_run_waits_neither_for_a_slow_sink_nor_loses_its_lines(monkeypatch):
+    monkeypatch.setattr(base, "GATHER_S", 0.01)
+    got: list[int] = []
+    is_open, flushes = threading.Event(), []
+
+    class Slow:
+        def __call__(self, row):
+            got.append(row["step"])
+
+        def flush(self):
+            flushes.append(len(got))
+
+        def close(self):
+            got.append(-1)
+
+    def opened():
+        is_open.wait(30)
+        return Slow()
+
+    sink = Background("slow", opened)
+    begin = time.perf_counter()
+    for step in range(1000):
+        sink({"kind": "train", "step": step})
+    assert got == []
+    assert time.perf_counter() - begin < 5
+    is_open.set()
+    sink.close()
+    assert got == [*range(1000), -1]
+    assert flushes[-1] == 1000
+    assert len(flushes) < 10  # lines that wait go together
+
+
+def test_an_error_in_the_background_is_told_once_at_the_next_line_or_at_the_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(base, "GATHER_S", 0.01)
+
+    def broken(run_dir):
+        raise OSError("no such server")
+
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(broken, "", in_background=True))
+    for at_once in (True, False):
+        [sink] = open_sinks(("mine",), tmp_path)
+        if not at_once:
+            sink._thread.join(30)  # type: ignore[attr-defined]
+        made = Recorder(tmp_path, sinks=[sink])
+        for _ in range(2 - at_once):
+            made.write("note")
+        made.close()
+        said = capsys.readouterr().err
+        assert said.count("jaxmpi: sink mine failed") == 1
+        assert "OSError: no such server" in said
+
+
+def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(base, "CLOSE_S", 0.1)
+    monkeypatch.setattr(base, "MOST_WAITING", 3)
+    is_over = threading.Event()
+
+    def opened(run_dir):
+        is_over.wait(30)
+        return [].append
+
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(opened, "", in_background=True))
+    for lines, expected in ((1, "1 lines or its end wait after 0 s"), (9, "3 lines wait for it")):
+        made = Recorder(tmp_path, sinks=open_sinks(("mine",), tmp_path))
+        for _ in range(lines):
+            made.write("note")
+        made.close()
+        said = capsys.readouterr().err
+        assert said.count("TimeoutError") == 1
+        assert expected in said
+    is_over.set()
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_csv_has_the_lines_of_the_record_and_no_others(tmp_path):
+    made = record(tmp_path, ("csv",))
+    path = tmp_path / "csv" / "train.csv"
+    assert [row["loss"] for row in table(path)] == ["0.333333", "0.166667"]
+    made.train(**TRAIN, step=7, examples=224, loss=0.1, distance=0.5)  # a new column
+    assert [row["distance"] for row in table(path)] == ["", "", "0.5"]
+    made.go_back(3)
+    made.write("rollback", step=3, failed=7, why="a test")
+    assert [row["step"] for row in table(path)] == ["3"]
+    made.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=0.25)
+    made.close()
+    assert table(tmp_path / "csv" / "eval.csv")[0]["eval_top1"] == "0.25"
+    again = Recorder(tmp_path, sinks=open_sinks(("csv",), tmp_path))  # of a resumed run
+    again.train(**TRAIN, step=4, examples=128, loss=0.2)
+    again.close()
+    assert [row["step"] for row in table(path)] == ["3", "4"]
+
+
+# ---------------------------------------------------------------- trackers
+
+
+TWICE = """
+import sys
+from pathlib import Path
+from jaxmpi.config import Experiment
+from jaxmpi.config.flags import resolved
+from jaxmpi.observe.recorder import Recorder, cut_record
+from jaxmpi.observe.sinks.registry import SINKS, open_sinks
+from jaxmpi.observe.terminal import Silent
+
+folder = Path(sys.argv[1])
+for steps in ((1, 2, 4), (5, 6)):
+    cut_record(folder / "record.jsonl", 4)
+    made = Recorder(folder, terminal=Silent(), sinks=open_sinks(tuple(SINKS), folder))
+    made.write("run", experiment=resolved(Experiment()), workers=1)
+    for step in steps:
+        made.train(total_steps=6, epoch=1.0, lr=0.1, wait_s=0, skipped=0, step=step, examples=step, loss=1 / step)
+    made.close()
+"""
+
+
+@pytest.mark.e2e
+def test_a_run_and_its_resumption_are_one_run_at_every_tracker_and_say_nothing(tmp_path):
+    """Weights & Biases offline, MLflow in a database, trackio in its own."""
+    env = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    env |= {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    ended = run([sys.executable, "-c", TWICE, str(run_dir)], timeout_s=240, env=env)
+    assert (ended.code, ended.out) == (0, "")
+    record = [json.loads(text) for text in (run_dir / "record.jsonl").read_text().splitlines()]
+    losses = [(row["step"], row["loss"]) for row in record if row["kind"] == "train"]
+    assert [step for step, _ in losses] == [1, 2, 4, 5, 6]
+
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        [(run_id, status)] = database.execute("select run_uuid, status from runs").fetchall()
+        found = database.execute("select step, value from metrics where key = 'train/loss' order by step").fetchall()
+        params = dict(database.execute("select key, value from params").fetchall())
+    database.close()
+    assert (status, found) == ("FINISHED", losses)
+    assert (params["experiment.optim.name"], params["workers"]) == (record[0]["experiment"]["optim"]["name"], "1")
+
+    with sqlite3.connect(tmp_path / "trackio" / "jaxmpi.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        [configured] = {config for (config,) in database.execute("select config from configs")}
+    database.close()
+    assert {name for name, _, _ in rows} == {"run"}
+    logged = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    assert [(step, metrics["train/loss"]) for step, metrics in logged if "train/loss" in metrics] == losses
+    assert json.loads(configured)["experiment.optim.name"] == params["experiment.optim.name"]
+
+    first, second = sorted(path for path in (run_dir / "wandb").glob("offline-run-*"))
+    wandb_id = json.loads((run_dir / "sinks.json").read_text())["wandb"]
+    for folder in (first, second):
+        [log] = folder.glob("run-*.wandb")
+        assert log.name == f"run-{wandb_id}.wandb"
+        assert b"train/loss" in log.read_bytes()
+    assert json.loads((run_dir / "sinks.json").read_text())["mlflow"] == run_id
+    assert [row["step"] for row in table(run_dir / "csv" / "train.csv")] == [str(step) for step, _ in losses]
+    assert len(list((run_dir / "tensorboard").iterdir())) == 2
