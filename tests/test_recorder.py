@@ -16,13 +16,9 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.files import write_whole
-<<<<<<< HEAD
-from jaxmpi.observe import record_reader, report, report_charts
-=======
 from jaxmpi.data.sources.arrays import FieldSource
-from jaxmpi.observe import report
+from jaxmpi.observe import record_reader, report, report_charts
 from jaxmpi.observe.flops import Peak, Work
->>>>>>> sinks
 from jaxmpi.observe.plots import Areas
 from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, Unit, blocks, classic_line, cut_record, jsonable
 from jaxmpi.observe.sinks.files import TensorBoard

@@ -174,9 +174,9 @@ def test_a_record_from_before_the_anatomy(tmp_path):
 def test_text_of_a_record_that_has_no_tokens_is_shown_in_bytes(tmp_path):
     lines = [{"kind": "train", "step": step, "loss": 1.0, "bytes_per_s": 100.0 * step} for step in (1, 2, 3)]
     (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    old = report.read(tmp_path)
-    assert [panel.title for panel in report.curves([old])["speed"]] == ["Speed, bytes"]
-    assert ["bytes/s, median", "200"] in report.overview([old])
+    old = read(tmp_path)
+    assert [chart.title for chart in report_charts.charts([old]) if chart.section == "speed"] == ["Speed, bytes/s"]
+    assert ("bytes/s", "200") in [(each.name, each.value) for each in report.headlines(old, [])]
 
 
 def test_a_record_of_a_later_version(tmp_path):

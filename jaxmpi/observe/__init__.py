@@ -1,11 +1,7 @@
 """Output of a run: its record, terminal, trace, plots and report.
 
-<<<<<<< HEAD
-In reading order: `step_timing`, `recorder`, `sinks`, `terminal`, `trace`, `gradient_noise`, `plots`,
+In reading order: `step_timing`, `flops`, `recorder`, `sinks`, `terminal`, `trace`, `gradient_noise`, `plots`,
 `record_reader`, `report_charts`, `report`. `page/` holds the files of the report's page.
-=======
-In reading order: `step_timing`, `flops`, `recorder`, `sinks`, `terminal`, `trace`, `gradient_noise`, `plots`, `report`.
->>>>>>> sinks
 
 It imports `core`, `runtime` and `comm`.
 """

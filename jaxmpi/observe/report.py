@@ -30,7 +30,6 @@ from jaxmpi.observe.record_reader import Record, Table, plain_text, read, read_s
 from jaxmpi.observe.report_charts import own_figures
 
 MOST_SHARES = 16  # workers whose steps are listed
-<<<<<<< HEAD
 MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
 MOST_NAMED = 4  # runs in the title
 MOST_WORDS = 60  # letters of a name made of settings
@@ -46,28 +45,6 @@ IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # 
 NOT_PRINTED = ("by_epoch", "by_elapsed_s")
 PREFIXES = ((1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"))
 OF_ONE_RUN = ("seed", "run_dir", "resume", "continue_from")  # settings in which runs of one group may differ
-=======
-MOST_BUCKETS = 40  # drawn; the slowest
-UNITS = ("images", "tokens", "examples", "bytes")  # of speed
-STEP, SECONDS = Quantity("step", base=None), Quantity("seconds of training", base=None)
-NUMBERS = (
-    "step",
-    "epoch",
-    "elapsed_s",
-    "loss",
-    "images_per_s",
-    "tokens_per_s",
-    "examples_per_s",
-    "bytes_per_s",
-    "model_flops_per_s",
-    "mfu",
-    "lr",
-    "gradient_norm",
-    "noise_scale",
-    "step_s",
-    "goodput",
-)
->>>>>>> sinks
 
 
 # ---------------------------------------------------------------- headlines
@@ -90,7 +67,8 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
         figures: of evaluations by tasks of one's own, which any of the runs has.
     """
     train = record.train
-    speeds = [name for name in train if name.endswith("_per_s")]
+    speeds = [name for name in train if report_charts.is_speed(name)]
+    measured = " as measured" * (record.facts.get("peak") == "measured")
     rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
     return [
         *best(record, "top-1", "eval_top1", 100, " %"),
@@ -101,10 +79,11 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
             "time", duration(max_of(record, "elapsed_s")), f"{last(train, 'step')} steps" * bool(last(train, "step"))
         ),
         *(Headline(report_charts.speed_unit(name), median(train, name), note="median") for name in speeds),
-        Headline("MFU", median(train, "mfu", 100, " %"), note="median"),
+        Headline("model FLOP/s", median(train, "model_flops_per_s"), note="median"),
+        Headline("MFU", median(train, "mfu", 100, " %"), note="median, of the peak" + measured),
         Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
         Headline("rule, strategy", ", ".join(filter(None, map(str, (rule, strategy))))),
-        Headline("goodput", last(train, "goodput", 100, " %"), note="time in which it computes"),
+        Headline("goodput", last(train, "goodput", 100, " %"), note="of the time is compute"),
         Headline("time of exchanges", exchange_time(record)),
         Headline("waited for most often", *slowest(record)),
         Headline("steps by worker", shares(record)),
@@ -191,7 +170,6 @@ def slowest(record: Record) -> tuple[str, str]:
     return next(((rank, f"in {times} of {len(record.slowest)} lines") for rank, times in named), ("", ""))
 
 
-<<<<<<< HEAD
 def shares(record: Record) -> str:
     """Steps of each asynchronous worker, and its share."""
     each, total = record.worker_steps, sum(record.worker_steps)
@@ -200,201 +178,6 @@ def shares(record: Record) -> str:
     shown = [f"{made:.0f} ({100 * made / total:.1f} %)" for made in each[:MOST_SHARES]]
     more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
     return ", ".join(shown) + more
-=======
-def measured(records: Sequence[Record]) -> str:
-    """A remark if the peak of the devices was measured in one of the runs."""
-    return ", as measured" * any(record.facts.get("peak") == "measured" for record in records)
-
-
-def curves(records: Sequence[Record]) -> dict[str, list[Panel]]:
-    """Loss and accuracy by step, epoch and seconds; speed, learning rate, gradients."""
-
-    def by(x: str, axis: Quantity) -> list[Panel]:
-        loss = {r.name: points(r, x, "loss") for r in records}
-        held_out = {f"{r.name}, held out": evaluated(r, x, "eval_loss") for r in records}
-        top1 = {f"{r.name}, top-1": evaluated(r, x, "eval_top1", 100) for r in records}
-        top5 = {f"{r.name}, top-5": evaluated(r, x, "eval_top5", 100) for r in records}
-        return [
-            *lines(f"Loss by {axis.name}", axis, Quantity("loss"), loss | held_out),
-            *lines(f"Accuracy by {axis.name}", axis, Quantity("accuracy", "%", base=None, low=None), top1 | top5),
-            *itertools.chain.from_iterable(own(name.removeprefix("eval_"), x, axis) for name in own_figures(records)),
-        ]
-
-    def own(name: str, x: str, axis: Quantity) -> list[Panel]:
-        of_each = {r.name: evaluated(r, x, f"eval_{name}") for r in records}
-        return lines(f"{name} by {axis.name}", axis, Quantity(name, base=None, low=None), of_each)
-
-    def of(name: str, title: str, unit: Quantity) -> list[Panel]:
-        return lines(title, STEP, unit, {r.name: points(r, "step", name) for r in records})
-
-    pace = [
-        *itertools.chain.from_iterable(
-            of(f"{unit}_per_s", f"Speed, {unit}", Quantity(f"{unit}/s", base=None)) for unit in UNITS
-        ),
-        *of("model_flops_per_s", "Model FLOP/s of all workers", Quantity("model FLOP/s", "FLOP/s", base=None)),
-        *of("mfu", f"MFU: model FLOP/s over the devices' peak{measured(records)}", Quantity("share", base=None)),
-        *of("goodput", "Goodput: seconds of compute over seconds since the start", Quantity("share", base=None)),
-    ]
-    course = [
-        *of("lr", "Learning rate", Quantity("learning rate")),
-        *of("gradient_norm", "Norm of a worker's gradients", Quantity("norm")),
-        *of("noise_scale", "Noise scale: the batch beyond which examples tell less", Quantity("examples")),
-    ]
-    by_x = {"step": STEP, "epoch": Quantity("epoch", base=None), "elapsed_s": SECONDS}
-    return {f"by_{x}": by(x, axis) for x, axis in by_x.items()} | {"speed": pace, "course": course}
-
-
-def lines(title: str, x: Quantity, y: Quantity, series: Mapping[str, Sequence[plots.Point]]) -> list[Panel]:
-    """A panel if there is anything to draw; a logarithmic axis only for values > 0."""
-    drawn = {name: line for name, line in series.items() if line}
-    is_positive = all(value > 0 for line in drawn.values() for _, value in line)
-    return [Lines(title, x, y if is_positive else y._replace(base=None), drawn)] if drawn else []
-
-
-def of_run(record: Record) -> dict[str, list[Panel]]:
-    """Anatomy of the steps, ranks, buckets."""
-    return {"anatomy": areas(record), "ranks": rank_map(record), "buckets": bucket_bars(record)}
-
-
-def areas(record: Record) -> list[Panel]:
-    """Parts of a step, stacked, over the steps."""
-    known = ~np.isnan(record.train["compute"])
-    steps = thinned(record.train["step"][known]).tolist()
-    parts = {
-        f"{'~' * (part in ESTIMATED and 'estimated' in record.exchange_time)}{part}": np.nan_to_num(
-            thinned(record.train[part][known])
-        ).tolist()
-        for part in PARTS
-        if part != "hidden" and not np.isnan(record.train[part]).all()
-    }
-    title = f"{record.name}: where a step's time goes"
-    title += "; before it is known, an exchange is in compute" * ("unknown" in record.exchange_time)
-    return [Areas(title, STEP, Quantity("time a step", "s"), steps, parts)] if len(steps) > 1 else []
-
-
-def rank_map(record: Record) -> list[Panel]:
-    """Own time of every rank over the median of its time: who is slow, and when."""
-    own, steps = record.own, record.train["step"][~np.isnan(record.train["step"])]
-    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps):
-        return []
-    median = np.median(own, axis=1, keepdims=True)
-    relative = np.divide(own, median, out=np.ones_like(own), where=median > 0)
-    title = f"{record.name}: a rank's own time, over the median of ranks"
-    title += f"; the slowest of every {record.own_ranks}" * (record.own_ranks > 1)
-    ends = [float(steps[0]), float(steps[-1])]
-    return [
-        Map(title, STEP, Quantity("rank"), Quantity("times the median"), ends, relative.T.tolist(), record.own_ranks)
-    ]
-
-
-def bucket_bars(record: Record) -> list[Panel]:
-    """Seconds that every bucket is in flight, and waited for."""
-    slowest = sorted(record.buckets, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS]
-    kinds = {"in flight": 1, "waited for": 2}
-    return [
-        Bars(f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None), shown)
-        for kind, i in kinds.items()
-        if (shown := [(row[0][:48], row[i], row[i], row[i]) for row in slowest if row[i] > 0])
-    ]
-
-
-# ---------------------------------------------------------------- the page
-
-
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }
-table { border-collapse: collapse; margin: 1em 0; } td, th { border-bottom: 1px solid #ddd; padding: .25em .8em .25em 0;
-text-align: left; vertical-align: top; overflow-wrap: anywhere; } svg { width: 100%; height: auto; }
-.note { background: #fff3cd; padding: .4em .8em; } summary { cursor: pointer; font-weight: 600; }
-"""
-SECTIONS = {
-    "by_step": "Curves by step",
-    "by_epoch": "Curves by epoch",
-    "by_elapsed_s": "Curves by seconds",
-    "speed": "Speed",
-    "course": "Learning rate and gradients",
-    "anatomy": "Anatomy of a step",
-    "ranks": "Ranks",
-    "buckets": "Exchange by bucket",
-}
-
-
-def page(records: Sequence[Record], pictures: Mapping[str, Sequence[str]]) -> str:
-    """The whole page; pictures are SVG texts by section."""
-    title = "jaxmpi: " + ", ".join(record.name for record in records)
-    notes = [f"{record.name}: {note}" for record in records for note in record.notes]
-    body = [
-        f"<h1>{escaped(title)}</h1>",
-        *(f'<p class="note">{escaped(note)}</p>' for note in notes),
-        table(["", *(r.name for r in records)], overview(records)),
-        *(section(name, pictures.get(name, ())) for name in SECTIONS),
-        differences(records) if len(records) > 1 else "",
-        *(configuration(record) for record in records),
-        f"<p>Made {datetime.datetime.now():%Y-%m-%d %H:%M}.</p>",
-    ]
-    head = f'<meta charset="utf-8"><title>{escaped(title)}</title><style>{STYLE}</style>'
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
-
-
-def section(name: str, pictures: Sequence[str]) -> str:
-    """A heading with its pictures, or nothing."""
-    return f"<h2 id={name}>{SECTIONS[name]}</h2>" + "".join(pictures) if pictures else ""
-
-
-def overview(records: Sequence[Record]) -> list[list[str]]:
-    """The first table, with a row for each fact."""
-
-    def last(record: Record, name: str) -> str:
-        known = record.train[name][~np.isnan(record.train[name])]
-        return f"{known[-1]:.6g}" if len(known) else ""
-
-    def median(record: Record, name: str) -> str:
-        return f"{np.nanmedian(record.train[name]):.6g}" if last(record, name) else ""
-
-    def best(record: Record) -> str:
-        found = [value for row in record.evaluations if (value := number(row.get("eval_top1"))) == value]
-        return f"{100 * found[-1]:.2f} % (best {100 * max(found):.2f} %)" if found else ""
-
-    def own(record: Record, name: str) -> str:
-        found = [value for row in record.evaluations if (value := number(row.get(name))) == value]
-        return f"{found[-1]:.6g} (from {min(found):.6g} to {max(found):.6g})" if found else ""
-
-    def exchange_time(record: Record) -> str:
-        total = sum(record.exchange_time.values())
-        shown = [f"{known} in {lines} of {total} lines" for known, lines in record.exchange_time.items()]
-        return "" if set(record.exchange_time) <= {"none"} else ", ".join(shown)
-
-    def slowest(record: Record) -> str:
-        named = Counter(filter(None, record.slowest)).most_common(1)
-        return "".join(f"{rank}, in {times} of {len(record.slowest)} lines" for rank, times in named)
-
-    def shares(record: Record) -> str:
-        each, total = record.worker_steps, sum(record.worker_steps)
-        if not total:
-            return ""
-        shown = [f"{made:.0f} ({100 * made / total:.1f} %)" for made in each[:MOST_SHARES]]
-        more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
-        return ", ".join(shown) + more
-
-    rows: dict[str, Any] = {
-        "workers": lambda r: r.facts.get("workers", ""),
-        "rule, strategy": lambda r: f"{fact(r, 'experiment', 'rule', 'name')}, {r.facts.get('strategy', '')}",
-        "steps": lambda r: last(r, "step"),
-        "seconds": lambda r: last(r, "elapsed_s"),
-        **{f"{unit}/s, median": partial(median, name=f"{unit}_per_s") for unit in UNITS},
-        "model FLOP/s, median": partial(median, name="model_flops_per_s"),
-        f"MFU, median{measured(records)}": partial(median, name="mfu"),
-        "goodput": lambda r: last(r, "goodput"),
-        "loss, last": lambda r: last(r, "loss"),
-        "top-1, last": best,
-        **{f"{name.removeprefix('eval_')}, last": partial(own, name=name) for name in own_figures(records)},
-        "time of exchanges": exchange_time,
-        "waited for most often": slowest,
-        "steps by worker": shares,
-    }
-    found = [[name, *(str(value(record)) for record in records)] for name, value in rows.items()]
-    return [row for row in found if any(row[1:])]
->>>>>>> sinks
 
 
 def fact(record: Record, *path: str) -> Any:

@@ -56,7 +56,8 @@ class Chart(NamedTuple):
 
 def charts(records: Sequence[Record]) -> list[Chart]:
     """Charts in the order of the page; those that no record has a value for are left out."""
-    speeds = [name for name in fields(records, "train") if name.endswith("_per_s")]
+    speeds = [name for name in fields(records, "train") if is_speed(name)]
+    is_measured = any(record.facts.get("peak") == "measured" for record in records)
     named = [
         Chart(
             "learning",
@@ -72,7 +73,15 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         ),
         *(of_figure(name) for name in own_figures(records)),
         *(of_speed(name) for name in speeds),
-        one("speed", "Model FLOPs utilisation", Quantity("MFU", "%", base=None), "mfu", 100),
+        one("speed", "Model FLOP/s", Quantity("all workers", "FLOP/s", base=None), "model_flops_per_s"),
+        one(
+            "speed",
+            "Model FLOPs utilisation",
+            Quantity("MFU", "%", base=None),
+            "mfu",
+            100,
+            "of a peak that was measured" * is_measured,
+        ),
         one("speed", "Time of a step", Quantity("time", "s", base=None), "step_s"),
         one(
             "speed",
@@ -80,7 +89,7 @@ def charts(records: Sequence[Record]) -> list[Chart]:
             Quantity("share", "%", base=None),
             "goodput",
             100,
-            "computing time over time since the start",
+            "seconds of compute over seconds since the start",
         ),
         one("course", "Learning rate", Quantity("learning rate"), "lr"),
         one("course", "Norm of a worker's gradients", Quantity("norm"), "gradient_norm"),
@@ -118,6 +127,11 @@ def of_figure(field: str) -> Chart:
     name = field.removeprefix("eval_")
     title = name.replace("_", " ")
     return Chart("learning", title, Quantity(name, base=None, low=None), (Series("evaluations", field),))
+
+
+def is_speed(field: str) -> bool:
+    """Return True for examples of any kind a second."""
+    return field.endswith("_per_s") and field != "model_flops_per_s"
 
 
 def speed_unit(field: str) -> str:
@@ -352,14 +366,14 @@ def rank_map(record: Record) -> list[Panel]:
 
 
 def slowest_buckets(record: Record) -> list[list[Any]]:
-    """[label, seconds under way, seconds waited for] of the slowest buckets."""
+    """[label, seconds in flight, seconds waited for] of the slowest buckets."""
     whole = [[label, number(busy), number(waited)] for label, busy, waited in record.buckets]
     return sorted(whole, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS]
 
 
 def bucket_bars(record: Record) -> list[Panel]:
     """Seconds that every bucket is in flight, and waited for."""
-    kinds = {"under way": 1, "waited for": 2}
+    kinds = {"in flight": 1, "waited for": 2}
     return [
         Bars(f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None), shown)
         for kind, i in kinds.items()

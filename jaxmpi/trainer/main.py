@@ -203,20 +203,11 @@ def run_in(
         cut_record(folder / "record.jsonl", start if there is None else -1)
     hosts = workers.processes.allgather_object(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
-<<<<<<< HEAD
     go_on(experiment, workers, plan, saved)
-    bytes_each = plan.feed.bytes_each
-    each = (elapsed_s, hosts, bytes_each)
-    recorder = open_recorder(experiment, folder, *each) if is_first else Recorder(None, elapsed_s)
-=======
-    plan.feed.skipped = skipped_of(saved, workers)
-    callbacks.restore(experiment.callbacks, saved.extra.get("callbacks", []) if saved and there is None else [])
     peak = peak_of_all(workers, experiment.compute_dtype)
     recorder = Recorder(None, elapsed_s)
     if is_first:
         recorder = open_recorder(experiment, folder, elapsed_s, hosts, plan.feed)
->>>>>>> sinks
-    if is_first:
         facts = run_directory.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
             "asked": functions.asked,
             "effective_batch": plan.clock.effective_batch,

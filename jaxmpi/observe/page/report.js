@@ -1219,7 +1219,7 @@
           })),
         () => [
           swatch("var(--accent)", "filled"),
-          words("time a step under way"),
+          words("time a step in flight"),
           swatch("var(--slow)", "filled"),
           words("time that a rank waits for it"),
         ],
