@@ -1,7 +1,7 @@
 """ResNet-50 by synchronous SGD with all workers: batch statistics, dropout, and figures beside the loss.
 
-python experiments/functions/resnet.py                          # a tiny variant: an eighth of the channels, a block a stage
-python experiments/functions/resnet.py --full --batch 128       # ResNet-50
+python experiments/functions/resnet.py                      # a tiny variant: an eighth of the channels, a block a stage
+python experiments/functions/resnet.py --full --batch 128   # ResNet-50
 mpirun -n 2 python experiments/functions/resnet.py
 
 The workload of Stooke and Abbeel 2017, section 6, on handwritten digits in 32 x 32 px. Each worker normalises with the
