@@ -1,12 +1,12 @@
 """ResNet-50 by synchronous SGD with all workers: batch statistics, dropout, and figures beside the loss.
 
-python experiments/functions/resnet.py                          # a tiny variant: an eighth of the channels, 16 layers
-python experiments/functions/resnet.py --full --batch 128       # ResNet-50
+python experiments/functions/resnet.py                      # a tiny variant: an eighth of the channels, a block a stage
+python experiments/functions/resnet.py --full --batch 128   # ResNet-50
 mpirun -n 2 python experiments/functions/resnet.py
 
 The workload of Stooke and Abbeel 2017, section 6, on handwritten digits in 32 x 32 px. Each worker normalises with the
-statistics of its own share, as in the paper. Their running values are averaged over workers after every step, weighted
-by examples, so all workers stay equal. A share's dropout depends on the step and on the number of its first example.
+statistics of its own share. Their running values are averaged over workers after every step, weighted by examples, so
+all workers stay equal. A share's dropout depends on the step and on the number of its first example.
 
 Asserts what one process gives that computes the shares one after another. A minute on 2 cores.
 """
@@ -130,7 +130,7 @@ def assert_close(ours, alone):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--full", action="store_true", help="ResNet-50: 23.5 M params, 16 times the layers' width")
+    parser.add_argument("--full", action="store_true", help="ResNet-50: 23.5 M params")
     parser.add_argument("--batch", type=int, default=32, help="examples of a step, over all workers")
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
