@@ -433,7 +433,7 @@ def test_figures_that_this_version_does_not_know_have_a_chart_each(tmp_path):
     lines = [{**row, "step": step} for step in (1, 2, 3)]
     (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     page = Page(text := report.page([read(tmp_path)], {}))
-    speeds = ["Speed, tokens/s", "Speed, model flops/s", "Model FLOPs utilisation"]
+    speeds = ["Speed, tokens/s", "Model FLOP/s", "Model FLOPs utilisation"]
     assert page.titles == [*speeds, "queue"]
     assert "<dt>tokens/s</dt><dd>500</dd>" in text
     assert "<dt>MFU</dt><dd>42.00 %</dd>" in text
