@@ -376,7 +376,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--experiment", help=f"of a grid (default: {DIGITS})")
     parser.add_argument("--workers", nargs="+", help="of a grid (default: 8)")
     parser.add_argument("--vary", nargs="+", metavar="FLAG=VALUE,...", help="of a grid")
-    parser.add_argument("--seeds", type=int, default=5, help="0, 1, ... of every cell")
+    parser.add_argument("--seeds", type=int, default=5, help="how many of every cell, one after another")
+    parser.add_argument("--first-seed", type=int, default=0, help="another one to tune with than to report")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.jsonl", help="a line a run")
     parser.add_argument("--png", type=Path, help="file for the plots")
     parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
@@ -407,6 +408,8 @@ def refused(options: argparse.Namespace) -> str:
     for number in options.workers or ():
         if not number.isdecimal() or int(number) < 1:
             return f"--workers: got {number}; expected whole numbers >= 1"
+    if options.first_seed < 0:
+        return f"--first-seed: got {options.first_seed}; expected >= 0"
     return f"--seeds: got {options.seeds}; expected >= 1" if options.seeds < 1 else ""
 
 
@@ -426,7 +429,8 @@ def main() -> None:
     drawn: list[plots.Panel] = []
     for study in asked(options):
         if not options.show:
-            run_missing(study, range(options.seeds), options.out, options.launch or study.launched)
+            seeds = range(options.first_seed, options.first_seed + options.seeds)
+            run_missing(study, seeds, options.out, options.launch or study.launched)
         rows = rows_of(options.out)
         made = summaries(study, rows)
         print(table(study, made) + "\n", flush=True)

@@ -15,6 +15,7 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import (
     OPTIMIZERS,
+    at_step,
     check_takes_gradients,
     is_linear,
     is_linear_at,
@@ -183,6 +184,11 @@ SAME_AS_OPTAX = [
         {"name": "muon", "b1": 0.8, "weight_decay": 0.01},
         optax.contrib.muon(falling, weight_decay=0.01, adam_weight_decay=0.01, adam_b1=0.8),
     ),
+    ({"name": "schedule_free_sgd", "weight_decay": 0.01}, optax.contrib.schedule_free_sgd(falling, weight_decay=0.01)),
+    (
+        {"name": "schedule_free_adamw", "b1": 0.95, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.01},
+        optax.contrib.schedule_free_adamw(falling, b1=0.95, b2=0.99, eps=1e-6, weight_decay=0.01),
+    ),
     ({"name": "muon", "bias_lr_factor": 2.0}, optax.chain(optax.contrib.muon(falling), scale_biases(2.0))),
     (
         {"name": "adamw", "weight_decay": 0.01, "decay_mask": kernels},
@@ -262,6 +268,7 @@ NOT_OWN = {
     "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
     "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
     "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1, eps: optimizer 'sgd' has none"),
+    "no share of the average": (Optim("schedule_free_sgd", b1=0.0), r"optim.b1: got 0 with 'schedule_free_sgd'"),
     "a mean that lion has not": (Optim("lion", eps=1.0), "optim.eps: optimizer 'lion' has none"),
 }
 
@@ -277,6 +284,15 @@ def test_an_optimizer_that_wants_the_loss_is_refused():
     config = Optim("mine", transform=optax.lbfgs())
     with pytest.raises(UsageError, match=r"'mine' wants more than gradients and params \(.*jaxmpi.optimizer gives"):
         check_takes_gradients(config, optimizer(config, falling), PARAMS)
+
+
+def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
+    tx = configured(name="schedule_free_sgd")
+    state = at_step(tx.init(PARAMS), 7)
+    steps = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
+    assert sorted(steps) == [7, 8]  # Optax counts those of the average from 1
+    free = configured(name="schedule_free_sgd", b1=0.5).update(gradient(0), state, PARAMS)[1][0]
+    assert free.max_lr == falling(8)
 
 
 def test_momentum_keeps_its_meaning_when_the_rate_falls():

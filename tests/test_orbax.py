@@ -19,6 +19,7 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import create
+from jaxmpi.optim import optimizers
 from jaxmpi.rules import base, easgd
 from launching import run, small_disk
 
@@ -88,6 +89,32 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
     np.testing.assert_array_equal(mean["model_state/var"], [0.5, 0.5])
     np.testing.assert_array_equal(mean["model_state/norm/mean"], STATE["norm"]["mean"])
     np.testing.assert_array_equal(mean["model_state/calls"], 0)  # a count has no mean: it is worker 0's
+
+
+def test_of_a_schedule_free_optimizer_its_x_goes_out_for_the_tensors_that_it_trains(tmp_path):
+    """Beside others, which have another one, in each worker's own file."""
+    free = optax.contrib.schedule_free_sgd(0.5, b1=0.6)
+    kinds = {"conv": {"kernel": "free", "a/b": "rest"}, "half": "rest"}
+    tx = optax.chain(optax.clip(1.0), optax.multi_transform({"free": free, "rest": optax.sgd(0.1)}, kinds))
+    params, rule_state = PARAMS, tx.init(jax.tree.map(jnp.asarray, PARAMS))
+    for _ in range(3):
+        updates, rule_state = tx.update(jax.tree.map(jnp.ones_like, params), rule_state, params)
+        params = optax.apply_updates(params, updates)
+    states = {worker: create(params, {}, (rule_state,), seed=0, worker=worker) for worker in range(2)}
+    format.save(
+        *(tmp_path / "checkpoints", format.files_of(states, False), SoloProcesses()),
+        **{"step": 3, "workers": 2, "extra": {}, "keep": format.Retention(2)},
+    )
+    got = orbax_export.model_of(format.found(tmp_path / "checkpoints")[0])
+    want = dict(pytrees.named_leaves({"params": params}))
+    start = PARAMS["conv"]["kernel"]
+    x = start - 0.5 * np.mean([1, 2, 3], dtype=np.float32)  # z falls by 0.5 a step
+    assert np.abs(want["params/conv/kernel"] - x).max() > 0.1
+    np.testing.assert_allclose(got["params/conv/kernel"], x, rtol=1e-6)
+    np.testing.assert_allclose(optimizers.eval_params(params, (rule_state,))["conv"]["kernel"], x, rtol=1e-6)
+    for name in ("params/conv/a\\/b", "params/half"):
+        np.testing.assert_array_equal(got[name], want[name])
+        assert got[name].dtype == want[name].dtype
 
 
 def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
