@@ -127,6 +127,18 @@ STUDIES = {
             Grid({"rule.local-steps": ("10", "50")}, TEXT | {"rule.name": "diloco", "optim.lr": "0.0007"}),
         ],
     ),
+    "muon": Study(
+        "How many of AdamW's 300 steps does Muon need? Each at the rate that is best with seed 100. Bits per byte.",
+        "experiments/gpt.py",
+        [
+            Grid(
+                {},
+                ADAMW := {"workers": "1", "local-batch": "8", "train-for": "300st", "optim.b2": "0.95"}
+                | {"optim.name": "adamw", "optim.lr": "0.004"},
+            ),
+            Grid({"train-for": ("225st", "150st", "120st")}, ADAMW | {"optim.name": "muon", "optim.lr": "0.04"}),
+        ],
+    ),
     "alexnet": Study(
         "Does the paper's AlexNet learn? In pixels, and divided by their standard deviation.",
         "experiments/papers/alexnet.py",

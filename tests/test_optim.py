@@ -22,6 +22,7 @@ from jaxmpi.optim.optimizers import (
     not_bias,
     optimizer,
     scale_biases,
+    schedule_free_parts,
 )
 from jaxmpi.optim.schedules import Clock, schedule
 from launching import train_here
@@ -184,10 +185,13 @@ SAME_AS_OPTAX = [
         {"name": "muon", "b1": 0.8, "weight_decay": 0.01},
         optax.contrib.muon(falling, weight_decay=0.01, adam_weight_decay=0.01, adam_b1=0.8),
     ),
-    ({"name": "schedule_free_sgd", "weight_decay": 0.01}, optax.contrib.schedule_free_sgd(falling, weight_decay=0.01)),
+    (
+        {"name": "schedule_free_sgd", "weight_decay": 0.01},
+        optax.contrib.schedule_free(decayed(optax.sgd(falling)), falling),
+    ),
     (
         {"name": "schedule_free_adamw", "b1": 0.95, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.01},
-        optax.contrib.schedule_free_adamw(falling, b1=0.95, b2=0.99, eps=1e-6, weight_decay=0.01),
+        optax.contrib.schedule_free_adamw(falling, None, 0.95, 0.99, 1e-6, 0.01),  # pyright: ignore[reportArgumentType]
     ),
     ({"name": "muon", "bias_lr_factor": 2.0}, optax.chain(optax.contrib.muon(falling), scale_biases(2.0))),
     (
@@ -287,11 +291,11 @@ def test_an_optimizer_that_wants_the_loss_is_refused():
 
 
 def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
-    tx = configured(name="schedule_free_sgd")
+    tx = configured(name="schedule_free_sgd", b1=0.5)
     state = at_step(tx.init(PARAMS), 7)
     steps = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
     assert sorted(steps) == [7, 8]  # Optax counts those of the average from 1
-    free = configured(name="schedule_free_sgd", b1=0.5).update(gradient(0), state, PARAMS)[1][0]
+    [free] = schedule_free_parts(tx.update(gradient(0), state, PARAMS)[1])
     assert free.max_lr == falling(8)
 
 
