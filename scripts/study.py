@@ -7,7 +7,8 @@ A study of STUDIES by name, or a grid: all combinations of --workers and of the 
 of the trainer. Every run becomes a line of --out when it is done, and recorded runs are not repeated. So a stopped
 study goes on, and one with more seeds only adds them. A run that diverges is a line too, counted as failed and left
 out of means. The others are compared with the first cell, seed by seed: the same seed gives the same initial params and
-the same order of examples.
+the same order of examples. If --train-for varies, a second table has the shortest runs that are no worse than the first
+cell's.
 
 Workers are devices of one process. With --launch, and in `elastic` and `strategies`, they are ranks under mpirun, which
 asynchronous rules and strategies of MPI need.
@@ -72,6 +73,7 @@ DIGITS = "experiments/digits.py"
 EIGHT = {"workers": "8", "local-batch": "8", "train-for": "20ep", "eval-every": "5ep"}
 PERIODS = ("1", "2", "5", "10", "20", "45")
 STRATEGIES = ("ar", "asa32", "asa16", "ring32")
+ADAMW = {"optim.name": "adamw", "optim.lr": "0.004", "train-for": "300st"}
 STUDIES = {
     "batch": Study(
         "Does 8 x b cost accuracy against 1 x b? The same epochs; the rate as it is, and times 8.",
@@ -131,12 +133,8 @@ STUDIES = {
         "How many of AdamW's 300 steps does Muon need? Each at the rate that is best with seed 100. Bits per byte.",
         "experiments/gpt.py",
         [
-            Grid(
-                {},
-                ADAMW := {"workers": "1", "local-batch": "8", "train-for": "300st", "optim.b2": "0.95"}
-                | {"optim.name": "adamw", "optim.lr": "0.004"},
-            ),
-            Grid({"train-for": ("225st", "150st", "120st")}, ADAMW | {"optim.name": "muon", "optim.lr": "0.04"}),
+            Grid({}, {**(ONE := {"workers": "1", "local-batch": "8", "optim.b2": "0.95"}), **ADAMW}),
+            Grid({"train-for": ("225st", "150st", "120st")}, ONE | {"optim.name": "muon", "optim.lr": "0.04"}),
         ],
     ),
     "alexnet": Study(
@@ -349,6 +347,41 @@ def table(study: Study, made: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
+LENGTH = "train-for"
+
+
+def fewest(study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """The smallest share of the first cell's length, by seed, with which a cell is no worse; infinite if none is.
+
+    Cells that differ in their length alone are one. Empty if all cells have one length.
+    """
+    run = [cell for cell in study.cells() if found(rows, study, cell)]
+    shares: dict[str, dict[int, float]] = {}
+    if len({cell.get(LENGTH) for cell in run}) < 2:
+        return shares
+    reference = finished(rows, study, run[0])
+    for cell in run[1:]:
+        of_cell = shares.setdefault(title({k: v for k, v in cell.items() if k != LENGTH}, study), {})
+        for seed, row in finished(rows, study, cell).items():
+            if seed in reference:
+                share = row["curve"][-1][0] / reference[seed]["curve"][-1][0]
+                is_worse = metric(row) > metric(reference[seed])
+                of_cell[seed] = min(of_cell.get(seed, math.inf), math.inf if is_worse else share)
+    return shares
+
+
+def table_of_fewest(shares: Mapping[str, Mapping[int, float]]) -> str:
+    """Markdown table of `fewest`."""
+    seeds = sorted(set(itertools.chain(*shares.values())))
+    told = lambda share: f"{share:.2f}" if math.isfinite(share) else "none is"  # noqa: E731
+    lines = [
+        [name, *(told(of_cell[seed]) if seed in of_cell else "-" for seed in seeds)] for name, of_cell in shares.items()
+    ]
+    return harness.table(
+        ["share of the first one's length that is no worse", *(f"seed {seed}" for seed in seeds)], lines
+    )
+
+
 def with_error(value: float, error: float, sign: str = "") -> str:
     """A mean and its standard error, in a table."""
     return "-" if math.isnan(value) else f"{value:{sign}.3f} ± {error:.3f}"
@@ -446,6 +479,8 @@ def main() -> None:
         rows = rows_of(options.out)
         made = summaries(study, rows)
         print(table(study, made) + "\n", flush=True)
+        if shares := fewest(study, rows):
+            print(table_of_fewest(shares) + "\n", flush=True)
         drawn += panels(study, rows, made) if made else []
     if options.png and drawn:
         plots.save(drawn, options.png)
