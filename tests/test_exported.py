@@ -198,6 +198,8 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(line_run, tmp_path)
         trainer.export(tmp_path / "model.jaxexport")
     with pytest.raises(UsageError, match=r"model\.onnx: expected a name that ends in \.jaxexport"):
         trainer.export(tmp_path / "model.onnx")
+    with pytest.raises(UsageError, match="platforms: got gpu; expected cpu, cuda, tpu, rocm"):
+        trainer.export(tmp_path / "model.jaxexport", platforms=("cpu", "gpu"))
     for name in ("model.jaxexport", "model.jaxexport.json"):
         (tmp_path / name).write_text("mine")
         with pytest.raises(UsageError, match=f"{name} exists; name a new file"):

@@ -28,7 +28,6 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 
 SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
 CENTERS = ("center", "rule_state/center", "rule_state/average")  # asynchronous rules', easgd_sync's, optim.ema
-
 SCHEDULE_FREE = ("b1", "weight_sum", "step_count", "max_lr")  # leaves of Optax's ScheduleFreeState beside z
 
 
@@ -72,8 +71,7 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
 
     Params are the center or the average, if the rule or its optimizer has one, else the workers' mean. In the model
     state, floating-point leaves are the workers' mean and others worker 0's. Under asynchronous rules worker 0
-    evaluates, so all of it is worker 0's.
-    Sizes are bounded by those of the files.
+    evaluates, so all of it is worker 0's. Sizes are bounded by those of the files.
 
     Raises:
         UsageError: it is damaged, or a leaf's dtype is not known.

@@ -90,7 +90,7 @@ class Trainer:
             platforms: to lower for; default: those of cpu, cuda and tpu for which the model can be lowered.
             batch: examples of a call; default: any number, if the model can be traced so.
         """
-        exported.check_new(Path(file))
+        exported.check_asked(Path(file), platforms)
         run = open_finished(self.experiment, self.run_dir, step=step, best=best)
         exported.write(run, Path(file), platforms=platforms, batch=batch)
 

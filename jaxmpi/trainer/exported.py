@@ -42,7 +42,8 @@ from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.finished import Finished, asked_for, by_name
 
 SUFFIX = ".jaxexport"
-PLATFORMS = ("cpu", "cuda", "tpu")
+PLATFORMS = ("cpu", "cuda", "tpu")  # by default
+KNOWN = (*PLATFORMS, "rocm")  # to JAX, which lowers for any other name as well
 ANY = "batch"  # the symbol of a dimension of any size
 
 
@@ -150,8 +151,8 @@ def lowered(
 # ---------------------------------------------------------------- files
 
 
-def check_new(file: Path) -> None:
-    """Refuse a file of another suffix, or that exists, before the minutes of an export.
+def check_asked(file: Path, platforms: Sequence[str]) -> None:
+    """Refuse a file of another suffix or that exists, and unknown platforms, before the minutes of an export.
 
     Raises:
         UsageError: got, expected.
@@ -159,6 +160,8 @@ def check_new(file: Path) -> None:
     check(file.suffix == SUFFIX, f"{file}: expected a name that ends in {SUFFIX}")
     for path in (file, facts_file(file)):
         check(not os.path.lexists(path), f"{path} exists; name a new file")
+    odd = [name for name in platforms if name not in KNOWN]
+    check(not odd, f"platforms: got {', '.join(odd)}; expected {', '.join(KNOWN)}")
 
 
 def write(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: int = 0) -> None:
@@ -230,7 +233,7 @@ def main(argv: list[str]) -> None:
         step = trained.export(asked.run_dir, asked.out, asked.step, asked.best)
         print(f"{asked.out}: params and model state at step {step}")
         return
-    check_new(asked.out)
+    check_asked(asked.out, asked.platforms)
     run, _ = asked_for(options, argv)
     write(run, asked.out, platforms=asked.platforms, batch=asked.batch)
 
