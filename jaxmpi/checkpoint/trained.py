@@ -77,7 +77,7 @@ class TrainedModel:
 def load(where: str | Path, *, step: int | None = None, best: bool = False) -> TrainedModel:
     """The model of a run, in one process, without MPI and without the experiment.
 
-    Params are the workers' mean, or the rule's center: what the run evaluates. Checksums are compared.
+    Params are the workers' mean, the rule's center or an average: what the run evaluates. Checksums are compared.
 
     Args:
         where: a run directory; a checkpoint in it; a folder that `jaxmpi export` wrote; a safetensors file.
