@@ -134,7 +134,7 @@ STUDIES = {
         "experiments/gpt.py",
         [
             Grid({}, {**(ONE := {"workers": "1", "local-batch": "8", "optim.b2": "0.95"}), **ADAMW}),
-            Grid({"train-for": ("225st", "150st", "120st")}, ONE | {"optim.name": "muon", "optim.lr": "0.04"}),
+            Grid({"train-for": ("225st", "150st")}, ONE | {"optim.name": "muon", "optim.lr": "0.04"}),
         ],
     ),
     "alexnet": Study(
