@@ -7,7 +7,8 @@ A study of STUDIES by name, or a grid: all combinations of --workers and of the 
 of the trainer. Every run becomes a line of --out when it is done, and recorded runs are not repeated. So a stopped
 study goes on, and one with more seeds only adds them. A run that diverges is a line too, counted as failed and left
 out of means. The others are compared with the first cell, seed by seed: the same seed gives the same initial params and
-the same order of examples.
+the same order of examples. If --train-for varies, a second table has the shortest runs that are no worse than the first
+cell's.
 
 Workers are devices of one process. With --launch, and in `elastic` and `strategies`, they are ranks under mpirun, which
 asynchronous rules and strategies of MPI need.
@@ -72,6 +73,7 @@ DIGITS = "experiments/digits.py"
 EIGHT = {"workers": "8", "local-batch": "8", "train-for": "20ep", "eval-every": "5ep"}
 PERIODS = ("1", "2", "5", "10", "20", "45")
 STRATEGIES = ("ar", "asa32", "asa16", "ring32")
+ADAMW = {"optim.name": "adamw", "optim.lr": "0.004", "train-for": "300st"}
 STUDIES = {
     "batch": Study(
         "Does 8 x b cost accuracy against 1 x b? The same epochs; the rate as it is, and times 8.",
@@ -125,6 +127,14 @@ STUDIES = {
             Grid({"rule.local-steps": ("10", "50")}, TEXT | {"rule.name": "local_sgd"}),
             # A third of the rate, as its outer optimizer makes more of it.
             Grid({"rule.local-steps": ("10", "50")}, TEXT | {"rule.name": "diloco", "optim.lr": "0.0007"}),
+        ],
+    ),
+    "muon": Study(
+        "How many of AdamW's 300 steps does Muon need? Each at the rate that is best with seed 100. Bits per byte.",
+        "experiments/gpt.py",
+        [
+            Grid({}, {**(ONE := {"workers": "1", "local-batch": "8", "optim.b2": "0.95"}), **ADAMW}),
+            Grid({"train-for": ("225st", "150st")}, ONE | {"optim.name": "muon", "optim.lr": "0.04"}),
         ],
     ),
     "alexnet": Study(
@@ -337,6 +347,41 @@ def table(study: Study, made: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
+LENGTH = "train-for"
+
+
+def fewest(study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """The smallest share of the first cell's length, by seed, with which a cell is no worse; infinite if none is.
+
+    Cells that differ in their length alone are one. Empty if all cells have one length.
+    """
+    run = [cell for cell in study.cells() if found(rows, study, cell)]
+    shares: dict[str, dict[int, float]] = {}
+    if len({cell.get(LENGTH) for cell in run}) < 2:
+        return shares
+    reference = finished(rows, study, run[0])
+    for cell in run[1:]:
+        of_cell = shares.setdefault(title({k: v for k, v in cell.items() if k != LENGTH}, study), {})
+        for seed, row in finished(rows, study, cell).items():
+            if seed in reference:
+                share = row["curve"][-1][0] / reference[seed]["curve"][-1][0]
+                is_worse = metric(row) > metric(reference[seed])
+                of_cell[seed] = min(of_cell.get(seed, math.inf), math.inf if is_worse else share)
+    return shares
+
+
+def table_of_fewest(shares: Mapping[str, Mapping[int, float]]) -> str:
+    """Markdown table of `fewest`."""
+    seeds = sorted(set(itertools.chain(*shares.values())))
+    told = lambda share: f"{share:.2f}" if math.isfinite(share) else "none is"  # noqa: E731
+    lines = [
+        [name, *(told(of_cell[seed]) if seed in of_cell else "-" for seed in seeds)] for name, of_cell in shares.items()
+    ]
+    return harness.table(
+        ["share of the first one's length that is no worse", *(f"seed {seed}" for seed in seeds)], lines
+    )
+
+
 def with_error(value: float, error: float, sign: str = "") -> str:
     """A mean and its standard error, in a table."""
     return "-" if math.isnan(value) else f"{value:{sign}.3f} ± {error:.3f}"
@@ -376,7 +421,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--experiment", help=f"of a grid (default: {DIGITS})")
     parser.add_argument("--workers", nargs="+", help="of a grid (default: 8)")
     parser.add_argument("--vary", nargs="+", metavar="FLAG=VALUE,...", help="of a grid")
-    parser.add_argument("--seeds", type=int, default=5, help="0, 1, ... of every cell")
+    parser.add_argument("--seeds", type=int, default=5, help="how many of every cell, one after another")
+    parser.add_argument("--first-seed", type=int, default=0, help="another one to tune with than to report")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.jsonl", help="a line a run")
     parser.add_argument("--png", type=Path, help="file for the plots")
     parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
@@ -407,6 +453,8 @@ def refused(options: argparse.Namespace) -> str:
     for number in options.workers or ():
         if not number.isdecimal() or int(number) < 1:
             return f"--workers: got {number}; expected whole numbers >= 1"
+    if options.first_seed < 0:
+        return f"--first-seed: got {options.first_seed}; expected >= 0"
     return f"--seeds: got {options.seeds}; expected >= 1" if options.seeds < 1 else ""
 
 
@@ -426,10 +474,13 @@ def main() -> None:
     drawn: list[plots.Panel] = []
     for study in asked(options):
         if not options.show:
-            run_missing(study, range(options.seeds), options.out, options.launch or study.launched)
+            seeds = range(options.first_seed, options.first_seed + options.seeds)
+            run_missing(study, seeds, options.out, options.launch or study.launched)
         rows = rows_of(options.out)
         made = summaries(study, rows)
         print(table(study, made) + "\n", flush=True)
+        if shares := fewest(study, rows):
+            print(table_of_fewest(shares) + "\n", flush=True)
         drawn += panels(study, rows, made) if made else []
     if options.png and drawn:
         plots.save(drawn, options.png)

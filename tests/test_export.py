@@ -18,7 +18,6 @@ from safetensors.numpy import load_file
 
 import jaxmpi
 from jaxmpi.checkpoint import format
-from jaxmpi.checkpoint import trained as export
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim
@@ -27,6 +26,7 @@ from jaxmpi.core import pytrees
 from jaxmpi.data import open_source
 from jaxmpi.model.contract import Model
 from jaxmpi.rules import base, gradients
+from jaxmpi.trainer import exported
 from jaxmpi.trainer.build import initial_states, make_plan
 from jaxmpi.trainer.main import train
 from launching import ROOT
@@ -66,7 +66,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     experiment = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["experiment"]
     short = {"train_for": "30st", "eval_every": "30st", "checkpoint_every": "30st", "quiet": True}
     train(dataclasses.replace(experiment, **short, run_dir="run"), library)
-    export.main(["run", "exported"])
+    exported.main(["run", "exported"])
 
     logits = runpy.run_path(str(project / f"use_{library}.py"))["logits"]
     source = open_source(experiment.data, "validation")
@@ -139,7 +139,7 @@ def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, 
         quiet=True,
     )
     train(experiment, name)
-    export.main([str(tmp_path / "run"), str(tmp_path / "exported")])
+    exported.main([str(tmp_path / "run"), str(tmp_path / "exported")])
     net = jaxmpi.load(tmp_path / "exported").into(build(nnx.Rngs(1)))
     graph, state = nnx.split(net)
 

@@ -15,12 +15,14 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import (
     OPTIMIZERS,
+    at_step,
     check_takes_gradients,
     is_linear,
     is_linear_at,
     not_bias,
     optimizer,
     scale_biases,
+    schedule_free_parts,
 )
 from jaxmpi.optim.schedules import Clock, schedule
 from launching import train_here
@@ -183,6 +185,14 @@ SAME_AS_OPTAX = [
         {"name": "muon", "b1": 0.8, "weight_decay": 0.01},
         optax.contrib.muon(falling, weight_decay=0.01, adam_weight_decay=0.01, adam_b1=0.8),
     ),
+    (
+        {"name": "schedule_free_sgd", "weight_decay": 0.01},
+        optax.contrib.schedule_free(decayed(optax.sgd(falling)), falling),
+    ),
+    (
+        {"name": "schedule_free_adamw", "b1": 0.95, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.01},
+        optax.contrib.schedule_free_adamw(falling, None, 0.95, 0.99, 1e-6, 0.01),  # pyright: ignore[reportArgumentType]
+    ),
     ({"name": "muon", "bias_lr_factor": 2.0}, optax.chain(optax.contrib.muon(falling), scale_biases(2.0))),
     (
         {"name": "adamw", "weight_decay": 0.01, "decay_mask": kernels},
@@ -263,6 +273,7 @@ NOT_OWN = {
     "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
     "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
     "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1, eps: optimizer 'sgd' has none"),
+    "no share of the average": (Optim("schedule_free_sgd", b1=0.0), r"optim.b1: got 0 with 'schedule_free_sgd'"),
     "a mean that lion has not": (Optim("lion", eps=1.0), "optim.eps: optimizer 'lion' has none"),
 }
 
@@ -278,6 +289,15 @@ def test_an_optimizer_that_wants_the_loss_is_refused():
     config = Optim("mine", transform=optax.lbfgs())
     with pytest.raises(UsageError, match=r"'mine' wants more than gradients and params \(.*jaxmpi.optimizer gives"):
         check_takes_gradients(config, optimizer(config, falling), PARAMS)
+
+
+def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
+    tx = configured(name="schedule_free_sgd", b1=0.5)
+    state = at_step(tx.init(PARAMS), 7)
+    steps = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
+    assert sorted(steps) == [7, 8]  # Optax counts those of the average from 1
+    [free] = schedule_free_parts(tx.update(gradient(0), state, PARAMS)[1])
+    assert free.max_lr == falling(8)
 
 
 def test_momentum_keeps_its_meaning_when_the_rate_falls():

@@ -13,13 +13,15 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmpi.checkpoint import format, orbax_export, trained, uncoordinated
+from jaxmpi.checkpoint import format, orbax_export, uncoordinated
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import create
+from jaxmpi.optim import optimizers
 from jaxmpi.rules import base, easgd
+from jaxmpi.trainer import exported
 from launching import run, small_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
@@ -47,7 +49,7 @@ def run_dir(tmp_path):
 
 
 def test_out_and_in(run_dir, tmp_path):
-    trained.main([str(run_dir), str(tmp_path / "out"), "--step", "3"])
+    exported.main([str(run_dir), str(tmp_path / "out"), "--step", "3"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     got = orbax_export.load(tmp_path / "out", like, STATE)
     assert got.has_state
@@ -56,7 +58,7 @@ def test_out_and_in(run_dir, tmp_path):
         np.testing.assert_array_equal(one, other + np.asarray(3, other.dtype))
         assert one.dtype == other.dtype
     with pytest.raises(UsageError, match="exists; name a new folder"):
-        trained.main([str(run_dir), str(tmp_path / "out")])
+        exported.main([str(run_dir), str(tmp_path / "out")])
     for change, message in (
         ({"half": jnp.zeros(4, jnp.bfloat16)}, r"params/half: got bfloat16\[3\], expected bfloat16\[4\]"),
         ({"more": jnp.zeros(1)}, r"more: got nothing, expected float32\[1\]"),
@@ -88,6 +90,32 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
     np.testing.assert_array_equal(mean["model_state/var"], [0.5, 0.5])
     np.testing.assert_array_equal(mean["model_state/norm/mean"], STATE["norm"]["mean"])
     np.testing.assert_array_equal(mean["model_state/calls"], 0)  # a count has no mean: it is worker 0's
+
+
+def test_of_a_schedule_free_optimizer_its_x_goes_out_for_the_tensors_that_it_trains(tmp_path):
+    """Beside others, which have another one, in each worker's own file."""
+    free = optax.contrib.schedule_free_sgd(0.5, b1=0.6)
+    kinds = {"conv": {"kernel": "free", "a/b": "rest"}, "half": "rest"}
+    tx = optax.chain(optax.clip(1.0), optax.multi_transform({"free": free, "rest": optax.sgd(0.1)}, kinds))
+    params, rule_state = PARAMS, tx.init(jax.tree.map(jnp.asarray, PARAMS))
+    for _ in range(3):
+        updates, rule_state = tx.update(jax.tree.map(jnp.ones_like, params), rule_state, params)
+        params = optax.apply_updates(params, updates)
+    states = {worker: create(params, {}, (rule_state,), seed=0, worker=worker) for worker in range(2)}
+    format.save(
+        *(tmp_path / "checkpoints", format.files_of(states, False), SoloProcesses()),
+        **{"step": 3, "workers": 2, "extra": {}, "keep": format.Retention(2)},
+    )
+    got = orbax_export.model_of(format.found(tmp_path / "checkpoints")[0])
+    want = dict(pytrees.named_leaves({"params": params}))
+    start = PARAMS["conv"]["kernel"]
+    x = start - 0.5 * np.mean([1, 2, 3], dtype=np.float32)  # z falls by 0.5 a step
+    assert np.abs(want["params/conv/kernel"] - x).max() > 0.1
+    np.testing.assert_allclose(got["params/conv/kernel"], x, atol=1e-6)
+    np.testing.assert_allclose(optimizers.eval_params(params, (rule_state,))["conv"]["kernel"], x, atol=1e-6)
+    for name in ("params/conv/a\\/b", "params/half"):
+        np.testing.assert_array_equal(got[name], want[name])
+        assert got[name].dtype == want[name].dtype
 
 
 def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
@@ -142,14 +170,14 @@ def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir
 
 def test_what_cannot_be_exported(run_dir, tmp_path):
     with pytest.raises(UsageError, match="--step: got 4; there are 3, 9"):
-        trained.main([str(run_dir), str(tmp_path / "out"), "--step", "4"])
+        exported.main([str(run_dir), str(tmp_path / "out"), "--step", "4"])
     with pytest.raises(UsageError, match="no checkpoint"):
-        trained.main([str(tmp_path), str(tmp_path / "out")])
+        exported.main([str(tmp_path), str(tmp_path / "out")])
     with pytest.raises(UsageError, match="no folder"):
         orbax_export.load(tmp_path / "nothing", PARAMS, {})
     (run_dir / "checkpoints" / "step_00000009" / "common.bin").write_bytes(b"x")
     with pytest.raises(UsageError, match="damaged"):
-        trained.main([str(run_dir), str(tmp_path / "out")])
+        exported.main([str(run_dir), str(tmp_path / "out")])
 
 
 ROWS = {
@@ -171,12 +199,12 @@ def test_a_strangers_checkpoint_takes_no_more_memory_than_its_file_and_is_refuse
     manifest["files"]["common.bin"] = [*(row for row in rows if row is not half), *ROWS[name](half)]
     file.write_text(format.sealed(manifest))
     with pytest.raises(UsageError, match=r"common.bin: .*damaged"):
-        trained.main([str(run_dir), str(tmp_path / "out")])
+        exported.main([str(run_dir), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_outside_a_strangers_folder_is_read(run_dir, tmp_path):
-    trained.main([str(run_dir), str(tmp_path / "out")])
+    exported.main([str(run_dir), str(tmp_path / "out")])
     file = tmp_path / "out" / "_METADATA"
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")

@@ -17,7 +17,6 @@ from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES
 from jaxmpi.allreduce.compression import COMPRESSORS
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.bench.baselines import PEERS
-from jaxmpi.checkpoint import trained
 from jaxmpi.config import experiment_file, schema
 from jaxmpi.data import SOURCES, packing
 from jaxmpi.launch import command
@@ -27,7 +26,7 @@ from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules.registry import RULES
 from jaxmpi.runtime import fault_injection
 from jaxmpi.tools import cli, scaling_forecast
-from jaxmpi.trainer import finished
+from jaxmpi.trainer import exported, finished
 from launching import ROOT, run
 
 DOCS = ROOT / "docs"
@@ -132,6 +131,7 @@ NOT_RUN = {
     "over_xla.py": "runs in test_comm_xla.py",
     "cuda": "installs, and needs GPUs",
     **{f"use_{name}.py": "runs in test_export.py" for name in ("nnx", "linen", "equinox", "functions")},
+    "use_jaxexport.py": "runs in test_exported.py",
 }
 
 
@@ -282,7 +282,7 @@ def test_every_flag_exists(capsys):
         experiment_file.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(command.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
-    known |= flags(scaling_forecast.parser().format_help()) | flags(trained.parser().format_help())
+    known |= flags(scaling_forecast.parser().format_help()) | flags(exported.parser().format_help())
     known |= flags(finished.predict_parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}
     scripts = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "experiments" / "functions").glob("*.py")]

@@ -131,7 +131,7 @@ def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_
             assert row["bytes_per_s"] == pytest.approx(20 / 8 * row["tokens_per_s"], rel=1e-5)
         drawn = record_reader.read(folder)
         [told] = [each.value for each in report.headlines(drawn, []) if each.name == shown]
-        assert float(told.replace(",", "")) > 0
+        assert re.match(r"\d", told)
         assert speeds_drawn(folder)[0] == f"Speed, {shown}"
 
 

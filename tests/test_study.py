@@ -112,6 +112,18 @@ def test_differences_are_taken_seed_by_seed():
     ]
 
 
+def test_the_shortest_run_that_is_no_worse_is_found_for_each_seed():
+    grids = [script.Grid({}, {"workers": "1"}), script.Grid({"train-for": ("6st", "3st", "9st")}, {"optim.lr": "2"})]
+    study = script.Study("Q?", "x.py", grids)
+    made = rows(study, [[4.0, 4.0, 4.0], [4.0, 4.1, 5.0], [3.9, 3.9, 6.0], [1.0, 1.0, 4.5]])
+    for row in made:
+        row["curve"] = [[int(row["cell"].get("train-for", "12st")[:-2]) / 10, 1.0]]
+    shares = script.fewest(study, made)
+    assert shares == {"optim.lr 2": {0: pytest.approx(0.25), 1: pytest.approx(0.25), 2: math.inf}}
+    assert script.table_of_fewest(shares).endswith("| optim.lr 2 | 0.25 | 0.25 | none is |")
+    assert script.fewest(STUDY, rows(STUDY, [[1.0], [2.0]])) == {}  # of one length all
+
+
 def test_one_seed_says_nothing_of_its_error():
     made = script.summaries(STUDY, rows(STUDY, [[1.0], [2.0]]))
     assert made[1].difference_error == math.inf
@@ -158,6 +170,7 @@ def test_curves_may_have_gaps_and_another_length():
         (["--workers", "four"], "--workers: got four; expected whole numbers >= 1"),
         (["--workers", "0"], "--workers: got 0; expected whole numbers >= 1"),
         (["--seeds", "0"], "--seeds: got 0; expected >= 1"),
+        (["--first-seed", "-1"], "--first-seed: got -1; expected >= 0"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

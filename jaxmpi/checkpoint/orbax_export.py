@@ -15,6 +15,7 @@ import stat
 import tempfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 
 SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
 CENTERS = ("center", "rule_state/center", "rule_state/average")  # asynchronous rules', easgd_sync's, optim.ema
+SCHEDULE_FREE = ("b1", "weight_sum", "step_count", "max_lr")  # leaves of Optax's ScheduleFreeState beside z
 
 
 def export(tree: PyTree, folder: Path) -> None:
@@ -67,9 +69,9 @@ def write(tree: PyTree, folder: Path) -> None:
 def model_of(path: Path) -> dict[str, np.ndarray]:
     """Params and model state of a checkpoint by path, as the run evaluates them.
 
-    Params are the center, if the rule has one, else the workers' mean. In the model state, floating-point leaves are
-    the workers' mean and others worker 0's. Under asynchronous rules worker 0 evaluates, so all of it is worker 0's.
-    Sizes are bounded by those of the files.
+    Params are the center or the average, if the rule or its optimizer has one, else the workers' mean. In the model
+    state, floating-point leaves are the workers' mean and others worker 0's. Under asynchronous rules worker 0
+    evaluates, so all of it is worker 0's. Sizes are bounded by those of the files.
 
     Raises:
         UsageError: it is damaged, or a leaf's dtype is not known.
@@ -77,7 +79,7 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
     files = read_manifest(path)["files"]
     centers = ((where, name) for where in CENTERS for name in files if rows_below(files[name], where))
     where, name = next(centers, ("params", ""))
-    params = leaves_of(path, name, files[name], where) if name else mean_of(path, files, "params")
+    params = leaves_of(path, name, files[name], where) if name else averages_of(path, files)
     first = {name: files[name] for name in sorted(files) if rows_below(files[name], "model_state")}
     if where == "center":
         first = dict([*first.items()][:1])
@@ -85,6 +87,32 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
     return {f"params{rest}": leaf for rest, leaf in params.items()} | {
         f"model_state{rest}": leaf for rest, leaf in state.items()
     }
+
+
+def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str, np.ndarray]:
+    """Mean of the workers' params, in which x is in place of y where a schedule-free optimizer keeps b1 and z.
+
+    Raises:
+        Damaged: its z are not of these params.
+    """
+    params = mean_of(path, files, "params")
+    kept: dict[str, str] = {}  # where in the state, by the first file that has it
+    for name, rows in files.items():
+        names = {row["path"] for row in rows}
+        for where in (full.removesuffix("/b1") for full in names if full.endswith("/b1")):
+            if {f"{where}/{field}" for field in SCHEDULE_FREE} <= names:
+                kept.setdefault(where, name)
+    for where, name in kept.items():
+        from optax.contrib import schedule_free_eval_params  # seconds to import
+
+        [b1] = leaves_of(path, name, files[name], f"{where}/b1").values()
+        z = leaves_of(path, name, files[name], f"{where}/z")
+        fits = all(leaf in params and params[leaf].shape == z[leaf].shape for leaf in z) and not b1.shape
+        format.undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
+        state: Any = SimpleNamespace(b1=b1, z=z)  # of Optax's class all that it looks at
+        x = schedule_free_eval_params(state, {leaf: params[leaf] for leaf in z})
+        params |= {leaf: value.astype(params[leaf].dtype) for leaf, value in x.items()}
+    return params
 
 
 def rows_below(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:

@@ -9,9 +9,6 @@ they are, and the step as text in its header. It knows no lists: they are dicts 
 Orbax folders.
 """
 
-import argparse
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ import numpy as np
 
 from jaxmpi.checkpoint import format, orbax_export
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import made_whole
 from jaxmpi.core.pytrees import PyTree, named_leaves
 
 SUFFIX = ".safetensors"
@@ -81,7 +79,7 @@ class TrainedModel:
 def load(where: str | Path, *, step: int | None = None, best: bool = False) -> TrainedModel:
     """The model of a run, in one process, without MPI and without the experiment.
 
-    Params are the workers' mean, or the rule's center: what the run evaluates. Checksums are compared.
+    Params are the workers' mean, the rule's center or an average: what the run evaluates. Checksums are compared.
 
     Args:
         where: a run directory; a checkpoint in it; a folder that `jaxmpi export` wrote; a safetensors file.
@@ -127,6 +125,21 @@ def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
     return kept[step]
 
 
+def export(run_dir: Path, out: Path, step: int | None = None, best: bool = False) -> int:
+    """Write the model of a run's checkpoint as an Orbax folder or a safetensors file, by its name; return its step.
+
+    Raises:
+        UsageError: there is no such checkpoint, it is damaged, or `out` exists or cannot be written.
+    """
+    path = chosen(run_dir, step, best)
+    tree, at = orbax_export.nested(orbax_export.model_of(path)), format.step_of(path)
+    if out.suffix == SUFFIX:
+        to_safetensors(tree, out, at)
+    else:
+        orbax_export.export(tree, out)
+    return at
+
+
 # ---------------------------------------------------------------- safetensors
 
 
@@ -137,19 +150,9 @@ def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
         UsageError: it exists or cannot be written, a name has a dot in it, or safetensors is missing.
     """
     save_file = library().numpy.save_file
-    check(not os.path.lexists(file), f"{file} exists; name a new file")
     leaves = dict(dotted(tree))
-    aside = ""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(prefix=f"{file.name}.", suffix=".tmp", dir=file.parent)
-        os.close(handle)
+    with made_whole(file) as aside:
         save_file(leaves, aside, metadata={"step": str(step)})
-        os.rename(aside, file)
-    except OSError as error:
-        if aside:
-            Path(aside).unlink(missing_ok=True)
-        raise UsageError(f"{file}: cannot be written: {error}; name another file, or make room") from error
 
 
 def from_safetensors(file: Path) -> TrainedModel:
@@ -206,32 +209,3 @@ def library() -> Any:
     except ImportError as error:
         raise UsageError(MISSING) from error
     return safetensors
-
-
-# ---------------------------------------------------------------- jaxmpi export
-
-
-def main(argv: list[str]) -> None:
-    """`jaxmpi export RUN_DIR OUT [--step K | --best]`."""
-    asked = parser().parse_args(argv)
-    path = chosen(asked.run_dir, asked.step, asked.best)
-    tree, step = orbax_export.nested(orbax_export.model_of(path)), format.step_of(path)
-    if asked.out.suffix == SUFFIX:
-        to_safetensors(tree, asked.out, step)
-    else:
-        orbax_export.export(tree, asked.out)
-    print(f"{asked.out}: params and model state at step {step}")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Options of `jaxmpi export`."""
-    options = argparse.ArgumentParser(
-        prog="jaxmpi export",
-        description="Params and model state of a checkpoint as an Orbax folder, or as one file if its name ends in "
-        ".safetensors: for --params of another run, or for the library that the model was written in (docs/models.md).",
-    )
-    options.add_argument("run_dir", type=Path, help="run directory")
-    options.add_argument("out", type=Path, help="new folder, or file .safetensors, to write")
-    options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
-    options.add_argument("--best", action="store_true", help="the best checkpoint by the run's --monitor")
-    return options

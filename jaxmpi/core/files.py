@@ -179,6 +179,30 @@ def write_whole(path: Path, raw: bytes) -> None:
 
 
 @contextmanager
+def made_whole(file: Path) -> Iterator[Path]:
+    """A path beside a new file, to write to; the file gets its name when it is whole. If it fails, nothing is left.
+
+    Raises:
+        UsageError: it exists or cannot be written.
+    """
+    check(not os.path.lexists(file), f"{file} exists; name a new file")
+    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    is_mine = False
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        is_mine = True
+        yield aside
+        os.rename(aside, file)
+        is_mine = False
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be written: {error}; name another file, or make room") from error
+    finally:
+        if is_mine:
+            aside.unlink(missing_ok=True)
+
+
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Have an error of the file system name the file and the way out.
 

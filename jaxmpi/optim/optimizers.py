@@ -11,8 +11,9 @@ import optax.contrib
 
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
-from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.pytrees import PyTree, named_leaves
 
+ScheduleFreeState = optax.contrib.ScheduleFreeState
 Transform = optax.GradientTransformation
 Mask = Callable[[PyTree], PyTree] | None  # params -> which tensors decay; None: all
 
@@ -24,6 +25,7 @@ class OptimizerSpec(NamedTuple):
     whole: Callable[[Optim, optax.Schedule, Mask], Transform] | None = None
     linear: bool = False  # whether the mean of workers' updates is the update of their mean gradient
     decays_after: bool = False  # decay is decoupled: added to the direction, not to the gradient
+    averages: bool = False  # schedule-free: all of the chain but clipping moves z, from which Optax makes y and x
     takes: tuple[str, ...] = ()  # of b1, b2 and eps
 
 
@@ -62,6 +64,24 @@ def muon(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     return optax.contrib.muon(lr, weight_decay=decay, adam_weight_decay=decay, weight_decay_mask=mask, **adam)
 
 
+def rms(config: Optim) -> Transform:
+    """Adam's direction without its mean of gradients, as the base of `schedule_free_adamw`."""
+    b2 = 0.999 if config.b2 is None else config.b2  # Adam's; RMSProp has another
+    return optax.scale_by_rms(b2, **given(config, eps="eps"), eps_in_sqrt=False, bias_correction=True)
+
+
+def schedule_free(config: Optim, lr: optax.Schedule, base: Transform) -> Transform:
+    """Steps of z by a base without momentum, gradients at y, evaluation at x, their mean. Defazio et al. 2024.
+
+    y <- b1 x + (1 - b1) z
+
+    Raises:
+        UsageError: b1 is 0, with which x cannot be told from y and z.
+    """
+    check(config.b1 != 0, f"optim.b1: got 0 with {config.name!r}; expected (0, 1), the share of x in y")
+    return optax.contrib.schedule_free(base, lr, **given(config, b1="b1"))
+
+
 MOMENTS = ("b1", "b2", "eps")
 TRIED_STEPS = 20  # some begin as another: RAdam is momentum for five steps
 OPTIMIZERS: dict[str, OptimizerSpec] = {
@@ -83,6 +103,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "lars": OptimizerSpec(whole=lars, takes=("eps",)),
     "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",)),
     "muon": OptimizerSpec(whole=muon, takes=MOMENTS),
+    "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",)),
+    "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS),
 }
 
 
@@ -111,14 +133,14 @@ def optimizer(config: Optim, lr: optax.Schedule) -> Transform:
     assert row.direction
     decay = [optax.add_decayed_weights(config.weight_decay, mask=mask)] if config.weight_decay else []
     rate = [*rate, optax.scale_by_learning_rate(lr)]
-    return optax.chain(
-        *clip,
+    steps = [
         *([] if row.decays_after else decay),
         *(rate if config.rate_in_velocity else []),
         row.direction(config),
         *(decay if row.decays_after else []),
         *([] if config.rate_in_velocity else rate),
-    )
+    ]
+    return optax.chain(*clip, *([schedule_free(config, lr, optax.chain(*steps))] if row.averages else steps))
 
 
 RATE_FACTOR = "rate_factor"  # the leaf that callbacks change
@@ -183,9 +205,51 @@ def check_takes_gradients(config: Optim, tx: Transform, params: PyTree) -> None:
 
 def at_step(state: PyTree, step: int) -> PyTree:
     """An optimizer's state with learning rates as after `step` steps; moments stay."""
-    is_schedule = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
-    now = lambda part: part._replace(count=jnp.full_like(part.count, step)) if is_schedule(part) else part  # noqa: E731
-    return jax.tree.map(now, state, is_leaf=is_schedule)
+
+    def now(part: PyTree) -> PyTree:
+        if isinstance(part, optax.ScaleByScheduleState):
+            return part._replace(count=jnp.full_like(part.count, step))
+        if is_schedule_free(part):
+            count, base = jnp.full_like(part.step_count, step + 1), at_step(part.base_optimizer_state, step)
+            return part._replace(step_count=count, base_optimizer_state=base)
+        return part
+
+    return jax.tree.map(
+        now, state, is_leaf=lambda part: isinstance(part, (optax.ScaleByScheduleState, ScheduleFreeState))
+    )
+
+
+def is_schedule_free(part: PyTree) -> bool:
+    """Return True for the state of a schedule-free optimizer."""
+    return isinstance(part, ScheduleFreeState)
+
+
+def schedule_free_parts(state: PyTree) -> list[ScheduleFreeState]:
+    """The states of schedule-free optimizers in a state, or in the shapes of one."""
+    return [part for part in jax.tree.leaves(state, is_leaf=is_schedule_free) if is_schedule_free(part)]
+
+
+def is_averaged(tx: Transform, params: PyTree) -> bool:
+    """Return True for an optimizer that evaluates an average of its own, a schedule-free one.
+
+    Args:
+        params: their shapes.
+    """
+    return bool(schedule_free_parts(jax.eval_shape(tx.init, params)))
+
+
+def eval_params(params: PyTree, state: PyTree) -> PyTree:
+    """The params with x in place of y, of tensors that schedule-free optimizers train; others as they are.
+
+    Args:
+        state: of a rule or an optimizer, which holds their z.
+    """
+    leaves = dict(named_leaves(params))
+    for part in schedule_free_parts(state):
+        z = dict(named_leaves(part.z))
+        x = optax.contrib.schedule_free_eval_params(part._replace(z=z), {name: leaves[name] for name in z})
+        leaves |= {name: value.astype(leaves[name].dtype) for name, value in x.items()}
+    return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
 
 
 def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:

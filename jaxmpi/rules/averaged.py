@@ -1,4 +1,4 @@
-"""An average of params over the steps of a run, kept beside a rule's state."""
+"""Averages of params over the steps of a run, evaluated instead of the params: of a rule, or of its optimizer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 
 AVERAGE = "average"  # field of the state, which `jaxmpi.load` looks for
@@ -58,3 +59,26 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
         eval_params=lambda params, state: state[AVERAGE],
         distance=(lambda state, of=rule.distance: of(state["of_rule"])) if rule.distance else None,
     )
+
+
+def schedule_free(rule: Rule, jit: Callable[..., Callable], name: str, *, exchanges_gradients: bool) -> Rule:
+    """The rule over a schedule-free optimizer, whose x is evaluated and exported instead of the params, its y.
+
+    Communicates nothing: z, from which x follows, must be equal on all workers after each step.
+
+    Args:
+        rule: whose optimizer's state is equal on all workers.
+        jit: for x.
+        name: of the rule, for the error.
+        exchanges_gradients: the optimizer's state is equal on all workers, whatever else the rule keeps.
+
+    Raises:
+        UsageError: a rule under which workers have z of their own, or that evaluates other params already.
+    """
+    is_alone = rule.params_are_replicated and rule.eval_params is None and rule.asynchronous is None
+    check(
+        is_alone and (rule.state_is_replicated or exchanges_gradients),
+        f"a schedule-free optimizer with rule {name}: its average would be each worker's own; use rule gradients, or "
+        "another optimizer",
+    )
+    return rule._replace(eval_params=jit(optimizers.eval_params))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.train_state import Batch
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import device_setup
-from jaxmpi.trainer import launched, main
+from jaxmpi.trainer import exported, launched, main
 from jaxmpi.trainer.finished import Finished, open_finished
 
 
@@ -87,6 +88,28 @@ class Trainer:
         Images come as the data source gives them: u8 is normalised with the experiment's mean and deviation.
         """
         return self._finished.predict(batch)
+
+    def export(
+        self,
+        file: str | Path,
+        *,
+        step: int | None = None,
+        best: bool = False,
+        platforms: Sequence[str] = (),
+        batch: int = 0,
+    ) -> None:
+        """Write the trained model with its program for JAX alone: `jaxmpi export RUN model.jaxexport`.
+
+        Args:
+            file: to write, by rank 0; and `file.json`, what goes in and out.
+            step: of the checkpoint; default: the newest.
+            best: the best checkpoint by `monitor`.
+            platforms: to lower for; default: those of cpu, cuda and tpu for which the model can be lowered.
+            batch: examples of a call; default: any number, if the model can be traced so.
+        """
+        exported.check_asked(Path(file), platforms)
+        run = open_finished(self.experiment, self.run_dir, step=step, best=best)
+        exported.write(run, Path(file), platforms=platforms, batch=batch)
 
     @cached_property
     def _finished(self) -> Finished:

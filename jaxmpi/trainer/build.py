@@ -35,7 +35,7 @@ from jaxmpi.observe.step_timing import ComputeOnlyStep
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
-from jaxmpi.rules.averaged import averaged
+from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.rules.base import Rule
 from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.registry import task_of
@@ -428,9 +428,16 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     """
     asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
     tx, params = optimizers.optimizer(experiment.optim, plan.lr), plan.params()
-    if any(callback.scales_rate for callback in experiment.callbacks):
-        tx = optax.chain(tx, optimizers.by_rate_factor())
     optimizers.check_takes_gradients(experiment.optim, tx, params)
+    ema, is_averaged = experiment.optim.ema, optimizers.is_averaged(tx, params)
+    scalers = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
+    errors.check(
+        not (is_averaged and (ema or scalers)),
+        f"{f'optim.ema {ema}' if ema else ', '.join(scalers)}: got optimizer {experiment.optim.name}, which is "
+        "schedule-free: it evaluates an average of its own, made for one rate; leave it out",
+    )
+    if scalers:
+        tx = optax.chain(tx, optimizers.by_rate_factor())
     rule = registry.build(
         dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
         tx,
@@ -438,7 +445,9 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
         optimizer=experiment.optim.name + " with clip_norm" * bool(experiment.optim.clip_norm),
         linear=optimizers.is_linear(experiment.optim, tx, params),
     )
-    ema = experiment.optim.ema
+    if is_averaged:
+        exchanges_gradients = registry.RULES[asked.name].takes_compressors
+        return schedule_free(rule, exchange.jit, asked.name, exchanges_gradients=exchanges_gradients)
     return averaged(rule, ema, exchange.jit, asked.name) if ema else rule
 
 

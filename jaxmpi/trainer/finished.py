@@ -10,6 +10,7 @@ command line, in its config.json, says which experiment file it was and with whi
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -87,6 +88,18 @@ class Finished:
     def _predicted(self) -> Callable[[PyTree, PyTree, Batch], Any]:
         return jax.jit(partial(steps.predict, self.forward))
 
+    def example(self) -> Batch:
+        """A batch of validation examples as `predict` takes them, the first worker's share.
+
+        Raises:
+            UsageError: there are none.
+        """
+        with self.feed.crew, contextlib.closing(self.feed.batches()) as batches:
+            batch = next(batches, None)
+        if batch is None:
+            raise UsageError(f"{self.feed.source.name}: got 0 examples; expected >= 1")
+        return {name: value for name, value in batch.items() if name != "weight"}
+
     def predict_all(self) -> dict[str, np.ndarray]:
         """Outputs for all validation examples, in the order of the data, on all ranks; `outputs` or their names.
 
@@ -96,8 +109,7 @@ class Finished:
         parts: list[dict[str, np.ndarray]] = []
         with self.feed.crew:
             for batch in self.feed.batches():
-                outputs = self.predict(batch)
-                named = {name or "outputs": np.asarray(leaf) for name, leaf in named_leaves(outputs)}
+                named = {name: np.asarray(leaf) for name, leaf in by_name(self.predict(batch)).items()}
                 parts.append(self._of_all_ranks({**named, "weight": np.asarray(batch["weight"])}))
         whole = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
         real = whole.pop("weight", np.zeros(0)) > 0
@@ -115,6 +127,11 @@ class Finished:
             rows = part.reshape(len(every), *values.shape).swapaxes(0, 1)
             dealt[name] = rows.reshape(-1, *values.shape[1:]).astype(values.dtype)
         return dealt
+
+
+def by_name(outputs: Any) -> dict[str, Any]:
+    """Outputs of a task by their paths; one alone is `outputs`."""
+    return {name or "outputs": leaf for name, leaf in named_leaves(outputs)}
 
 
 def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = None, best: bool = False) -> Finished:

@@ -1,0 +1,267 @@
+"""A trained model with its program in one file, which JAX alone loads.
+
+    jaxmpi export RUN model.jaxexport [--best | --step K] [--platforms cpu,cuda] [--batch N] [--field value ...]
+
+The file is what `jax.export` serializes: params, model state and `predict`, as the run evaluates them, in StableHLO. It
+says itself what goes in and out and for which platforms it is. `model.jaxexport.json` beside it tells that to people
+and to programs without JAX, and where the model is from. Nothing needs it.
+
+Inputs are the fields of a batch that reach the outputs, as the data source gives them: u8 images are normalised inside.
+Outputs have the names of `jaxmpi predict`, in a dict, so that a task may give any tree.
+
+Params are constants of the program, behind a barrier. Without it XLA computes what depends on them alone, such as batch
+norm's 1 / sqrt(v + eps), while it compiles, and rounds otherwise. With it outputs on a CPU are those of the trainer bit
+for bit, for batches of the same size (tests/test_exported.py).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from jaxmpi.checkpoint import trained
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import made_whole
+from jaxmpi.core.pytrees import PyTree, by_path, named_leaves
+from jaxmpi.core.train_state import Batch
+from jaxmpi.data.example import nested
+from jaxmpi.runtime import provenance
+from jaxmpi.trainer import finished
+from jaxmpi.trainer import step as steps
+from jaxmpi.trainer.finished import Finished, asked_for, by_name
+
+SUFFIX = ".jaxexport"
+PLATFORMS = ("cpu", "cuda", "tpu")  # by default
+KNOWN = (*PLATFORMS, "rocm")  # to JAX, which lowers for any other name as well
+ANY = "batch"  # the symbol of a dimension of any size
+
+
+class Unable(Exception):
+    """A program that cannot be exported as it was asked for; why, in a line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model's predictions as `jax.export` has them."""
+
+    exported: jax.export.Exported
+    serialized: bytes
+    notes: tuple[str, ...]  # where it does less than it might, and why
+
+
+def program_of(run: Finished, *, platforms: Sequence[str] = (), batch: int = 0) -> Program:
+    """The predictions of a finished run, with its params in them.
+
+    Args:
+        platforms: to lower for; default: those of `PLATFORMS` for which the model can be lowered.
+        batch: examples of a call; default: any number, or as many as the run predicts at once if the model must know.
+
+    Raises:
+        UsageError: the model cannot be exported so: why.
+    """
+    fields = dict(named_leaves(run.example()))
+    size = len(next(iter(fields.values())))
+    try:
+        whole = lowered(run, fields, tuple(fields), batch or size, ())
+        needed = tuple(name for i, name in enumerate(fields) if i in whole.exported.module_kept_var_idx)
+        check(bool(needed), f"{run.forward.task.name}: its outputs depend on none of {', '.join(fields)}")
+        chosen, notes = (batch, []) if batch else any_or(size, partial(lowered, run, fields, needed, platforms=()))
+        made, left_out = on_platforms(platforms, partial(lowered, run, fields, needed, chosen))
+    except Unable as error:
+        raise UsageError(f"{run.forward.task.name} cannot be exported: {error}") from error
+    return dataclasses.replace(made, notes=(*notes, *left_out))
+
+
+def any_or(size: int, lower: Callable[[int | str], Program]) -> tuple[int | str, list[str]]:
+    """The symbol of any number of examples; or their size if the model must know it, and why."""
+    try:
+        lower(ANY)
+    except Unable as error:
+        return size, [f"for batches of {size} alone, or of --batch N: {error}; x.shape[0] may be any, len(x) not"]
+    return ANY, []
+
+
+def on_platforms(asked: Sequence[str], lower: Callable[[Sequence[str]], Program]) -> tuple[Program, list[str]]:
+    """The program for the platforms asked for, or for those of `PLATFORMS` that are possible, and why not for others.
+
+    Raises:
+        Unable: for one that was asked for, or for all.
+    """
+    if asked:
+        return lower(asked), []
+    with contextlib.suppress(Unable):
+        return lower(PLATFORMS), []
+    left_out: dict[str, str] = {}
+    for platform in PLATFORMS:
+        try:
+            lower((platform,))
+        except Unable as error:
+            left_out[platform] = f"not for {platform}: {error}"
+    able = tuple(platform for platform in PLATFORMS if platform not in left_out)
+    if not able:
+        raise Unable("; ".join(left_out.values()))
+    return lower(able), list(left_out.values())
+
+
+def lowered(
+    run: Finished, fields: dict[str, Any], needed: Sequence[str], batch: int | str, platforms: Sequence[str]
+) -> Program:
+    """The predictions as a function of some fields of a batch, lowered.
+
+    Args:
+        fields: arrays [examples, ...] by path.
+        needed: the fields that it takes; others are zeros, on which nothing depends.
+        batch: examples, or a symbol for any number.
+        platforms: none for this process's.
+
+    Raises:
+        Unable: in tracing, lowering or serializing.
+    """
+    params, model_state = jax.tree.map(jnp.asarray, (run.params, run.model_state))
+
+    def predictions(given: Batch) -> dict[str, Any]:
+        named = dict(named_leaves(given))
+        examples = jax.tree.leaves(given)[0].shape[0]
+        rest = {name: jnp.zeros((examples, *x.shape[1:]), x.dtype) for name, x in fields.items() if name not in named}
+        weights, state = jax.lax.optimization_barrier((params, model_state))
+        return by_name(steps.predict(run.forward, weights, state, nested(rest | named)))
+
+    name = re.sub(r"\W+", "_", f"{run.forward.task.name} step {run.step}")
+    predictions.__name__ = name
+    [size] = jax.export.symbolic_shape(batch) if isinstance(batch, str) else (batch,)
+    like = {name: jax.ShapeDtypeStruct((size, *fields[name].shape[1:]), fields[name].dtype) for name in needed}
+    try:
+        exported = jax.export.export(jax.jit(predictions), platforms=platforms or None)(nested(like))
+        return Program(exported=exported, serialized=bytes(exported.serialize()), notes=())
+    except Exception as error:  # the model's own, JAX's and MLIR's, of all kinds
+        raise Unable(f"{type(error).__name__}: {error!s:.400}".splitlines()[0]) from error
+
+
+# ---------------------------------------------------------------- files
+
+
+def check_asked(file: Path, platforms: Sequence[str]) -> None:
+    """Refuse a file of another suffix or that exists, and unknown platforms, before the minutes of an export.
+
+    Raises:
+        UsageError: got, expected.
+    """
+    check(file.suffix == SUFFIX, f"{file}: expected a name that ends in {SUFFIX}")
+    for path in (file, facts_file(file)):
+        check(not os.path.lexists(path), f"{path} exists; name a new file")
+    odd = [name for name in platforms if name not in KNOWN]
+    check(not odd, f"platforms: got {', '.join(odd)}; expected {', '.join(KNOWN)}")
+
+
+def write(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: int = 0) -> None:
+    """Write the predictions of a finished run, and facts beside them; say so. All ranks call it, rank 0 writes.
+
+    Both files get their names when they are whole.
+
+    Args: platforms, batch: as those of `program_of`.
+
+    Raises:
+        UsageError: the model cannot be exported, or one of the files exists or cannot be written.
+    """
+    if run.workers.processes.rank != 0:
+        return
+    program = program_of(run, platforms=platforms, batch=batch)
+    facts = facts_of(run, program)
+    with made_whole(file) as aside, made_whole(facts_file(file)) as facts_aside:
+        aside.write_bytes(program.serialized)
+        facts_aside.write_text(json.dumps(facts, indent=2) + "\n")
+    way = f"{told(facts['inputs'])} -> {told(facts['outputs'])}"
+    print(f"{file}: {way}, by the model of step {run.step}, for {', '.join(facts['platforms'])}")
+    for note in program.notes:
+        print(f"{file}: {note}")
+
+
+def facts_file(file: Path) -> Path:
+    """The file of facts beside an exported program."""
+    return file.with_name(f"{file.name}.json")
+
+
+def facts_of(run: Finished, program: Program) -> dict[str, Any]:
+    """What goes into a program and comes out, for what it is, and where it is from."""
+    exported = program.exported
+    (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    return {
+        "model": run.forward.task.name,
+        "step": run.step,
+        "inputs": shown(inputs),
+        "outputs": shown(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
+        "platforms": list(exported.platforms),
+        "notes": list(program.notes),
+        "sha256": hashlib.sha256(program.serialized).hexdigest(),
+        "calling_convention_version": exported.calling_convention_version,
+        "versions": provenance.versions(),
+    }
+
+
+def shown(tree: PyTree) -> dict[str, Any]:
+    """Dtype and shape of each leaf by its path; a dimension of any size by its symbol."""
+    sizes = lambda leaf: [size if isinstance(size, int) else str(size) for size in leaf.shape]  # noqa: E731
+    return {name: {"dtype": leaf.dtype.name, "shape": sizes(leaf)} for name, leaf in by_path(tree).items()}
+
+
+def told(leaves: dict[str, Any]) -> str:
+    """`image uint8[batch, 8, 8, 1]`."""
+    return ", ".join(f"{name} {leaf['dtype']}[{', '.join(map(str, leaf['shape']))}]" for name, leaf in leaves.items())
+
+
+# ---------------------------------------------------------------- jaxmpi export
+
+
+def main(argv: list[str]) -> None:
+    """`jaxmpi export RUN OUT`: a program, an Orbax folder or a safetensors file, by the name of OUT."""
+    options = parser()
+    asked, fields = options.parse_known_args(argv)
+    if asked.out.suffix != SUFFIX:
+        idle = [*fields, *(["--platforms"] if asked.platforms else []), *(["--batch"] if asked.batch else [])]
+        check(not idle, f"{' '.join(idle)}: got {asked.out}; only a file {SUFFIX} has them: leave them out")
+        step = trained.export(asked.run_dir, asked.out, asked.step, asked.best)
+        print(f"{asked.out}: params and model state at step {step}")
+        return
+    check_asked(asked.out, asked.platforms)
+    run, _ = asked_for(options, argv)
+    write(run, asked.out, platforms=asked.platforms, batch=asked.batch)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of `jaxmpi export`."""
+    options = finished.parser(
+        "export",
+        "The model of a checkpoint for other programs. A file .jaxexport has params, model state and program, for JAX "
+        "alone. A file .safetensors and an Orbax folder, of any other name, have params and model state: for --params "
+        "of another run, or for the library that the model was written in (docs/models.md).",
+    )
+    options.add_argument("out", type=Path, help="new file .jaxexport or .safetensors, or new folder, to write")
+    options.add_argument(
+        "--platforms",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        help=f"of .jaxexport (default: those of {','.join(PLATFORMS)} for which the model can be lowered)",
+    )
+    options.add_argument(
+        "--batch", type=positive, default=0, help="of .jaxexport: examples of a call (default: any number, if it may)"
+    )
+    return options
+
+
+def positive(text: str) -> int:
+    """A whole number >= 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}; expected >= 1")
+    return number

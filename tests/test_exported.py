@@ -1,0 +1,220 @@
+"""A model as a program: JAX alone gives the trainer's outputs, bit for bit; the file says what it takes; refusals."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmpi
+from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import open_source
+from jaxmpi.model import nnx_model
+from jaxmpi.trainer import exported, finished
+from launching import ROOT, train_here
+from line_task import LINE, line, lines
+from models.gpt import gpt_tiny
+from models.norm import BatchNorm
+
+[SNIPPET] = re.findall(
+    r"<!-- block: use_jaxexport.py -->\n```python\n(.*?)^```$", (ROOT / "docs" / "models.md").read_text(), re.S | re.M
+)
+# Neither jaxmpi nor the model's code or library.
+JAX_ALONE = f"""
+import sys
+sys.modules.update(dict.fromkeys(("jaxmpi", "models", "flax", "optax", "mpi4py"), None))
+{SNIPPET}
+import numpy as np
+for n in (1, 7):
+    np.save(f"outputs{{n}}.npy", outputs(np.load(f"image{{n}}.npy")))
+print(model.fun_name, model.platforms, *model.in_avals, *model.out_avals)
+"""
+SHORT = {"effective_batch": 8, "train_for": "3st", "eval_every": "3st", "checkpoint_every": "3st", "quiet": True}
+
+
+class Net(nnx.Module):
+    """A convolution, batch norm, logits."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv, self.norm = nnx.Conv(1, 16, (3, 3), rngs=rngs), BatchNorm(16, eps=1e-5)
+        self.logits = nnx.Linear(16, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        return self.logits(jax.nn.relu(self.norm(self.conv(x), train)).mean((1, 2)))
+
+
+def classifier(folder: Path) -> Experiment:
+    """Of images of u8, with batch norm."""
+    model = nnx_model(Net, name="net", input_shape=(8, 8, 1), classes=10)
+    return Experiment(model=model, data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)), optim=Optim(lr=0.1))
+
+
+def language_model(folder: Path) -> Experiment:
+    """Of tokens; what is evaluated is a schedule-free average."""
+    for split in ("train", "validation"):
+        (folder / "text" / split).mkdir(parents=True)
+        (folder / "text" / split / "a.txt").write_text((ROOT / "README.md").read_text())
+    data = Data("text", dir=str(folder / "text"), window=16)
+    return Experiment(model=gpt_tiny(window=16), data=data, optim=Optim("schedule_free_adamw", lr=0.01))
+
+
+MODELS = {
+    "classifier": (classifier, "uint8[batch,8,8,1]", "float32[batch,10]"),
+    "language model": (language_model, "int32[batch,16]", "float32[batch,16,256]"),
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", MODELS)
+def test_jax_alone_gives_the_trainers_outputs_bit_for_bit(name, tmp_path, no_launcher, as_users_have_it):
+    make, inputs, outputs = MODELS[name]
+    trainer = jaxmpi.Trainer(dataclasses.replace(make(tmp_path), **SHORT, run_dir=str(tmp_path / "run")))
+    trainer.fit()
+    trainer.export(tmp_path / "model.jaxexport")
+    images = np.asarray(finished.open_finished(trainer.experiment, trainer.run_dir).example()["image"])
+    for n in (1, 7):
+        np.save(tmp_path / f"image{n}.npy", images[:n])
+    line = [sys.executable, "-c", JAX_ALONE]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"step_3 ('cpu', 'cuda', 'tpu') {inputs} {outputs}" in done.stdout
+    for n in (1, 7):
+        np.testing.assert_array_equal(np.load(tmp_path / f"outputs{n}.npy"), trainer.predict({"image": images[:n]}))
+
+
+@pytest.mark.e2e
+def test_the_command_gives_the_outputs_of_predict_bit_for_bit(tmp_path, monkeypatch, as_users_have_it):
+    argv = ["experiments/digits.py", "--train-for", "6st", "--run-dir", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["jaxmpi/train.py", *argv])
+    done = train_here(*argv)
+    assert done.code == 0, done.out
+    exported.main([str(tmp_path / "run"), str(tmp_path / "model.jaxexport"), "--platforms", "cpu"])
+    finished.predict_main([str(tmp_path / "run"), str(tmp_path / "outputs.npz")])
+    want = np.load(tmp_path / "outputs.npz")["outputs"]
+    source = open_source(Data("digits", channels=1), "validation")
+    images = np.stack([source[i][0] for i in range(32)])  # as many as `jaxmpi predict` takes at once
+    got = called(tmp_path / "model.jaxexport", {"image": images})["outputs"]
+    np.testing.assert_array_equal(got, want[:32])
+
+
+@pytest.fixture
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def called(file: Path, batch: dict) -> Any:
+    return jax.export.deserialize(bytearray(file.read_bytes())).call(batch)
+
+
+@pytest.fixture(scope="module")
+def line_run(tmp_path_factory) -> Experiment:
+    experiment = lines(tmp_path_factory.mktemp("line"))
+    jaxmpi.Trainer(experiment).fit()
+    return experiment
+
+
+def trainer_of(experiment: Experiment, predict) -> jaxmpi.Trainer:
+    """Of the trained run, with predictions of another kind."""
+    return jaxmpi.Trainer(dataclasses.replace(experiment, task=dataclasses.replace(LINE, predict=predict)))
+
+
+def heights(params, model_state, batch):
+    """Of all fields but y, in a tree of their own, of which `jaxmpi predict` has the names."""
+    height = batch["x"] @ params["w"]
+    return {"height": height, "more": [batch["tokens"], height > 0]}
+
+
+def test_it_takes_the_fields_that_it_needs_and_says_what_it_gives(line_run, tmp_path, capsys):
+    trainer = trainer_of(line_run, heights)
+    trainer.export(tmp_path / "model.jaxexport")
+    facts = json.loads((tmp_path / "model.jaxexport.json").read_text())
+    integer = facts["inputs"]["tokens"]["dtype"]
+    assert facts["inputs"] == {
+        "tokens": {"dtype": integer, "shape": ["batch"]},
+        "x": {"dtype": "float32", "shape": ["batch", 3]},
+    }
+    assert facts["outputs"] == {
+        "height": {"dtype": "float32", "shape": ["batch"]},
+        "more/0": {"dtype": integer, "shape": ["batch"]},
+        "more/1": {"dtype": "bool", "shape": ["batch"]},
+    }
+    assert (facts["model"], facts["step"], facts["platforms"]) == ("line", 7, ["cpu", "cuda", "tpu"])
+    assert facts["versions"]["jax"] == jax.__version__
+    raw = (tmp_path / "model.jaxexport").read_bytes()
+    assert facts["sha256"] == hashlib.sha256(raw).hexdigest()
+    batch = line(5, 2)
+    batch = {"x": batch["x"], "tokens": batch["tokens"].astype(integer)}
+    got = called(tmp_path / "model.jaxexport", batch)
+    np.testing.assert_array_equal(got["height"], trainer.predict(batch)["height"])
+    np.testing.assert_array_equal(got["more/0"], batch["tokens"])
+    assert f"tokens {integer}[batch], x float32[batch, 3] -> height float32[batch], more/0" in capsys.readouterr().out
+
+
+def test_a_model_that_must_know_the_number_of_examples_is_exported_for_one_and_says_so(line_run, tmp_path, capsys):
+    trainer = trainer_of(line_run, lambda params, model_state, batch: batch["x"] @ params["w"] * len(batch["x"]))
+    trainer.export(tmp_path / "own.jaxexport")
+    trainer.export(tmp_path / "two.jaxexport", batch=2)
+    first, *_ = said = capsys.readouterr().out.splitlines()
+    assert "own.jaxexport: x float32[12, 3] -> outputs float32[12]" in first  # the run's local batch
+    assert "own.jaxexport: for batches of 12 alone, or of --batch N: " in said[1]
+    x = line(2)["x"]
+    np.testing.assert_array_equal(called(tmp_path / "two.jaxexport", {"x": x})["outputs"], trainer.predict({"x": x}))
+    with pytest.raises(ValueError, match="2"):
+        called(tmp_path / "two.jaxexport", {"x": line(3)["x"]})
+
+
+def test_a_platform_for_which_it_cannot_be_lowered_is_left_out_and_named(line_run, tmp_path, capsys):
+    def predict(params, model_state, batch):
+        return jax.lax.platform_dependent(batch["x"] @ params["w"], cpu=lambda y: 2 * y, tpu=lambda y: 3 * y)
+
+    trainer = trainer_of(line_run, predict)
+    trainer.export(tmp_path / "model.jaxexport")
+    said = capsys.readouterr().out
+    assert "for cpu, tpu\n" in said
+    assert "model.jaxexport: not for cuda: " in said
+    with pytest.raises(UsageError, match="line cannot be exported: "):
+        trainer.export(tmp_path / "cuda.jaxexport", platforms=("cuda",))
+
+
+def test_what_cannot_be_exported_is_named_and_leaves_nothing(line_run, tmp_path):
+    def outside(params, model_state, batch):
+        y = batch["x"] @ params["w"]
+        return jax.pure_callback(np.sin, y, y)
+
+    trainer = trainer_of(line_run, outside)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(UsageError, match=r"line cannot be exported: .*callback"):
+        trainer.export(tmp_path / "model.jaxexport")
+    with pytest.raises(UsageError, match=r"model\.onnx: expected a name that ends in \.jaxexport"):
+        trainer.export(tmp_path / "model.onnx")
+    with pytest.raises(UsageError, match="platforms: got gpu; expected cpu, cuda, tpu, rocm"):
+        trainer.export(tmp_path / "model.jaxexport", platforms=("cpu", "gpu"))
+    for name in ("model.jaxexport", "model.jaxexport.json"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(UsageError, match=f"{name} exists; name a new file"):
+            trainer.export(tmp_path / "model.jaxexport")
+        (tmp_path / name).unlink()
+    assert set(tmp_path.iterdir()) == before
+    with pytest.raises(UsageError, match=r"--batch: got .*folder; only a file \.jaxexport has them"):
+        exported.main([str(trainer.run_dir), str(tmp_path / "folder"), "--batch", "2"])
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(line_run, tmp_path):
+    trainer = jaxmpi.Trainer(line_run)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UsageError, match=r"file/model.jaxexport: cannot be written: .*; name another file, or make room"
+    ):
+        trainer.export(tmp_path / "file" / "model.jaxexport")
+    assert (tmp_path / "file").read_text() == ""
