@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 import jaxmpi
 from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint.trained import dotted
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim
@@ -80,9 +81,9 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     params, model_state = trained(experiment.model, project)
     want, _ = experiment.model.apply(params, model_state, x, jax.random.key(0), False)
     np.testing.assert_allclose(logits(x), want, atol=ROUNDING)
-    export.main(["run", "model.safetensors"])  # with the names of the library, and the bits of the run
+    exported.main(["run", "model.safetensors"])  # with the names of the library, and the bits of the run
     tensors = load_file("model.safetensors")
-    assert {name for name, _ in export.dotted({"params": params, "model_state": model_state})} == tensors.keys()
+    assert {name for name, _ in dotted({"params": params, "model_state": model_state})} == tensors.keys()
     if library in ("nnx", "linen"):
         np.testing.assert_array_equal(in_plain_flax(library, project, tensors, x), logits(x))
     fresh = experiment.model.init(jax.random.key(0), x[:1])[1]

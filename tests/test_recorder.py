@@ -3,6 +3,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
