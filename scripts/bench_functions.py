@@ -29,8 +29,8 @@ from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.bench.results import middle
 from jaxmpi.functions import worker_call
 from jaxmpi.functions.lifecycle import team
+from jaxmpi.models.resnet import resnet50
 from jaxmpi.runtime import launchers, prepare
-from models.resnet import resnet50
 
 Result = dict[str, Any]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmpi.models import MODELS
 from jaxmpi.tools import cli
-from models import MODELS
 
 ROOT = Path(__file__).parent.parent
 

@@ -132,7 +132,7 @@ def clone(tmp_path: Path) -> Path:
     (tmp_path / "experiments" / "digits.py").symlink_to(ROOT / "experiments" / "digits.py")
     (tmp_path / "experiments" / "googlenet.py").write_text(
         "import dataclasses, runpy\n"
-        "from models.cnn import digits_cnn\n"
+        "from jaxmpi.models.cnn import digits_cnn\n"
         f"recipe = runpy.run_path({str(ROOT / 'experiments' / 'googlenet.py')!r})['experiment']\n"
         "data = dataclasses.replace(recipe.fallback.data, channels=1, resize=0)\n"
         "small = dataclasses.replace(recipe.fallback, model=digits_cnn(), data=data)\n"

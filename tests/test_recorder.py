@@ -178,7 +178,7 @@ FILLING = """
 import os
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 def fill(row):
     if os.environ.get("FILL_AT") == f"{row['kind']} {row.get('step')}":

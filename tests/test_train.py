@@ -27,10 +27,10 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Sampler
+from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer.main import train as fit
 from launching import ROOT, Ended, kill_session, mpirun_line, run, train, train_here
-from models.cnn import digits_cnn_tiny
 
 DIGITS = "experiments/digits.py"
 DATA = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
@@ -133,7 +133,7 @@ TINY_EXPERIMENT = """
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
     model=digits_cnn_tiny(),
@@ -257,8 +257,8 @@ BAD = {
 
 
 IMPORTS = {
-    "from models.googlnet import googlenet": "No module named 'models.googlnet'; did you mean 'googlenet'? there are: ",
-    "from models.cnn import digit_cnn": "did you mean 'digits_cnn'? there are: ",
+    "from jaxmpi.models.googlnet import googlenet": "; did you mean 'googlenet'? there are: ",
+    "from jaxmpi.models.cnn import digit_cnn": "did you mean 'digits_cnn'? there are: ",
     "import no_such_package": "No module named 'no_such_package'",
     "import sys; sys.exit(0)": "ends the program, sys.exit(0); expected a module to import",
 }
@@ -358,7 +358,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
 from jaxmpi.data import ArraySource
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 images = np.random.default_rng(0).standard_normal((80, 8, 8, 1), np.float32)
 images[{index}] = np.nan

@@ -49,6 +49,13 @@ def with_objects(part: Any, original: Any) -> Any:
     return dataclasses.replace(part, **values)
 
 
+def takes_value(arg: str) -> bool:
+    """Return True for a flag whose value is the next argument."""
+    name = arg[2:].replace("_", "-")
+    field = flags(Experiment()).get(without_no(name))
+    return arg.startswith("--") and "=" not in arg and not (field and field.type is bool)
+
+
 def without_no(name: str) -> str:
     """`rule.force` for `rule.no-force`."""
     head, dot, last = name.rpartition(".")

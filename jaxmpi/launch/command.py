@@ -57,7 +57,9 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     argv = with_new_names(argv, lambda text: print(f"jaxmpi: {text}", file=sys.stderr))
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     fields: list[str] = []  # of the experiment, given before its file
-    while argv and not argv[0].endswith(".py") and argv[0] not in ("-h", "--help"):
+    while argv and argv[0] not in ("-h", "--help"):
+        if experiment_file.is_experiment(argv[0], fields[-1] if fields else ""):
+            break
         if argv[0] not in values:
             fields, argv = [*fields, argv[0]], argv[1:]
             continue
@@ -165,11 +167,11 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
 def has_known_rule(text: str) -> bool:
     """Return True if command line and experiment file show that the rule is one of jaxmpi's synchronous ones.
 
-    A file that imports from elsewhere, or adds a rule to the table, may have any rule.
+    A file that imports from elsewhere, or from another experiment, or adds a rule to the table, may have any rule.
     """
     names = re.findall(r"(?:RuleConfig\(\s*(?:name\s*=\s*)?|--rule\.name[= ])[\"']?(\w+)", text)
-    imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)) - sys.stdlib_module_names
-    own = imported - {"jaxmpi", "models", "jax", "numpy", "flax", "optax"} or "RULES" in text
+    imported = set(re.findall(r"^\s*(?:from|import)\s+(jaxmpi\.experiments|\w+)", text, re.MULTILINE))
+    own = imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"} or "RULES" in text
     return not own and all(name in registry.RULES and not registry.RULES[name].is_asynchronous for name in names)
 
 
@@ -191,7 +193,7 @@ def with_fields_of_file(train_args: Sequence[str]) -> tuple[str, ...]:
 def text_of(train_args: Sequence[str]) -> str:
     """The experiment file, as far as it can be read; the trainer says what is wrong with it."""
     try:
-        return Path(train_args[0]).read_text(errors="replace") if train_args else ""
+        return experiment_file.located(train_args[0]).read_text(errors="replace") if train_args else ""
     except OSError:
         return ""
 

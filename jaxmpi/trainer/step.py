@@ -81,7 +81,7 @@ def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], P
     check(
         bool(asked) or not (train and forward.batch_mean),
         f"batch_statistics: got synchronised, but {forward.task.name} has no batch norm that takes its means by "
-        "jaxmpi.model.batch_mean, as models.norm.BatchNorm does; use averaged",
+        "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged",
     )
 
 
