@@ -21,13 +21,14 @@ from PIL import Image
 
 from jaxmpi.checkpoint import format
 from jaxmpi.comm import topology
-from jaxmpi.config import experiment_file
+from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Sampler
 from jaxmpi.models.cnn import digits_cnn_tiny
+from jaxmpi.rules import registry
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer.main import train as fit
 from launching import ROOT, Ended, kill_session, mpirun_line, run, train, train_here
@@ -198,6 +199,22 @@ def rank_1_of(run_dir: Path) -> int:
             except OSError:
                 continue
     raise AssertionError("no rank 1")
+
+
+def test_help_begins_with_the_flags_used_most_and_shows_choices(monkeypatch):
+    """Rows of a table that an experiment file has added, too."""
+    monkeypatch.setitem(registry.RULES, "majority", registry.RULES["gradients"])
+    ended = train_here(DIGITS, "--help")
+    assert ended.code == 0
+    shown = re.findall(r"^  --([\w.-]+)", ended.out, re.MULTILINE)
+    assert tuple(shown[: len(flags.GROUPS["common"])]) == flags.GROUPS["common"]
+    assert sorted(shown) == sorted(flags.flags(Experiment()))
+    for choices in ("--on-stall {abort,warn}", "--rule.name {gradients,", ",majority}", "{auto,ar,asa,ring,"):
+        assert choices in re.sub(r",\s+", ",", ended.out)
+
+
+def test_every_flag_says_what_it_does():
+    assert [name for name, flag in flags.flags(Experiment()).items() if not flag.help] == []
 
 
 def test_help_lists_every_field_with_its_meaning():

@@ -9,11 +9,9 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
-
-import tyro
+from typing import Any, TextIO
 
 from jaxmpi.config import flags
 from jaxmpi.config.data import data_dir
@@ -26,8 +24,12 @@ from jaxmpi.runtime.provenance import PACKAGE, project_root
 from jaxmpi.runtime.screen import columns_of
 
 
-def parse(argv: list[str]) -> tuple[Experiment, Path]:
+def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[Experiment, Path]:
     """The experiment file named first, with the command line's overrides.
+
+    Args:
+        argv: the experiment, and flags.
+        tables: those that a flag names a row of, by flag, for --help.
 
     Raises:
         UsageError: no such file, no `experiment` in it, or a field out of range.
@@ -49,10 +51,10 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
     for name in flags.unknown_flags(argv, base):
         raise UsageError(f"unknown field --{name}; {errors.nearest(name, flags.flags(base))}")
-    experiment = overridden(flags.with_objects(base, Experiment()), argv, str(path or "an experiment"))
+    experiment = overridden(base, argv, str(path or "an experiment"), tables or {})
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
-    return flags.with_objects(experiment, base), path
+    return experiment, path
 
 
 def refuse_unknown(argv: Sequence[str]) -> None:
@@ -115,7 +117,7 @@ def located(name: str) -> Path:
     return path if path.is_file() else shipped().get(name.removeprefix("experiments/").removesuffix(".py"), path)
 
 
-def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
+def overridden(base: Experiment, argv: list[str], name: str, tables: Mapping[str, Mapping[str, Any]]) -> Experiment:
     """`base` with the fields of the command line. What is wrong with them rank 0 shows, and others only if it does not.
 
     Raises:
@@ -128,13 +130,8 @@ def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
             stack.enter_context(contextlib.redirect_stdout(said))
             stack.enter_context(contextlib.redirect_stderr(said))
         try:
-            return tyro.cli(
-                Experiment,
-                default=base,
-                args=argv,
-                prog="python -m jaxmpi.train EXPERIMENT.py",
-                description=f"Train {name}. Every field can be given here; defaults are the experiment's.",
-            )
+            description = f"Train {name}. Every field can be given here; defaults are the experiment's."
+            return flags.parsed(base, argv, tables, "python -m jaxmpi.train EXPERIMENT.py", description)
         except SystemExit as end:
             stack.close()
             if is_first:

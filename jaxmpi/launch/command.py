@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from jaxmpi.config import experiment_file
-from jaxmpi.config.flags import flags, unknown_flags
+from jaxmpi.config.flags import flags, summary, unknown_flags
 from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, lookup, nearest
@@ -23,7 +23,9 @@ from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going, without
 from jaxmpi.rules import registry
 from jaxmpi.runtime import affinity, failures, job_folder
 
-USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
+USAGE = """Train an experiment with N workers; prints the launcher's line and supervises it.
+
+usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
                     [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
 
   -n N               workers, one process each; without it one worker, no MPI
@@ -32,7 +34,10 @@ USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--laun
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
   --comm NAME        as the field of that name, which may also stand behind the experiment
-  --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them"""
+  --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them
+
+EXPERIMENT.py is a file, or a name that `jaxmpi experiments` lists.
+example: jaxmpi train -n 4 digits --train-for 2ep"""
 
 
 class Options(NamedTuple):
@@ -218,7 +223,7 @@ def find(launcher: str) -> str:
 def main(argv: list[str]) -> NoReturn:
     """Print the line and supervise it; for one worker without restarts, exec the trainer."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
+        print(f"{USAGE}\n\nfields used most:\n{summary()}")
         raise SystemExit(0)
     options, facts = parse(argv), {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
 

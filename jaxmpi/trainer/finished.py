@@ -136,9 +136,9 @@ def begun_with(run_dir: Path, argv: Sequence[str]) -> Experiment:
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{file}: damaged: {error!r}") from error
     command = experiment_file.file_first(command)
-    path = Path(command[0]) if command and command[0].endswith(".py") else None
-    if path is None:
+    if not (command and experiment_file.is_experiment(command[0], "")):
         raise UsageError(f"{run_dir} was started from Python: use jaxmpi.Trainer(experiment).evaluate() there")
+    path = experiment_file.located(command[0])
     check(path.is_file(), f"{run_dir} was started with {shlex.join(command)}; {path} is not here: change the folder")
     return experiment_file.parse([*command, *argv])[0]
 

@@ -11,9 +11,12 @@ import dataclasses
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.comm.control import MpiProcesses, processes
@@ -23,9 +26,12 @@ from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import HeldFolder, write_whole
+from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
 from jaxmpi.observe.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.observe.trace import Profiler
+from jaxmpi.optim.optimizers import OPTIMIZERS
+from jaxmpi.optim.schedules import DECAYS, WARMUPS
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
 from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, prepare, provenance
@@ -42,13 +48,23 @@ from jaxmpi.trainer.resume import say_changes, skipped_of, starting_states
 from jaxmpi.trainer.run import assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 
+# Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.
+TABLES: dict[str, Mapping[str, Any]] = {
+    "rule.name": registry.RULES,
+    "exchange.strategy": ChainMap(algorithms.STRATEGIES, {"auto": None}),
+    "data.source": SOURCES,
+    "optim.name": OPTIMIZERS,
+    "schedule.decay": DECAYS,
+    "schedule.warmup-shape": WARMUPS,
+}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
     failures.open_streams()
     failures.install_excepthooks()
     prepare.prepare()  # before the experiment file, which may touch the device
-    experiment, path = experiment_file.parse(list(sys.argv[1:] if argv is None else argv))
+    experiment, path = experiment_file.parse(list(sys.argv[1:] if argv is None else argv), TABLES)
     device_setup.make_cpu_devices(experiment.devices)
     control = processes()
     with failures.at_work():
