@@ -17,7 +17,7 @@ from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, blocks, class
 from jaxmpi.observe.step_timing import LOCAL, PARTS, SOURCES, Summary, summary, summary_apart
 from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.spans import Span
-from launching import small_disk, train, wait_until
+from launching import small_disk, train
 
 TRAIN = {
     "step": 3,
@@ -58,21 +58,6 @@ def test_evaluation_lines(tmp_path):
     names = ["kind", "step", "epoch", "examples", "elapsed_s", "eval_count", "eval_loss", "eval_top1", "eval_top5"]
     assert list(row) == names
     assert "evaluation on 7: loss 0.5000  top-1 42.86 %  top-5 100.00 %" in out.getvalue()
-    record.close()
-
-
-def test_a_long_wait_is_said_with_its_time_so_far_and_not_recorded(tmp_path):
-    record, out = recorder(tmp_path)
-    with record.saying("compiling", first_s=60):
-        pass
-    assert out.getvalue() == ""
-    with record.saying("compiling", first_s=0.01, every_s=0.01):
-        wait_until(lambda: out.getvalue().count("\n") >= 2)
-    said = out.getvalue()
-    assert "compiling: 0 s so far" in said.splitlines()
-    time.sleep(0.05)
-    assert out.getvalue() == said
-    assert rows(tmp_path) == []
     record.close()
 
 

@@ -1,5 +1,6 @@
 """Leaves as buckets and back: which of them travel together, in which order, as flat vectors."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ class Order:
     def of(self, function: Callable[..., tuple]) -> Callable[..., tuple]:
         """The same function; when it is traced, the order of its first result's leaves is noted."""
 
+        @functools.wraps(function)
         def noted(*args: PyTree) -> tuple:
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
             self._places = places(traced.jaxpr)[: len(jax.tree.leaves(shapes[0]))]
