@@ -225,8 +225,9 @@ def parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi export`."""
     options = argparse.ArgumentParser(
         prog="jaxmpi export",
-        description="Params and model state of a checkpoint as an Orbax folder, or as one file if its name ends in "
-        ".safetensors: for --params of another run, or for the library that the model was written in (docs/models.md).",
+        description="Write params and model state of a checkpoint as an Orbax folder, or as one file if the name ends "
+        "in .safetensors: for --params of another run, or for the library of the model (docs/models.md).",
+        epilog="example: jaxmpi export runs/first model.safetensors --best",
     )
     options.add_argument("run_dir", type=Path, help="run directory")
     options.add_argument("out", type=Path, help="new folder, or file .safetensors, to write")

@@ -23,10 +23,10 @@ from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going, without
 from jaxmpi.rules import registry
 from jaxmpi.runtime import affinity, failures, job_folder
 
-USAGE = """Train an experiment with N workers; prints the launcher's line and supervises it.
-
-usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
+USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
                     [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
+
+Train an experiment with N workers: print the launcher's line, run it, and say how it ended.
 
   -n N               workers, one process each; without it one worker, no MPI
   --restarts R       start again from the newest good checkpoint if a rank dies, R times at most (default 0)

@@ -29,8 +29,9 @@ def main() -> None:
     argv = sys.argv[1:]
     failures.open_streams()
     if not argv or argv[0] in ("-h", "--help"):
-        rows = [f"  {name:8} {text}" for name, (text, _) in COMMANDS.items()]
-        print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows]))
+        width = max(map(len, COMMANDS))
+        rows = [f"  {name:{width}}  {text}" for name, (text, _) in COMMANDS.items()]
+        print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows, "", "jaxmpi COMMAND --help tells more"]))
         return
     if argv[0] in ("-V", "--version"):
         from jaxmpi.runtime.provenance import versions

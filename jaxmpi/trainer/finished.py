@@ -143,12 +143,13 @@ def begun_with(run_dir: Path, argv: Sequence[str]) -> Experiment:
     return experiment_file.parse([*command, *argv])[0]
 
 
-def parser(name: str, description: str) -> argparse.ArgumentParser:
+def parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
     """Options that `jaxmpi evaluate` and `jaxmpi predict` share."""
     options = argparse.ArgumentParser(
         prog=f"jaxmpi {name}",
         description=f"{description} Any further --field value changes the experiment, as in training: --data.dir, "
         "--data.validation-split.",
+        epilog=f"example: jaxmpi {name} {example}",
     )
     options.add_argument("run_dir", type=Path, help="run directory")
     options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
@@ -168,7 +169,7 @@ def asked_for(options: argparse.ArgumentParser, argv: list[str]) -> tuple[Finish
 
 def evaluate_main(argv: list[str]) -> None:
     """`jaxmpi evaluate RUN`."""
-    run, _ = asked_for(parser("evaluate", "Evaluate a run's model on its validation data."), argv)
+    run, _ = asked_for(parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best"), argv)
     figures = run.evaluate()
     if run.workers.processes.rank == 0:
         print(json.dumps({"step": run.step, **figures}))
@@ -176,7 +177,8 @@ def evaluate_main(argv: list[str]) -> None:
 
 def predict_main(argv: list[str]) -> None:
     """`jaxmpi predict RUN OUT.npz`."""
-    options = parser("predict", "Write a model's outputs for the validation data, in its order, to a NumPy file.")
+    does = "Write a model's outputs for the validation data, in its order, to a NumPy file."
+    options = parser("predict", does, "runs/first outputs.npz")
     options.add_argument("out", type=Path, help="new file, .npz")
     run, asked = asked_for(options, argv)
     check(asked.out.suffix == ".npz", f"{asked.out}: expected a name that ends in .npz")
