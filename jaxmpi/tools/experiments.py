@@ -9,15 +9,20 @@ from jaxmpi.config.experiment_file import PROGRAMS, all_shipped
 from jaxmpi.core.errors import check, lookup
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the list, or copy one."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Options of `jaxmpi experiments`."""
+    options = argparse.ArgumentParser(
         "jaxmpi experiments",
         description="List the experiments that come with jaxmpi, which `jaxmpi train NAME` runs.",
         epilog="example: jaxmpi experiments --copy digits",
     )
-    parser.add_argument("--copy", metavar="NAME", help="copy one to experiments/NAME.py of this folder, to change it")
-    name = parser.parse_args(argv).copy
+    options.add_argument("--copy", metavar="NAME", help="copy one to experiments/NAME.py of this folder, to change it")
+    return options
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the list, or copy one."""
+    name = parser().parse_args(argv).copy
     print(f"copied to {copied(name)}" if name else listed(all_shipped()))
 
 
