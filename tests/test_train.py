@@ -206,7 +206,7 @@ def test_help_begins_with_the_flags_used_most_and_shows_choices(monkeypatch):
     monkeypatch.setitem(registry.RULES, "majority", registry.RULES["gradients"])
     ended = train_here(DIGITS, "--help")
     assert ended.code == 0
-    shown = re.findall(r"^  --([\w.-]+)", ended.out, re.MULTILINE)
+    shown = re.findall(r"^  --([a-z][\w.-]+)", ended.out, re.MULTILINE)
     assert tuple(shown[: len(flags.GROUPS["common"])]) == flags.GROUPS["common"]
     assert sorted(shown) == sorted(flags.flags(Experiment()))
     for choices in ("--on-stall {abort,warn}", "--rule.name {gradients,", ",majority}", "{auto,ar,asa,ring,"):

@@ -42,8 +42,10 @@ def phase(name: str) -> Iterator[None]:
 
 def current() -> Phase | None:
     """What this process is at, with the innermost part of it in brackets; None if at nothing that is a phase."""
-    outermost, *inner = [*_open] or [None]
-    return outermost._replace(name=f"{outermost.name} ({inner[-1].name})") if outermost and inner else outermost
+    at = [*_open]  # another thread may ask
+    if len(at) < 2:
+        return at[0] if at else None
+    return at[0]._replace(name=f"{at[0].name} ({at[-1].name})")
 
 
 def said() -> None:
