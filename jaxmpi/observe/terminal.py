@@ -210,10 +210,13 @@ class Panel(Silent):
             self.live.refresh()
 
     def _renderable(self) -> RenderableType:
-        """The panel, and below it what the job is at if that is no step."""
+        """The panel, and below it what the job is at if that is no step.
+
+        An empty row ends it, because mpirun passes on whole lines only.
+        """
         at = phases.current()
         rows: list[RenderableType] = [self.drawn(self._now)] if self._now else []
-        return Group(*rows, *([fitted(str(at), self.console.width)] if at else []))
+        return Group(*rows, *([fitted(str(at), self.console.width)] if at else []), *([Text()] if at or rows else []))
 
     def drawn(self, now: Progress) -> RenderableType:
         """Progress, curves, and the breakdown of time."""
