@@ -12,8 +12,8 @@ The second line on digits, with 2 workers: 97 % top-1 (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
+from jaxmpi.models.alexnet import alexnet, alexnet_tiny
 from jaxmpi.runtime.launchers import launched_workers
-from models.alexnet import alexnet, alexnet_tiny
 
 fallback = Experiment(
     model=alexnet_tiny(),

@@ -6,7 +6,7 @@ mpirun -n 4 python -m jaxmpi.train experiments/digits.py
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from models.cnn import digits_cnn
+from jaxmpi.models.cnn import digits_cnn
 
 experiment = Experiment(
     model=digits_cnn(),

@@ -11,8 +11,8 @@ It differs from the paper in taking a mean per channel and not a mean image, and
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
+from jaxmpi.models.googlenet import googlenet, googlenet_loss
 from jaxmpi.runtime.launchers import launched_workers
-from models.googlenet import googlenet, googlenet_loss
 
 fallback = Experiment(
     model=googlenet(classes=10, image_size=64, init="he"),

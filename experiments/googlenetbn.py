@@ -11,8 +11,8 @@ The second line on digits: 98 % top-1 with 2 workers (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from models.googlenet import googlenet_loss
-from models.googlenetbn import googlenetbn
+from jaxmpi.models.googlenet import googlenet_loss
+from jaxmpi.models.googlenetbn import googlenetbn
 
 LOCAL_BATCH = 64
 

@@ -6,7 +6,7 @@ Bits per byte on modules that are held out: docs/text.md.
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from models.gpt import gpt
+from jaxmpi.models.gpt import gpt
 
 WINDOW = 128
 

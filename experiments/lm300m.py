@@ -10,7 +10,7 @@ to an end here.
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig
-from models.lstm import lm300m
+from jaxmpi.models.lstm import lm300m
 
 WINDOW = 20
 

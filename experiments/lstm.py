@@ -6,7 +6,7 @@ Bits per byte on modules that are held out: docs/text.md.
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from models.lstm import lstm
+from jaxmpi.models.lstm import lstm
 
 WINDOW = 128
 

@@ -11,7 +11,7 @@ The second line on digits: 96 % top-1 with 2 workers (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from models.resnet import resnet50
+from jaxmpi.models.resnet import resnet50
 
 LOCAL_BATCH = 64
 

@@ -11,7 +11,7 @@ The second line on digits, with 2 workers: 97 % top-1 (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
-from models.vgg import vgg16, vgg16_tiny
+from jaxmpi.models.vgg import vgg16, vgg16_tiny
 
 fallback = Experiment(
     model=vgg16_tiny(),

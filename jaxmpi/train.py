@@ -3,17 +3,20 @@
 import gc
 import sys
 
-from jaxmpi.runtime import failures, interrupts
+from jaxmpi.runtime import failures, interrupts, launchers, phases
 
 if __name__ == "__main__":
     interrupts.leave_on_interrupt()
     failures.open_streams()
     failures.install_excepthooks()
+    if launchers.my_rank() == 0 and not {"--quiet", "--help", "-h"} & {*sys.argv}:
+        phases.narrate()
     gc.disable()  # modules stay: to search them for garbage while they load takes a tenth of the time
-    from jaxmpi.config.experiment_file import refuse_unknown
+    with phases.phase("importing JAX"):
+        from jaxmpi.config.experiment_file import refuse_unknown
 
-    refuse_unknown(sys.argv[1:])
-    from jaxmpi.trainer.main import main  # takes a second, most of it for JAX
+        refuse_unknown(sys.argv[1:])
+        from jaxmpi.trainer.main import main  # takes a second
 
     gc.freeze()
     gc.enable()

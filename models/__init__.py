@@ -1,9 +1,9 @@
-"""Models by name. A model never sees rank or communicator; `python -m models` prints the table."""
+"""Models by name. A model never sees rank or communicator; `jaxmpi models` prints the table."""
 
 from collections.abc import Callable
 
 from jaxmpi.model import Model
-from models import alexnet, cnn, googlenet, googlenetbn, gpt, lstm, resnet, vgg
+from jaxmpi.models import alexnet, cnn, googlenet, googlenetbn, gpt, lstm, resnet, vgg
 
 MODELS: dict[str, Callable[..., Model]] = {
     "alexnet": alexnet.alexnet,

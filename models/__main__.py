@@ -1,13 +1,14 @@
-"""`python -m models`: cost of each model. Abstract shapes only: no params are allocated.
+"""`jaxmpi models`: cost of each model. Abstract shapes only: no params are allocated.
 
-`python -m models --tree alexnet vgg16` prints the shapes of their params, and so of their gradients, as JSON.
+`jaxmpi models --tree alexnet vgg16` prints the shapes of their params, and so of their gradients, as JSON.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ from jax.extend import core
 from rich.console import Console
 from rich.table import Table
 
-from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.config import experiment_file
+from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.model import Model
-from models import MODELS
+from jaxmpi.models import MODELS
 
 CAPTION = (
     "depth: weight layers on the longest path; GFLOP: of one forward pass, 2 a multiply-add, as XLA counts it "
@@ -97,17 +99,35 @@ def row(model: Model) -> list[str]:
 def tree(name: str) -> dict[str, list[int]]:
     """Path to shape of every leaf of a model's params.
 
+    Args:
+        name: of a row of MODELS, or an experiment file, which is code and runs.
+
     Raises:
-        UsageError: an unknown model.
+        UsageError: an unknown model, or an experiment without one.
     """
-    return {path: list(leaf.shape) for path, leaf in named_leaves(shapes(lookup(MODELS, name, "model")())[0])}
+    if name.endswith(".py"):
+        with contextlib.redirect_stdout(sys.stderr):
+            model = experiment_file.load(experiment_file.located(name)).model
+        check(model is not None, f"{name}: its experiment has a task and no model")
+    else:
+        model = lookup(MODELS, name, "model")()
+    return {path: list(leaf.shape) for path, leaf in named_leaves(shapes(model)[0])}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, or trees."""
-    parser = argparse.ArgumentParser("python -m models", description="What each model costs.")
-    parser.add_argument("--tree", nargs="+", metavar="MODEL", help="shapes of these models' params, as JSON")
-    names = parser.parse_args().tree
+    parser = argparse.ArgumentParser(
+        "jaxmpi models",
+        description="Print depth, params, input size, operations and gradient bytes of each model.",
+        epilog="example: jaxmpi models --tree alexnet",
+    )
+    parser.add_argument(
+        "--tree",
+        nargs="+",
+        metavar="MODEL",
+        help="instead: shapes of their params, as JSON; also an experiment's, FILE.py",
+    )
+    names = parser.parse_args(argv).tree
     if not names:
         return show_table()
     try:

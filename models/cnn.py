@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from jaxmpi.model import Model, nnx_model
-from models.layers import Array, Conv, Dense, max_pool, normal, with_classes
+from jaxmpi.models.layers import Array, Conv, Dense, max_pool, normal, with_classes
 
 
 class SmallCnn(nnx.Module):

@@ -10,8 +10,8 @@ from flax import nnx
 from jax import lax
 
 from jaxmpi.model import Model, nnx_model
-from models.layers import Array, Dense, average_pool, check_sizes, max_pool, normal, with_classes
-from models.norm import ConvNorm
+from jaxmpi.models.layers import Array, Dense, average_pool, check_sizes, max_pool, normal, with_classes
+from jaxmpi.models.norm import ConvNorm
 
 conv_norm = functools.partial(ConvNorm, eps=1e-3, bias=True)  # momentum 0.9
 
@@ -151,9 +151,9 @@ def _halve(x: Array) -> Array:
 def googlenetbn(classes: int = 1000, image_size: int = 224, channels: int = 3) -> Model:
     """GoogLeNetBN: 19,147,888 params, the auxiliary head's 2,416,744 among them; 23,360 batch statistics.
 
-    In training `apply` returns the logits (main, after 4d), for which `models.googlenet.googlenet_loss` is the loss; in
-    evaluation the main ones. At other sizes than 224 px the average pools adapt, so that all but the class layers keep
-    their shape.
+    In training `apply` returns the logits (main, after 4d), for which `jaxmpi.models.googlenet.googlenet_loss` is the
+    loss; in evaluation the main ones. At other sizes than 224 px the average pools adapt, so that all but the class
+    layers keep their shape.
 
     Depth 36: three convolutions in the stem, three in each of ten blocks (1x1, 3x3, 3x3), two that halve the image, and
     the logits. IBM's payload of 93 MB matches no count of this network that we found: 76.6 MB with the head, 66.9

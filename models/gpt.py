@@ -10,7 +10,7 @@ from flax import nnx
 from jaxmpi.core.errors import check
 from jaxmpi.model import Model, nnx_model
 from jaxmpi.model.contract import check_whole
-from models.layers import Array, Dense, normal, with_classes
+from jaxmpi.models.layers import Array, Dense, normal, with_classes
 
 STD = 0.02  # of all kernels but those that add to the residual stream
 EPS = 1e-5

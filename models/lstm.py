@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxmpi.model import Model, nnx_model
 from jaxmpi.model.contract import check_whole
-from models.layers import Array, Dense, normal, with_classes
+from jaxmpi.models.layers import Array, Dense, normal, with_classes
 
 FORGET_BIAS = 1.0  # Jozefowicz et al. 2015: a cell keeps its content until it has learnt otherwise
 

@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 
 from jaxmpi.model import batch_mean
-from models.layers import Array, Init, at_least_32, conv, he_normal
+from jaxmpi.models.layers import Array, Init, at_least_32, conv, he_normal
 
 
 class BatchNorm(nnx.Module):

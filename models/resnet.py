@@ -8,8 +8,8 @@ from flax import nnx
 
 from jaxmpi.core.errors import lookup
 from jaxmpi.model import Model, nnx_model
-from models.layers import Array, Dense, check_sizes, max_pool, normal, with_classes
-from models.norm import ConvNorm
+from jaxmpi.models.layers import Array, Dense, check_sizes, max_pool, normal, with_classes
+from jaxmpi.models.norm import ConvNorm
 
 conv_norm = functools.partial(ConvNorm, eps=1e-4)  # momentum 0.9: as Theano-MPI's ResNet-50
 

@@ -6,7 +6,7 @@ from flax import nnx
 
 from jaxmpi.core.errors import lookup
 from jaxmpi.model import Model, nnx_model
-from models.layers import (
+from jaxmpi.models.layers import (
     Array,
     Classifier,
     Conv,

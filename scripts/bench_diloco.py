@@ -38,9 +38,9 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.models.gpt import EPS, gpt, gpt_tiny
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import build
-from models.gpt import EPS, gpt, gpt_tiny
 
 DECAY = 0.1
 HELD_OUT = 4  # batches of an evaluation

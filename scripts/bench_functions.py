@@ -27,8 +27,8 @@ import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.bench.results import middle
+from jaxmpi.models.resnet import resnet50
 from jaxmpi.runtime import prepare
-from models.resnet import resnet50
 
 Result = dict[str, Any]
 

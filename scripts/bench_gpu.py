@@ -45,9 +45,9 @@ from jaxmpi.comm.topology import put
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.train_state import Batch
+from jaxmpi.models import MODELS
 from jaxmpi.runtime import affinity, failures, prepare, provenance
 from jaxmpi.trainer import build
-from models import MODELS
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 NO_GPU = 77  # exit code that test suites take for "skipped"

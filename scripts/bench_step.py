@@ -37,10 +37,10 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
+from jaxmpi.models.cnn import SmallCnn, digits_cnn
+from jaxmpi.models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer import build
-from models.cnn import SmallCnn, digits_cnn
-from models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 
 BATCH = 32
 COMPARISONS = 1000  # in one program

@@ -196,7 +196,7 @@ JOBS = {
     ),
     "table2": Job(
         "Ma et al. 2016, Table 2: parameters of the models",
-        lambda o: [[PYTHON, "-m", "models"]],
+        lambda o: [[PYTHON, "-m", "jaxmpi.models"]],
         parameters,
         lambda o: {
             "alexnet, parameters": 60_965_224,

@@ -36,10 +36,10 @@ from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.pytrees import tree_digest
 from jaxmpi.core.train_state import create
 from jaxmpi.model.contract import Model
+from jaxmpi.models import MODELS
+from jaxmpi.models.googlenet import googlenet_loss
 from jaxmpi.runtime import failures, prepare
 from jaxmpi.trainer import build
-from models import MODELS
-from models.googlenet import googlenet_loss
 
 TINY = [name for name in MODELS if name.endswith("_tiny")]
 FULL = [name for name in MODELS if name not in TINY]

@@ -118,7 +118,7 @@ def train_here(*args: str) -> Ended:
     said, promotion = io.StringIO(), (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"))
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), promotion[0], promotion[1]:
         try:
-            experiment, path = experiment_file.parse(list(args))
+            experiment, path = experiment_file.parse(list(args), main.TABLES)
             main.train(experiment, path.stem, provenance.project_root(path), digest=provenance.file_digest(path))
             code = 0
         except (UsageError, TrainingError) as error:

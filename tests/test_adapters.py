@@ -34,9 +34,9 @@ from jaxmpi.model.adapters.linen import linen_model
 from jaxmpi.model.adapters.nnx import nnx_model
 from jaxmpi.model.check import check_model
 from jaxmpi.model.contract import Model
+from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.trainer.main import train as train_here
 from launching import run, train
-from models.cnn import digits_cnn_tiny
 
 KEY = jax.random.key(0)
 IMAGE: Any = np.random.default_rng(0).standard_normal((4, 8, 8, 1)).astype(np.float32)
@@ -876,7 +876,7 @@ from jaxmpi.model.adapters.nnx import nnx_model
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
-from models.norm import ConvNorm
+from jaxmpi.models.norm import ConvNorm
 
 class Block(nnx.Module):
     def __init__(self, rngs):

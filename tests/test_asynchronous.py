@@ -178,7 +178,7 @@ def test_who_has_made_less_than_half_of_the_steps_has_fallen_behind(steps):
 
 LATE = """
 import dataclasses, os, pathlib, signal
-from experiments.digits import experiment as digits
+from jaxmpi.experiments.digits import experiment as digits
 model, record = digits.model, pathlib.Path(__file__).with_name("run") / "record.jsonl"
 def apply(*args, **more):
     if os.environ["OMPI_COMM_WORLD_RANK"] == "{rank}" and record.exists():
@@ -422,7 +422,7 @@ def test_who_still_gathers_when_another_fails_has_nothing_to_say(tmp_path):
 
 MISFIT = """
 import dataclasses
-from experiments.digits import experiment as digits
+from jaxmpi.experiments.digits import experiment as digits
 model = digits.model
 fits = model._replace(apply=lambda *args: (model.apply(*args)[0][:, :3], args[1]))
 experiment = dataclasses.replace(digits, model=fits)
@@ -580,7 +580,7 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
 
 SLOWLY_ENDED = """
 import os
-from experiments.digits import experiment
+from jaxmpi.experiments.digits import experiment
 from jaxmpi.runtime import failures
 failures.RANK_0_FIRST_S = 1.0
 failures.PASSED_ON_S = 4.0 * (os.environ.get("OMPI_COMM_WORLD_RANK") == "0")

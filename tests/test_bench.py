@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import models.__main__ as report
+import jaxmpi.models.__main__ as report
 from jaxmpi.bench import __main__, baselines, contenders, jobs, memory_limit, options, results
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.models import MODELS
 from jaxmpi.runtime import launchers
-from jaxmpi.tools import cli
 from launching import ROOT, Ended, kill_session, mpirun, run, session_of
-from models import MODELS
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
 QUICK = ("--rounds", "2", "--warm-up", "1")
@@ -290,34 +288,30 @@ def test_a_second_job_is_for_those_who_start_jobs(monkeypatch):
         __main__.my_plan(options.parse(["--as-it-comes"]))
 
 
-@pytest.mark.parametrize(
-    ("main", "message"),
-    [
-        ("raise SystemExit('error: no such thing')", "--tree: python -m models, in .*: error: no such thing"),
-        ("print('alexnet: 61 million')", "-m models --tree alexnet, in .*: expected JSON of shapes"),
-    ],
-)
-def test_a_folder_with_other_models_is_named(main, message, tmp_path, monkeypatch, capsys, no_launcher):
+MINE = """
+print("a line of the file's own")
+import jax.numpy as jnp
+from jaxmpi.config import Experiment
+from jaxmpi.model import Model
+
+model = Model("mine", lambda key, image: ({"w": jnp.ones((3, 2))}, {}), None, input_shape=(3,), classes=2)
+experiment = Experiment(model=model)
+"""
+
+
+def test_a_tree_is_a_model_that_ships_or_an_experiments_in_any_folder(tmp_path, monkeypatch, capsys, no_launcher):
+    """Beside another project's `models`, too."""
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").touch()
-    (tmp_path / "models" / "__main__.py").write_text(main)
+    (tmp_path / "models" / "__init__.py").write_text("raise ImportError('of another project')")
+    (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
+    trees = options.trees(["mine.py", "digits_cnn_tiny"])
+    assert trees["mine.py"] == {"w": (3, 2)}
+    assert trees["digits_cnn_tiny"]["logits/bias"] == (10,)
     with pytest.raises(SystemExit, match="2"):
-        __main__.main(["--tree", "alexnet"])
-    assert re.search(message, capsys.readouterr().err)
-
-
-def test_a_folder_without_models_says_where_there_are_some(tmp_path, monkeypatch, capsys, no_launcher):
-    """As in another project, into which jaxmpi is installed without its clone."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path or ".") / "models").is_dir()])
-    message = f"no package models in {tmp_path}, and jaxmpi installs none; run this in a clone"
-    with pytest.raises(SystemExit, match="2"):
-        __main__.main(["--tree", "alexnet"])
-    assert f"--tree: {message}" in capsys.readouterr().err
-    with pytest.raises(UsageError, match=f"models: {message}"):
-        cli.models([])
+        __main__.main(["--tree", "alexne"])
+    assert "--tree: unknown model 'alexne'; did you mean 'alexnet'?" in capsys.readouterr().err
 
 
 def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-import models.__main__ as report
+import jaxmpi.models.__main__ as report
+from jaxmpi.models import MODELS
 from launching import ROOT, run
-from models import MODELS
 
 SCRIPT = [sys.executable, "scripts/bench_gpu.py"]
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]

@@ -12,10 +12,10 @@ import pytest
 import jaxmpi
 from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
+from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.trainer import callbacks, main
 from launching import ROOT, mpirun
 from line_task import line, lines
-from models.cnn import digits_cnn_tiny
 
 
 def record(experiment: Experiment, kind: str) -> list[dict]:

@@ -1,3 +1,4 @@
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmpi.models import MODELS
 from jaxmpi.tools import cli
-from models import MODELS
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,6 +28,21 @@ def test_help_lists_every_command(argv, monkeypatch, capsys):
     cli.main()
     out = capsys.readouterr().out
     assert all(name in out and text in out for name, (text, _) in cli.COMMANDS.items())
+
+
+@pytest.mark.parametrize("line", [*cli.COMMANDS, "data pack", "data check"])
+def test_every_command_has_help_of_one_form(line, monkeypatch, capsys):
+    """Usage; a sentence that says what it does; options; an example, whose options are among them."""
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", *line.split(), "--help"])
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    out = capsys.readouterr().out
+    usage, does, *_ = out.split("\n\n")
+    assert usage.startswith(f"usage: jaxmpi {line} ")
+    assert re.match(r"[A-Z][a-z]+ [^.]+[.:]", does)
+    [example] = re.findall(r"^example: (?:mpirun -n 8 )?jaxmpi (.*)", out, re.MULTILINE)
+    assert example.startswith(line)
+    assert all(out.count(flag) > 1 for flag in re.findall(r"(?<= )--?[a-z][\w-]*", example))
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])

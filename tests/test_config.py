@@ -75,7 +75,7 @@ def test_a_known_name_is_looked_up():
 
 
 OUT_OF_RANGE = [
-    (Data, {"on_error": "ignore"}, "data.on_error: got 'ignore'; stop or skip"),
+    (Data, {"on_error": "ignore"}, "unknown data.on_error 'ignore'; there are: skip, stop"),
     (Data, {"resize": -1}, "data.resize: got -1 px"),
     (Data, {"crop": -5}, "data.crop: got -5 px"),
     (Data, {"channels": 0}, "data.channels: got 0; expected >= 1"),
@@ -108,8 +108,8 @@ OUT_OF_RANGE = [
     (Experiment, {"devices": 0}, "devices: got 0"),
     (Experiment, {"comm": "xal"}, "unknown comm 'xal'; did you mean 'xla'"),
     (Experiment, {"comm": "xla", "step_mode": "split"}, "step_mode: got split with comm xla"),
-    (Experiment, {"compute_dtype": "float16"}, "compute_dtype: got 'float16'; expected float32 or bfloat16"),
-    (Experiment, {"step_mode": "both"}, "step_mode: got 'both'"),
+    (Experiment, {"compute_dtype": "float16"}, "unknown compute_dtype 'float16'; did you mean 'bfloat16'"),
+    (Experiment, {"step_mode": "both"}, "unknown step_mode 'both'"),
     (Experiment, {"train_for": "ten epochs"}, "got duration 'ten epochs'"),
     (Experiment, {"eval_every": "1"}, "got duration '1'"),
     (Experiment, {"checkpoint_every": ""}, "got duration ''"),

@@ -26,14 +26,14 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core import pytrees
 from jaxmpi.data import open_source
 from jaxmpi.model.contract import Model
+from jaxmpi.models.googlenet import googlenet_loss
+from jaxmpi.models.googlenetbn import TINY_BLOCKS, GoogLeNetBN, googlenetbn_tiny
+from jaxmpi.models.resnet import BASIC, TINY_STAGES, WIDTH, ResNet, resnet18_tiny
 from jaxmpi.rules import base, gradients
 from jaxmpi.trainer import exported
 from jaxmpi.trainer.build import initial_states, make_plan
 from jaxmpi.trainer.main import train
 from launching import ROOT
-from models.googlenet import googlenet_loss
-from models.googlenetbn import TINY_BLOCKS, GoogLeNetBN, googlenetbn_tiny
-from models.resnet import BASIC, TINY_STAGES, WIDTH, ResNet, resnet18_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
 PAGE = (ROOT / "docs" / "models.md").read_text()

@@ -20,11 +20,11 @@ from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import open_source
 from jaxmpi.model import nnx_model
+from jaxmpi.models.gpt import gpt_tiny
+from jaxmpi.models.norm import BatchNorm
 from jaxmpi.trainer import exported, finished
 from launching import ROOT, train_here
 from line_task import LINE, line, lines
-from models.gpt import gpt_tiny
-from models.norm import BatchNorm
 
 [SNIPPET] = re.findall(
     r"<!-- block: use_jaxexport.py -->\n```python\n(.*?)^```$", (ROOT / "docs" / "models.md").read_text(), re.S | re.M

@@ -15,6 +15,7 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config import Data, ExchangeConfig, Experiment
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model import Model
+from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.observe.flops import (
     TERAFLOPS,
     Peak,
@@ -27,7 +28,6 @@ from jaxmpi.observe.flops import (
 )
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import build, main, step
-from models.gpt import gpt_tiny
 
 KEY = jax.random.key_data(jax.random.key(0))
 

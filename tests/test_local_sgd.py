@@ -244,7 +244,7 @@ from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
     model=digits_cnn_tiny(),

@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 from jax import lax
 
-import models.__main__ as report
+import jaxmpi.models.__main__ as report
 from jaxmpi.core.errors import UsageError
-from models import MODELS
-from models import layers as layers_module
-from models.googlenet import (
+from jaxmpi.models import MODELS
+from jaxmpi.models import layers as layers_module
+from jaxmpi.models.googlenet import (
     AUX_WEIGHT,
     BLOCKS,
     STARTS,
@@ -26,8 +26,8 @@ from models.googlenet import (
     googlenet_loss,
     googlenet_tiny,
 )
-from models.googlenetbn import GoogLeNetBN, googlenetbn_tiny
-from models.layers import average_pool, conv, he_normal, local_response_norm, max_pool, normal
+from jaxmpi.models.googlenetbn import GoogLeNetBN, googlenetbn_tiny
+from jaxmpi.models.layers import average_pool, conv, he_normal, local_response_norm, max_pool, normal
 
 KEY = jax.random.key(0)
 TINY = [name for name in MODELS if name.endswith("_tiny")]

@@ -9,14 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-import models.__main__ as report
+import jaxmpi.models.__main__ as report
 from jaxmpi.core.errors import UsageError
 from jaxmpi.model.check import check_model
 from jaxmpi.model.contract import Model
+from jaxmpi.models import MODELS
+from jaxmpi.models.gpt import attention, gpt
+from jaxmpi.models.lstm import lstm
 from launching import ROOT
-from models import MODELS
-from models.gpt import attention, gpt
-from models.lstm import lstm
 
 KEY = jax.random.key(0)
 TINY = ("lstm_tiny", "gpt_tiny", "lm300m_tiny")

@@ -20,7 +20,7 @@ EXPERIMENT = f"""
 import numpy as np
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 pixels = np.random.default_rng(0)
 examples = [(pixels.integers(0, 255, (8, 8, 1), np.uint8), i % 10) for i in range(40)]

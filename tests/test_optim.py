@@ -385,7 +385,7 @@ def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
 IN_A_RUN = """
 import jax.numpy as jnp, optax
 from jaxmpi.config import Data, Experiment, Optim, Schedule
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
     model=digits_cnn_tiny(), data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)), effective_batch=60,

@@ -27,10 +27,10 @@ from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.models.cnn import digits_cnn
 from jaxmpi.rules import base, registry
 from jaxmpi.trainer.build import make_plan, unfit_for_overlap
 from launching import ROOT, mpirun, run, session_of, train
-from models.cnn import digits_cnn
 
 
 def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
@@ -310,7 +310,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
     model=digits_cnn_tiny(),

@@ -25,7 +25,7 @@ from jaxmpi.observe.sinks.registry import SINKS
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules.registry import RULES
 from jaxmpi.runtime import fault_injection
-from jaxmpi.tools import cli, scaling_forecast
+from jaxmpi.tools import cli, experiments, scaling_forecast
 from jaxmpi.trainer import exported, finished
 from launching import ROOT, run
 
@@ -125,6 +125,8 @@ NOT_RUN = {
     "docker": "starts a container",
     "apptainer": "needs Slurm and Apptainer",
     "hosts": "needs several hosts",
+    "wheel": "installs; tests/test_wheel.py does it",
+    "wheel_mpi": "installs an MPI, and compiles",
     "own_mpi": "installs, and needs an MPI other than the one that comes along",
     "own_mpi_uv": "the same",
     "comm_xla": "its flag runs in test_comm_xla.py",
@@ -143,7 +145,7 @@ def clone(tmp_path: Path) -> Path:
     (tmp_path / "experiments" / "digits.py").symlink_to(ROOT / "experiments" / "digits.py")
     (tmp_path / "experiments" / "googlenet.py").write_text(
         "import dataclasses, runpy\n"
-        "from models.cnn import digits_cnn\n"
+        "from jaxmpi.models.cnn import digits_cnn\n"
         f"recipe = runpy.run_path({str(ROOT / 'experiments' / 'googlenet.py')!r})['experiment']\n"
         "data = dataclasses.replace(recipe.fallback.data, channels=1, resize=0)\n"
         "small = dataclasses.replace(recipe.fallback, model=digits_cnn(), data=data)\n"
@@ -267,7 +269,7 @@ def test_every_command_is_named():
 OTHERS_FLAGS = {
     "mpirun": {"--bind-to", "--host", "--hostfile", "--map-by", "--mca", "--oversubscribe", "--with-ft"},
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
-    "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with"}
+    "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with", "--wheel"}
     | {"--no-binary", "--no-cache-dir", "--reinstall-package"},
     "ruff": {"--check"},
     "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
@@ -283,7 +285,7 @@ def test_every_flag_exists(capsys):
     known = flags(capsys.readouterr().out) | flags(command.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
     known |= flags(scaling_forecast.parser().format_help()) | flags(exported.parser().format_help())
-    known |= flags(finished.predict_parser().format_help())
+    known |= flags(finished.predict_parser().format_help()) | flags(experiments.parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}
     scripts = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "experiments" / "functions").glob("*.py")]
     scripts += [ROOT / "jaxmpi" / "bench" / "options.py"]

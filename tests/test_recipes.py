@@ -12,10 +12,10 @@ from jaxmpi.config import experiment_file
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.data import open_source
+from jaxmpi.models import MODELS
 from jaxmpi.optim import schedules
 from jaxmpi.rules import registry
 from launching import ROOT, train
-from models import MODELS
 
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")

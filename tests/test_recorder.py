@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.digits import experiment as digits
 from jaxmpi import data
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.files import write_whole
 from jaxmpi.data.sources.arrays import FieldSource
+from jaxmpi.experiments.digits import experiment as digits
+from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.observe import record_reader, report, report_charts
 from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.plots import Areas
@@ -29,9 +30,8 @@ from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.spans import Span
 from jaxmpi.trainer.build import make_plan
 from jaxmpi.trainer.progress import unit_of
-from launching import small_disk, train, wait_until
+from launching import small_disk, train
 from line_task import LINE
-from models.gpt import gpt_tiny
 
 TRAIN = {
     "step": 3,
@@ -76,21 +76,6 @@ def test_evaluation_lines(tmp_path):
     names = ["kind", "step", "epoch", "examples", "elapsed_s", "eval_count", "eval_loss", "eval_top1", "eval_top5"]
     assert list(row) == names
     assert "evaluation on 7: loss 0.5000  top-1 42.86 %  top-5 100.00 %" in out.getvalue()
-    record.close()
-
-
-def test_a_long_wait_is_said_with_its_time_so_far_and_not_recorded(tmp_path):
-    record, out = recorder(tmp_path)
-    with record.saying("compiling", first_s=60):
-        pass
-    assert out.getvalue() == ""
-    with record.saying("compiling", first_s=0.01, every_s=0.01):
-        wait_until(lambda: out.getvalue().count("\n") >= 2)
-    said = out.getvalue()
-    assert "compiling: 0 s so far" in said.splitlines()
-    time.sleep(0.05)
-    assert out.getvalue() == said
-    assert rows(tmp_path) == []
     record.close()
 
 
@@ -257,7 +242,7 @@ FILLING = """
 import os
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 def fill(row):
     if os.environ.get("FILL_AT") == f"{row['kind']} {row.get('step')}":

@@ -118,7 +118,7 @@ def test_scaling_of_functions():
 
 @pytest.mark.slow  # tests/test_cli.py counts the same
 def test_the_models_are_those_of_the_papers(tmp_path, capsys):
-    """Runs `python -m models` for real."""
+    """Runs `python -m jaxmpi.models` for real."""
     reproduce.main(["table2", "--out", str(tmp_path)])
     folder = tmp_path / "table2"
     with (folder / "table2.csv").open() as file:
@@ -126,7 +126,7 @@ def test_the_models_are_those_of_the_papers(tmp_path, capsys):
     assert all(float(rows[name]["ours / paper"]) == 1.0 for name in theirs("table2"))
     assert (folder / "table2.png").stat().st_size > 5000
     assert "| alexnet, parameters | 60,965,224 | 60,965,224 | 1 |" in (folder / "table2.md").read_text()
-    assert "-m models" in capsys.readouterr().out
+    assert "-m jaxmpi.models" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", reproduce.JOBS)

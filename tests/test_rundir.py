@@ -22,12 +22,12 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.data import ArraySource
+from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks.base import keep, kept
 from jaxmpi.rules import registry
 from jaxmpi.trainer import main, recovery
 from launching import ROOT, mpirun_line, run, small_disk
-from models.cnn import digits_cnn_tiny
 
 HOLD = """
 import sys
@@ -186,8 +186,8 @@ def test_a_record_and_a_lock_that_are_no_text(tmp_path):
 
 LOSES = """
 import dataclasses, glob, os, shutil, sys, time
-from experiments.digits import experiment as digits
-from models.cnn import digits_cnn_tiny
+from jaxmpi.experiments.digits import experiment as digits
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 is_saved = lambda: glob.glob("run/checkpoints/step_*[0-9]/manifest.json")
 

@@ -27,11 +27,11 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data import Sampler
 from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.models.norm import BatchNorm
 from jaxmpi.tasks import classes
 from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import step
 from launching import train
-from models.norm import BatchNorm
 from tolerances import U
 
 NET = """
@@ -44,8 +44,8 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
 from jaxmpi.data import ArraySource
-from models.layers import Conv, Dense
-from models.norm import BatchNorm
+from jaxmpi.models.layers import Conv, Dense
+from jaxmpi.models.norm import BatchNorm
 
 
 class Net(nnx.Module):

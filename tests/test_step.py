@@ -22,11 +22,11 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.data import ArraySource, Loader, Sampler
 from jaxmpi.model.contract import Model
+from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.rules import base, registry
 from jaxmpi.tasks import classes, inputs
 from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import build, step
-from models.cnn import digits_cnn_tiny
 from tolerances import U
 
 KEY = jax.random.key_data(jax.random.key(0))

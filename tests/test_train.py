@@ -21,16 +21,17 @@ from PIL import Image
 
 from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.comm import topology
-from jaxmpi.config import experiment_file
+from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Sampler
+from jaxmpi.models.cnn import digits_cnn_tiny
+from jaxmpi.rules import registry
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer.main import train as fit
 from launching import ROOT, Ended, kill_session, mpirun_line, run, train, train_here
-from models.cnn import digits_cnn_tiny
 
 DIGITS = "experiments/digits.py"
 DATA = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
@@ -140,7 +141,7 @@ TINY_EXPERIMENT = """
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
     model=digits_cnn_tiny(),
@@ -207,6 +208,22 @@ def rank_1_of(run_dir: Path) -> int:
     raise AssertionError("no rank 1")
 
 
+def test_help_begins_with_the_flags_used_most_and_shows_choices(monkeypatch):
+    """Rows of a table that an experiment file has added, too."""
+    monkeypatch.setitem(registry.RULES, "majority", registry.RULES["gradients"])
+    ended = train_here(DIGITS, "--help")
+    assert ended.code == 0
+    shown = re.findall(r"^  --([a-z][\w.-]+)", ended.out, re.MULTILINE)
+    assert tuple(shown[: len(flags.GROUPS["common"])]) == flags.GROUPS["common"]
+    assert sorted(shown) == sorted(flags.flags(Experiment()))
+    for choices in ("--on-stall {abort,warn}", "--rule.name {gradients,", ",majority}", "{auto,ar,asa,ring,"):
+        assert choices in re.sub(r",\s+", ",", ended.out)
+
+
+def test_every_flag_says_what_it_does():
+    assert [name for name, flag in flags.flags(Experiment()).items() if not flag.help] == []
+
+
 def test_help_lists_every_field_with_its_meaning():
     ended = train_here(DIGITS, "--help")
     assert ended.code == 0
@@ -263,8 +280,8 @@ BAD = {
 
 
 IMPORTS = {
-    "from models.googlnet import googlenet": "No module named 'models.googlnet'; did you mean 'googlenet'? there are: ",
-    "from models.cnn import digit_cnn": "did you mean 'digits_cnn'? there are: ",
+    "from jaxmpi.models.googlnet import googlenet": "; did you mean 'googlenet'? there are: ",
+    "from jaxmpi.models.cnn import digit_cnn": "did you mean 'digits_cnn'? there are: ",
     "import no_such_package": "No module named 'no_such_package'",
     "import sys; sys.exit(0)": "ends the program, sys.exit(0); expected a module to import",
 }
@@ -364,7 +381,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
 from jaxmpi.data import ArraySource
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 images = np.random.default_rng(0).standard_normal((80, 8, 8, 1), np.float32)
 images[{index}] = np.nan

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import pytest
 
 from jaxmpi.model.adapters.nnx import nnx_model
-from models import MODELS
-from models.alexnet import STARTS, AlexNet, alexnet
-from models.googlenet import BLOCKS, TINY_BLOCKS, GoogLeNet, googlenet, googlenet_loss
-from models.googlenet import STARTS as GOOGLENET_STARTS
-from models.vgg import DEPTHS, Vgg, vgg16, vgg19
+from jaxmpi.models import MODELS
+from jaxmpi.models.alexnet import STARTS, AlexNet, alexnet
+from jaxmpi.models.googlenet import BLOCKS, TINY_BLOCKS, GoogLeNet, googlenet, googlenet_loss
+from jaxmpi.models.googlenet import STARTS as GOOGLENET_STARTS
+from jaxmpi.models.vgg import DEPTHS, Vgg, vgg16, vgg19
 from twins import check_twin, no_dropout, torch, torch_zoo, weights
 
 nn = torch.nn

@@ -3,10 +3,10 @@
 import pytest
 
 from jaxmpi.model.adapters.nnx import nnx_model
-from models import MODELS
-from models.googlenet import googlenet_loss
-from models.googlenetbn import GoogLeNetBN, googlenetbn
-from models.resnet import BASIC, BOTTLENECKS, ResNet
+from jaxmpi.models import MODELS
+from jaxmpi.models.googlenet import googlenet_loss
+from jaxmpi.models.googlenetbn import GoogLeNetBN, googlenetbn
+from jaxmpi.models.resnet import BASIC, BOTTLENECKS, ResNet
 from twins import BatchNorm2d, batch_norm, check_twin, torch, torch_zoo, weights
 
 nn = torch.nn

@@ -14,16 +14,16 @@ import pytest
 from flax import nnx
 from jax import lax
 
-import models.__main__ as report
+import jaxmpi.models.__main__ as report
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import open_source
-from models import MODELS
-from models.alexnet import PUBLISHED, AlexNet, alexnet, alexnet_tiny
-from models.alexnet import STARTS as alexnet_starts
-from models.layers import Classifier, Windows, _bins, adaptive_max_pool, conv, glorot_uniform, max_pool
-from models.vgg import DEPTHS, Vgg, vgg16, vgg16_tiny, vgg19
-from models.vgg import STARTS as vgg_starts
+from jaxmpi.models import MODELS
+from jaxmpi.models.alexnet import PUBLISHED, AlexNet, alexnet, alexnet_tiny
+from jaxmpi.models.alexnet import STARTS as alexnet_starts
+from jaxmpi.models.layers import Classifier, Windows, _bins, adaptive_max_pool, conv, glorot_uniform, max_pool
+from jaxmpi.models.vgg import DEPTHS, Vgg, vgg16, vgg16_tiny, vgg19
+from jaxmpi.models.vgg import STARTS as vgg_starts
 
 KEY = jax.random.key(0)
 FULL = {

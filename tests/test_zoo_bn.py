@@ -12,16 +12,16 @@ import pytest
 from flax import nnx
 from sklearn.datasets import load_digits
 
-import models.__main__ as report
+import jaxmpi.models.__main__ as report
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.core.errors import UsageError
 from jaxmpi.model.adapters.nnx import nnx_model
 from jaxmpi.model.batch_statistics import batch_mean, statistics_over
-from models.googlenetbn import BLOCKS, MAX_POOLED, googlenetbn, googlenetbn_tiny, mean_pool
-from models.layers import Dense
-from models.norm import BatchNorm, ConvNorm
-from models.resnet import (
+from jaxmpi.models.googlenetbn import BLOCKS, MAX_POOLED, googlenetbn, googlenetbn_tiny, mean_pool
+from jaxmpi.models.layers import Dense
+from jaxmpi.models.norm import BatchNorm, ConvNorm
+from jaxmpi.models.resnet import (
     BASIC,
     BOTTLENECKS,
     Residual,

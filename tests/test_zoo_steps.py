@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from jaxmpi.models import MODELS
 from launching import run
-from models import MODELS
 
 TINY = [name for name in MODELS if name.endswith("_tiny")]
 

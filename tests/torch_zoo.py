@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from models import googlenet as googlenet_tables
-from models import googlenetbn as googlenetbn_tables
-from models.resnet import STAGES, TINY_STAGES
-from models.vgg import DEPTHS
+from jaxmpi.models import googlenet as googlenet_tables
+from jaxmpi.models import googlenetbn as googlenetbn_tables
+from jaxmpi.models.resnet import STAGES, TINY_STAGES
+from jaxmpi.models.vgg import DEPTHS
 
 Tensor = torch.Tensor
 Norm = Callable[[int, float, float], nn.Module]

@@ -10,9 +10,9 @@ of about u. So by tensor, in the 2-norm, with n terms in the longest sum of the 
 
 of the exact answer, u' = 2^-24 in 32 bits and 2^-53 in 64 bits. The run in 64 bits proves the structure: a wrong pad,
 group or constant is a million times as large. The run in 32 bits proves that nothing is lost on the way. A layer that
-wants at least 32 bits must therefore promote (`models.layers.at_least_32`), not cast to f32. In 32 bits an activation
-that is rounded across 0, or across its neighbour in a pool, switches a gradient. With m activations about m u of them
-do, so `precisions` says "float64" only if m is a million.
+wants at least 32 bits must therefore promote (`jaxmpi.models.layers.at_least_32`), not cast to f32. In 32 bits an
+activation that is rounded across 0, or across its neighbour in a pool, switches a gradient. With m activations about
+m u of them do, so `precisions` says "float64" only if m is a million.
 
     model = nnx_model(lambda rngs: no_dropout(Net(rngs)), name="net", input_shape=(32, 32, 3), classes=10)
     twin = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch_zoo.ToRows(), torch.nn.Linear(7200, 10))

@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 
 from jaxmpi import functions as jm
 from jaxmpi.model import nnx_model
-from models.resnet import STAGES, TINY_STAGES, WIDTH, ResNet, bottleneck
+from jaxmpi.models.resnet import STAGES, TINY_STAGES, WIDTH, ResNet, bottleneck
 
 PX, CLASSES, DROPOUT = 32, 10, 0.25
 RATE = 0.01  # at 0.05 with momentum, one process that starts 1e-7 apart has other losses in the 2nd digit after 6 steps

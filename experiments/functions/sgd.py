@@ -64,7 +64,7 @@ if __name__ == "__main__":
     losses, params = main()
     print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} after {STEPS} steps")
 
-    import sgd_before  # from here on: is it what one worker does?
+    from jaxmpi.experiments.functions import sgd_before  # from here on: is it what one worker does?
 
     alone_losses, alone = sgd_before.main()
     np.testing.assert_allclose(losses, alone_losses, rtol=1e-3)

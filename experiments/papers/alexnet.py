@@ -8,9 +8,9 @@ The full model but for its 10 classes. Changed from the paper: data, 16 images a
 
 import dataclasses
 
-from experiments.alexnet import experiment as paper
-from experiments.alexnet import fallback
-from models.alexnet import alexnet
+from jaxmpi.experiments.alexnet import experiment as paper
+from jaxmpi.experiments.alexnet import fallback
+from jaxmpi.models.alexnet import alexnet
 
 experiment = dataclasses.replace(
     paper,

@@ -8,9 +8,9 @@ worker instead of 32, 300 steps, 2 workers. Why that rate: docs/results.md.
 
 import dataclasses
 
-from experiments.googlenet import experiment as paper
-from experiments.googlenet import fallback
-from models.googlenet import googlenet
+from jaxmpi.experiments.googlenet import experiment as paper
+from jaxmpi.experiments.googlenet import fallback
+from jaxmpi.models.googlenet import googlenet
 
 experiment = dataclasses.replace(
     paper,

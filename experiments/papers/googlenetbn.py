@@ -8,9 +8,9 @@ one is warm-up, the rate divided by 10 after four, 2 workers. Figures: docs/resu
 
 import dataclasses
 
-from experiments.googlenetbn import experiment as paper
-from experiments.googlenetbn import fallback
-from models.googlenetbn import googlenetbn
+from jaxmpi.experiments.googlenetbn import experiment as paper
+from jaxmpi.experiments.googlenetbn import fallback
+from jaxmpi.models.googlenetbn import googlenetbn
 
 LOCAL_BATCH = 32
 

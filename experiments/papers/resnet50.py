@@ -8,9 +8,9 @@ one is warm-up, the rate divided by 10 after four, 2 workers. Figures: docs/resu
 
 import dataclasses
 
-from experiments.resnet50 import experiment as paper
-from experiments.resnet50 import fallback
-from models.resnet import resnet50
+from jaxmpi.experiments.resnet50 import experiment as paper
+from jaxmpi.experiments.resnet50 import fallback
+from jaxmpi.models.resnet import resnet50
 
 LOCAL_BATCH = 32
 

@@ -9,9 +9,9 @@ docs/results.md.
 
 import dataclasses
 
-from experiments.vgg16 import experiment as paper
-from experiments.vgg16 import fallback
-from models.vgg import vgg16_tiny
+from jaxmpi.experiments.vgg16 import experiment as paper
+from jaxmpi.experiments.vgg16 import fallback
+from jaxmpi.models.vgg import vgg16_tiny
 
 experiment = dataclasses.replace(
     paper,

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from jaxmpi.config import Data, Experiment, Optim
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 
 def only_logits(schedule):

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.data import open_source
-from models.cnn import digits_cnn_tiny
+from jaxmpi.models.cnn import digits_cnn_tiny
 
 ANSWERS = np.array([[d % 2 == 0, d in (2, 3, 5, 7), d in (0, 4, 6, 8, 9)] for d in range(10)], np.uint8)
 

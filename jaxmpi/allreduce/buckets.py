@@ -1,5 +1,6 @@
 """Leaves as buckets and back: which of them travel together, in which order, as flat vectors."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ class Order:
             traced_as: gets its program, too.
         """
 
+        @functools.wraps(function)
         def noted(*args: PyTree) -> tuple:
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
             traced_as(traced.jaxpr)

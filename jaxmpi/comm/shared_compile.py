@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.runtime import phases
 from jaxmpi.runtime.host_callbacks import EXPORTABLE
 
 
@@ -71,7 +72,9 @@ def compile_together(
     argument = np.repeat(range(len(args)), [len(jax.tree.leaves(arg)) for arg in args])
     donated = tuple(np.flatnonzero(np.isin(argument, donate_argnums)).tolist())
     jax.effects_barrier()  # the control plane speaks only when the exchange is silent
-    program = control.bcast_from_host_leader(lambda: trace(function, structure, shapes))
+    name = getattr(getattr(function, "func", function), "__name__", "a program")  # of a partial, too
+    with phases.phase(f"tracing {name}"):
+        program = control.bcast_from_host_leader(lambda: trace(function, structure, shapes))
     if not program.exported:
         jitted = jax.jit(function, donate_argnums=donate_argnums)
         return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
@@ -83,9 +86,11 @@ def compile_together(
     lowered = jitted.lower(*shapes)
     if control.local_rank != 0:
         control.host_barrier()
-    compiled = lowered.compile()
+    with phases.phase(f"compiling {name}"):
+        compiled = lowered.compile()
     if control.local_rank == 0:
-        control.host_barrier()
+        with phases.phase(f"waiting for the other ranks to trace {name}"):
+            control.host_barrier()
     # JAX leaves out the tokens of ordered effects if the compiled program is called by itself.
     run = jitted if exported.ordered_effects else compiled
     return lambda leaves: jax.tree.unflatten(program.structure, run(*leaves))
@@ -154,7 +159,8 @@ def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: H
         except (ValueError, NotImplementedError):  # such as one that calls back into Python
             return None
 
-    made = control.bcast_from_host_leader(make)
+    with phases.phase("compiling a program of all ranks"):
+        made = control.bcast_from_host_leader(make)
     if own:
         return own[0]
     return lowered.compile() if made is None else deserialize_and_load(*made, execution_devices=devices)

@@ -1,7 +1,7 @@
 """Settings of a run: frozen dataclasses that check themselves, flags made from them, experiment files.
 
-In reading order: `schema` (Experiment), `data`, `optim`, `rule_config`, `exchange_config`, `durations`, `flags`,
-`experiment_file`.
+In reading order: `schema` (Experiment), `data`, `optim`, `rule_config`, `exchange_config`, `choices`, `durations`,
+`flags`, `experiment_file`.
 
 It imports `core` and `runtime`.
 """

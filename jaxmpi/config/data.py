@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from jaxmpi.config.choices import OneOf, check_choices
 from jaxmpi.config.renamed import takes_old_names
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import check
 
 InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
 # Where examples are while they are read.
@@ -45,15 +46,17 @@ class Data:
     synthetic_examples: int = 4096  # size of the synthetic training set
     window: int = 128  # text, stdlib: tokens that an example predicts
     # text, stdlib: JSON file of tokenizers; in Python also such an object, or a function with vocab_size; empty: bytes
-    tokenizer: Annotated[Any, tyro.conf.arg(constructor=str)] = ""
-    on_error: str = "stop"  # stop | skip: what a corrupt image does
+    tokenizer: Any = ""
+    on_error: Annotated[str, OneOf("stop", "skip")] = "stop"  # what a corrupt image does
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
-    loader: str = "auto"  # auto | processes | threads | spawn: who makes batches; auto: processes to decode images
+    # who makes batches; auto: processes to decode images
+    loader: Annotated[str, OneOf("auto", "processes", "threads", "spawn")] = "auto"
     loaders: int = 2  # of them, per worker
     prefetch: int = 2  # batches made ahead, per worker
     stall_timeout_s: float = 300.0  # seconds that a loader may be at one example before the run ends
-    shuffle_by: str = "auto"  # auto | examples | files: what is put in a new order each epoch; auto: see docs/data.md
-    memory: str = "none"  # none | partition: keep compressed examples in the memory of the workers
+    # what is put in a new order each epoch; auto: see docs/data.md
+    shuffle_by: Annotated[str, OneOf("auto", "examples", "files")] = "auto"
+    memory: Annotated[str, OneOf(*MEMORY)] = "none"  # keep compressed examples in the memory of the workers
     group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
     shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
     # array: anything with __len__ and __getitem__ -> (image, label); grain: a MapDataset; mixture: parts and weights
@@ -63,7 +66,7 @@ class Data:
     augment: InPython[Callable[[Any, dict[str, Any]], dict[str, Any]] | None] = None
 
     def __post_init__(self) -> None:
-        check(self.on_error in ("stop", "skip"), f"data.on_error: got {self.on_error!r}; stop or skip")
+        check_choices(self, "data.")
         check(0 <= self.max_skipped <= 1, f"data.max_skipped: got {self.max_skipped}; expected a share in [0, 1]")
         for name in ("resize", "crop"):
             check(
@@ -73,14 +76,6 @@ class Data:
         for name in ("channels", "loaders", "prefetch", "synthetic_examples", "window"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
         check(self.loaders <= MOST_LOADERS, f"data.loaders: got {self.loaders}; expected at most {MOST_LOADERS}")
-        check(
-            self.loader in ("auto", "processes", "threads", "spawn"),
-            f"data.loader: got {self.loader!r}; expected auto, processes, threads or spawn",
-        )
-        check(
-            self.shuffle_by in ("auto", "examples", "files"),
-            f"data.shuffle_by: got {self.shuffle_by!r}; expected auto, examples or files",
-        )
         check(
             self.shuffle_by != "files" or self.memory == "none",
             f"data.shuffle_by: got files with data.memory {self.memory}, which reads no file after the start; use auto",
@@ -102,7 +97,6 @@ class Data:
             len(set(self.columns)) == len(self.columns),
             f"data.columns: got {', '.join(self.columns)}; expected each name once",
         )
-        lookup(MEMORY, self.memory, "data.memory")
         for name in ("group_size", "shuffle_period"):
             check(getattr(self, name) >= 0, f"data.{name}: got {getattr(self, name)}; expected >= 0")
         self._check_crop_area()

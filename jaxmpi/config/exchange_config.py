@@ -1,8 +1,10 @@
 """Settings of the exchange: strategy, buckets, overlap."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.config.choices import OneOf, check_choices
+from jaxmpi.core.errors import check
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> None:
@@ -24,13 +26,13 @@ OVERLAPS = {
 
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """How they talk, and what travels."""
+    """How workers exchange, and how many bits travel."""
 
     strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
-    # auto | on | off | delayed: exchange beside the backward pass; delayed applies gradients one step late
-    overlap: str = "auto"
+    # exchange beside the backward pass; delayed applies gradients one step late
+    overlap: Annotated[str, OneOf(*OVERLAPS)] = "auto"
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)
-        lookup(OVERLAPS, self.overlap, "exchange.overlap")
+        check_choices(self, "exchange.")

@@ -2,17 +2,16 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
-
-import tyro
+from typing import Any, TextIO
 
 from jaxmpi.config import flags
 from jaxmpi.config.data import data_dir
@@ -21,12 +20,16 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import failures, launchers
-from jaxmpi.runtime.provenance import project_root
+from jaxmpi.runtime.provenance import PACKAGE, project_root
 from jaxmpi.runtime.screen import columns_of
 
 
-def parse(argv: list[str]) -> tuple[Experiment, Path]:
+def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[Experiment, Path]:
     """The experiment file named first, with the command line's overrides.
+
+    Args:
+        argv: the experiment, and flags.
+        tables: those that a flag names a row of, by flag, for --help.
 
     Raises:
         UsageError: no such file, no `experiment` in it, or a field out of range.
@@ -34,7 +37,10 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
     argv = [hyphens(arg) for arg in argv]
     argv = with_new_names(argv, say_once)
     argv = file_first(argv)
-    path = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    given = argv[0] if argv else ""
+    path = located(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    if path and path != Path(given):
+        say_once(f"no file {given!r} here: this is the experiment of that name that comes with jaxmpi, {path}")
     base = choose(load(path), argv) if path else Experiment()
     if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
         base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
@@ -45,10 +51,10 @@ def parse(argv: list[str]) -> tuple[Experiment, Path]:
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
     for name in flags.unknown_flags(argv, base):
         raise UsageError(f"unknown field --{name}; {errors.nearest(name, flags.flags(base))}")
-    experiment = overridden(flags.with_objects(base, Experiment()), argv, str(path or "an experiment"))
+    experiment = overridden(base, argv, str(path or "an experiment"), tables or {})
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
-    return flags.with_objects(experiment, base), path
+    return experiment, path
 
 
 def refuse_unknown(argv: Sequence[str]) -> None:
@@ -72,12 +78,46 @@ def say_once(text: str) -> None:
 
 
 def file_first(argv: Sequence[str]) -> list[str]:
-    """The arguments with the experiment file before the flags, which may stand on either side of it."""
-    at = next((i for i, arg in enumerate(argv) if arg.endswith(".py") and not arg.startswith("-")), 0)
+    """The arguments with the experiment before the flags, which may stand on either side of it."""
+    pairs = enumerate(zip(argv, ("", *argv), strict=False))
+    at = next((i for i, (arg, before) in pairs if is_experiment(arg, before)), 0)
     return [*argv[at : at + 1], *argv[:at], *argv[at + 1 :]]
 
 
-def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
+def is_experiment(arg: str, before: str) -> bool:
+    """Return True for a Python file, and for the name of an experiment that ships unless it is the value of a flag.
+
+    Args:
+        before: the argument to its left; empty if there is none.
+    """
+    return (arg.endswith(".py") and not arg.startswith("-")) or (arg in shipped() and not flags.takes_value(before))
+
+
+PROGRAMS = "functions/"  # begins the names of files that use jaxmpi.functions alone, without a trainer
+
+
+@functools.cache
+def all_shipped() -> dict[str, Path]:
+    """Files that come with jaxmpi in experiments/, by names such as `digits` and `papers/alexnet`."""
+    folder = (PACKAGE / "experiments").resolve()  # in a clone a link
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.py"))}
+
+
+def shipped() -> dict[str, Path]:
+    """Those of them that can be trained."""
+    return {name: path for name, path in all_shipped().items() if not name.startswith(PROGRAMS)}
+
+
+def located(name: str) -> Path:
+    """The file that is meant: the one at this path, else the experiment of this name that ships.
+
+    `experiments/digits.py` is such a name as well as `digits`, so that a line of the docs runs without a clone.
+    """
+    path = Path(name)
+    return path if path.is_file() else shipped().get(name.removeprefix("experiments/").removesuffix(".py"), path)
+
+
+def overridden(base: Experiment, argv: list[str], name: str, tables: Mapping[str, Mapping[str, Any]]) -> Experiment:
     """`base` with the fields of the command line. What is wrong with them rank 0 shows, and others only if it does not.
 
     Raises:
@@ -90,13 +130,8 @@ def overridden(base: Experiment, argv: list[str], name: str) -> Experiment:
             stack.enter_context(contextlib.redirect_stdout(said))
             stack.enter_context(contextlib.redirect_stderr(said))
         try:
-            return tyro.cli(
-                Experiment,
-                default=base,
-                args=argv,
-                prog="python -m jaxmpi.train EXPERIMENT.py",
-                description=f"Train {name}. Every field can be given here; defaults are the experiment's.",
-            )
+            description = f"Train {name}. Every field can be given here; defaults are the experiment's."
+            return flags.parsed(base, argv, tables, "python -m jaxmpi.train EXPERIMENT.py", description)
         except SystemExit as end:
             stack.close()
             if is_first:
@@ -129,8 +164,10 @@ def load(path: Path) -> Experiment:
     if path.is_dir():
         raise UsageError(f"{str(path)!r} is a folder; in it: {', '.join(sorted(p.name for p in path.glob('*.py')))}")
     if not path.is_file():
-        known = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
-        raise UsageError(f"no experiment file {str(path)!r}; in {path.parent}: {errors.nearest(path.name, known)}")
+        here = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
+        nearest = [f"in {path.parent}: {errors.nearest(path.name, here)}"] * bool(here)
+        nearest.append(f"with jaxmpi come: {errors.nearest(str(path).removesuffix('.py'), shipped())}")
+        raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(nearest)}")
     errors.check(path.suffix == ".py", f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
     root = str(project_root(path))
     if root not in sys.path:

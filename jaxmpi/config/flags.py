@@ -1,30 +1,210 @@
-"""Command-line flags made from the dataclasses' fields."""
+"""Command-line flags made from the dataclasses' fields, in groups of which the first has those used most.
 
+The parser is tyro's. It is given a dataclass made for it, whose parts are the groups, since tyro lists flags by part.
+"""
+
+import ast
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, get_type_hints
+import functools
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import tyro
 
+from jaxmpi.config.choices import OneOf
 from jaxmpi.config.schema import WORDS, Experiment
 
+# Headings of --help, and the flags below each. Those that stand in none are listed by their part.
+GROUPS = {
+    "common": (
+        *("train-for", "local-batch", "effective-batch", "optim.lr", "rule.name", "exchange.strategy", "data.dir"),
+        *("run-dir", "resume", "checkpoint-every", "eval-every", "devices", "seed"),
+    ),
+    "step": ("micro-batch", "compute-dtype", "batch-statistics", "step-mode", "comm"),
+    "record": ("log-every", "quiet", "sinks", "trace", "profile", "compute-only-every"),
+    "checkpoint": (
+        *("keep-checkpoints", "keep-best", "monitor", "monitor-mode", "from-start", "continue-from", "params"),
+    ),
+    "failure": (
+        *("on-nonfinite", "recover-limit", "replica-check-every", "on-rank-loss", "stall-timeout-s", "on-stall"),
+        "inject",
+    ),
+}
+ABOUT = {
+    "common": "Those used most; the others follow by part.",
+    "step": "How a step is computed.",
+    "record": "What is shown and recorded.",
+    "checkpoint": "What is kept, and what a run begins with.",
+    "failure": "What happens when a step, a worker or a machine fails.",
+}
 
-def flags(part: Any, prefix: str = "") -> dict[str, Any]:
+
+class Flag(NamedTuple):
+    """A field that a flag sets."""
+
+    part: Any  # the dataclass it is of
+    name: str
+    hint: Any  # its type, with annotations
+
+    @property
+    def value(self) -> Any:
+        """What it has without the flag."""
+        return getattr(self.part, self.name)
+
+    @property
+    def objects(self) -> tuple[Any, ...]:
+        """Objects among the words of its value, which no flag can name."""
+        is_mixed = WORDS in getattr(self.hint, "__metadata__", ())
+        return tuple(each for each in self.value if not isinstance(each, str)) if is_mixed else ()
+
+    @property
+    def help(self) -> str:
+        """What the comment at the field says."""
+        return comments(type(self.part)).get(self.name, "")
+
+    def metavar(self, rows: Mapping[str, Any]) -> str | None:
+        """The words that it takes, as `{abort,warn}`; None if it takes any.
+
+        Args:
+            rows: the table that the field names a row of; empty if it names none.
+        """
+        closed = (each.words for each in getattr(self.hint, "__metadata__", ()) if isinstance(each, OneOf))
+        words = next(closed, tuple(rows))
+        return f"{{{','.join(words)}}}" if words else None
+
+
+def flags(part: Any, prefix: str = "") -> dict[str, Flag]:
     """Command-line names of a dataclass's fields, such as `optim.bias-lr-factor`.
 
     Args:
         part: an instance: a rule of the user's own may have settings of its own, in a class derived from RuleConfig.
     """
-    names: dict[str, Any] = {}
+    names: dict[str, Flag] = {}
     hints = get_type_hints(type(part), include_extras=True)
     for f in dataclasses.fields(part):
         name = prefix + f.name.replace("_", "-")
         if dataclasses.is_dataclass(hints[f.name]):
             names |= flags(getattr(part, f.name), f"{name}.")
         elif tyro.conf.Suppress not in getattr(hints[f.name], "__metadata__", ()):
-            names[name] = f
+            names[name] = Flag(part, f.name, hints[f.name])
     return names
+
+
+@functools.cache
+def comments(part: type) -> dict[str, str]:
+    """The comment of each field of a dataclass: behind it, or else on the lines above it."""
+    found: dict[str, str] = {}
+    for cls in reversed(part.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(cls))
+        except (OSError, TypeError):  # made without a file, or in C
+            continue
+        tokens = [*tokenize.generate_tokens(io.StringIO(source).readline)]
+        said = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+        alone = {line for line in said if source.splitlines()[line - 1].lstrip().startswith("#")}
+        [definition] = ast.parse(source).body
+        for node in getattr(definition, "body", []):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                first = node.lineno
+                while first - 1 in alone:
+                    first -= 1
+                lines = [node.end_lineno] if node.end_lineno in said else range(first, node.lineno)
+                found[node.target.id] = " ".join(said[line] for line in lines)
+    return found
+
+
+def parsed(
+    base: Experiment, argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]], prog: str, description: str
+) -> Experiment:
+    """The experiment with the fields of the command line, which tyro parses.
+
+    Args:
+        tables: those that a flag names a row of, by flag, for --help.
+
+    Raises:
+        UsageError: a field out of range.
+        SystemExit: a value of another type, after tyro has said so; or --help.
+    """
+    known = flags(base)
+    groups = grouped(known)
+    shown = {name: shown_value(flag) for name, flag in known.items()}
+    parts = []
+    for group, names in groups.items():
+        part = group_class(group, names, known, shown, tables)
+        parts.append((group, part, dataclasses.field(default_factory=part)))
+    got: Any = tyro.cli(dataclasses.make_dataclass("Flags", parts), args=argv, prog=prog, description=description)
+    values = {name: getattr(getattr(got, group), identifier(name)) for group, names in groups.items() for name in names}
+    given = {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
+    return with_values(
+        base, {name: (*new, *known[name].objects) if known[name].objects else new for name, new in given.items()}
+    )
+
+
+def grouped(known: Mapping[str, Flag]) -> dict[str, list[str]]:
+    """Names of flags by heading, in the order of --help."""
+    heading = {name: group for group, names in GROUPS.items() for name in names}
+    groups: dict[str, list[str]] = {group: [name for name in names if name in known] for group, names in GROUPS.items()}
+    for name in known:
+        if name not in heading:
+            groups.setdefault(name.rpartition(".")[0] or "other", []).append(name)
+    return groups
+
+
+def group_class(
+    group: str,
+    names: Sequence[str],
+    known: Mapping[str, Flag],
+    shown: Mapping[str, Any],
+    tables: Mapping[str, Mapping[str, Any]],
+) -> type:
+    """A dataclass with the fields of one heading, each spelled as in its part."""
+    fields = []
+    for name in names:
+        flag = known[name]
+        arg = tyro.conf.arg(name=name, prefix_name=False, help=flag.help, metavar=flag.metavar(tables.get(name, {})))
+        hint = str if flag.hint is Any else flag.hint
+        default = dataclasses.field(default_factory=functools.partial(shown.__getitem__, name))
+        fields.append((identifier(name), Annotated[hint, arg], default))
+    about = ABOUT.get(group) or inspect.getdoc(type(known[names[0]].part)) or ""
+    return dataclasses.make_dataclass(group, fields, namespace={"__doc__": about.partition("\n")[0]})
+
+
+def summary() -> str:
+    """A line for each flag of the first group, for those who have named no experiment."""
+    known, names = flags(Experiment()), GROUPS["common"]
+    width = max(map(len, names))
+    return "\n".join(f"  --{name:{width}}  {known[name].help}" for name in names)
+
+
+def identifier(name: str) -> str:
+    """A flag's name as Python spells names."""
+    return name.replace("-", "_").replace(".", "__")
+
+
+def shown_value(flag: Flag) -> Any:
+    """A field's value, as a text if only Python can have made it, such as a tokenizer; of words and objects the words."""
+    value = flag.value
+    if flag.objects:
+        return tuple(each for each in value if isinstance(each, str))
+    plain = value is None or isinstance(value, (bool, int, float, str, tuple, list))
+    return value if plain else getattr(value, "name", type(value).__name__)
+
+
+def with_values(part: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A dataclass with new values, by flag; what no flag names stays, objects that only Python can set as well."""
+    new = {}
+    for f in dataclasses.fields(part):
+        name = prefix + f.name.replace("_", "-")
+        if name in values:
+            new[f.name] = values[name]
+        elif any(other.startswith(f"{name}.") for other in values):
+            new[f.name] = with_values(getattr(part, f.name), values, f"{name}.")
+    return dataclasses.replace(part, **new) if new else part
 
 
 def unknown_flags(argv: Sequence[str], experiment: Experiment) -> list[str]:
@@ -34,23 +214,11 @@ def unknown_flags(argv: Sequence[str], experiment: Experiment) -> list[str]:
     return [name for name in given if name not in known and without_no(name) not in known]
 
 
-def with_objects(part: Any, original: Any) -> Any:
-    """`part` with those of `original`'s values that only Python can set, such as the model.
-
-    The command line sees an experiment without them: its parser would take an array's class for a group of options.
-    """
-    hints = get_type_hints(type(part), include_extras=True)
-    values = {}
-    for f in dataclasses.fields(part):
-        marks = getattr(hints[f.name], "__metadata__", ())
-        if tyro.conf.Suppress in marks:
-            values[f.name] = getattr(original, f.name)
-        elif WORDS in marks:
-            words = [each for each in getattr(part, f.name) if isinstance(each, str)]
-            values[f.name] = (*words, *(each for each in getattr(original, f.name) if not isinstance(each, str)))
-        elif dataclasses.is_dataclass(hints[f.name]):
-            values[f.name] = with_objects(getattr(part, f.name), getattr(original, f.name))
-    return dataclasses.replace(part, **values)
+def takes_value(arg: str) -> bool:
+    """Return True for a flag whose value is the next argument."""
+    name = arg[2:].replace("_", "-")
+    flag = flags(Experiment()).get(without_no(name))
+    return arg.startswith("--") and "=" not in arg and not (flag and flag.hint is bool)
 
 
 def without_no(name: str) -> str:

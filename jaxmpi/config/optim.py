@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
+from jaxmpi.config.choices import OneOf, check_choices
 from jaxmpi.config.data import InPython
 from jaxmpi.core.errors import check
 
@@ -13,9 +14,10 @@ from jaxmpi.core.errors import check
 class Optim:
     """The optimizer that every worker runs."""
 
-    name: str = "momentum"  # sgd | momentum | nesterov | adam | adamw | lion | muon | ...: see docs/rules.md
-    lr: float = 0.01  # what each worker runs, before `lr_scaling`
-    lr_scaling: str = "rule"  # none | linear | sqrt in the number of workers; rule = the rule's own default
+    name: str = "momentum"  # of the optimizer: docs/rules.md
+    lr: float = 0.01  # learning rate of each worker, before `lr_scaling`
+    # of lr in the number of workers; rule = the rule's own default
+    lr_scaling: Annotated[str, OneOf("rule", "none", "linear", "sqrt")] = "rule"
     momentum: float = 0.9  # mu, in [0, 1)
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
     b1: float | None = None  # decay of the mean of gradients, where the optimizer has one; None: its own
@@ -30,6 +32,7 @@ class Optim:
     transform: InPython[Any] = None  # an Optax optimizer, or (schedule) -> one; `name` is then of your own
 
     def __post_init__(self) -> None:
+        check_choices(self, "optim.")
         check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
         check(0 <= self.momentum < 1, f"optim.momentum: got {self.momentum}; expected [0, 1)")
         check(
@@ -57,13 +60,13 @@ class Optim:
 class Schedule:
     """How the learning rate moves: a warm-up to it, then a decay from it."""
 
-    decay: str = "constant"  # constant | step | poly | poly_epoch | cosine
+    decay: str = "constant"  # how the rate falls after the warm-up
     boundaries: tuple[str, ...] = ()  # step: durations after which lr is multiplied by `factor`
     factor: float = 0.1  # step: multiplier at each boundary
     power: float = 0.5  # poly: lr (1 - t / span)^power; poly_epoch holds it through each epoch
     span: str = "100%"  # poly, cosine: duration over which lr falls to 0
     warmup: str = "0st"  # duration of the warm-up
-    warmup_shape: str = "linear"  # linear | geometric; geometric rises once an epoch
+    warmup_shape: str = "linear"  # how it rises before; geometric rises once an epoch
     warmup_lr: float = 0.0  # lr at the start, whatever lr is scaled to; 0 means warmup_from
     warmup_from: float = 0.0  # share of lr at the start; 0 means 1/steps (linear), 1/workers (geometric)
     rate: InPython[Callable[[Any], Any] | None] = None  # (step) -> lr, such as an Optax schedule, in place of all this

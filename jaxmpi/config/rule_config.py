@@ -8,9 +8,9 @@ from jaxmpi.core.errors import check
 
 @dataclass(frozen=True)
 class RuleConfig:
-    """When workers talk, and about what."""
+    """When workers exchange, and what."""
 
-    name: str = "gradients"  # gradients | subgd | awagd | local_sgd | diloco | easgd | easgd_sync | asgd | gosgd
+    name: str = "gradients"  # when workers exchange, and what: docs/rules.md
     average_momentum: bool = False  # awagd: average the optimizer's moments as well as the params
     force: bool = False  # run an optimizer that is not linear in the gradient under a rule that expects one
     alpha: float = 0.5  # easgd: share of its distance to the center that a worker goes at an exchange, in (0, 1]

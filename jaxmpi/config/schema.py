@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jaxmpi.config.choices import OneOf, check_choices
 from jaxmpi.config.data import Data, InPython
 from jaxmpi.config.durations import check_divides, step_range, steps
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import check
 
 WORDS = "words"  # marks a tuple of words and objects: flags name its words, and an experiment file both
 if TYPE_CHECKING:
@@ -85,38 +86,40 @@ class Experiment:
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best: int = 1  # beside them, the best by `monitor`, of steps that were evaluated and saved
     monitor: str = "eval_loss"  # figure of the evaluation by which checkpoints are the best, such as eval_top1
-    monitor_mode: str = "min"  # min | max: which of its values is the best
+    monitor_mode: Annotated[str, OneOf("min", "max")] = "min"  # which of its values is the best
     log_every: int = 10  # steps between lines of the record; the first step always has one
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
     sinks: Sinks = ()  # csv, mlflow, tensorboard, trackio, wandb: get every line of the record; functions may, too
     callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
-    compute_only_every: int = (
-        200  # steps between steps without exchange, on a copy, if only they tell its time; 0 = never
-    )
+    # steps between steps without exchange, on a copy, if only they tell its time; 0 = never
+    compute_only_every: int = 200
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
-    on_stall: str = "abort"  # abort | warn: what then happens
+    on_stall: Annotated[str, OneOf(*ON_STALL)] = "abort"  # what then happens
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
-    continue_from: str = (
-        ""  # run directory whose newest checkpoint a new run goes on from, with another effective batch
-    )
+    # run directory whose newest checkpoint a new run goes on from, with another effective batch
+    continue_from: str = ""
     params: str = ""  # Orbax folder or .safetensors file of params and model state that the run begins with
-    on_nonfinite: str = "stop"  # stop | skip | rollback: what steps that are not finite, or params that differ, do
+    # what steps that are not finite, or params that differ, do
+    on_nonfinite: Annotated[str, OneOf(*RECOVERIES)] = "stop"
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     replica_check_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
-    on_rank_loss: str = (
-        "end"  # end | shrink: if a worker dies the job ends, or the others go on without it (experimental)
-    )
+    # if a worker dies the job ends, or the others go on without it (experimental)
+    on_rank_loss: Annotated[str, OneOf(*LOSSES)] = "end"
     inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # of initialisation, order, augmentation and dropout
-    batch_statistics: str = "averaged"  # local | averaged | synchronised: of batch norm, see docs/models.md
-    compute_dtype: str = "float32"  # float32 | bfloat16: of forward and backward; params stay float32
+    # of batch norm, see docs/models.md
+    batch_statistics: Annotated[str, OneOf(*BATCH_STATISTICS)] = "averaged"
+    # of forward and backward; params stay float32
+    compute_dtype: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
     devices: int = 1  # local devices of one process, a worker each; more than 1 in several processes needs comm xla
-    comm: str = "mpi"  # mpi | xla: who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
-    step_mode: str = "auto"  # auto | fused | split: one jit for the step, or gradients, exchange and update apart
+    # who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
+    comm: Annotated[str, OneOf(*COMMS)] = "mpi"
+    # one jit for the step, or gradients, exchange and update apart
+    step_mode: Annotated[str, OneOf("auto", "fused", "split")] = "auto"
 
     def __post_init__(self) -> None:
         for name, (part, way_out) in PARTS.items():
@@ -137,13 +140,7 @@ class Experiment:
         check(0 <= self.seed < 2**32, f"seed: got {self.seed}; expected 0 to 2^32 - 1")
         for name in ("log_every", "keep_checkpoints", "devices"):
             check(getattr(self, name) >= 1, f"{name}: got {getattr(self, name)}; expected >= 1")
-        check(
-            self.compute_dtype in ("float32", "bfloat16"),
-            f"compute_dtype: got {self.compute_dtype!r}; expected float32 or bfloat16",
-        )
-        check(self.monitor_mode in ("min", "max"), f"monitor_mode: got {self.monitor_mode!r}; expected min or max")
-        lookup(BATCH_STATISTICS, self.batch_statistics, "batch_statistics")
-        lookup(ON_STALL, self.on_stall, "on_stall")
+        check_choices(self)
         check(isinstance(self.sinks, (tuple, list)), f"sinks: got {self.sinks!r}; expected a tuple, as ('csv',)")
         for sink in self.sinks:
             check(
@@ -153,13 +150,6 @@ class Experiment:
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
-        lookup(RECOVERIES, self.on_nonfinite, "on_nonfinite")
-        lookup(LOSSES, self.on_rank_loss, "on_rank_loss")
-        lookup(COMMS, self.comm, "comm")
-        check(
-            self.step_mode in ("auto", "fused", "split"),
-            f"step_mode: got {self.step_mode!r}; expected auto, fused or split",
-        )
         check(
             self.step_mode != "split" or self.devices == 1,
             f"step_mode: got split with {self.devices} devices; several devices of one process share one jit",

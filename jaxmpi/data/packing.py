@@ -547,7 +547,11 @@ def _threads(parser: argparse.ArgumentParser) -> None:
 
 def pack_parser() -> argparse.ArgumentParser:
     """Parser of `jaxmpi data pack`."""
-    parser = argparse.ArgumentParser("jaxmpi data pack", description="Pack SRC into DST/<split>/; run again to go on.")
+    parser = argparse.ArgumentParser(
+        "jaxmpi data pack",
+        description="Pack SRC into DST/<split>/; run again to go on.",
+        epilog="example: jaxmpi data pack /data/imagenet /data/packed --resize 256",
+    )
     parser.add_argument("src", metavar="SRC", help="folder of the source; or digits or synthetic, which need none")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder for the packed splits")
     parser.add_argument("--source", help=f"what SRC holds: {', '.join(SOURCES)} (default: imagefolder)")
@@ -620,7 +624,11 @@ def pack_main(argv: list[str]) -> None:
 
 def check_parser() -> argparse.ArgumentParser:
     """Parser of `jaxmpi data check`."""
-    parser = argparse.ArgumentParser("jaxmpi data check", description="Verify every record of a packed data set.")
+    parser = argparse.ArgumentParser(
+        "jaxmpi data check",
+        description="Verify every record of a packed data set.",
+        epilog="example: jaxmpi data check /data/packed --decode",
+    )
     parser.add_argument("dst", metavar="DST", type=Path, help="what jaxmpi data pack has made")
     parser.add_argument("--decode", action="store_true", help="decode the images too")
     _threads(parser)
@@ -646,9 +654,17 @@ def check_main(argv: list[str]) -> None:
 COMMANDS: dict[str, Callable[[list[str]], None]] = {"pack": pack_main, "check": check_main}
 
 
+USAGE = """usage: jaxmpi data pack SRC DST [options]
+       jaxmpi data check DST [options]
+
+Pack a source into few files that are read fast, and check them. `--help` after `pack` or `check` lists its options.
+
+example: jaxmpi data pack /data/imagenet /data/packed"""
+
+
 def main(argv: list[str]) -> None:
     """`jaxmpi data pack SRC DST` and `jaxmpi data check DST`."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: jaxmpi data pack SRC DST | jaxmpi data check DST; --help after either tells more")
+        print(USAGE)
         return
     lookup(COMMANDS, argv[0], "command")(argv[1:])

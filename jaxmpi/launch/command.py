@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from jaxmpi.config import experiment_file
-from jaxmpi.config.flags import flags, unknown_flags
+from jaxmpi.config.flags import flags, summary, unknown_flags
 from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, lookup, nearest
@@ -26,13 +26,18 @@ from jaxmpi.runtime import affinity, failures, job_folder
 USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
                     [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
 
+Train an experiment with N workers: print the launcher's line, run it, and say how it ended.
+
   -n N               workers, one process each; without it one worker, no MPI
   --restarts R       start again from the newest good checkpoint if a rank dies, R times at most (default 0)
   --elastic MIN:MAX  start with MAX workers, again with those that are left, MIN at least; the effective batch stays
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
   --comm NAME        as the field of that name, which may also stand behind the experiment
-  --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them"""
+  --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them
+
+EXPERIMENT.py is a file, or a name that `jaxmpi experiments` lists.
+example: jaxmpi train -n 4 digits --train-for 2ep"""
 
 
 class Options(NamedTuple):
@@ -57,7 +62,9 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     argv = with_new_names(argv, lambda text: print(f"jaxmpi: {text}", file=sys.stderr))
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     fields: list[str] = []  # of the experiment, given before its file
-    while argv and not argv[0].endswith(".py") and argv[0] not in ("-h", "--help"):
+    while argv and argv[0] not in ("-h", "--help"):
+        if experiment_file.is_experiment(argv[0], fields[-1] if fields else ""):
+            break
         if argv[0] not in values:
             fields, argv = [*fields, argv[0]], argv[1:]
             continue
@@ -165,11 +172,11 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
 def has_known_rule(text: str) -> bool:
     """Return True if command line and experiment file show that the rule is one of jaxmpi's synchronous ones.
 
-    A file that imports from elsewhere, or adds a rule to the table, may have any rule.
+    A file that imports from elsewhere, or from another experiment, or adds a rule to the table, may have any rule.
     """
     names = re.findall(r"(?:RuleConfig\(\s*(?:name\s*=\s*)?|--rule\.name[= ])[\"']?(\w+)", text)
-    imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)) - sys.stdlib_module_names
-    own = imported - {"jaxmpi", "models", "jax", "numpy", "flax", "optax"} or "RULES" in text
+    imported = set(re.findall(r"^\s*(?:from|import)\s+(jaxmpi\.experiments|\w+)", text, re.MULTILINE))
+    own = imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"} or "RULES" in text
     return not own and all(name in registry.RULES and not registry.RULES[name].is_asynchronous for name in names)
 
 
@@ -191,7 +198,7 @@ def with_fields_of_file(train_args: Sequence[str]) -> tuple[str, ...]:
 def text_of(train_args: Sequence[str]) -> str:
     """The experiment file, as far as it can be read; the trainer says what is wrong with it."""
     try:
-        return Path(train_args[0]).read_text(errors="replace") if train_args else ""
+        return experiment_file.located(train_args[0]).read_text(errors="replace") if train_args else ""
     except OSError:
         return ""
 
@@ -216,7 +223,7 @@ def find(launcher: str) -> str:
 def main(argv: list[str]) -> NoReturn:
     """Print the line and supervise it; for one worker without restarts, exec the trainer."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
+        print(f"{USAGE}\n\nfields used most:\n{summary()}")
         raise SystemExit(0)
     options, facts = parse(argv), {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
 

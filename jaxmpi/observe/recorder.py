@@ -10,10 +10,8 @@ import re
 import shutil
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,28 +83,6 @@ class Recorder:
     def say(self, text: str) -> None:
         """Print a line on the terminal."""
         self._terminal.say(text)
-
-    @contextmanager
-    def saying(self, what: str, first_s: float = 3.0, every_s: float = 10.0) -> Iterator[None]:
-        """Report on the terminal that an operation is still running, and for how long, after `first_s`.
-
-        A thread prints it, because the calling thread blocks while XLA compiles.
-        """
-        begin, is_over = time.monotonic(), threading.Event()
-
-        def say() -> None:
-            wait_s = first_s
-            while not is_over.wait(wait_s):
-                self.say(f"{what}: {time.monotonic() - begin:.0f} s so far")
-                wait_s = every_s
-
-        thread = threading.Thread(target=say, name=f"jaxmpi says: {what}", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a line: `kind`, then `fields`; numbers that JSON cannot represent become null.

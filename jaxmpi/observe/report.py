@@ -406,7 +406,11 @@ def escaped(text: Any) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi report`."""
-    options = argparse.ArgumentParser(prog="jaxmpi report", description=__doc__)
+    options = argparse.ArgumentParser(
+        prog="jaxmpi report",
+        description="Make an HTML page and plots from the records of one run, or of several to compare them.",
+        epilog="example: jaxmpi report runs/first runs/second --out report",
+    )
     options.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or files of scripts/study.py"
     )

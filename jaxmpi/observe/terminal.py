@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from jaxmpi.observe.step_timing import ESTIMATED
-from jaxmpi.runtime import failures
+from jaxmpi.runtime import failures, phases
 from jaxmpi.runtime.screen import columns_of
 
 MOST_WORKERS = 8  # whose steps are shown one by one
@@ -149,6 +149,7 @@ class Plain(Silent):
 
     def say(self, text: str) -> None:
         """Print a line; if the reader is gone, the run goes on."""
+        phases.said()
         try:
             print(text, file=self.out, flush=True)
         except OSError:
@@ -174,7 +175,6 @@ class Panel(Silent):
         """Draw on `out`, which is so many columns wide at first."""
         self.out = out
         self.console = Console(file=out, force_terminal=True, width=columns, highlight=False)
-        self.live = Live(console=self.console, refresh_per_second=4, transient=False, redirect_stdout=False)
         self.losses: deque[float] = deque(maxlen=400)
         self.values: deque[float] = deque(maxlen=100)  # of evaluations
         self.figure = "", ""  # its name, and the last one as text
@@ -182,6 +182,13 @@ class Panel(Silent):
         self._now: Progress | None = None
         self._classic = ""
         self._is_live = False
+        self.live = Live(
+            console=self.console,
+            refresh_per_second=4,
+            transient=False,
+            redirect_stdout=False,
+            get_renderable=self._renderable,
+        )
 
     def say(self, text: str) -> None:
         """Print a line above the panel."""
@@ -192,11 +199,16 @@ class Panel(Silent):
         self._first, self._now = self._first or progress, progress
         self.losses.append(progress.loss)
         self.console.width = columns_of(self.out) or self.console.width  # a window may have changed
+        self.start()
+        self.live.refresh()
+
+    def start(self) -> None:
+        """Begin to draw, at first only what the job is at."""
         if not self._is_live:
+            phases.hush()
             self.live.start()
             self.console.show_cursor(True)  # a killed process could not restore it
             self._is_live = True
-        self.live.update(self.drawn(progress))
 
     def classic(self, text: str) -> None:
         """Set a row of the panel, shown from the next redraw on."""
@@ -207,7 +219,16 @@ class Panel(Silent):
         self.figure = name, text
         self.values.append(value)
         if self._now:
-            self.live.update(self.drawn(self._now))
+            self.live.refresh()
+
+    def _renderable(self) -> RenderableType:
+        """The panel, and below it what the job is at if that is no step.
+
+        An empty row ends it, because mpirun passes on whole lines only.
+        """
+        at = phases.current()
+        rows: list[RenderableType] = [self.drawn(self._now)] if self._now else []
+        return Group(*rows, *([fitted(str(at), self.console.width)] if at else []), *([Text()] if at or rows else []))
 
     def drawn(self, now: Progress) -> RenderableType:
         """Progress, curves, and the breakdown of time."""
@@ -289,4 +310,8 @@ def open_terminal(quiet: bool, out: TextIO | None = None) -> Terminal:
     if quiet:
         return Silent()
     columns = columns_of(out or sys.stdout)
-    return Panel(out or sys.stdout, columns) if columns else Plain(out or sys.stdout)
+    if not columns:
+        return Plain(out or sys.stdout)
+    panel = Panel(out or sys.stdout, columns)
+    panel.start()
+    return panel

@@ -2,19 +2,21 @@
 
 import hashlib
 import importlib.metadata
-import importlib.util
-import os
 import subprocess
 import sys
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-from jaxmpi.core.errors import check
+PACKAGE = Path(__file__).resolve().parent.parent  # jaxmpi
 
 
 def project_root(path: Path) -> Path:
-    """The nearest folder above the experiment with a pyproject.toml or .git, else the one above its own."""
+    """The nearest folder above the experiment with a pyproject.toml or .git, else the one above its own.
+
+    For an experiment that was installed with jaxmpi it is the current folder: above site-packages may be any project.
+    """
+    if path.resolve().is_relative_to(PACKAGE):
+        return Path.cwd()
     for folder in path.resolve().parents:
         if (folder / "pyproject.toml").exists() or (folder / ".git").exists():
             return folder
@@ -48,15 +50,3 @@ def commit(root: Path | None) -> str:
         return head + ("+" if git(["git", "status", "--porcelain"]).stdout.strip() else "")
     except (OSError, subprocess.SubprocessError):  # there is no git, no repository, or no answer in time
         return ""
-
-
-# ---------------------------------------------------------------- models of the project
-
-
-def check_models_here(what: str) -> None:
-    """Raise `UsageError` unless `python -m models` finds a package in this folder: jaxmpi itself knows no model."""
-    check(
-        PathFinder.find_spec("models", [os.getcwd(), *sys.path]) is not None,
-        f"{what}: no package models in {os.getcwd()}, and jaxmpi installs none; run this in a clone of jaxmpi, or "
-        "beside a models/ of your own whose `python -m models` knows --tree",
-    )

@@ -1,4 +1,4 @@
-"""Commands besides training: `jaxmpi doctor`, `plan`, `models`, `report`, `export`.
+"""Commands besides training: `jaxmpi doctor`, `plan`, `experiments`, and the table of all.
 
 `cli` finds the command; `doctor` and `scaling_forecast` are its larger ones.
 

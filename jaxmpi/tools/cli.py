@@ -1,20 +1,10 @@
 """`jaxmpi COMMAND ...`: a table of commands, each imported only when it is called."""
 
 import importlib
-import os
 import sys
 
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.runtime import failures, interrupts
-
-
-def models(argv: list[str]) -> None:
-    """Run `python -m models` of the project in this folder, because jaxmpi itself has no models."""
-    from jaxmpi.runtime.provenance import check_models_here
-
-    check_models_here("models")
-    os.execv(sys.executable, [sys.executable, "-m", "models", *argv])
-
 
 COMMANDS = {  # name: (description, function)
     "train": ("train an experiment with N workers; prints the launcher's line", "launch.command:main"),
@@ -26,7 +16,11 @@ COMMANDS = {  # name: (description, function)
     "export": ("a run's model as a program for JAX alone, an Orbax folder or safetensors", "trainer.exported:main"),
     "evaluate": ("a run's model on its validation data", "trainer.finished:evaluate_main"),
     "predict": ("a run's outputs for every validation example, as a NumPy file", "trainer.finished:predict_main"),
-    "models": ("table of the models in this folder's models/", "tools.cli:models"),
+    "models": ("table of the models that come with jaxmpi", "models.__main__:main"),
+    "experiments": (
+        "the experiments that come with jaxmpi, by name; a copy of one",
+        "tools.experiments:main",
+    ),
 }
 
 
@@ -53,8 +47,9 @@ def run(argv: list[str]) -> None:
         UsageError: there is no such command, or it was asked for what cannot be.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        rows = [f"  {name:8} {text}" for name, (text, _) in COMMANDS.items()]
-        print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows]))
+        width = max(map(len, COMMANDS))
+        rows = [f"  {name:{width}}  {text}" for name, (text, _) in COMMANDS.items()]
+        print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows, "", "jaxmpi COMMAND --help tells more"]))
         return
     if argv[0] in ("-V", "--version"):
         from jaxmpi.runtime.provenance import versions

@@ -38,8 +38,14 @@ SHM_BYTES = 64 << 20  # Docker's default, and less than sums over a host need
 SHOWN = 64  # ranks listed one by one
 USAGE = """usage: jaxmpi doctor [-n N] [--launcher mpirun|srun] [--launcher-args "..."]
 
-Shows MPI, launcher, cores, interfaces, shared memory, devices and versions of all ranks, tests the exchange for 5 s,
-and ends with what to change."""
+Show MPI, launcher, cores, interfaces, shared memory, devices and versions of all ranks, test the exchange for 5 s, and
+say what to change.
+
+  -n N               ranks (default: 1)
+  --launcher NAME    mpirun or srun (default: as jaxmpi train)
+  --launcher-args    more arguments for it, such as "--hostfile hosts"
+
+example: jaxmpi doctor -n 4"""
 
 
 class Timed(NamedTuple):

@@ -51,7 +51,12 @@ class Answer(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     """Options."""
-    made = argparse.ArgumentParser(prog="jaxmpi plan", description=__doc__)
+    made = argparse.ArgumentParser(
+        prog="jaxmpi plan",
+        description="Predict step time and best strategy for 2 to 4,096 workers, from prices of links: those given, or "
+        "those of a probe of the ranks that a launcher has started.",
+        epilog="example: mpirun -n 8 jaxmpi plan --step-s 0.3 --experiment googlenet",
+    )
     made.add_argument("--alpha-s", type=float, help="seconds that a message between hosts costs by itself")
     made.add_argument("--beta-s-per-byte", type=float, help="seconds for each byte between hosts, as 4e-8")
     made.add_argument("--alpha-inside-s", type=float, help="the same inside a host (default: as between hosts)")
@@ -62,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cores", type=float, default=math.inf, help="of a host, for its ranks (default: enough)")
     made.add_argument("--step-s", type=float, default=0.0, help="seconds of one worker's step without exchange")
     made.add_argument("--bytes", type=float, help="of float32 gradients, as 53e6")
-    made.add_argument("--experiment", type=Path, help="experiment file, whose model's params count instead of --bytes")
+    made.add_argument("--experiment", help="file, or name that ships, whose model's params count instead of --bytes")
     made.add_argument("--slots", type=int, nargs="+", help="ranks a host (default: 1 and the probe's)")
     made.add_argument("--wires", nargs="+", default=["32"], help="what may travel (default: 32)")
     made.add_argument("--overlap", type=float, help="share of the step after which exchanging starts, as 0.4")
@@ -143,7 +148,7 @@ def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
     if options.experiment is None:
         check(4 <= options.bytes < math.inf, f"--bytes: got {options.bytes}; expected a number >= 4")
         return (int(options.bytes) // 4,)
-    model = experiment_file.load(options.experiment).model
+    model = experiment_file.load(experiment_file.located(options.experiment)).model
     params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())
     return tuple(leaf.size for leaf in jax.tree.leaves(params))
 

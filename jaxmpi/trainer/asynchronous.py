@@ -28,7 +28,7 @@ from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
 from jaxmpi.rules.parameter_server import Answer
-from jaxmpi.runtime import failures, spans
+from jaxmpi.runtime import failures, phases, spans
 from jaxmpi.trainer.async_chief import LOOK_S, ChiefWorker
 from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
 from jaxmpi.trainer.async_start import Start, on_device
@@ -110,13 +110,15 @@ class AsynchronousWorker:
         state, self.source = on_device(position.state), run.plan.feed.batches(position.step)
         self.first = next(self.source)
         train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_timeout_s)
-        with run.recorder.saying("compiling the step"):
+        with phases.phase("tracing and compiling the step"):
             self.step = run.workers.processes.after_first(
                 lambda: train_step.lower(state, self.first).compile(), limit_s
             )
         if self.chief:
-            rehearse(self.alone, state)  # else the others would go on while it compiles the first evaluation
-        self.worker.begin_with_all()
+            with phases.phase("compiling the evaluation"):
+                rehearse(self.alone, state)  # else the others would go on while it compiles the first evaluation
+        with phases.phase("waiting for all workers to be ready"):
+            self.worker.begin_with_all()
         if self.chief:
             run.recorder.start_window(int(self.start.tally.examples))
         return state

@@ -13,7 +13,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
-from jaxmpi.runtime import failures, fault_injection, in_flight
+from jaxmpi.runtime import failures, fault_injection, in_flight, phases
 from jaxmpi.trainer.callbacks import Moment, each, of_rank
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import EvalMetrics
@@ -46,7 +46,8 @@ def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
             fault_injection.reach("eval", step)
             yield run.functions.eval_step(params, model_state, batch)
 
-    means = figures_of(judged(), run.workers)
+    with phases.phase("evaluating"):
+        means = figures_of(judged(), run.workers)
     place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
     run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **means)
     if not run.experiment.callbacks:

@@ -177,9 +177,10 @@ def begun_with(run_dir: Path, argv: Sequence[str]) -> Experiment:
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{file}: damaged: {error!r}") from error
     command = experiment_file.file_first(command)
-    path = Path(command[0]) if command and command[0].endswith(".py") else None
-    if path is None or path.name == launched.FILE:
+    is_file = bool(command) and experiment_file.is_experiment(command[0], "")
+    if not is_file or Path(command[0]).name == launched.FILE:
         raise UsageError(f"{run_dir} was started from Python: use jaxmpi.Trainer(experiment).evaluate() there")
+    path = experiment_file.located(command[0])
     check(path.is_file(), f"{run_dir} was started with {shlex.join(command)}; {path} is not here: change the folder")
     return experiment_file.parse([*command, *argv])[0]
 
@@ -203,13 +204,14 @@ def with_inputs(experiment: Experiment, file: Path) -> Experiment:
     return dataclasses.replace(experiment, data=data)
 
 
-def parser(name: str, description: str) -> argparse.ArgumentParser:
+def parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
     """Options that `jaxmpi evaluate` and `jaxmpi predict` share."""
     options = argparse.ArgumentParser(
         prog=f"jaxmpi {name}",
         allow_abbrev=False,
         description=f"{description} Any further --field value changes the experiment, as in training: --data.dir, "
         "--data.validation-split.",
+        epilog=f"example: jaxmpi {name} {example}",
     )
     options.add_argument("run_dir", type=Path, help="run directory")
     options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
@@ -231,7 +233,7 @@ def asked_for(options: argparse.ArgumentParser, argv: list[str]) -> tuple[Finish
 
 def evaluate_main(argv: list[str]) -> None:
     """`jaxmpi evaluate RUN`."""
-    run, _ = asked_for(parser("evaluate", "Evaluate a run's model on its validation data."), argv)
+    run, _ = asked_for(parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best"), argv)
     figures = run.evaluate()
     if run.workers.processes.rank == 0:
         print(json.dumps({"step": run.step, **figures}))
@@ -239,7 +241,8 @@ def evaluate_main(argv: list[str]) -> None:
 
 def predict_parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi predict`."""
-    options = parser("predict", "Write a model's outputs for the validation data, in its order, to a NumPy file.")
+    does = "Write a model's outputs for the validation data, in its order, to a NumPy file."
+    options = parser("predict", does, "runs/first outputs.npz")
     options.add_argument("out", type=Path, help="new file, .npz")
     options.add_argument(
         "--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data"

@@ -16,6 +16,7 @@ from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
 from jaxmpi.recover import decisions
+from jaxmpi.runtime import phases
 from jaxmpi.trainer.evaluate import distance, evaluate, score
 from jaxmpi.trainer.loop import Position, Progress
 from jaxmpi.trainer.progress import SUMS
@@ -50,7 +51,8 @@ class LockStep:
         run, self.start = self.run, position.step
         if run.pact:
             run.pact.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
-        run.guard.compare(position.state, position.step)  # what must be compiled for it is so from now on
+        with phases.phase("comparing the params of all workers"):
+            run.guard.compare(position.state, position.step)  # what must be compiled for it is so from now on
         run.recorder.start_window(run.plan.examples(position.step))
         lone, config = run.functions.lone if run.functions.exchanges else None, run.experiment
         self._probe = ComputeOnlyProbe(lone, self.start, config.compute_only_every, config.log_every)
@@ -67,9 +69,7 @@ class LockStep:
         note_saved(run)
         if step in run.guard.recovery.left_out:
             return state._replace(step=state.step + 1), None
-        is_first = step == self.start + 1
-        with run.recorder.saying("compiling the first step") if is_first else contextlib.nullcontext():
-            return run.functions.train_step(state, batch)
+        return run.functions.train_step(state, batch)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
         """Read the metrics of the step before, or of all steps if something is due."""

@@ -14,7 +14,7 @@ import jax
 
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import StepTimer
-from jaxmpi.runtime import failures
+from jaxmpi.runtime import failures, phases
 from jaxmpi.trainer.callbacks import Callback, before_step, each
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
@@ -112,8 +112,12 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     tell = partial(each, callbacks, is_apart=coordinator.is_apart)
     tell("at_start", position.step, state)
     do_due(coordinator, position.step, position.overdue, state)
-    with contextlib.closing(coordinator.batches()) as batches:
+    with contextlib.closing(coordinator.batches()) as batches, contextlib.ExitStack() as at:
+        at.enter_context(phases.phase("waiting for the first batch"))
         for step, batch in enumerate(timer.batches(batches, first), first):
+            if step == first:
+                at.close()
+                at.enter_context(phases.phase("compiling and making the first step"))
             failures.doing(f"step {step}", failures.LONG if step == first else 1.0)
             state, batch = before_step(callbacks, step, state, batch, coordinator.is_apart)
             state, metrics = coordinator.update(step, state, batch)
@@ -121,6 +125,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
             timer.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=step == first)
             state, progress = coordinator.after_step(step, state, metrics)
             do_due(coordinator, progress.step, progress.due, state)
+            at.close()
             if progress.is_over or coordinator.is_stopped:
                 break
     figures = coordinator.finish(state)

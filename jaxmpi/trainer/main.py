@@ -11,9 +11,12 @@ import dataclasses
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.comm.control import MpiProcesses, processes
@@ -23,14 +26,17 @@ from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import HeldFolder, write_whole
+from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
 from jaxmpi.observe.flops import peak_of_all
 from jaxmpi.observe.recorder import FORMAT, Recorder, cut_record
 from jaxmpi.observe.sinks.registry import check_sinks
 from jaxmpi.observe.trace import Profiler
+from jaxmpi.optim.optimizers import OPTIMIZERS
+from jaxmpi.optim.schedules import DECAYS, WARMUPS
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
-from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, prepare, provenance
+from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, phases, prepare, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import spec_of
 from jaxmpi.trainer import callbacks
@@ -44,15 +50,27 @@ from jaxmpi.trainer.resume import go_on, say_changes, starting_states
 from jaxmpi.trainer.run import assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 
+# Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.
+TABLES: dict[str, Mapping[str, Any]] = {
+    "rule.name": registry.RULES,
+    "exchange.strategy": ChainMap(algorithms.STRATEGIES, {"auto": None}),
+    "data.source": SOURCES,
+    "optim.name": OPTIMIZERS,
+    "schedule.decay": DECAYS,
+    "schedule.warmup-shape": WARMUPS,
+}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
     failures.open_streams()
     failures.install_excepthooks()
     prepare.prepare()  # before the experiment file, which may touch the device
-    experiment, path = experiment_file.parse(list(sys.argv[1:] if argv is None else argv))
+    with phases.phase("running the experiment file"):
+        experiment, path = experiment_file.parse(list(sys.argv[1:] if argv is None else argv), TABLES)
     device_setup.make_cpu_devices(experiment.devices)
-    control = processes()
+    with phases.phase("starting MPI, which waits for all ranks"):
+        control = processes()
     with failures.at_work():
         code = 0
         try:
@@ -89,12 +107,17 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         guard.Preempted: a signal asked to leave, and the run has been saved.
     """
     failures.doing("start", failures.LONG)
+    if experiment.quiet or processes().rank != 0:
+        phases.hush()
+    else:
+        phases.narrate()
     notice = signals.PreemptionNotice()
     try:
         return train_until(notice, experiment, name, root, digest)
     except decisions.Preempted as left:
         raise decisions.Interrupted if notice.is_interrupt else left from None
     finally:
+        phases.hush()
         notice.close()
 
 
@@ -104,37 +127,46 @@ def train_until(
     """`train`, until it is noticed that it is to leave."""
     experiment = dataclasses.replace(experiment, callbacks=callbacks.checked(experiment.callbacks))
     is_apart = registry.is_asynchronous(experiment.rule)
-    workers = gather_all(experiment)
+    with phases.phase("waiting for all ranks, and for their devices"):
+        workers = gather_all(experiment)
     ranks = workers.processes.size if is_apart else workers.size
     registry.check_ranks(experiment.rule, ranks, experiment.optim.name)
     run_directory.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
-        check_before_data(experiment)
+        with phases.phase("tracing the model to check it"):
+            check_before_data(experiment)
     kept = stored_by_first(experiment, name, workers)
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
         with run_directory.usable():
             run_directory.check_source(experiment, registry.is_asynchronous(experiment.rule))
     experiment = run_directory.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
-    plan = make_plan(experiment, workers, begun)
-    if workers.processes.rank == 0:
-        check_with_data(experiment, plan)
+    with phases.phase("opening the data"):
+        plan = make_plan(experiment, workers, begun)
+        if workers.processes.rank == 0:
+            check_with_data(experiment, plan)
     experiment = dataclasses.replace(experiment, model=plan.feed.model)
     # Without a common step a fast worker may make the steps of others, too.
     last_step = plan.clock.total_steps * (workers.size if is_apart else 1)
     for text in experiment.inject:
         fault_injection.parse(text, max(begun, workers.size), last_step)
     asked = experiment.exchange.strategy
-    experiment, why = settle_exchange(experiment, plan, workers, kept)
-    functions = build_functions(experiment, workers, plan)._replace(asked=asked)
+    with phases.phase("choosing the exchange"):
+        experiment, why = settle_exchange(experiment, plan, workers, kept)
+    with phases.phase("building the step"):
+        functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     registry.check_wire(experiment.rule, functions.strategy)
+    starting = contextlib.ExitStack()
+    starting.enter_context(phases.phase("starting the loaders of the data"))
     with (
+        starting,
         watch(experiment, workers) as unwatched,
         run_directory.agreed_run_dir(experiment, name, workers.processes) as home,
         plan.feed.kept(decisions.Preempted),
         plan.feed.crew,
         plan.validation.crew,  # that one, or one of its own
     ):
+        starting.close()
         experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         fault_injection.order(experiment.inject, max(begun, workers.size), workers.mine, home.path)
@@ -196,7 +228,8 @@ def run_in(
 ) -> dict[str, float]:
     """Start or resume in a run directory, and go on to the end."""
     is_first, folder = workers.processes.rank == 0, home.path
-    states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
+    with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
+        states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
     start = saved.step if saved else 0
     there = saved.step_there if isinstance(saved, format.Saved) else None  # the step in a run that is continued
     if experiment.resume and is_first:

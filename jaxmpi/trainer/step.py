@@ -1,6 +1,7 @@
 """The step: loss -> gradients -> rule.update (the only line that may communicate) -> metrics as sums with counts."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], P
     check(
         bool(asked) or not (train and forward.batch_mean),
         f"batch_statistics: got synchronised, but {forward.task.name} has no batch norm that takes its means by "
-        "jaxmpi.model.batch_mean, as models.norm.BatchNorm does; use averaged",
+        "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged",
     )
 
 
@@ -159,6 +160,7 @@ def in_place(gradients: Callable) -> Callable:
     the last look at it, which XLA must see from the data alone: else it copies that leaf at the start of every step.
     """
 
+    @functools.wraps(gradients)
     def waiting(*args: Any) -> tuple[PyTree, PyTree, Metrics]:
         grads, model_state, metrics = gradients(*args)
         one = jnp.where(jnp.isnan(metrics.squares), jnp.nan, 1.0)
@@ -174,6 +176,7 @@ def marked(gradients: Callable) -> Callable:
     and `or_before` takes the update back on all of them.
     """
 
+    @functools.wraps(gradients)
     def telling(*args: Any) -> tuple[PyTree, PyTree, Metrics]:
         grads, model_state, metrics = gradients(*args)
         leaves, structure = jax.tree.flatten(grads)

@@ -1,0 +1,71 @@
+"""A job that shows no step yet says what it is at."""
+
+import io
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jaxmpi.observe.terminal import Panel, Plain
+from jaxmpi.runtime import phases
+from launching import ROOT, train, wait_until
+
+
+@pytest.fixture
+def said() -> Iterator[io.StringIO]:
+    """Where phases are said after 0.02 s of silence."""
+    out = io.StringIO()
+    phases.hush()
+    phases.narrate(out, silence_s=0.02)
+    yield out
+    phases.hush()
+
+
+def test_a_silent_phase_is_said_with_its_time_and_part_until_it_ends(said):
+    with phases.phase("making the first step"):
+        with phases.phase("compiling gradients"):
+            wait_until(lambda: "making the first step (compiling gradients): 0 s so far\n" in said.getvalue())
+        wait_until(lambda: "making the first step: 0 s so far\n" in said.getvalue())
+    assert phases.current() is None
+    time.sleep(0.05)  # a line may have been under way
+    ended = said.getvalue()
+    time.sleep(0.1)
+    assert said.getvalue() == ended
+
+
+def test_lines_of_others_put_it_off(said):
+    phases.hush()
+    phases.narrate(said, silence_s=0.5)
+    plain, begin = Plain(io.StringIO()), time.monotonic()
+    with phases.phase("evaluating"):
+        while time.monotonic() - begin < 1.0:
+            plain.say("a line")
+            time.sleep(0.01)
+        assert said.getvalue() == ""
+
+
+def test_a_panel_shows_the_phase_in_place_of_lines(said):
+    out = io.StringIO()
+    panel = Panel(out, 60)
+    panel.start()
+    with phases.phase("compiling gradients"):
+        panel.live.refresh()
+        assert "compiling gradients: 0 s so far\n" in out.getvalue()  # mpirun passes on whole lines only
+        time.sleep(0.1)
+    before = out.getvalue()
+    panel.live.refresh()
+    panel.close()
+    assert "so far" not in out.getvalue().removeprefix(before)
+    assert said.getvalue() == ""
+
+
+@pytest.mark.e2e
+def test_a_slow_start_is_said_while_the_experiment_file_runs(tmp_path):
+    """Of two ranks, before there is a recorder; the first alone speaks."""
+    text = (ROOT / "experiments" / "digits.py").read_text()
+    (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(5)\n{text}")
+    ended = train(2, str(tmp_path / "slow.py"), "--train-for", "1st", "--run-dir", str(tmp_path / "run"))
+    assert ended.code == 0, ended.out
+    assert re.findall(r"^running the experiment file: \d s so far$", ended.out, re.MULTILINE)
+    assert "rank 1" not in ended.out
