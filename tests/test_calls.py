@@ -128,7 +128,8 @@ def test_two_functions_of_one_line_differ_in_their_columns():
         return x
 
     f, g = jax.jit(lambda x: note(x)), jax.jit(lambda x: note(x))
-    f(0.0), g(0.0)
+    f(0.0)
+    g(0.0)
     assert found[0][0] == found[1][0]
     assert found[0][1] != found[1][1]
 

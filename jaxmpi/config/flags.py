@@ -140,9 +140,8 @@ def parsed(
     got: Any = tyro.cli(dataclasses.make_dataclass("Flags", parts), args=argv, prog=prog, description=description)
     values = {name: getattr(getattr(got, group), identifier(name)) for group, names in groups.items() for name in names}
     given = {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
-    return with_values(
-        base, {name: (*new, *known[name].objects) if known[name].objects else new for name, new in given.items()}
-    )
+    kept = {name: (*given[name], *flag.objects) for name, flag in known.items() if name in given and flag.objects}
+    return with_values(base, given | kept)
 
 
 def grouped(known: Mapping[str, Flag]) -> dict[str, list[str]]:
@@ -187,7 +186,7 @@ def identifier(name: str) -> str:
 
 
 def shown_value(flag: Flag) -> Any:
-    """A field's value, as a text if only Python can have made it, such as a tokenizer; of words and objects the words."""
+    """A field's value, as a text if only Python can have made it, such as a tokenizer; without objects among words."""
     value = flag.value
     if flag.objects:
         return tuple(each for each in value if isinstance(each, str))

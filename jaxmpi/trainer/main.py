@@ -30,7 +30,7 @@ from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
 from jaxmpi.observe.flops import peak_of_all
 from jaxmpi.observe.recorder import FORMAT, Recorder, cut_record
-from jaxmpi.observe.sinks.registry import check_sinks
+from jaxmpi.observe.sinks.registry import SINKS, check_sinks
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.optim.optimizers import OPTIMIZERS
 from jaxmpi.optim.schedules import DECAYS, WARMUPS
@@ -57,6 +57,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "data.source": SOURCES,
     "optim.name": OPTIMIZERS,
     "schedule.decay": DECAYS,
+    "sinks": SINKS,
     "schedule.warmup-shape": WARMUPS,
 }
 
