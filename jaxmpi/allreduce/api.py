@@ -86,8 +86,10 @@ def exchange(
         choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
         if is_traced(leaves):
             comm.assert_same(choice.fingerprint(tree, TRACED))
-            with compared(comm, None if is_part else number_of(comm, f"{choice.what(leaves)}, {caller()}")):
-                return jax.tree.unflatten(structure, choice.inside_jit([guarded(leaf, comm) for leaf in leaves]))
+            number = None if is_part else number_of(comm, f"{choice.what(leaves)}, {caller()}")
+            leaves = [guarded(leaf, comm) for leaf in leaves]  # what is refused has begun nothing
+            with compared(comm, number):
+                return jax.tree.unflatten(structure, choice.inside_jit(leaves))
         return _outside_jit(choice)(tree)
 
 
@@ -321,7 +323,7 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
         workers: Comm = workers_of(comm)
         rows = functools.partial(allgather, comm=workers)
         peers = Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=lambda function: function)
-        return compressor.compress(jax.tree.map(lambda x: guarded(x, workers), updates), state, peers)
+        return compressor.compress(updates, state, peers)
 
     @functools.cache
     def outside_jit(workers: Comm) -> Peers:
@@ -343,7 +345,9 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
             workers.assert_same(choice.fingerprint(updates, TRACED if traced else "exchange"))
             if traced:
                 what = f"{choice.what(jax.tree.leaves(updates))}, {caller()}"
-                with compared(workers, None if is_part else number_of(workers, what)):
+                number = None if is_part else number_of(workers, what)
+                updates = jax.tree.map(lambda x: guarded(x, workers), updates)
+                with compared(workers, number):
                     total, state = run(updates, state)
             else:
                 total, state = compressor.compress(updates, state, outside_jit(workers))

@@ -242,9 +242,9 @@ def parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi export`."""
     options = finished.parser(
         "export",
-        "Write the model of a checkpoint for other programs. A file .jaxexport has params, model state and program, for JAX "
-        "alone. A file .safetensors and an Orbax folder, of any other name, have params and model state: for --params "
-        "of another run, or for the library that the model was written in (docs/models.md).",
+        "Write the model of a checkpoint for other programs. A file .jaxexport has params, model state and program, "
+        "for JAX alone. A file .safetensors and an Orbax folder, of any other name, have params and model state: for "
+        "--params of another run, or for the library that the model was written in (docs/models.md).",
         "runs/first model.safetensors --best",
     )
     options.add_argument("out", type=Path, help="new file .jaxexport or .safetensors, or new folder, to write")
