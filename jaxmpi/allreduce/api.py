@@ -15,7 +15,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import Probe, Verdict, allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import Order, fuse, plan, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
-from jaxmpi.allreduce.call_order import caller, callers, columns, compared, number_of, one_thread
+from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
@@ -155,8 +155,10 @@ class Choice(NamedTuple):
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
-        if what == TRACED and isinstance(self.comm, MpiComm):
-            options |= {"at": callers(), "columns": columns(), "compares its calls": not host_callbacks.why_not()}
+        if isinstance(self.comm, MpiComm):
+            options |= {"compares its calls": not host_callbacks.why_not()}
+            if what == TRACED:
+                options |= {"at": callers(), "columns": columns()}
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def what(self, leaves: Sequence[Any]) -> str:
@@ -221,7 +223,7 @@ def _three_programs(
     groups = [[like[i] for i in bucket] for bucket in fused]
     fuse_each = choice.comm.jit(lambda groups: [fuse(group) for group in groups])
 
-    @jax.jit
+    @in_turn
     def exchange_each(vectors: list[jax.Array]) -> list[jax.Array]:
         with compared(choice.comm, number):
             return choice.exchanged(vectors)
@@ -327,9 +329,11 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
 
     @functools.cache
     def outside_jit(workers: Comm) -> Peers:
-        @jax.jit
+        @in_turn
         def rows(tree: PyTree) -> PyTree:
-            with compared(workers, number_of(workers, f"rows of {spelling}")):
+            what = f"rows of {spelling}"
+            agreed = fingerprint(what, {"leaf": signature(tree)}).digest  # a rank may trace again alone
+            with compared(workers, number_of(workers, what, agreed)):
                 return allgather(tree, comm=workers)
 
         return Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=functools.cache(workers.jit))

@@ -14,17 +14,20 @@ From the first call to the second a process holds a lock. Else two programs that
 exchange at once, and one's messages meet the other's: JAX orders the programs of one thread only.
 """
 
+import contextlib
 import functools
 import hashlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.comm_thread_calls import mpi_effect
@@ -35,11 +38,13 @@ from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.shared_sync import TIMEOUT_S, SharedCompare
 from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import failures, host_callbacks
 
 BEGIN = "jaxmpi: an exchange begins, the same on all ranks"
 END = "jaxmpi: an exchange has ended"
 LOOK_S = 0.5  # between looks for ranks that do not come
+SAID_AFTER_S = 30.0  # that an exchange waits for another one of its process
 LIBRARIES = ("jax", "jaxlib", "jaxmpi", "optax", "flax", "equinox", "functools", "contextlib", "threading")
 
 
@@ -85,6 +90,7 @@ class CallComparison:
         self._numbers: dict[bytes, int] = {}
         self._control = processes.apart()
         self._control.may_overlap = True  # it speaks from programs, and so must not wait for their end
+        self._held = 0  # the number of the exchange for which the lock is held
         self._lock = threading.Lock()  # held from the begin of an exchange to its end, by whichever thread of XLA's
         self._shared = self._map(processes)
         host_callbacks.register(BEGIN, self._begin, ends_job=True)
@@ -112,13 +118,29 @@ class CallComparison:
 
     def _begin(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
         """Handler that programs call before an exchange."""
-        self._lock.acquire()
+        self._wait_for_turn(number)
         if self._shared:
             self._shared.what = self._texts[number]
             self._check(self._shared.come(number))
         else:
             what = self._texts[number]
             self._control.compare(Fingerprint(what, number, hashlib.sha256(str(number).encode()).digest()), TIMEOUT_S)
+
+    def _wait_for_turn(self, number: int) -> None:
+        """Take the lock, and say whom it waits for if that takes long.
+
+        Raises:
+            TrainingError: the other exchange has not ended within the time limit.
+        """
+        if not self._lock.acquire(timeout=SAID_AFTER_S):
+            why = (
+                f"{self._texts[number]} waits for {self._texts[self._held]}, which has begun in this process and not "
+                "ended; if its program has failed, or a callback in it exchanges, it never will"
+            )
+            print(f"jaxmpi: {failures.who()}: {why}", file=sys.stderr, flush=True)
+            if not self._lock.acquire(timeout=TIMEOUT_S):
+                raise TrainingError(f"{why} (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)")
+        self._held = number
 
     def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
         """Handler that programs call behind an exchange: every rank has come to one by now."""
@@ -143,7 +165,7 @@ class CallComparison:
                 waited.restart()
                 continue
             try:
-                shared.check_who_is_absent(waited.look())
+                shared.check_who_is_absent(call, waited.look())
             except TrainingError as error:
                 failures.fail(error, None)
 
@@ -224,9 +246,26 @@ class OneThread:
     def __init__(self) -> None:
         """Nobody does."""
         self.lock, self.holder, self.depth = threading.RLock(), "", 0
+        self.last: tuple[int, jax.Array] | None = None  # who ran the last program outside jit, and its end
 
 
 _door = OneThread()
+
+
+def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+    """Compile a program that exchanges, for calls outside jit.
+
+    JAX orders the programs of one thread only, and one whose inputs are late begins late: another thread's next
+    exchange waits for its end.
+    """
+    run = jax.jit(lambda tree: (program(tree), jnp.zeros(())))
+
+    def call(tree: PyTree) -> PyTree:
+        result, end = run(tree)
+        _door.last = threading.get_ident(), end
+        return result
+
+    return call
 
 
 @contextmanager
@@ -251,6 +290,9 @@ def one_thread(comm: Comm) -> Iterator[bool]:
     _door.depth += 1
     try:
         _door.holder = mine
+        if _door.last and _door.last[0] != threading.get_ident():
+            with contextlib.suppress(Exception):  # the other thread's own to hear of
+                _door.last[1].block_until_ready()
         yield _door.depth > 1
     finally:
         _door.depth -= 1

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
-from jaxmpi.core.futex import fence, sleep_on, wake
+from jaxmpi.core.futex import fence, full_fence, sleep_on, wake
 from jaxmpi.core.shared_memory import folder, reserve
 from jaxmpi.runtime import job_folder
 
@@ -188,7 +188,7 @@ class Board:
         try:
             with open(f"/proc/{self.words[rank * ROW + PID]}/stat") as file:
                 return file.read().rpartition(")")[2].split()[0] in "ZX"  # dead, though nobody has asked how
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the second if it ends meanwhile
             return True
 
 
@@ -212,34 +212,43 @@ class SharedCompare(Board):
     def come(self, number: int) -> dict[int, int]:
         """Publish this rank's number; the numbers, by rank, of those that have come to this call.
 
-        Of two ranks the one that publishes later finds the other's number here.
+        If two ranks publish at once, one of them at least finds the other's number here.
         """
-        self.begin((number, 0, 0))
+        self.begin((stamped(self.call + 1, number), 0, 0))
         self.post(ARRIVED, self.call)
-        os.sched_yield()  # a processor may read ahead of its own stores; nothing does across a system call
+        full_fence()
         return self.numbers()
 
     def numbers(self) -> dict[int, int]:
         """Numbers of the ranks that have come to this call.
 
-        A rank may be one call ahead, whose header is another. It is not two ahead: the end of an exchange waits for
-        all ranks to begin it.
+        A rank may be ahead. The header of the call after this one is another; that of a later call bears its stamp,
+        and the rank is left out: what it has come to before was compared, or sent nothing.
         """
-        arrived = [rank for rank in range(self.size) if self.words[rank * ROW + ARRIVED] >= self.call]
-        fence()
-        return {rank: self.header(rank)[0] for rank in arrived}
+        calls, numbers = zip(*(unstamped(self.header(rank)[0]) for rank in range(self.size)), strict=True)
+        return {rank: numbers[rank] for rank in range(self.size) if calls[rank] == self.call}
 
-    def check_who_is_absent(self, waited_s: float) -> None:
-        """Raise if a rank will not come to this call, or has not within the time limit.
+    def check_who_is_absent(self, call: int, waited_s: float) -> None:
+        """Raise if a rank will not come to a call, or has not within the time limit.
 
         Raises:
             TrainingError: ranks that have ended, or are late.
         """
-        absent = [rank for rank in range(self.size) if self.words[rank * ROW + ARRIVED] < self.call]
+        absent = [rank for rank in range(self.size) if self.words[rank * ROW + ARRIVED] < call]
         for rank in absent:
             self._check_alive(rank)
         if absent:
             self._check_time(absent, waited_s)
+
+
+def stamped(call: int, number: int) -> int:
+    """A call and a number below 2^31 in one word, which is written and read at once."""
+    return (call % 2**31) << 32 | number
+
+
+def unstamped(word: int) -> tuple[int, int]:
+    """(call, number) of a word."""
+    return word >> 32, word & 0xFFFFFFFF
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,11 +22,12 @@ def without_messages(who: str, why: str, instead: str) -> Iterator[None]:
         why: there may be none.
         instead: the way out.
     """
+    before = getattr(_here, "refusal", None)
     _here.refusal = who, why, instead
     try:
         yield
     finally:
-        _here.refusal = None
+        _here.refusal = before
 
 
 def check_may_send(what: str) -> None:
