@@ -155,10 +155,8 @@ class Choice(NamedTuple):
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
-        if isinstance(self.comm, MpiComm):
-            options |= {"compares its calls": not host_callbacks.why_not()}
-            if what == TRACED:
-                options |= {"at": callers(), "columns": columns()}
+        if what == TRACED and isinstance(self.comm, MpiComm):
+            options |= {"at": callers(), "columns": columns(), "compares its calls": not host_callbacks.why_not()}
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def what(self, leaves: Sequence[Any]) -> str:
@@ -202,17 +200,14 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
         choice.comm.assert_same(agreed)  # two ranks may call with two trees that both have used before
         if key not in programs:
             like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-            number = number_of(choice.comm, f"outside jit, {choice.what(leaves)}", agreed.digest)
-            programs[key] = agreed, _three_programs(choice, like, number)
+            programs[key] = agreed, _three_programs(choice, like)
         return jax.tree.unflatten(structure, programs[key][1](leaves))
 
     return call
 
 
-def _three_programs(
-    choice: Choice, like: list[jax.ShapeDtypeStruct], number: int | None
-) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Fuse, exchange, split: three jits, of which only the middle one communicates, under this number.
+def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Fuse, exchange, split: three jits, of which only the middle one communicates.
 
     A program that communicates is compiled by every rank for itself. Here it sees nothing but vectors, which keeps it
     small; the other two are compiled once a host. A leaf that is alone in its bucket passes by without a copy.
@@ -222,12 +217,7 @@ def _three_programs(
     fused = [bucket for bucket in buckets if len(bucket) > 1]
     groups = [[like[i] for i in bucket] for bucket in fused]
     fuse_each = choice.comm.jit(lambda groups: [fuse(group) for group in groups])
-
-    @in_turn
-    def exchange_each(vectors: list[jax.Array]) -> list[jax.Array]:
-        with compared(choice.comm, number):
-            return choice.exchanged(vectors)
-
+    exchange_each = in_turn(choice.exchanged)
     split_each = choice.comm.jit(lambda flats: [split(flat, group) for flat, group in zip(flats, groups, strict=True)])
 
     def run(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -329,13 +319,7 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
 
     @functools.cache
     def outside_jit(workers: Comm) -> Peers:
-        @in_turn
-        def rows(tree: PyTree) -> PyTree:
-            what = f"rows of {spelling}"
-            agreed = fingerprint(what, {"leaf": signature(tree)}).digest  # a rank may trace again alone
-            with compared(workers, number_of(workers, what, agreed)):
-                return allgather(tree, comm=workers)
-
+        rows = in_turn(functools.partial(allgather, comm=workers))
         return Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=functools.cache(workers.jit))
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:

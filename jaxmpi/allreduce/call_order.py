@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ LIBRARIES = ("jax", "jaxlib", "jaxmpi", "optax", "flax", "equinox", "functools",
 # ---------------------------------------------------------------- in a program
 
 
-def number_of(comm: Comm, what: str, digest: bytes = b"") -> int | None:
+def number_of(comm: Comm, what: str) -> int | None:
     """Number of an exchange by which programs compare it; None if there is nothing to compare.
 
     There is nothing to compare if there is one worker, one program for all of them, or no CPU: a call from a GPU's
@@ -60,11 +60,10 @@ def number_of(comm: Comm, what: str, digest: bytes = b"") -> int | None:
     Args:
         comm: who exchanges.
         what: is exchanged, for messages.
-        digest: of what ranks have agreed on; the same digest has the same number. Empty: a new number at each call.
     """
-    if not isinstance(comm, MpiComm) or comm.size == 1 or host_callbacks.why_not():
+    if not isinstance(comm, MpiComm) or comm.size == 1 or host_callbacks.why_not() or _door.is_one_program:
         return None
-    return comparison_of(comm.processes).number(what, digest)
+    return comparison_of(comm.processes).number(what)
 
 
 @contextmanager
@@ -87,7 +86,6 @@ class CallComparison:
     def __init__(self, processes: MpiProcesses) -> None:
         """All ranks come here together."""
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
-        self._numbers: dict[bytes, int] = {}
         self._control = processes.apart()
         self._control.may_overlap = True  # it speaks from programs, and so must not wait for their end
         self._held = 0  # the number of the exchange for which the lock is held
@@ -106,14 +104,10 @@ class CallComparison:
         except UsageError:  # on all ranks alike: no room, or containers that share no memory
             return None
 
-    def number(self, what: str, digest: bytes) -> int:
-        """Return the number of an exchange; a new one unless the digest has one."""
-        if digest in self._numbers:
-            return self._numbers[digest]
+    def number(self, what: str) -> int:
+        """Return the number of the next exchange that is traced."""
         number = len(self._texts) + 1
         self._texts[number] = f"exchange {number} of the job ({what})"
-        if digest:
-            self._numbers[digest] = number
         return number
 
     def _begin(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
@@ -247,9 +241,29 @@ class OneThread:
         """Nobody does."""
         self.lock, self.holder, self.depth = threading.RLock(), "", 0
         self.last: tuple[int, jax.Array] | None = None  # who ran the last program outside jit, and its end
+        self.is_one_program = False  # what is traced now
 
 
 _door = OneThread()
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def one_program(function: Function) -> Function:
+    """The function, traced without comparisons: all ranks run this program, and no other one at its side.
+
+    A comparison is two calls into Python, which wait for the interpreter while it dispatches the next step: a step of
+    5 ms took a tenth longer.
+    """
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+        before, _door.is_one_program = _door.is_one_program, True
+        try:
+            return function(*args)
+        finally:
+            _door.is_one_program = before
+
+    return traced  # pyright: ignore[reportReturnType]
 
 
 def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
