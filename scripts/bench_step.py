@@ -8,10 +8,10 @@ ratio pair by pair with its 95 % interval.
 
     mpirun -n 2 python scripts/bench_step.py --comparison [--model googlenet | digits_cnn]
 
-With several workers: the trainer's step in one jit, which does not compare which exchange ranks have reached, alternates
-with one that does, and with programs that only compare, a thousand times. It prints median milliseconds a step, the ratio of
-both steps pair by pair with its 95 % interval, microseconds of a rank's own time a comparison, and their share of the
-step.
+With several workers: the trainer's step in one jit, which does not compare which exchange ranks have reached,
+alternates with one that does, and with programs that only compare, a thousand times. It prints median milliseconds a
+step, the ratio of both steps pair by pair with its 95 % interval, microseconds of a rank's own time a comparison, and
+their share of the step.
 """
 
 import argparse
