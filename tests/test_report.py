@@ -453,6 +453,27 @@ def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
     assert Page(report.page(records[1:], {})).data["groups"] == []
 
 
+@pytest.mark.parametrize(
+    ("seed", "others", "expected"),
+    [
+        (1, {}, [[0, 1]]),
+        (1, {"commit": "a1b2+"}, [[0, 1]]),
+        (0, {}, [[0], [1]]),
+        (1, {"commit": "c3d4"}, [[0], [1]]),
+        (1, {"experiment_file": "e5"}, [[0], [1]]),
+        (1, {"versions": {"jax": "0.9"}}, [[0], [1]]),
+        (1, {"backend": "gpu"}, [[0], [1]]),
+        (1, {"effective_batch": 128}, [[0], [1]]),
+    ],
+)
+def test_runs_of_one_seed_or_of_different_programs_stay_apart(seed, others, expected, tmp_path):
+    facts = {"commit": "a1b2", "experiment_file": "f6", "versions": {"jax": "0.10"}, "backend": "cpu"}
+    facts |= {"effective_batch": 64}
+    first = forged(tmp_path / "first", "run", experiment={"seed": 0}, **facts)
+    second = forged(tmp_path / "second", "run", experiment={"seed": seed}, **(facts | others))
+    assert [group.runs for group in report.groups([read(first), read(second)])] == expected
+
+
 def test_a_study_is_a_page_of_its_cells(tmp_path, capsys):
     outcomes = [("0.1", 0, 0.5), ("0.1", 1, 0.75), ("0.2", 0, None)]
     lines = [
