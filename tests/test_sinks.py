@@ -14,6 +14,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks import base
 from jaxmpi.observe.sinks.base import Background
 from jaxmpi.observe.sinks.registry import SINKS, SinkSpec, check_sinks, open_sinks
+from jaxmpi.runtime import failures
 from launching import run, train_here
 
 TRAIN = {"total_steps": 10, "epoch": 0.3, "lr": 0.1, "wait_s": 0.0, "skipped": 0}
@@ -148,6 +149,45 @@ def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(t
         assert said.count("TimeoutError") == 1
         assert expected in said
     is_over.set()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_thread_that_a_sink_has_started_ends_no_run_and_any_other_does(tmp_path, monkeypatch, capsys, in_background):
+    ended: list[BaseException | None] = []
+    monkeypatch.setattr(failures, "fail", lambda error, trace: ended.append(error))
+    monkeypatch.setattr(threading, "excepthook", failures.fail_in_thread)
+    threads: list[threading.Thread] = []
+    is_opening, may_go_on = threading.Event(), threading.Event()
+
+    def raising(of):
+        raise OSError(f"thread of {of}")
+
+    def start(target, *args):
+        threads.append(threading.Thread(target=target, args=args))
+        threads[-1].start()
+
+    def threaded(row):
+        start(raising, f"a library, {in_background}")
+
+    def opened(run_dir):
+        start(start, raising, f"a library, {in_background}")
+        is_opening.set()
+        if in_background:
+            may_go_on.wait(30)
+        return threaded
+
+    monkeypatch.setitem(SINKS, "threaded", SinkSpec(opened, "", in_background=in_background))
+    made = Recorder(tmp_path, sinks=open_sinks(("threaded",), tmp_path))
+    assert is_opening.wait(30)
+    start(raising, "the trainer")  # while the sink is being opened, if that is in the background
+    may_go_on.set()
+    made.write("note")
+    made.close()
+    for thread in threads:
+        thread.join(30)
+    assert [str(error) for error in ended] == ["thread of the trainer"]
+    said = capsys.readouterr().err
+    assert said.count("jaxmpi: sink threaded failed in a thread of its own, and may lack lines; the run goes on") == 1
 
 
 # ---------------------------------------------------------------- tables

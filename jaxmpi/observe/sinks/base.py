@@ -9,10 +9,12 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.files import read_plain, write_whole
+from jaxmpi.runtime.spared_threads import sparing
 
 Row = dict[str, Any]
 Sink = Callable[[Row], None]  # takes a line of the record, on rank 0; `close()`, if any, is called last
@@ -101,11 +103,12 @@ class Background:
 
     def _run(self) -> None:
         try:
-            sink = self._open()
-            while not self._is_closing.wait(GATHER_S):
+            with own_threads(self.__name__):
+                sink = self._open()
+                while not self._is_closing.wait(GATHER_S):
+                    self._write(sink)
                 self._write(sink)
-            self._write(sink)
-            getattr(sink, "close", lambda: None)()
+                getattr(sink, "close", lambda: None)()
         except (Exception, SystemExit) as error:  # other people's code, as in `send`
             self._error = error
 
@@ -119,7 +122,8 @@ def send(sinks: list[Sink], row: Row) -> None:
     """Send a line to each sink; drop and report one that fails, so that it does not end the run."""
     for sink in list(sinks):
         try:
-            sink(dict(row))
+            with own_threads(name_of(sink)):
+                sink(dict(row))
         except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
             sinks.remove(sink)
             tell(name_of(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
@@ -129,7 +133,8 @@ def close(sinks: list[Sink]) -> None:
     """Close the sinks that have a `close`."""
     for sink in sinks:
         try:
-            getattr(sink, "close", lambda: None)()
+            with own_threads(name_of(sink)):
+                getattr(sink, "close", lambda: None)()
         except (Exception, SystemExit) as error:
             tell(name_of(sink), "failed while it was closed, and may lack its last lines", error)
 
@@ -137,6 +142,20 @@ def close(sinks: list[Sink]) -> None:
 def name_of(sink: Sink) -> str:
     """The word or the name of a sink, for messages."""
     return getattr(sink, "__name__", type(sink).__name__)
+
+
+_told: set[tuple[str, str]] = set()  # a library may start a thread for every line
+
+
+def own_threads(name: str) -> AbstractContextManager[None]:
+    """Until the block ends a sink is at work, whose threads may fail: each error is reported once."""
+
+    def report(error: BaseException) -> None:
+        if (name, repr(error)) not in _told:
+            _told.add((name, repr(error)))
+            tell(name, "failed in a thread of its own, and may lack lines", error)
+
+    return sparing(report)
 
 
 def tell(name: str, what: str, error: BaseException) -> None:

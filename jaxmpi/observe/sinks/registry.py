@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmpi.core.errors import check, lookup
-from jaxmpi.observe.sinks.base import Background, Sink, tell
+from jaxmpi.observe.sinks.base import Background, Sink, own_threads, tell
 from jaxmpi.observe.sinks.files import Csv, TensorBoard
 from jaxmpi.observe.sinks.services import Mlflow, Trackio, Wandb
 
@@ -27,7 +27,13 @@ SINKS: dict[str, SinkSpec] = {
     "mlflow": SinkSpec(
         Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", ("mlflow",), "'jaxmpi[mlflow]'", in_background=True
     ),
-    "tensorboard": SinkSpec(TensorBoard, "events in tensorboard/", ("tensorboardX", "torch"), "'jaxmpi[tensorboard]'"),
+    "tensorboard": SinkSpec(
+        TensorBoard,
+        "events in tensorboard/",
+        ("tensorboardX", "torch"),
+        "'jaxmpi[tensorboard]'",
+        in_background=True,
+    ),
     "trackio": SinkSpec(Trackio, "a run of trackio, local or in a Space", ("trackio",), "'jaxmpi[trackio]'"),
     "wandb": SinkSpec(
         Wandb,
@@ -63,7 +69,8 @@ def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
         if isinstance(given, str):
             spec = SINKS[given]
             try:
-                sink = Background(given, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
+                with own_threads(given):
+                    sink = Background(given, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
             except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
                 tell(given, "could not be opened and gets no lines", error)
                 continue
