@@ -1,5 +1,6 @@
 """Sinks by word: known before the first step, sent every line, never in the way of a run."""
 
+import contextlib
 import csv
 import json
 import sqlite3
@@ -151,6 +152,40 @@ def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(t
     is_over.set()
 
 
+def test_all_together_have_the_time_of_one_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "CLOSE_S", 0.5)
+    is_over = threading.Event()
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: lambda row: is_over.wait(30), "", in_background=True))
+    made = Recorder(tmp_path, sinks=open_sinks(("mine",) * 5, tmp_path))
+    made.write("note")
+    begin_s = time.perf_counter()
+    made.close()
+    assert 0.5 <= time.perf_counter() - begin_s < 2
+    is_over.set()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("has_fail", [True, False])
+def test_a_run_that_an_error_ends_is_told_apart_from_a_finished_one(tmp_path, monkeypatch, in_background, has_fail):
+    ends: list[str] = []
+
+    class Ending:
+        def __init__(self, run_dir):
+            self.close = lambda: ends.append("close")
+            if has_fail:
+                self.fail = lambda: ends.append("fail")
+
+        def __call__(self, row):
+            pass
+
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(Ending, "", in_background=in_background))
+    with Recorder(tmp_path, sinks=open_sinks(("mine",), tmp_path)):
+        pass
+    with pytest.raises(ZeroDivisionError), Recorder(tmp_path, sinks=open_sinks(("mine",), tmp_path)):
+        raise ZeroDivisionError
+    assert ends == ["close", "fail" if has_fail else "close"]
+
+
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_thread_that_a_sink_has_started_ends_no_run_and_any_other_does(tmp_path, monkeypatch, capsys, in_background):
     ended: list[BaseException | None] = []
@@ -223,7 +258,7 @@ from jaxmpi.observe.recorder import Recorder, cut_record
 from jaxmpi.observe.sinks.registry import SINKS, open_sinks
 from jaxmpi.observe.terminal import Silent
 
-folder = Path(sys.argv[1])
+folder, hooks = Path(sys.argv[1]), (sys.excepthook, sys.exit)
 for steps in ((1, 2, 4), (5, 6)):
     cut_record(folder / "record.jsonl", 4)
     made = Recorder(folder, terminal=Silent(), sinks=open_sinks(tuple(SINKS), folder))
@@ -231,7 +266,19 @@ for steps in ((1, 2, 4), (5, 6)):
     for step in steps:
         made.train(total_steps=6, epoch=1.0, lr=0.1, wait_s=0, skipped=0, step=step, examples=step, loss=1 / step)
     made.close()
+assert (sys.excepthook, sys.exit) == hooks
 """
+
+
+@pytest.mark.e2e
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database library
+def test_mlflow_has_a_failed_run_as_failed_until_it_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    for error, expected in ((True, "FAILED"), (False, "FINISHED")):
+        with contextlib.suppress(ZeroDivisionError), Recorder(tmp_path, sinks=open_sinks(("mlflow",), tmp_path)):
+            assert 1 // (not error)
+        with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+            assert database.execute("select status from runs").fetchall() == [(expected,)]
 
 
 @pytest.mark.e2e

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,10 +221,22 @@ class Recorder:
         if self._file:
             shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", folder / "record.jsonl")
 
-    def close(self) -> None:
-        """Close the record, the sinks and the panel."""
+    def __enter__(self) -> "Recorder":
+        """Be closed at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        """Close, with the outcome: a run that an error ends has failed."""
+        self.close(has_failed=error is not None)
+
+    def close(self, has_failed: bool = False) -> None:
+        """Close the record, the sinks and the panel.
+
+        Args:
+            has_failed: the run has not come to its end, which sinks are told.
+        """
         self._terminal.close()
-        close(self._sinks)
+        close(self._sinks, has_failed)
         if self._file:
             self._file.close()
 

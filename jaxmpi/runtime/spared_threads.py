@@ -30,12 +30,12 @@ def sparing(report: Report) -> Iterator[None]:
         _scope.report = before
 
 
-def start(thread: threading.Thread) -> None:
+def start(self: threading.Thread) -> None:
     """`Thread.start`, with a note if the thread is spared: Python does not keep who has started a thread."""
     report = getattr(_scope, "report", None) or report_of(threading.current_thread())
     if report:
-        _reports[thread] = report
-    _start(thread)
+        _reports[self] = report
+    _start(self)
 
 
 def report_of(thread: threading.Thread | None) -> Report | None:

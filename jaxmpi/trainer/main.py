@@ -274,7 +274,7 @@ def run_in(
         home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact, peak
     )
     if isinstance(saved, Start):
-        with contextlib.closing(recorder):
+        with recorder:
             return run_asynchronously(run, saved, hosts) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start, DueEvents(save=there is not None))
 

@@ -8,6 +8,7 @@ import json
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,10 +18,11 @@ from jaxmpi.core.files import read_plain, write_whole
 from jaxmpi.runtime.spared_threads import sparing
 
 Row = dict[str, Any]
-Sink = Callable[[Row], None]  # takes a line of the record, on rank 0; `close()`, if any, is called last
+# Takes a line of the record, on rank 0. `close()`, if any, is called last, or `fail()`, if any, of a run that failed.
+Sink = Callable[[Row], None]
 MOST_WAITING = 10_000  # lines; a sink that is further behind gets no more
 GATHER_S = 1.0  # in which lines come together for one `flush`
-CLOSE_S = 60.0  # for the last lines
+CLOSE_S = 60.0  # for the last lines, of all sinks together
 IDS = "sinks.json"  # in the run directory: a run's identity at each service
 MOST_IDS_BYTES = 1 << 16
 
@@ -67,7 +69,7 @@ class Background:
         """Begin to open the sink of this name."""
         self.__name__, self._open, self._error = name, open_sink, None
         self._rows: queue.Queue[Row] = queue.Queue(MOST_WAITING)
-        self._is_closing = threading.Event()
+        self._is_closing, self._has_failed, self._deadline = threading.Event(), False, 0.0
         self._thread = threading.Thread(target=self._run, name=f"jaxmpi sink {name}", daemon=True)
         self._thread.start()
 
@@ -84,15 +86,21 @@ class Background:
         except queue.Full as error:
             raise TimeoutError(f"{MOST_WAITING} lines wait for it") from error
 
+    def begin_to_close(self, has_failed: bool) -> None:
+        """Have the sink write its last lines and end; it has CLOSE_S seconds from now on."""
+        self._has_failed, self._deadline = has_failed, time.monotonic() + CLOSE_S
+        self._is_closing.set()
+
     def close(self) -> None:
-        """Wait for the last lines and the sink's own end, for CLOSE_S seconds at most.
+        """Wait for the last lines and the sink's own end, until CLOSE_S seconds after `begin_to_close`.
 
         Raises:
             TimeoutError: it takes longer.
             Exception: what the sink has raised.
         """
-        self._is_closing.set()
-        self._thread.join(CLOSE_S)
+        if not self._is_closing.is_set():
+            self.begin_to_close(has_failed=False)
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
             raise TimeoutError(f"{self._rows.qsize()} lines or its end wait after {CLOSE_S:.0f} s")
         self._check()
@@ -108,7 +116,7 @@ class Background:
                 while not self._is_closing.wait(GATHER_S):
                     self._write(sink)
                 self._write(sink)
-                getattr(sink, "close", lambda: None)()
+                end(sink, self._has_failed)
         except (Exception, SystemExit) as error:  # other people's code, as in `send`
             self._error = error
 
@@ -129,12 +137,21 @@ def send(sinks: list[Sink], row: Row) -> None:
             tell(name_of(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
 
 
-def close(sinks: list[Sink]) -> None:
-    """Close the sinks that have a `close`."""
+def end(sink: Sink, has_failed: bool) -> None:
+    """Call what a sink has for the end of a run."""
+    close = getattr(sink, "close", lambda: None)
+    (getattr(sink, "fail", close) if has_failed else close)()
+
+
+def close(sinks: list[Sink], has_failed: bool) -> None:
+    """End the sinks; those in the background all at once."""
+    for sink in sinks:
+        if isinstance(sink, Background):
+            sink.begin_to_close(has_failed)
     for sink in sinks:
         try:
             with own_threads(name_of(sink)):
-                getattr(sink, "close", lambda: None)()
+                end(sink, has_failed)
         except (Exception, SystemExit) as error:
             tell(name_of(sink), "failed while it was closed, and may lack its last lines", error)
 

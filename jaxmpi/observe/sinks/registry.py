@@ -34,7 +34,9 @@ SINKS: dict[str, SinkSpec] = {
         "'jaxmpi[tensorboard]'",
         in_background=True,
     ),
-    "trackio": SinkSpec(Trackio, "a run of trackio, local or in a Space", ("trackio",), "'jaxmpi[trackio]'"),
+    "trackio": SinkSpec(
+        Trackio, "a run of trackio, local or in a Space", ("trackio",), "'jaxmpi[trackio]'", in_background=True
+    ),
     "wandb": SinkSpec(
         Wandb,
         "a run of Weights & Biases, offline without an API key",
