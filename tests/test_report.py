@@ -315,6 +315,9 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     kept = dict(zip(steps.tolist(), values.tolist(), strict=True))
     assert (kept[3 * 777], kept[3 * 6_789]) == (99.125, 0.125)
     assert np.allclose(values, losses[(steps / 3).astype(int)], rtol=1e-7)
+    means = dict(zip(steps.tolist(), unpacked(drawn["y"]["loss"]["mean"]).tolist(), strict=True))
+    stretch = next(part for part in np.array_split(np.arange(lines), lines // 10) if 777 in part)
+    assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11
 
 
 def test_steps_beyond_32_bits_of_a_float_stay_whole():
