@@ -50,6 +50,14 @@ def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypat
     )
 
 
+def test_a_folder_of_the_name_of_a_package_is_no_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", ("folder_alone",), "folder-alone"))
+    (tmp_path / "folder_alone").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="expected the package folder_alone, which is not installed"):
+        check_sinks(("mine",))
+
+
 def test_a_run_refuses_them_before_its_data_is_read():
     ended = train_here(DIGITS, "--sinks", "csv", "tensorbord", "--data.dir", "/nowhere", "--data.source", "imagefolder")
     assert ended.code == 2
@@ -155,7 +163,12 @@ def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(t
 def test_all_together_have_the_time_of_one_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(base, "CLOSE_S", 0.5)
     is_over = threading.Event()
-    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: lambda row: is_over.wait(30), "", in_background=True))
+
+    def opened(run_dir):
+        is_over.wait(30)
+        return print
+
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(opened, "", in_background=True))
     made = Recorder(tmp_path, sinks=open_sinks(("mine",) * 5, tmp_path))
     made.write("note")
     begin_s = time.perf_counter()
@@ -246,6 +259,19 @@ def test_csv_has_the_lines_of_the_record_and_no_others(tmp_path):
     assert [row["step"] for row in table(path)] == ["3", "4"]
 
 
+def test_lines_of_ones_own_take_no_kind_of_the_trainer_and_no_path(tmp_path):
+    made = record(tmp_path, ("csv",))
+    for kind in ("train", "a/b", "..", ""):
+        with pytest.raises(
+            UsageError, match=r"write: got kind '.*'; expected letters, digits, _ and -, and none of run,"
+        ):
+            made.note(kind, step=6, value=1.0)
+    made.note("of-mine", step=6, value=1.0, anatomy={"compute": "a text"})
+    made.close()
+    assert table(tmp_path / "csv" / "of-mine.csv") == [{"step": "6", "value": "1.0"}]
+    assert base.numbers({"kind": "of-mine", "value": 1.0, "anatomy": {"compute": None}}) == {"of-mine/value": 1.0}
+
+
 # ---------------------------------------------------------------- trackers
 
 
@@ -275,10 +301,15 @@ assert (sys.excepthook, sys.exit) == hooks
 def test_mlflow_has_a_failed_run_as_failed_until_it_is_resumed(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     for error, expected in ((True, "FAILED"), (False, "FINISHED")):
-        with contextlib.suppress(ZeroDivisionError), Recorder(tmp_path, sinks=open_sinks(("mlflow",), tmp_path)):
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            Recorder(tmp_path, sinks=open_sinks(("mlflow",), tmp_path)) as made,
+        ):
+            made.write("eval", step=1, **{"eval_acc@5": 0.5})
             assert 1 // (not error)
         with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
             assert database.execute("select status from runs").fetchall() == [(expected,)]
+            assert {*database.execute("select key, value from metrics")} == {("eval/eval_acc_5", 0.5)}
 
 
 @pytest.mark.e2e

@@ -31,8 +31,13 @@ def numbers(row: Row) -> dict[str, Any]:
     """Numbers of a line by name, `train/loss`; of parts of a step the medians, `train/anatomy/compute`."""
     kind = row["kind"]
     found = {f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, (int, float))}
-    parts = row.get("anatomy", {})
-    return found | {f"{kind}/anatomy/{part}": spread[1] for part, spread in parts.items() if spread[1] is not None}
+    return found | {f"{kind}/{name}": median for name, median in medians(row).items() if median is not None}
+
+
+def medians(row: Row) -> dict[str, Any]:
+    """Medians over ranks of parts of a step, by names as `anatomy/compute`; of lines of the trainer's own only."""
+    parts = row.get("anatomy", {}) if row["kind"] in ("train", "window") else {}
+    return {f"anatomy/{part}": spread[1] for part, spread in parts.items()}
 
 
 # ---------------------------------------------------------------- the identity of a run

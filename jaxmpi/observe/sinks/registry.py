@@ -57,10 +57,16 @@ def check_sinks(asked: Sequence[str | Sink]) -> None:
         if isinstance(name, str):
             spec = lookup(SINKS, name, "sink")
             check(
-                not spec.packages or any(map(importlib.util.find_spec, spec.packages)),
+                not spec.packages or any(map(is_installed, spec.packages)),
                 f"sinks: got {name!r}; expected the package {' or '.join(spec.packages)}, which is not installed: pip "
                 f"install {spec.install}, or leave {name} out",
             )
+
+
+def is_installed(package: str) -> bool:
+    """Return True for a package that can be imported; a bare folder of its name, such as `./wandb`, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:

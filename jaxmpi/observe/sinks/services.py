@@ -148,12 +148,14 @@ class Mlflow:
             self._configure({name: value for name, value in row.items() if name != "kind"})
         elif "step" in row:
             now_ms = int(1e3 * time.time())
-            self._metrics += [self.metric(name, value, now_ms, row["step"]) for name, value in numbers(row).items()]
+            self._metrics += [
+                self.metric(allowed(name), value, now_ms, row["step"]) for name, value in numbers(row).items()
+            ]
 
     def _configure(self, facts: Row) -> None:
         """Log parameters that the run does not have: MLflow changes none."""
         known = self.client.get_run(self.run_id).data.params
-        named = {re.sub(r"[^\w\-./ ]", "_", path): str(value) for path, value in flatten_json(facts).items()}
+        named = {allowed(path): str(value) for path, value in flatten_json(facts).items()}
         new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in known]
         for begin in range(0, len(new), 100):
             self.client.log_batch(self.run_id, params=new[begin : begin + 100])
@@ -175,3 +177,8 @@ class Mlflow:
     def _terminate(self, status: str) -> None:
         self.flush()
         self.client.set_terminated(self.run_id, status)
+
+
+def allowed(name: str) -> str:
+    """A name with `_` for the characters that MLflow refuses."""
+    return re.sub(r"[^\w\-./ ]", "_", name)
