@@ -194,7 +194,10 @@ def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
 
 def peak_of_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | None:
     """Peak of the devices of all ranks together; one that ranks share counts once. None if one is unknown."""
-    peaks = [peak_of(kind, dtype) for _, _, _, kind in {tuple(each) for seen in ranks for each in seen}]
+    devices = {
+        (host, gpu, i, kind) for seen in ranks for host, gpu, i, kind in seen
+    }  # lists by now: JSON has no tuples
+    peaks = [peak_of(kind, dtype) for _, _, _, kind in devices]
     known = [peak.flops_per_s for peak in peaks if peak]
     return Peak(sum(known), "data sheet") if len(known) == len(peaks) else None
 
