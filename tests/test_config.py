@@ -14,7 +14,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.durations import steps
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
-from jaxmpi.config.renamed import RENAMED
+from jaxmpi.config.renamed import RENAMED, with_new_names
 from jaxmpi.config.schema import Experiment, local_batch
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.launch import command
@@ -274,6 +274,31 @@ def test_every_new_name_is_a_flag_or_a_field():
     assert not set(RENAMED) & known
 
 
+OWN_RULE = '''
+import dataclasses
+from jaxmpi.config import Experiment, RuleConfig
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    pace: float = 0.5
+
+if True:
+    @dataclasses.dataclass(frozen=True)
+    class Mine(RuleConfig):
+        """A text whose lines
+are not indented."""
+        inner: Inner = Inner()
+
+experiment = Experiment(rule=Mine())
+'''
+
+
+def test_settings_of_ones_own_may_be_nested_and_their_text_indented_as_it_likes(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_RULE)
+    rule: Any = experiment_file.parse([str(tmp_path / "mine.py"), "--rule.inner.pace", "0.25"])[0].rule
+    assert rule.inner.pace == 0.25
+
+
 def test_a_switch_of_old_is_a_word_beside_what_only_python_can_name(capsys, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from jaxmpi.config import Experiment\nexperiment = Experiment(sinks=('csv', print))\n"
@@ -286,6 +311,8 @@ def test_a_switch_of_old_is_a_word_beside_what_only_python_can_name(capsys, tmp_
         ("--tensorboard",): ("tensorboard", print),
         ("--no-tensorboard",): (print,),
     }
+    for switch in ("--tensorboard", "--no-tensorboard"):  # before the experiment
+        assert with_new_names(["-n", "2", switch, "digits"], lambda text: None)[:3] == ["-n", "2", "digits"]
     for argv, expected in cases.items():
         assert experiment_file.parse([file, *argv])[0].sinks == expected
     assert capsys.readouterr().err.splitlines() == [

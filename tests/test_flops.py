@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from jaxmpi import data
 from jaxmpi.comm.topology import gather_workers
@@ -25,7 +26,9 @@ from jaxmpi.observe.flops import (
     measured_peak,
     peak_of,
     peak_of_all,
+    peak_of_devices,
 )
+from jaxmpi.runtime.device_setup import my_gpu
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import build, main, step
 
@@ -141,6 +144,8 @@ def test_what_cannot_be_counted_is_unknown():
     call = jax.ffi.ffi_call("a_library", jax.ShapeDtypeStruct((3, 8), jnp.float32))
     assert counted(lambda w, x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ w, x), w, x) is None
     assert counted(lambda w, x: call(x) @ w, w, x) is None
+    assert counted(lambda w, x: jax.pure_callback(np.asarray, x, x) @ w, w, x) is None
+    assert counted(lambda w, x: io_callback(np.asarray, x, x) @ w, w, x) is None
     assert counted(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, x), x) == 0
 
 
@@ -244,6 +249,23 @@ def test_the_peak_of_all_is_the_sum_over_workers_devices_or_unknown(monkeypatch)
     assert [peak_of_all(workers, "float32") for workers in (one, two)] == [
         Peak(n * 0.5e12, "data sheet") for n in (1, 2)
     ]
+
+
+def test_a_gpu_that_ranks_share_counts_once(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for rank in range(4):
+        for name, value in {"WORLD_RANK": rank, "WORLD_LOCAL_RANK": rank, "WORLD_LOCAL_SIZE": 4}.items():
+            monkeypatch.setenv(f"OMPI_COMM_{name}", str(value))
+        seen.append([("node0", my_gpu(), 0, "NVIDIA A30")])
+    a30 = 82.0e12
+    assert peak_of_devices(seen, "float32") == Peak(2 * a30, "data sheet")
+    others = [[("node1", gpu, 0, kind)] for [(_, gpu, _, kind)] in seen]
+    assert peak_of_devices([*seen, *others], "float32") == Peak(4 * a30, "data sheet")
+    whole_host = [("node0", "rank 0", i, "NVIDIA A30") for i in range(4)]  # of one process
+    assert peak_of_devices([whole_host], "float32") == Peak(4 * a30, "data sheet")
+    assert peak_of_devices([*seen, [("node1", "0", 0, "unheard of")]], "float32") is None
 
 
 def test_cores_that_ranks_share_count_once_and_a_quota_counts():

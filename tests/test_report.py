@@ -315,6 +315,9 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     kept = dict(zip(steps.tolist(), values.tolist(), strict=True))
     assert (kept[3 * 777], kept[3 * 6_789]) == (99.125, 0.125)
     assert np.allclose(values, losses[(steps / 3).astype(int)], rtol=1e-7)
+    means = dict(zip(steps.tolist(), unpacked(drawn["y"]["loss"]["mean"]).tolist(), strict=True))
+    stretch = next(part for part in np.array_split(np.arange(lines), lines // 10) if 777 in part)
+    assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11
 
 
 def test_steps_beyond_32_bits_of_a_float_stay_whole():
@@ -451,6 +454,27 @@ def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
     assert report.groups(records) == [("optim.lr 1", [0, 1]), ("run2", [2])]
     assert [group["runs"] for group in Page(report.page(records, {})).data["groups"]] == [[0, 1], [2]]
     assert Page(report.page(records[1:], {})).data["groups"] == []
+
+
+@pytest.mark.parametrize(
+    ("seed", "others", "expected"),
+    [
+        (1, {}, [[0, 1]]),
+        (1, {"commit": "a1b2+"}, [[0, 1]]),
+        (0, {}, [[0], [1]]),
+        (1, {"commit": "c3d4"}, [[0], [1]]),
+        (1, {"experiment_file": "e5"}, [[0], [1]]),
+        (1, {"versions": {"jax": "0.9"}}, [[0], [1]]),
+        (1, {"backend": "gpu"}, [[0], [1]]),
+        (1, {"effective_batch": 128}, [[0], [1]]),
+    ],
+)
+def test_runs_of_one_seed_or_of_different_programs_stay_apart(seed, others, expected, tmp_path):
+    facts = {"commit": "a1b2", "experiment_file": "f6", "versions": {"jax": "0.10"}, "backend": "cpu"}
+    facts |= {"effective_batch": 64}
+    first = forged(tmp_path / "first", "run", experiment={"seed": 0}, **facts)
+    second = forged(tmp_path / "second", "run", experiment={"seed": seed}, **(facts | others))
+    assert [group.runs for group in report.groups([read(first), read(second)])] == expected
 
 
 def test_a_study_is_a_page_of_its_cells(tmp_path, capsys):

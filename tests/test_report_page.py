@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ EVIL = "<script>alert('run')<"  # a folder's name; no slash can be in it
 LOSSES = {EVIL: [round(8.5 / step, 5) for step in STEPS], "second": [round(9.5 / step, 5) for step in STEPS]}
 
 
-def write_run(folder: Path, losses: list[float], **settings: Any) -> Path:
+def write_run(folder: Path, losses: list[float], steps: Sequence[int] = STEPS, **settings: Any) -> Path:
     """A record as the trainer's, short of what no test here looks at."""
     folder.mkdir()
     anatomy = {part: [0.001, 0.002, 0.003, 1] for part in ("data", "compute", "exchange", "sync", "other")}
     rows = [{"kind": "run", "format": 2, "workers": 2, "experiment": settings}]
-    for step, loss in zip(STEPS, losses, strict=True):
+    for step, loss in zip(steps, losses, strict=True):
         place = {"step": step, "epoch": step / 50, "elapsed_s": step / 10}
         times = {"step_s": 0.01, "own_s": [0.001, 0.002], "slowest": "rank 1 on </script><b>", "anatomy": anatomy}
         rows.append({"kind": "train", **place, "loss": loss, "images_per_s": 1e4, "lr": 0.1, **times})
@@ -237,4 +237,19 @@ def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
     assert told.locator(".extra").inner_text() == f"({low} to {high})"
     opened.page.get_by_role("radio", name="Every run").click()
     assert len(opened.tip(0.5)[1]) == 6
+    opened.close()
+
+
+def test_a_mean_is_of_all_lines_and_of_the_seeds_that_come_so_far(browser, tmp_path):
+    steps = range(1, 4001)
+    level = [3.0 if step % 5 == 0 else 1.0 for step in steps]  # in a stretch the mean is 1.4, that of the ends 2
+    runs = [write_run(tmp_path / "whole", level, steps, seed=0)]
+    runs += [write_run(tmp_path / "crashed", [4.4] * 2000, steps[:2000], seed=1)]
+    opened = Opened(browser, address_of(runs, tmp_path))
+    for share, mean, more in ((0.25, 2.9, ""), (0.75, 1.4, ", 1 of 2 seeds")):
+        opened.page.mouse.move(*opened.at(share))
+        opened.loss.locator(".tip:not([hidden])").wait_for()
+        told = opened.loss.locator(".tip div").first
+        assert float(told.locator(".value").inner_text()) == pytest.approx(mean, abs=0.01)
+        assert re.fullmatch(rf"\([^,]* to [^,]*{more}\)( at .*)?", told.locator(".extra").inner_text())
     opened.close()

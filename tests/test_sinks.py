@@ -1,5 +1,6 @@
 """Sinks by word: known before the first step, sent every line, never in the way of a run."""
 
+import contextlib
 import csv
 import json
 import sqlite3
@@ -14,6 +15,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks import base
 from jaxmpi.observe.sinks.base import Background
 from jaxmpi.observe.sinks.registry import SINKS, SinkSpec, check_sinks, open_sinks
+from jaxmpi.runtime import failures
 from launching import run, train_here
 
 TRAIN = {"total_steps": 10, "epoch": 0.3, "lr": 0.1, "wait_s": 0.0, "skipped": 0}
@@ -46,6 +48,14 @@ def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypat
         "sinks: got 'mine'; expected the package no_such_package, which is not installed: pip install "
         "no-such-package, or leave mine out"
     )
+
+
+def test_a_folder_of_the_name_of_a_package_is_no_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", ("folder_alone",), "folder-alone"))
+    (tmp_path / "folder_alone").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="expected the package folder_alone, which is not installed"):
+        check_sinks(("mine",))
 
 
 def test_a_run_refuses_them_before_its_data_is_read():
@@ -150,6 +160,84 @@ def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(t
     is_over.set()
 
 
+def test_all_together_have_the_time_of_one_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "CLOSE_S", 0.5)
+    is_over = threading.Event()
+
+    def opened(run_dir):
+        is_over.wait(30)
+        return print
+
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(opened, "", in_background=True))
+    made = Recorder(tmp_path, sinks=open_sinks(("mine",) * 5, tmp_path))
+    made.write("note")
+    begin_s = time.perf_counter()
+    made.close()
+    assert 0.5 <= time.perf_counter() - begin_s < 2
+    is_over.set()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("has_fail", [True, False])
+def test_a_run_that_an_error_ends_is_told_apart_from_a_finished_one(tmp_path, monkeypatch, in_background, has_fail):
+    ends: list[str] = []
+
+    class Ending:
+        def __init__(self, run_dir):
+            self.close = lambda: ends.append("close")
+            if has_fail:
+                self.fail = lambda: ends.append("fail")
+
+        def __call__(self, row):
+            pass
+
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(Ending, "", in_background=in_background))
+    with Recorder(tmp_path, sinks=open_sinks(("mine",), tmp_path)):
+        pass
+    with pytest.raises(ZeroDivisionError), Recorder(tmp_path, sinks=open_sinks(("mine",), tmp_path)):
+        raise ZeroDivisionError
+    assert ends == ["close", "fail" if has_fail else "close"]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_thread_that_a_sink_has_started_ends_no_run_and_any_other_does(tmp_path, monkeypatch, capsys, in_background):
+    ended: list[BaseException | None] = []
+    monkeypatch.setattr(failures, "fail", lambda error, trace: ended.append(error))
+    monkeypatch.setattr(threading, "excepthook", failures.fail_in_thread)
+    threads: list[threading.Thread] = []
+    is_opening, may_go_on = threading.Event(), threading.Event()
+
+    def raising(of):
+        raise OSError(f"thread of {of}")
+
+    def start(target, *args):
+        threads.append(threading.Thread(target=target, args=args))
+        threads[-1].start()
+
+    def threaded(row):
+        start(raising, f"a library, {in_background}")
+
+    def opened(run_dir):
+        start(start, raising, f"a library, {in_background}")
+        is_opening.set()
+        if in_background:
+            may_go_on.wait(30)
+        return threaded
+
+    monkeypatch.setitem(SINKS, "threaded", SinkSpec(opened, "", in_background=in_background))
+    made = Recorder(tmp_path, sinks=open_sinks(("threaded",), tmp_path))
+    assert is_opening.wait(30)
+    start(raising, "the trainer")  # while the sink is being opened, if that is in the background
+    may_go_on.set()
+    made.write("note")
+    made.close()
+    for thread in threads:
+        thread.join(30)
+    assert [str(error) for error in ended] == ["thread of the trainer"]
+    said = capsys.readouterr().err
+    assert said.count("jaxmpi: sink threaded failed in a thread of its own, and may lack lines; the run goes on") == 1
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -171,6 +259,19 @@ def test_csv_has_the_lines_of_the_record_and_no_others(tmp_path):
     assert [row["step"] for row in table(path)] == ["3", "4"]
 
 
+def test_lines_of_ones_own_take_no_kind_of_the_trainer_and_no_path(tmp_path):
+    made = record(tmp_path, ("csv",))
+    for kind in ("train", "a/b", "..", ""):
+        with pytest.raises(
+            UsageError, match=r"write: got kind '.*'; expected letters, digits, _ and -, and none of run,"
+        ):
+            made.note(kind, step=6, value=1.0)
+    made.note("of-mine", step=6, value=1.0, anatomy={"compute": "a text"})
+    made.close()
+    assert table(tmp_path / "csv" / "of-mine.csv") == [{"step": "6", "value": "1.0"}]
+    assert base.numbers({"kind": "of-mine", "value": 1.0, "anatomy": {"compute": None}}) == {"of-mine/value": 1.0}
+
+
 # ---------------------------------------------------------------- trackers
 
 
@@ -183,7 +284,7 @@ from jaxmpi.observe.recorder import Recorder, cut_record
 from jaxmpi.observe.sinks.registry import SINKS, open_sinks
 from jaxmpi.observe.terminal import Silent
 
-folder = Path(sys.argv[1])
+folder, hooks = Path(sys.argv[1]), (sys.excepthook, sys.exit)
 for steps in ((1, 2, 4), (5, 6)):
     cut_record(folder / "record.jsonl", 4)
     made = Recorder(folder, terminal=Silent(), sinks=open_sinks(tuple(SINKS), folder))
@@ -191,7 +292,24 @@ for steps in ((1, 2, 4), (5, 6)):
     for step in steps:
         made.train(total_steps=6, epoch=1.0, lr=0.1, wait_s=0, skipped=0, step=step, examples=step, loss=1 / step)
     made.close()
+assert (sys.excepthook, sys.exit) == hooks
 """
+
+
+@pytest.mark.e2e
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database library
+def test_mlflow_has_a_failed_run_as_failed_until_it_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    for error, expected in ((True, "FAILED"), (False, "FINISHED")):
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            Recorder(tmp_path, sinks=open_sinks(("mlflow",), tmp_path)) as made,
+        ):
+            made.write("eval", step=1, **{"eval_acc@5": 0.5})
+            assert 1 // (not error)
+        with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+            assert database.execute("select status from runs").fetchall() == [(expected,)]
+            assert {*database.execute("select key, value from metrics")} == {("eval/eval_acc_5", 0.5)}
 
 
 @pytest.mark.e2e

@@ -102,7 +102,7 @@ def test_transport_is_what_rule_and_strategy_use(strategy, is_asynchronous, back
 def test_an_asynchronous_run_records_its_wire_for_it_runs_no_strategy(workers, told):
     alone: Any = types.SimpleNamespace(size=4)
     ranks = topology.Workers(alone, alone, (0,), None, apart=workers)
-    assert run_directory.facts_of(Experiment(), ranks, "root:16", "fused", None)["strategy"] == told
+    assert run_directory.facts_of(Experiment(), ranks, "root:16", "fused", None, "")["strategy"] == told
 
 
 def losses(run_dir: Path) -> np.ndarray:

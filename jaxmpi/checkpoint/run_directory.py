@@ -405,10 +405,16 @@ def fresh(name: str) -> Path:
     raise AssertionError  # numbers do not end
 
 
-def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str, root: Path | None) -> dict[str, Any]:
+def facts_of(
+    experiment: Experiment, workers: Workers, strategy: str, form: str, root: Path | None, digest: str
+) -> dict[str, Any]:
     """The resolved configuration and its environment, for config.json and the record.
 
     Asynchronous workers run no strategy: only its wire counts.
+
+    Args:
+        root: the project's folder.
+        digest: of the experiment file; empty if there is none.
     """
     return {
         "experiment": flags.resolved(experiment),
@@ -417,6 +423,7 @@ def facts_of(experiment: Experiment, workers: Workers, strategy: str, form: str,
         "form": form,
         "transport": transport(workers, strategy),
         "backend": jax.default_backend(),
+        "experiment_file": digest,
         "versions": provenance.versions(),
         "commit": provenance.commit(root),
         "command": sys.argv,

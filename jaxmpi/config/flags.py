@@ -53,7 +53,7 @@ class Flag(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """What it has without the flag."""
+        """The value without the flag."""
         return getattr(self.part, self.name)
 
     @property
@@ -64,7 +64,7 @@ class Flag(NamedTuple):
 
     @property
     def help(self) -> str:
-        """What the comment at the field says."""
+        """The text of the comment at the field."""
         return comments(type(self.part)).get(self.name, "")
 
     def metavar(self, rows: Mapping[str, Any]) -> str | None:
@@ -102,12 +102,14 @@ def comments(part: type) -> dict[str, str]:
     for cls in reversed(part.__mro__):
         try:
             source = textwrap.dedent(inspect.getsource(cls))
+            tokens = [*tokenize.generate_tokens(io.StringIO(source).readline)]
+            [definition] = ast.parse(source).body
         except (OSError, TypeError):  # made without a file, or in C
             continue
-        tokens = [*tokenize.generate_tokens(io.StringIO(source).readline)]
+        except (SyntaxError, tokenize.TokenError):  # in a function, with lines of a text that are not indented
+            continue
         said = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
         alone = {line for line in said if source.splitlines()[line - 1].lstrip().startswith("#")}
-        [definition] = ast.parse(source).body
         for node in getattr(definition, "body", []):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 first = node.lineno
@@ -136,9 +138,13 @@ def parsed(
     parts = []
     for group, names in groups.items():
         part = group_class(group, names, known, shown, tables)
-        parts.append((group, part, dataclasses.field(default_factory=part)))
+        parts.append((identifier(group), part, dataclasses.field(default_factory=part)))
     got: Any = tyro.cli(dataclasses.make_dataclass("Flags", parts), args=argv, prog=prog, description=description)
-    values = {name: getattr(getattr(got, group), identifier(name)) for group, names in groups.items() for name in names}
+    values = {
+        name: getattr(getattr(got, identifier(group)), identifier(name))
+        for group, names in groups.items()
+        for name in names
+    }
     given = {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
     kept = {name: (*given[name], *flag.objects) for name, flag in known.items() if name in given and flag.objects}
     return with_values(base, given | kept)

@@ -72,7 +72,7 @@ def takes_old_names(part: str = "") -> Callable[[type[T]], type[T]]:
 
 
 def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """The command line with old flags replaced.
+    """The command line with old flags replaced, those that are words now at its end: words may not take what follows.
 
     Args:
         argv: flags, with hyphens or underscores in their names.
@@ -83,7 +83,7 @@ def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]
     """
     flags = {f"--{old.replace('_', '-')}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
     given = {arg.partition("=")[0].replace("_", "-") for arg in argv}
-    found = []
+    found, last = [], []
     for arg in argv:
         name, equals, value = arg.partition("=")
         new = flags.get(name.replace("_", "-"), name)
@@ -94,8 +94,10 @@ def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]
         if words:
             check(words[0] not in given, f"got {name} and {words[0]}; give {words[0]} alone, with all its words")
             say(f"{name} is {' '.join(words)} now")
-        found += words or [new + equals + value]
-    return found
+            last += words
+        else:
+            found.append(new + equals + value)
+    return [*found, *last]
 
 
 def as_words(flag: str) -> list[str]:

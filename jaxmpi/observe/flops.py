@@ -21,11 +21,16 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmpi.comm.topology import Workers
 from jaxmpi.runtime.affinity import core_mask, cores
+from jaxmpi.runtime.device_setup import my_gpu
 
 Jaxpr = jax.extend.core.Jaxpr
 Shape = tuple[int, ...]
+Device = tuple[str, str, int, str]  # host; the variable that names the rank's GPU, or the rank; index; kind
 # How names of primitives begin that may hold products which nothing tells.
-OPAQUE = ("cudnn_fusion", "dot_product_attention", "ffi_call", "pallas_call", "ragged_dot", "scaled_matmul")
+OPAQUE = (
+    *("cudnn_fusion", "dot_product_attention", "ffi_call", "io_callback", "pallas_call", "pure_callback", "ragged_dot"),
+    *("scaled_matmul", "triton_kernel_call"),
+)
 ANEW = "rematted_computation"  # in the names of operations that `jax.checkpoint` does a second time
 
 # ---------------------------------------------------------------- of a program
@@ -174,7 +179,7 @@ def measured_peak(dtype: str) -> Peak:
 def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
     """Peak of all workers' devices together; of CPUs that of rank 0's cores, for as many as all hosts lend to ranks.
 
-    Communicates: kinds of devices, or cores, once.
+    Communicates: devices, or cores, once.
     """
     control = workers.processes
     if jax.default_backend() == "cpu":
@@ -182,8 +187,17 @@ def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
         lent = cores_of_hosts(control.allgather_object([socket.gethostname(), core_mask(), cores()]))
         return own and own._replace(flops_per_s=own.flops_per_s * lent / cores())
     mine = workers.mesh.local_devices if workers.mesh is not None else jax.local_devices()[:1]
-    kinds = [device.device_kind for device in mine] if control.rank < workers.size else []  # else it only serves
-    peaks = [peak_of(kind, dtype) for each in control.allgather_object(kinds) for kind in each]
+    place = socket.gethostname(), my_gpu() or f"rank {control.rank}"
+    seen = [(*place, i, device.device_kind) for i, device in enumerate(mine)]
+    return peak_of_devices(control.allgather_object(seen if control.rank < workers.size else []), dtype)
+
+
+def peak_of_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | None:
+    """Peak of the devices of all ranks together; one that ranks share counts once. None if one is unknown."""
+    devices = {
+        (host, gpu, i, kind) for seen in ranks for host, gpu, i, kind in seen
+    }  # lists by now: JSON has no tuples
+    peaks = [peak_of(kind, dtype) for _, _, _, kind in devices]
     known = [peak.flops_per_s for peak in peaks if peak]
     return Peak(sum(known), "data sheet") if len(known) == len(peaks) else None
 

@@ -14,10 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmpi.core.errors import check
 from jaxmpi.core.files import write_all, write_whole, writing
 from jaxmpi.observe.flops import Work
 from jaxmpi.observe.sinks.base import Sink, close, send
@@ -26,6 +28,10 @@ from jaxmpi.observe.terminal import Plain, Progress, Silent, Terminal
 from jaxmpi.runtime.spans import Span
 
 FORMAT = 2  # of the record; 1 had no anatomy
+KINDS = (  # of lines that the trainer writes
+    *("run", "train", "workers", "eval", "window", "exchange", "checkpoint", "skipped", "rollback", "stopped"),
+    *("lost", "changed", "continued"),
+)
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
 COMPUTE = [*PARTS].index("compute")
 BEHIND = 1.1  # times the median: a rank that is reported as slow
@@ -41,7 +47,7 @@ class Unit(NamedTuple):
 
     @property
     def counted(self) -> str:
-        """What examples are called: images, or examples."""
+        """The name of examples: images, or examples."""
         return "images" if self.name == "images" else "examples"
 
 
@@ -95,6 +101,18 @@ class Recorder:
             with writing(Path(self._file.name)):
                 write_all(self._file, (json.dumps(row) + "\n").encode())
             send(self._sinks, row)
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Append a line of the user's own.
+
+        Raises:
+            UsageError: its kind is one of the trainer's, or no word, of which sinks make names of files.
+        """
+        check(
+            bool(re.fullmatch(r"[\w-]+", kind)) and kind not in KINDS,
+            f"write: got kind {kind!r}; expected letters, digits, _ and -, and none of {', '.join(KINDS)}",
+        )
+        self.write(kind, **fields)
 
     def train(
         self,
@@ -220,10 +238,22 @@ class Recorder:
         if self._file:
             shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", folder / "record.jsonl")
 
-    def close(self) -> None:
-        """Close the record, the sinks and the panel."""
+    def __enter__(self) -> "Recorder":
+        """Be closed at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        """Close, with the outcome: a run that an error ends has failed."""
+        self.close(has_failed=error is not None)
+
+    def close(self, has_failed: bool = False) -> None:
+        """Close the record, the sinks and the panel.
+
+        Args:
+            has_failed: the run has not come to its end, which sinks are told.
+        """
         self._terminal.close()
-        close(self._sinks)
+        close(self._sinks, has_failed)
         if self._file:
             self._file.close()
 

@@ -44,6 +44,10 @@ SECTIONS = {
 IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # of pictures with another name
 NOT_PRINTED = ("by_epoch", "by_elapsed_s")
 PREFIXES = ((1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"))
+DECISIVE = (  # facts that are equal in runs of one group
+    *("experiment", "workers", "strategy", "effective_batch"),
+    *("experiment_file", "commit", "versions", "backend"),
+)
 OF_ONE_RUN = ("seed", "run_dir", "resume", "continue_from")  # settings in which runs of one group may differ
 
 
@@ -197,25 +201,30 @@ def flat_facts(record: Record) -> dict[str, str]:
 
 
 class Group(NamedTuple):
-    """Runs of the same settings with different seeds."""
+    """Runs of the same settings and program with different seeds, or a single run."""
 
     name: str
     runs: list[int]
 
 
 def groups(records: Sequence[Record]) -> list[Group]:
-    """Runs by settings, named by those in which the groups differ."""
+    """Runs by settings, named by those in which the groups differ; if two have one seed, each alone."""
     settings = [settings_of(record) for record in records]
     members: dict[str, list[int]] = {}
     for i, record in enumerate(records):
         seed_alone = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
         members.setdefault(seed_alone, []).append(i)
-    firsts = [settings[runs[0]] for runs in members.values()]
+    grouped: list[list[int]] = []
+    for runs in members.values():
+        seeds = {json.dumps(fact(records[i], "experiment", "seed")) for i in runs}
+        grouped += [runs] if len(seeds) == len(runs) else [[i] for i in runs]
+    grouped.sort()
+    firsts = [settings[runs[0]] for runs in grouped]
     paths = [
         path for path in dict.fromkeys(k for each in firsts for k in each) if len({e.get(path) for e in firsts}) > 1
     ]
     made = []
-    for runs, own in zip(members.values(), firsts, strict=True):
+    for runs, own in zip(grouped, firsts, strict=True):
         words = ", ".join(
             f"{path.removeprefix('experiment.')} {own[path].strip(chr(34))}" for path in paths if path in own
         )
@@ -225,13 +234,15 @@ def groups(records: Sequence[Record]) -> list[Group]:
 
 
 def settings_of(record: Record) -> dict[str, str]:
-    """What decides on a run, without its seed and its place."""
+    """The settings and the program that decide on a run, without its seed and its place."""
     left_out = {f"experiment.{name}" for name in OF_ONE_RUN}
-    return {
+    decisive = {
         path: value
         for path, value in flat_facts(record).items()
-        if path not in left_out and path.partition(".")[0] in ("experiment", "workers", "strategy")
+        if path not in left_out and path.partition(".")[0] in DECISIVE
     }
+    # Files that differ from the commit may be a run's own output; the experiment file has a digest.
+    return {path: value.replace('+"', '"') if path == "commit" else value for path, value in decisive.items()}
 
 
 def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:

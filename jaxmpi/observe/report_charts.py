@@ -214,10 +214,28 @@ def table_data(table: Table, names: Sequence[str], bins: int) -> dict[str, Any]:
     return {
         "x": {x: packed(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()},
         "y": {
-            name: {"at": None if len(at) == len(lines) else packed(at), "v": packed(table[name][kept[name]])}
+            name: {
+                "at": None if len(at) == len(lines) else packed(at),
+                "v": packed(table[name][kept[name]]),
+                **({"mean": packed(bin_means(table[name], bins)[kept[name]])} if len(table[name]) > 2 * bins else {}),
+            }
             for name, at in places.items()
         },
     }
+
+
+def edges_of(lines: int, bins: int) -> np.ndarray:
+    """First lines of bins."""
+    return np.linspace(0, lines, bins + 1).astype(int)[:-1]
+
+
+def bin_means(values: np.ndarray, bins: int) -> np.ndarray:
+    """f64[lines]: for every line the mean of its bin's known values; NaN if there are none."""
+    known, edges = ~np.isnan(values), edges_of(len(values), bins)
+    sums = np.add.reduceat(np.where(known, values, 0.0), edges)
+    counts = np.add.reduceat(known.astype(float), edges)
+    means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+    return np.repeat(means, np.diff([*edges, len(values)]))
 
 
 def kept_lines(values: np.ndarray, bins: int) -> np.ndarray:
@@ -230,7 +248,7 @@ def kept_lines(values: np.ndarray, bins: int) -> np.ndarray:
         return np.empty(0, int)
     if len(values) <= 2 * bins:
         return np.arange(len(values))
-    edges = np.linspace(0, len(values), bins + 1).astype(int)[:-1]
+    edges = edges_of(len(values), bins)
     low, high = np.where(known, values, np.inf), np.where(known, values, -np.inf)
     ends = [*edges[1:], len(values)]
     extremes = [(a + low[a:b].argmin(), a + high[a:b].argmax()) for a, b in zip(edges, ends, strict=True)]

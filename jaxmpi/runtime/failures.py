@@ -26,6 +26,7 @@ from jaxmpi.runtime.interrupts import INTERRUPTED as INTERRUPTED
 from jaxmpi.runtime.job_folder import ENDED_WITH, ENDING, is_marked, mark
 from jaxmpi.runtime.launchers import launched, my_rank
 from jaxmpi.runtime.prepare import _prepared
+from jaxmpi.runtime.spared_threads import report_of
 
 # How long a rank at its end waits for the others before it takes them for stuck.
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
@@ -165,8 +166,11 @@ def install_excepthooks() -> None:
 
 
 def fail_in_thread(args: threading.ExceptHookArgs) -> None:
-    """`fail`, but for a thread that only ends itself, as Python has it."""
-    if args.exc_type is not SystemExit:
+    """`fail`, but for a thread that only ends itself, as Python has it, or that is spared."""
+    report = report_of(args.thread)
+    if report and args.exc_value is not None:
+        report(args.exc_value)
+    elif args.exc_type is not SystemExit:
         fail(args.exc_value, args.exc_traceback)
 
 

@@ -1,4 +1,4 @@
-"""What a job is at while it can show no step, such as a compilation, and a line about it if nothing else is shown.
+"""The phase that a job is in while it can show no step, such as a compilation, and a line about it in silence.
 
 A job imports, waits for other ranks, traces and compiles before its first step, each for seconds or minutes. Whoever
 does such a thing opens a phase. Rank 0 prints its name whenever it has been silent for SILENCE_S; on a terminal the
@@ -41,7 +41,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def current() -> Phase | None:
-    """What this process is at, with the innermost part of it in brackets; None if at nothing that is a phase."""
+    """The phase of this process, with the innermost part of it in brackets; None if at nothing that is a phase."""
     at = [*_open]  # another thread may ask
     if len(at) < 2:
         return at[0] if at else None

@@ -40,7 +40,7 @@ class Moment:
         validation: () -> this rank's batches of the validation data, `weight` 0 for rows that only fill them up.
         sum: (f64 array) -> its sum over all ranks, which all call it with arrays of one shape.
         say: (text) -> a line on rank 0's terminal.
-        write: (kind, **fields) -> a line of the record.
+        write: (kind, **fields) -> a line of the record, of a kind that the trainer does not write.
         stop: (why) -> the run ends after this evaluation, with a checkpoint; on all ranks alike.
     """
 

@@ -76,7 +76,7 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
         validation=lambda: own_batches(run),
         sum=partial(sum_over_ranks, run),
         say=run.recorder.say,
-        write=partial(run.recorder.write, step=step),
+        write=partial(run.recorder.note, step=step),
         stop=wanted.append,
     )
     for callback in of_rank(run.experiment.callbacks, moment.rank):

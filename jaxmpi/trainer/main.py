@@ -96,7 +96,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         experiment: what to run.
         name: of the run directory if the experiment names none.
         root: the project's folder, whose commit is recorded.
-        digest: of the experiment file, compared over ranks.
+        digest: of the experiment file, compared over ranks and recorded.
 
     Returns: the last evaluation: eval_count, eval_loss and the task's metrics, such as eval_top1; empty if no step was
         left to do.
@@ -171,7 +171,7 @@ def train_until(
         experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
         functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
         fault_injection.order(experiment.inject, max(begun, workers.size), workers.mine, home.path)
-        result = run_in(home, experiment, workers, plan, functions, root, notice)
+        result = run_in(home, experiment, workers, plan, functions, root, digest, notice)
         for text in fault_injection.missed():
             warn(f"{failures.who()}: --inject {text} has not happened: this rank came to no such place")
         return result
@@ -225,6 +225,7 @@ def run_in(
     plan: TrainingPlan,
     functions: Functions,
     root: Path | None,
+    digest: str,
     notice: signals.PreemptionNotice,
 ) -> dict[str, float]:
     """Start or resume in a run directory, and go on to the end."""
@@ -242,7 +243,7 @@ def run_in(
     recorder = Recorder(None, elapsed_s)
     if is_first:
         recorder = open_recorder(experiment, folder, elapsed_s, hosts, plan.feed)
-        facts = run_directory.facts_of(experiment, workers, functions.strategy, functions.form, root) | {
+        facts = run_directory.facts_of(experiment, workers, functions.strategy, functions.form, root, digest) | {
             "asked": functions.asked,
             "effective_batch": plan.clock.effective_batch,
             "scaled_for": plan.scaled_for,
@@ -273,7 +274,7 @@ def run_in(
         home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact, peak
     )
     if isinstance(saved, Start):
-        with contextlib.closing(recorder):
+        with recorder:
             return run_asynchronously(run, saved, hosts) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start, DueEvents(save=there is not None))
 

@@ -40,7 +40,7 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: Due
     begin: Callable[[], tuple[LockStep, Position]] = at_start
     with contextlib.ExitStack() as ends:
         ends.callback(run.profiler.close)
-        ends.callback(run.recorder.close)
+        ends.push(run.recorder)
         while True:
             try:
                 coordinator, position = begin()
@@ -131,6 +131,6 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
         with run_directory.still_usable():
             run_directory.lock(run.saver.home, ends)
             pact.recorder = open_recorder(run.experiment, run.folder, *each)
-        ends.callback(pact.recorder.close)
+        ends.push(pact.recorder)
     pact.recorder.go_back(step)
     return pact.recorder

@@ -61,24 +61,32 @@
   const unpack = (table) => ({
     x: Object.fromEntries(Object.entries(table.x).map(([name, text]) => [name, numbers(text)])),
     y: Object.fromEntries(
-      Object.entries(table.y).map(([name, { at, v }]) => [name, { at: at && numbers(at), v: tidied(numbers(v)) }]),
+      Object.entries(table.y).map(([name, { at, v, mean }]) => [
+        name,
+        { at: at && numbers(at), v: tidied(numbers(v)), mean: mean && tidied(numbers(mean)) },
+      ]),
     ),
   });
 
   for (const run of report.runs) for (const name in run.tables) run.tables[name] = unpack(run.tables[name]);
 
-  /** A series by ascending x, null where a line of the record has no value; empty if it is not there. */
+  /**
+   * A series by ascending x, null where a line of the record has no value; empty if it is not there. In a long record
+   * `y` has the extremes of stretches, and `mean` their means.
+   */
   const seriesOf = (run, table, field, x, factor = 1) => {
     const xs = run.tables[table]?.x[x],
       own = run.tables[table]?.y[field];
-    if (!xs || !own) return { x: [], y: [] };
+    if (!xs || !own) return { x: [], y: [], mean: [] };
+    const scaled = (value) => (Number.isNaN(value) ? null : tidy(factor * value));
     let points = [];
     own.v.forEach((value, i) => {
       const at = xs[own.at ? own.at[i] : i];
-      if (!Number.isNaN(at)) points.push([at, Number.isNaN(value) ? null : tidy(factor * value)]);
+      if (!Number.isNaN(at)) points.push([at, scaled(value), scaled((own.mean ?? own.v)[i])]);
     });
     if (points.some(([at], i) => i && at < points[i - 1][0])) points.sort((a, b) => a[0] - b[0]);
-    return { x: points.map((point) => point[0]), y: points.map((point) => point[1]) };
+    const [columnX, y, mean] = [0, 1, 2].map((i) => points.map((point) => point[i]));
+    return { x: columnX, y, mean };
   };
 
   /** Moving average as TensorBoard has it, which is not drawn towards zero at its start. */
@@ -93,7 +101,7 @@
     });
   };
 
-  const valueAt = (series, x) => {
+  const valueAt = (series, x, field) => {
     let low = 0,
       high = series.x.length - 1;
     while (high - low > 1) {
@@ -101,30 +109,30 @@
       if (series.x[middle] <= x) low = middle;
       else high = middle;
     }
-    const [a, b] = [series.y[low], series.y[high]],
+    const [a, b] = [series[field][low], series[field][high]],
       width = series.x[high] - series.x[low];
     if (series.x[low] === x || !width) return a;
     if (series.x[high] === x) return b;
     return a === null || b === null ? null : a + ((b - a) * (x - series.x[low])) / width;
   };
 
-  /** Mean, least and most over runs, from where all have begun to where the first ends. */
+  /** Mean, least and most over the runs that reach an x, from where all have begun to where the last ends. */
   const overRuns = (all) => {
     const known = all.filter((series) => series.x.length);
     const begin = Math.max(...known.map((series) => series.x[0]));
-    const end = Math.min(...known.map((series) => series.x[series.x.length - 1]));
-    const xs = [...new Set(known.flatMap((series) => series.x))]
-      .filter((x) => x >= begin && x <= end)
-      .sort((a, b) => a - b);
-    const made = { x: [], y: [], low: [], high: [] };
-    for (const x of known.length ? xs : []) {
-      const values = known.map((series) => valueAt(series, x)),
-        isKnown = values.every((value) => value !== null);
+    const xs = [...new Set(known.flatMap((series) => series.x))].filter((x) => x >= begin).sort((a, b) => a - b);
+    const made = { x: [], y: [], low: [], high: [], runs: [], all: all.length };
+    for (const x of xs) {
+      const there = known.filter((series) => x <= series.x[series.x.length - 1]);
+      const [values, means] = ["y", "mean"].map((field) => there.map((series) => valueAt(series, x, field)));
+      const isKnown = [...values, ...means].every((value) => value !== null);
       made.x.push(x);
-      made.y.push(isKnown ? values.reduce((a, b) => a + b) / values.length : null);
+      made.runs.push(there.length);
+      made.y.push(isKnown ? means.reduce((a, b) => a + b) / means.length : null);
       made.low.push(isKnown ? Math.min(...values) : null);
       made.high.push(isKnown ? Math.max(...values) : null);
     }
+    made.mean = made.y;
     return made;
   };
 
@@ -600,7 +608,7 @@
             dash,
             isEval,
             name: series.label && this.description.series.length > 1 ? `${entity.name}, ${series.label}` : entity.name,
-            smooth: isSmooth ? smoothed(data.y, state.smoothing) : null,
+            smooth: isSmooth ? smoothed(data.mean, state.smoothing) : null,
           });
         }
       return made;
@@ -738,8 +746,10 @@
         const y = u.data[i + 1][k],
           x = u.data[0][k];
         const find = (other) => u.data[this.columns.findIndex(([l, r]) => l === line && r === other) + 1]?.[k];
+        const runs = line.data.runs?.[line.data.x.indexOf(x)];
+        const fewer = runs < line.data.all ? `, ${runs} of ${line.data.all} seeds` : "";
         const extra = line.data.low
-          ? `(${this.short(find("low"))} to ${this.short(find("high"))})`
+          ? `(${this.short(find("low"))} to ${this.short(find("high"))}${fewer})`
           : line.smooth
             ? `(smooth ${this.short(find("smooth"))})`
             : "";

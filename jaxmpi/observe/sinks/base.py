@@ -8,17 +8,21 @@ import json
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.files import read_plain, write_whole
+from jaxmpi.runtime.spared_threads import sparing
 
 Row = dict[str, Any]
-Sink = Callable[[Row], None]  # takes a line of the record, on rank 0; `close()`, if any, is called last
+# Takes a line of the record, on rank 0. `close()`, if any, is called last, or `fail()`, if any, of a run that failed.
+Sink = Callable[[Row], None]
 MOST_WAITING = 10_000  # lines; a sink that is further behind gets no more
 GATHER_S = 1.0  # in which lines come together for one `flush`
-CLOSE_S = 60.0  # for the last lines
+CLOSE_S = 60.0  # for the last lines, of all sinks together
 IDS = "sinks.json"  # in the run directory: a run's identity at each service
 MOST_IDS_BYTES = 1 << 16
 
@@ -27,8 +31,13 @@ def numbers(row: Row) -> dict[str, Any]:
     """Numbers of a line by name, `train/loss`; of parts of a step the medians, `train/anatomy/compute`."""
     kind = row["kind"]
     found = {f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, (int, float))}
-    parts = row.get("anatomy", {})
-    return found | {f"{kind}/anatomy/{part}": spread[1] for part, spread in parts.items() if spread[1] is not None}
+    return found | {f"{kind}/{name}": median for name, median in medians(row).items() if median is not None}
+
+
+def medians(row: Row) -> dict[str, Any]:
+    """Medians over ranks of parts of a step, by names as `anatomy/compute`; of lines of the trainer's own only."""
+    parts = row.get("anatomy", {}) if row["kind"] in ("train", "window") else {}
+    return {f"anatomy/{part}": spread[1] for part, spread in parts.items()}
 
 
 # ---------------------------------------------------------------- the identity of a run
@@ -65,7 +74,7 @@ class Background:
         """Begin to open the sink of this name."""
         self.__name__, self._open, self._error = name, open_sink, None
         self._rows: queue.Queue[Row] = queue.Queue(MOST_WAITING)
-        self._is_closing = threading.Event()
+        self._is_closing, self._has_failed, self._deadline = threading.Event(), False, 0.0
         self._thread = threading.Thread(target=self._run, name=f"jaxmpi sink {name}", daemon=True)
         self._thread.start()
 
@@ -82,15 +91,21 @@ class Background:
         except queue.Full as error:
             raise TimeoutError(f"{MOST_WAITING} lines wait for it") from error
 
+    def begin_to_close(self, has_failed: bool) -> None:
+        """Have the sink write its last lines and end; it has CLOSE_S seconds from now on."""
+        self._has_failed, self._deadline = has_failed, time.monotonic() + CLOSE_S
+        self._is_closing.set()
+
     def close(self) -> None:
-        """Wait for the last lines and the sink's own end, for CLOSE_S seconds at most.
+        """Wait for the last lines and the sink's own end, until CLOSE_S seconds after `begin_to_close`.
 
         Raises:
             TimeoutError: it takes longer.
             Exception: what the sink has raised.
         """
-        self._is_closing.set()
-        self._thread.join(CLOSE_S)
+        if not self._is_closing.is_set():
+            self.begin_to_close(has_failed=False)
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
             raise TimeoutError(f"{self._rows.qsize()} lines or its end wait after {CLOSE_S:.0f} s")
         self._check()
@@ -101,11 +116,12 @@ class Background:
 
     def _run(self) -> None:
         try:
-            sink = self._open()
-            while not self._is_closing.wait(GATHER_S):
+            with own_threads(self.__name__):
+                sink = self._open()
+                while not self._is_closing.wait(GATHER_S):
+                    self._write(sink)
                 self._write(sink)
-            self._write(sink)
-            getattr(sink, "close", lambda: None)()
+                end(sink, self._has_failed)
         except (Exception, SystemExit) as error:  # other people's code, as in `send`
             self._error = error
 
@@ -119,17 +135,28 @@ def send(sinks: list[Sink], row: Row) -> None:
     """Send a line to each sink; drop and report one that fails, so that it does not end the run."""
     for sink in list(sinks):
         try:
-            sink(dict(row))
+            with own_threads(name_of(sink)):
+                sink(dict(row))
         except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
             sinks.remove(sink)
             tell(name_of(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
 
 
-def close(sinks: list[Sink]) -> None:
-    """Close the sinks that have a `close`."""
+def end(sink: Sink, has_failed: bool) -> None:
+    """Call what a sink has for the end of a run."""
+    close = getattr(sink, "close", lambda: None)
+    (getattr(sink, "fail", close) if has_failed else close)()
+
+
+def close(sinks: list[Sink], has_failed: bool) -> None:
+    """End the sinks; those in the background all at once."""
+    for sink in sinks:
+        if isinstance(sink, Background):
+            sink.begin_to_close(has_failed)
     for sink in sinks:
         try:
-            getattr(sink, "close", lambda: None)()
+            with own_threads(name_of(sink)):
+                end(sink, has_failed)
         except (Exception, SystemExit) as error:
             tell(name_of(sink), "failed while it was closed, and may lack its last lines", error)
 
@@ -137,6 +164,20 @@ def close(sinks: list[Sink]) -> None:
 def name_of(sink: Sink) -> str:
     """The word or the name of a sink, for messages."""
     return getattr(sink, "__name__", type(sink).__name__)
+
+
+_told: set[tuple[str, str]] = set()  # a library may start a thread for every line
+
+
+def own_threads(name: str) -> AbstractContextManager[None]:
+    """Until the block ends a sink is at work, whose threads may fail: each error is reported once."""
+
+    def report(error: BaseException) -> None:
+        if (name, repr(error)) not in _told:
+            _told.add((name, repr(error)))
+            tell(name, "failed in a thread of its own, and may lack lines", error)
+
+    return sparing(report)
 
 
 def tell(name: str, what: str, error: BaseException) -> None:

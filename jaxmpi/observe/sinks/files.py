@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxmpi.observe.sinks.base import Row, numbers
+from jaxmpi.observe.sinks.base import Row, medians, numbers
 
 CUTS = ("rollback", "lost")  # kinds of lines before which the record has dropped others
 
@@ -74,5 +74,4 @@ def cells_of(row: Row) -> dict[str, Any]:
     if row["kind"] == "run":
         return {}
     plain = {name: value for name, value in row.items() if name != "kind" and not isinstance(value, (list, dict))}
-    parts = {f"anatomy/{part}": spread[1] for part, spread in row.get("anatomy", {}).items()}
-    return plain | parts
+    return plain | medians(row)

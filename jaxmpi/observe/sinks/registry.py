@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmpi.core.errors import check, lookup
-from jaxmpi.observe.sinks.base import Background, Sink, tell
+from jaxmpi.observe.sinks.base import Background, Sink, own_threads, tell
 from jaxmpi.observe.sinks.files import Csv, TensorBoard
 from jaxmpi.observe.sinks.services import Mlflow, Trackio, Wandb
 
@@ -27,8 +27,16 @@ SINKS: dict[str, SinkSpec] = {
     "mlflow": SinkSpec(
         Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", ("mlflow",), "'jaxmpi[mlflow]'", in_background=True
     ),
-    "tensorboard": SinkSpec(TensorBoard, "events in tensorboard/", ("tensorboardX", "torch"), "'jaxmpi[tensorboard]'"),
-    "trackio": SinkSpec(Trackio, "a run of trackio, local or in a Space", ("trackio",), "'jaxmpi[trackio]'"),
+    "tensorboard": SinkSpec(
+        TensorBoard,
+        "events in tensorboard/",
+        ("tensorboardX", "torch"),
+        "'jaxmpi[tensorboard]'",
+        in_background=True,
+    ),
+    "trackio": SinkSpec(
+        Trackio, "a run of trackio, local or in a Space", ("trackio",), "'jaxmpi[trackio]'", in_background=True
+    ),
     "wandb": SinkSpec(
         Wandb,
         "a run of Weights & Biases, offline without an API key",
@@ -49,10 +57,16 @@ def check_sinks(asked: Sequence[str | Sink]) -> None:
         if isinstance(name, str):
             spec = lookup(SINKS, name, "sink")
             check(
-                not spec.packages or any(map(importlib.util.find_spec, spec.packages)),
+                not spec.packages or any(map(is_installed, spec.packages)),
                 f"sinks: got {name!r}; expected the package {' or '.join(spec.packages)}, which is not installed: pip "
                 f"install {spec.install}, or leave {name} out",
             )
+
+
+def is_installed(package: str) -> bool:
+    """Return True for a package that can be imported; a bare folder of its name, such as `./wandb`, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
@@ -63,7 +77,8 @@ def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
         if isinstance(given, str):
             spec = SINKS[given]
             try:
-                sink = Background(given, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
+                with own_threads(given):
+                    sink = Background(given, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
             except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
                 tell(given, "could not be opened and gets no lines", error)
                 continue

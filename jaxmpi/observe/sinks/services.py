@@ -5,11 +5,11 @@ on the run's terminal. The line of kind `run` becomes the run's configuration. T
 directory, so that a resumed run goes on there.
 """
 
-import contextlib
-import io
+import atexit
 import logging
 import os
 import re
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -28,10 +28,15 @@ class Wandb:
 
     def __init__(self, run_dir: Path) -> None:
         """Begin the run, or go on with it."""
+        self.is_finished = False
         os.environ.setdefault("WANDB_SILENT", "true")  # before the import: it speaks before it has its settings
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
+        hooks = sys.excepthook, sys.exit
+        service = wandb.setup().ensure_service()
+        sys.excepthook, sys.exit = hooks  # which it has replaced; the run's own end the job
+        atexit.register(self._leave, service)  # before the service's own hook
         mode: Any = os.environ.get("WANDB_MODE")
         if not mode:  # without a key it would ask for one
             mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
@@ -58,7 +63,21 @@ class Wandb:
 
     def close(self) -> None:
         """Send what is left."""
-        self.run.finish()
+        self._finish(0)
+
+    def fail(self) -> None:
+        """Send what is left, and mark the run as failed."""
+        self._finish(1)
+
+    def _finish(self, code: int) -> None:
+        self.run.finish(exit_code=code)
+        self.is_finished = True
+
+    def _leave(self, service: Any) -> None:
+        """At exit: end the service if it is still sending, for which its own hook would wait without limit."""
+        if not self.is_finished and service.owns_service:
+            service._cleanup()  # nothing public removes that hook, nor ends the process at once
+            service._proc._process.kill()
 
 
 class Trackio:
@@ -68,6 +87,9 @@ class Trackio:
         """Begin with the first line, which has the configuration."""
         import trackio
 
+        for name, module in [*sys.modules.items()]:
+            if name.partition(".")[0] == "trackio":  # which has no option to be silent
+                vars(module)["print"] = lambda *args, **kwargs: None
         self.trackio, self.run_dir, self.run = trackio, run_dir, None
 
     def __call__(self, row: Row) -> None:
@@ -79,24 +101,22 @@ class Trackio:
 
     def _begun(self, facts: Row) -> Any:
         name = kept(self.run_dir).get("trackio")
-        with contextlib.redirect_stdout(io.StringIO()):
-            run = self.trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-                name=name or self.run_dir.name,
-                resume="allow" if name else "never",
-                config=flatten_json(facts),
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
+        run = self.trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=name or self.run_dir.name,
+            resume="allow" if name else "never",
+            config=flatten_json(facts),
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
         keep(self.run_dir, "trackio", run.name)
         return run
 
     def close(self) -> None:
         """Write what is left."""
         if self.run is not None:
-            with contextlib.redirect_stdout(io.StringIO()):
-                self.trackio.finish()
+            self.trackio.finish()
 
 
 class Mlflow:
@@ -128,12 +148,14 @@ class Mlflow:
             self._configure({name: value for name, value in row.items() if name != "kind"})
         elif "step" in row:
             now_ms = int(1e3 * time.time())
-            self._metrics += [self.metric(name, value, now_ms, row["step"]) for name, value in numbers(row).items()]
+            self._metrics += [
+                self.metric(allowed(name), value, now_ms, row["step"]) for name, value in numbers(row).items()
+            ]
 
     def _configure(self, facts: Row) -> None:
         """Log parameters that the run does not have: MLflow changes none."""
         known = self.client.get_run(self.run_id).data.params
-        named = {re.sub(r"[^\w\-./ ]", "_", path): str(value) for path, value in flatten_json(facts).items()}
+        named = {allowed(path): str(value) for path, value in flatten_json(facts).items()}
         new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in known]
         for begin in range(0, len(new), 100):
             self.client.log_batch(self.run_id, params=new[begin : begin + 100])
@@ -146,5 +168,17 @@ class Mlflow:
 
     def close(self) -> None:
         """Mark the run as finished."""
+        self._terminate("FINISHED")
+
+    def fail(self) -> None:
+        """Mark the run as failed."""
+        self._terminate("FAILED")
+
+    def _terminate(self, status: str) -> None:
         self.flush()
-        self.client.set_terminated(self.run_id)
+        self.client.set_terminated(self.run_id, status)
+
+
+def allowed(name: str) -> str:
+    """A name with `_` for the characters that MLflow refuses."""
+    return re.sub(r"[^\w\-./ ]", "_", name)

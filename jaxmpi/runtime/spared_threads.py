@@ -1,0 +1,43 @@
+"""Threads of other people's code whose errors do not end the run, such as those of a tracker's library.
+
+`failures` ends the job for an uncaught error of any other thread. A thread is spared by the one that starts it, so
+that a thread which the trainer starts meanwhile is not.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Report = Callable[[BaseException], None]
+_reports: weakref.WeakKeyDictionary[threading.Thread, Report] = weakref.WeakKeyDictionary()
+_scope = threading.local()
+_start = threading.Thread.start
+
+
+@contextmanager
+def sparing(report: Report) -> Iterator[None]:
+    """Spare the threads that this thread starts until the block ends, and those that they start.
+
+    Args:
+        report: is called by a spared thread with its uncaught error.
+    """
+    threading.Thread.start = start
+    before, _scope.report = getattr(_scope, "report", None), report
+    try:
+        yield
+    finally:
+        _scope.report = before
+
+
+def start(self: threading.Thread) -> None:
+    """`Thread.start`, with a note if the thread is spared: Python does not keep who has started a thread."""
+    report = getattr(_scope, "report", None) or report_of(threading.current_thread())
+    if report:
+        _reports[self] = report
+    _start(self)
+
+
+def report_of(thread: threading.Thread | None) -> Report | None:
+    """The function that is told of a thread's error; None if the thread is not spared."""
+    return None if thread is None else _reports.get(thread)
