@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
+from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.models.cnn import digits_cnn_tiny
@@ -188,6 +189,28 @@ def test_a_second_run_begins_with_callbacks_as_they_were():
     [copied] = callbacks.checked((stop,))
     copied.restore({"best": 1.0, "count": 7})
     assert stop.count == 0
+
+
+class Keeps(jaxmpi.Callback):
+    def __init__(self, *seen):
+        self.seen = [*seen]
+
+    def state(self):
+        return {"seen": self.seen}
+
+
+def test_a_kept_state_is_what_it_was_when_it_was_asked_for():
+    keeps = Keeps(1)
+    [[name, kept]] = callbacks.states((keeps,), SoloProcesses())
+    keeps.seen.append(2)
+    assert (name, kept) == ("Keeps", {"seen": [1]})
+
+
+def test_a_state_that_is_no_json_is_refused_before_the_first_step(tmp_path):
+    experiment = lines(tmp_path, callbacks=(Keeps(np.zeros(2)),))
+    with pytest.raises(UsageError, match=r"callback Keeps: state: got .*array.*; expected JSON values"):
+        main.train(experiment, "lines")
+    assert not record(experiment, "train")
 
 
 class Moments(jaxmpi.Callback):

@@ -7,6 +7,7 @@ may exchange between ranks (`jaxmpi.exchange`, `Moment.sum`) if all do so alike;
 
 import contextlib
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, path_name
 from jaxmpi.core.train_state import Batch, TrainState
@@ -306,9 +308,24 @@ def check_alike(what: str, before: PyTree, after: PyTree) -> None:
         check(got == expected, f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
 
 
-def states(callbacks: Sequence[Callback]) -> list[list[Any]]:
-    """[name, state] of each, for a checkpoint."""
-    return [[type(callback).__name__, callback.state()] for callback in callbacks]
+def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]:
+    """[name, state] of each for a checkpoint, copied: it is written while the run goes on. All ranks call it.
+
+    Communicates: errors, if there are callbacks.
+
+    Raises:
+        UsageError: a state of any rank's is no JSON.
+    """
+    kept, errors = [], []
+    for callback in callbacks:
+        name, state = type(callback).__name__, callback.state()
+        try:
+            kept.append([name, json.loads(json.dumps(state))])
+        except (TypeError, ValueError, RecursionError) as error:
+            errors.append(f"callback {name}: state: got {state!r:.80}: {error}; expected JSON values")
+    every = control.allgather_object(errors) if callbacks else []
+    check(not any(every), next((first for first, *_ in filter(None, every)), ""))
+    return kept
 
 
 def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
