@@ -80,6 +80,25 @@ def test_a_resumed_run_is_that_which_did_not_end(step, tmp_path):
     assert last[0].read_bytes() == last[1].read_bytes()
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_that_continues_another_goes_on_at_the_rate_that_it_had(devices, tmp_path):
+    source = reduced(tmp_path, devices=devices)
+    main.train(source, "lines")
+    twice = {"continue_from": source.run_dir, "effective_batch": 24, "train_for": "13st", "devices": devices}
+    experiment = reduced(tmp_path, **twice)
+    main.train(experiment, "lines")
+    # Step 11 there, at a tenth, is step 6 here; of the evaluations after 8 and 12 the second is no better.
+    rates = {row["step"]: row["lr"] for row in record(experiment, "train")}
+    assert rates == pytest.approx({step: 1e-3 for step in range(7, 13)} | {13: 1e-4}, rel=1e-5)
+
+
+def test_a_callback_that_is_new_takes_no_other_s_state():
+    kept = [["EarlyStop", {"best": 1.0, "count": 1}], ["EarlyStop", {"best": 2.0, "count": 2}]]
+    new = [Keeps(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop()]
+    callbacks.restore(new, kept)
+    assert [stop.count for stop in new[1:]] == [1, 2, 0]
+
+
 def noisy(i, rng):
     row = {name: values[i % 50] for name, values in line(50).items()}
     return row | {"x": row["x"] + rng.normal(0, 0.1, 3).astype(np.float32)}

@@ -22,7 +22,7 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, path_name
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.trace import Profiler
-from jaxmpi.optim.optimizers import RATE_FACTOR
+from jaxmpi.optim.optimizers import times_rate
 from jaxmpi.runtime import fault_injection, in_flight
 
 
@@ -197,32 +197,30 @@ class ReduceOnPlateau(Plateau):
         """Nothing seen yet."""
         super().__init__(**plateau)
         check(0 < factor < 1, f"ReduceOnPlateau: factor: got {factor}; expected 0 < factor < 1")
-        self.factor, self.rate, self.in_state = factor, 1.0, 1.0
+        self.factor, self.due = factor, 1.0  # what the rate is to be multiplied by before the next step
 
     def reached(self, moment: Moment) -> None:
         """From the next step on."""
-        self.rate *= self.factor
-        moment.say(f"{self.monitor} has not improved for {self.patience} evaluations: learning rate x {self.rate:.3g}")
+        self.due *= self.factor
+        moment.say(
+            f"{self.monitor} has not improved for {self.patience} evaluations: learning rate x {self.factor:.3g}"
+        )
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """The factor goes into the optimizer's state, and so into checkpoints."""
-        if self.in_state != self.rate:
-            by, self.in_state = self.rate / self.in_state, self.rate
-
-            def scaled(path: Any, leaf: Any) -> Any:
-                return leaf * by if path_name(path).endswith(RATE_FACTOR) else leaf
-
-            state = state._replace(rule_state=jax.tree_util.tree_map_with_path(scaled, state.rule_state))
+        if self.due != 1:
+            state = state._replace(rule_state=times_rate(state.rule_state, self.due))
+            self.due = 1.0
         return state, batch
 
     def state(self) -> dict[str, Any]:
-        """The factors besides."""
-        return super().state() | {"rate": self.rate, "in_state": self.in_state}
+        """Besides, the factor that is not yet in the optimizer's state."""
+        return super().state() | {"due": self.due}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on."""
         super().restore(state)
-        self.rate, self.in_state = state["rate"], state["in_state"]
+        self.due = state["due"]
 
 
 # ---------------------------------------------------------------- the user's own in a run
@@ -329,12 +327,13 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
 
 
 def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
-    """Give each its state back, by its place and name; one that the checkpoint does not know stays as it is."""
-    for callback, (name, state) in zip(callbacks, kept, strict=False):
-        if name == type(callback).__name__:
-            callback.restore(state)
+    """Give each its state back, by its name: of several of one name the first, second, and so on.
 
-
-def rate_factor(callbacks: Sequence[Callback]) -> float:
-    """The factor of the learning rate."""
-    return math.prod(callback.rate for callback in callbacks if isinstance(callback, ReduceOnPlateau))
+    One that the checkpoint does not know stays as it is.
+    """
+    left = list(kept)
+    for callback in callbacks:
+        row = next((row for row in left if row[0] == type(callback).__name__), None)
+        if row is not None:
+            left.remove(row)
+            callback.restore(row[1])

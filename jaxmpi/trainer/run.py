@@ -100,7 +100,6 @@ def assembled(
             tracer=tracer,
             noise=noise,
             max_skipped=experiment.data.max_skipped,
-            callbacks=experiment.callbacks,
             flops=functions.flops,
             peak=peak,
         ),
