@@ -167,6 +167,17 @@ CHANGES = {
 }
 
 
+def in_place(**fields):
+    """A change of the batch that is given, which is returned."""
+    return lambda batch: batch.update({name: change(batch[name]) for name, change in fields.items()}) or batch
+
+
+CHANGES |= {
+    "in place": (in_place(x=lambda x: x[:5]), r"batch/x: got float32\[5, 3\]; expected float32\[12, 3\]"),
+    "no array": (in_place(x=lambda x: "text"), r"batch/x: got str; expected float32\[12, 3\]"),
+}
+
+
 @pytest.mark.parametrize(("change", "match"), CHANGES.values(), ids=CHANGES)
 def test_a_callback_that_changes_the_structure_of_a_batch_is_named(change, match, tmp_path):
     with pytest.raises(UsageError, match=match):
@@ -339,6 +350,7 @@ class Shifts(Greedy):
     first_rank_only = True
 
 
-def test_rank_0_alone_may_not_change_a_batch(tmp_path):
+@pytest.mark.parametrize("change", [lambda b: {**b, "y": 2 * b["y"]}, in_place(y=lambda y: 2 * y)], ids=["new", "same"])
+def test_rank_0_alone_may_not_change_a_batch(change, tmp_path):
     with pytest.raises(UsageError, match="Shifts: before_step: got another state or batch on rank 0 alone"):
-        main.train(lines(tmp_path, callbacks=(Shifts(lambda b: {**b, "y": 2 * b["y"]}),)), "lines")
+        main.train(lines(tmp_path, callbacks=(Shifts(change),)), "lines")

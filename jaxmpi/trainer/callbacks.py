@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.pytrees import PyTree, path_name
+from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.optim.optimizers import times_rate
@@ -284,26 +284,33 @@ def before_step(
         UsageError: one changes the structure, a shape or a dtype of the state or the batch; on rank 0 alone, anything;
             or communicates.
     """
+    leaves, structure = jax.tree.flatten((state, batch))  # held, since a dict may be changed in place
     for callback in callbacks:
-        before, what = (state, batch), f"callback {type(callback).__name__}: before_step"
+        were, was, what = leaves, structure, f"callback {type(callback).__name__}: before_step"
         with may(callback, "before_step", is_apart):
             state, batch = callback.before_step(step, state, batch)
-        if state is not before[0] or batch is not before[1]:
+        leaves, structure = jax.tree.flatten((state, batch))
+        if structure != was or any(new is not old for new, old in zip(leaves, were, strict=True)):
             is_all = not callback.first_rank_only
             check(is_all, f"{what}: got another state or batch on rank 0 alone; expected those it was given")
-            check_alike(what, before, (state, batch))
+            check_alike(what, jax.tree.unflatten(was, were), (state, batch))
     return state, batch
 
 
 def check_alike(what: str, before: PyTree, after: PyTree) -> None:
     """Raise `UsageError` unless both have the same leaves, shapes and dtypes."""
     was, now = (
-        {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        {path: kind_of(leaf) for path, leaf in by_path(tree).items()}
         for tree in (dict(zip(("state", "batch"), pair, strict=True)) for pair in (before, after))
     )
     for path in sorted(was | now):
         got, expected = now.get(path, "nothing"), was.get(path, "nothing")
         check(got == expected, f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
+
+
+def kind_of(leaf: Any) -> str:
+    """`float32[3]`; the type of what is no array."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]:
