@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -191,6 +192,10 @@ def test_a_callback_may_change_values_of_a_batch(tmp_path):
 
 
 REFUSED = {
+    "open": (
+        {"callbacks": (Greedy(threading.Lock()),)},
+        "callback Greedy: TypeError: cannot pickle '_thread.lock' object; .* open it in at_start",
+    ),
     "none": ({"callbacks": (print,)}, "expected a jaxmpi.Callback object"),
     "one": ({"callbacks": jaxmpi.EarlyStop()}, "expected a tuple of jaxmpi.Callback objects"),
     "figure": (

@@ -230,13 +230,28 @@ def checked(callbacks: Any) -> tuple[Callback, ...]:
     """Copies of an experiment's callbacks, so that a second run begins anew.
 
     Raises:
-        UsageError: one that is none.
+        UsageError: one that is none, or that cannot be copied.
     """
     is_row = isinstance(callbacks, (tuple, list))
     check(is_row, f"callbacks: got {callbacks!r}; expected a tuple of jaxmpi.Callback objects")
     for callback in callbacks:
         check(isinstance(callback, Callback), f"callbacks: got {callback!r}; expected a jaxmpi.Callback object")
-    return tuple(map(copy.deepcopy, callbacks))
+    return tuple(map(copied, callbacks))
+
+
+def copied(callback: Callback) -> Callback:
+    """A deep copy.
+
+    Raises:
+        UsageError: it holds what cannot be copied, such as an open file.
+    """
+    try:
+        return copy.deepcopy(callback)
+    except Exception as error:  # whatever an object of the user's raises
+        raise UsageError(
+            f"callback {type(callback).__name__}: {type(error).__name__}: {error}; each run works on a deep copy: what "
+            "cannot be copied, such as a file, open it in at_start"
+        ) from error
 
 
 def of_rank(callbacks: Sequence[Callback], rank: int) -> list[Callback]:
