@@ -89,7 +89,7 @@ class Finished:
         return jax.jit(partial(steps.predict, self.forward))
 
     def example(self) -> Batch:
-        """A batch of validation examples as `predict` takes them, the first worker's share.
+        """A batch of validation examples as `predict` takes them, this worker's share. All ranks call it.
 
         Raises:
             UsageError: there are none.
