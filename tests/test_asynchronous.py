@@ -25,6 +25,7 @@ from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
 from jaxmpi.comm import topology
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig
@@ -42,6 +43,7 @@ from jaxmpi.trainer import async_chief, async_start
 from jaxmpi.trainer import build as trainer_build
 from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.asynchronous import AsynchronousWorker
+from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import Progress
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train
@@ -266,6 +268,14 @@ class LoneWorker(Worker):
         return np.zeros((1, len(TimeSpent._fields)))
 
 
+class Saves(Callback):
+    saves = 0
+
+    def state(self):
+        self.saves += 1
+        return {"saves": self.saves}
+
+
 def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path, monkeypatch):
     monkeypatch.setattr(async_chief, "extra_of", lambda *run: {})
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
@@ -278,7 +288,9 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
         recorder=Recorder(None),
         saver=SimpleNamespace(home=HeldFolder(tmp_path)),
         notice=SimpleNamespace(is_interrupt=False),
-        **dict.fromkeys(("experiment", "functions", "folder")),
+        experiment=SimpleNamespace(callbacks=(Saves(),)),
+        workers=SimpleNamespace(processes=SoloProcesses()),
+        **dict.fromkeys(("functions", "folder")),
     )
     worker, start = LoneWorker(), SimpleNamespace(tally=Counters(), step=0)
     parts = UncoordinatedCheckpoint(tmp_path, 1, Retention(2))
@@ -293,7 +305,9 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     chief.finish(state)
     [saved] = found(tmp_path)
     assert saved.name == "step_00000001"
-    assert json.loads((saved / "manifest.json").read_text())["files"]["worker_00000.bin"]
+    manifest = json.loads((saved / "manifest.json").read_text())
+    assert manifest["files"]["worker_00000.bin"]
+    assert manifest["extra"]["callbacks"] == [["Saves", {"saves": 2}]]
 
 
 # ---------------------------------------------------------------- who dies

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
+from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.models.cnn import digits_cnn_tiny
@@ -77,6 +79,25 @@ def test_a_resumed_run_is_that_which_did_not_end(step, tmp_path):
     assert main.train(dataclasses.replace(part, resume=True), "lines") == want
     last = [Path(run.run_dir) / "checkpoints" / "step_00000011" / "common.bin" for run in (whole, part)]
     assert last[0].read_bytes() == last[1].read_bytes()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_that_continues_another_goes_on_at_the_rate_that_it_had(devices, tmp_path):
+    source = reduced(tmp_path, devices=devices)
+    main.train(source, "lines")
+    twice = {"continue_from": source.run_dir, "effective_batch": 24, "train_for": "13st", "devices": devices}
+    experiment = reduced(tmp_path, **twice)
+    main.train(experiment, "lines")
+    # Step 11 there, at a tenth, is step 6 here; of the evaluations after 8 and 12 the second is no better.
+    rates = {row["step"]: row["lr"] for row in record(experiment, "train")}
+    assert rates == pytest.approx({step: 1e-3 for step in range(7, 13)} | {13: 1e-4}, rel=1e-5)
+
+
+def test_a_callback_that_is_new_takes_no_other_s_state():
+    kept = [["EarlyStop", {"best": 1.0, "count": 1}], ["EarlyStop", {"best": 2.0, "count": 2}]]
+    new = [Keeps(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop()]
+    callbacks.restore(new, kept)
+    assert [stop.count for stop in new[1:]] == [1, 2, 0]
 
 
 def noisy(i, rng):
@@ -147,6 +168,17 @@ CHANGES = {
 }
 
 
+def in_place(**fields):
+    """A change of the batch that is given, which is returned."""
+    return lambda batch: batch.update({name: change(batch[name]) for name, change in fields.items()}) or batch
+
+
+CHANGES |= {
+    "in place": (in_place(x=lambda x: x[:5]), r"batch/x: got float32\[5, 3\]; expected float32\[12, 3\]"),
+    "no array": (in_place(x=lambda x: "text"), r"batch/x: got str; expected float32\[12, 3\]"),
+}
+
+
 @pytest.mark.parametrize(("change", "match"), CHANGES.values(), ids=CHANGES)
 def test_a_callback_that_changes_the_structure_of_a_batch_is_named(change, match, tmp_path):
     with pytest.raises(UsageError, match=match):
@@ -160,6 +192,10 @@ def test_a_callback_may_change_values_of_a_batch(tmp_path):
 
 
 REFUSED = {
+    "open": (
+        {"callbacks": (Greedy(threading.Lock()),)},
+        "callback Greedy: TypeError: cannot pickle '_thread.lock' object; .* open it in at_start",
+    ),
     "none": ({"callbacks": (print,)}, "expected a jaxmpi.Callback object"),
     "one": ({"callbacks": jaxmpi.EarlyStop()}, "expected a tuple of jaxmpi.Callback objects"),
     "figure": (
@@ -188,6 +224,28 @@ def test_a_second_run_begins_with_callbacks_as_they_were():
     [copied] = callbacks.checked((stop,))
     copied.restore({"best": 1.0, "count": 7})
     assert stop.count == 0
+
+
+class Keeps(jaxmpi.Callback):
+    def __init__(self, *seen):
+        self.seen = [*seen]
+
+    def state(self):
+        return {"seen": self.seen}
+
+
+def test_a_kept_state_is_what_it_was_when_it_was_asked_for():
+    keeps = Keeps(1)
+    [[name, kept]] = callbacks.states((keeps,), SoloProcesses())
+    keeps.seen.append(2)
+    assert (name, kept) == ("Keeps", {"seen": [1]})
+
+
+def test_a_state_that_is_no_json_is_refused_before_the_first_step(tmp_path):
+    experiment = lines(tmp_path, callbacks=(Keeps(np.zeros(2)),))
+    with pytest.raises(UsageError, match=r"callback Keeps: state: got .*array.*; expected JSON values"):
+        main.train(experiment, "lines")
+    assert not record(experiment, "train")
 
 
 class Moments(jaxmpi.Callback):
@@ -297,6 +355,7 @@ class Shifts(Greedy):
     first_rank_only = True
 
 
-def test_rank_0_alone_may_not_change_a_batch(tmp_path):
+@pytest.mark.parametrize("change", [lambda b: {**b, "y": 2 * b["y"]}, in_place(y=lambda y: 2 * y)], ids=["new", "same"])
+def test_rank_0_alone_may_not_change_a_batch(change, tmp_path):
     with pytest.raises(UsageError, match="Shifts: before_step: got another state or batch on rank 0 alone"):
-        main.train(lines(tmp_path, callbacks=(Shifts(lambda b: {**b, "y": 2 * b["y"]}),)), "lines")
+        main.train(lines(tmp_path, callbacks=(Shifts(change),)), "lines")

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import optax
@@ -23,6 +24,7 @@ APART, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
 # Message and options; one for each line of the table at least.
 STREAM = Data("grain", train=lambda worker, workers: iter([]))
+HELD_OUT = Data("mixture", train=(([1], 1.0),), validation=STREAM)
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("on_nonfinite: got rollback with an asynchronous rule, .*; skip or stop", {"on_nonfinite": "rollback", **APART}),
     ("batch_statistics: got synchronised with an asy.*; averaged or", {"batch_statistics": "synchronised", **APART}),
@@ -38,6 +40,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "data.memory: got partition with an IterDataset of Grain",
         {"data": Data("grain", train=STREAM.train, memory="partition")},
     ),
+    ("data.source: got mixture with an IterDataset and --on-rank-loss shrink", {"data": HELD_OUT, **SHRINK}),
+    ("data.on_error: got skip with an IterDataset of Grain.*filter", {"data": replace(STREAM, on_error="skip")}),
     ("continue_from: got run with an IterDataset of Grain", {"data": STREAM, "continue_from": "run"}),
     (
         r"on_nonfinite: got skip with exchange\.overlap delayed.*use stop or",

@@ -23,7 +23,7 @@ from jaxmpi.model import nnx_model
 from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.models.norm import BatchNorm
 from jaxmpi.trainer import exported, finished
-from launching import ROOT, train_here
+from launching import ROOT, mpirun_line, run, train_here
 from line_task import LINE, line, lines
 
 [SNIPPET] = re.findall(
@@ -105,6 +105,11 @@ def test_the_command_gives_the_outputs_of_predict_bit_for_bit(tmp_path, monkeypa
     images = np.stack([source[i][0] for i in range(32)])  # as many as `jaxmpi predict` takes at once
     got = called(tmp_path / "model.jaxexport", {"image": images})["outputs"]
     np.testing.assert_array_equal(got, want[:32])
+    out = tmp_path / "partition.jaxexport"  # where ranks keep the data together
+    asked = [str(tmp_path / "run"), str(out), "--platforms", "cpu", "--data.memory", "partition"]
+    done = run([*mpirun_line(2), "jaxmpi", "export", *asked], timeout_s=60)
+    assert done.code == 0, done.out
+    assert done.out.count("by the model of step 6") == 1
 
 
 @pytest.fixture

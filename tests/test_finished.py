@@ -158,6 +158,21 @@ def test_arrays_of_a_file_are_predicted_without_labels(digits_run, tmp_path, cap
         finished.predict_main([str(digits_run[0]), str(tmp_path / "x.npz"), "--data", str(tmp_path / "odd.npz")])
 
 
+def test_outputs_of_any_name_are_written(tmp_path):
+    outputs = {"file": np.arange(3), "more/allow_pickle": np.ones((2, 2), np.float32)}
+    finished.write_arrays(tmp_path / "out.npz", outputs)
+    with np.load(tmp_path / "out.npz") as opened:
+        assert {name: opened[name].tolist() for name in opened.files} == {k: v.tolist() for k, v in outputs.items()}
+
+
+def test_a_file_without_arrays_of_examples_is_named(tmp_path):
+    np.save(tmp_path / "one.npy", np.ones(3))
+    np.savez(tmp_path / "number.npz", x=1.0)
+    for name, got in (("one.npy", "got one array"), ("number.npz", "x: got one number")):
+        with pytest.raises(UsageError, match=rf"{name}: {got}.*; expected arrays \[n, \.\.\.\] that np\.savez"):
+            finished.with_inputs(lines(tmp_path), tmp_path / name)
+
+
 REFUSED = {
     "folder": (["nowhere"], "nowhere/config.json: no such file"),
     "step": (["{run}", "--step", "5"], "--step: got 5; there are 6"),

@@ -97,6 +97,7 @@ def survivor(monkeypatch) -> Any:
         notice=None,
         guard=SimpleNamespace(recovery=None),
         profiler=None,
+        at_start=(),
     )
     fakes = {
         "gather_mortal": lambda control: SimpleNamespace(processes=control, size=1, mine=(0,), comm=None, mesh=None),

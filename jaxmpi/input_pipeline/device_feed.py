@@ -147,10 +147,12 @@ class DeviceFeed:
         """
         if self.memory:
             self.memory.begin(start, stop)
-        if isinstance(self.source, StreamSource):
-            self.source.begin(start)
+        source = self.source
+        if isinstance(source, StreamSource):
+            source = source if self.train else source.apart()  # an evaluation may begin within another
+            source.begin(start)
         loaders = [
-            Loader(self.source, s, self.data, self.train, start, stop, self.crew, self.classes, self.labels)
+            Loader(source, s, self.data, self.train, start, stop, self.crew, self.classes, self.labels)
             for s in self.samplers
         ]
         skipped, wait_s = self.skipped, self.wait_s
@@ -168,8 +170,8 @@ class DeviceFeed:
         try:
             while ahead or put_next():
                 batch, epoch, of_these, weights = ahead.popleft()
-                if isinstance(self.source, StreamSource):
-                    self.source.forget(start)
+                if isinstance(source, StreamSource):
+                    source.forget(start)
                     start += 1
                 if self.memory:  # at the same batch on all ranks, however far each is ahead
                     self.memory.reached(epoch)
@@ -304,7 +306,7 @@ def deal(source: StreamSource, is_train: bool, effective_batch: int, data: Data,
     Communicates: the counts, if each worker has a stream of its own.
 
     Raises:
-        UsageError: a stream for an evaluation does not end.
+        UsageError: a stream for an evaluation does not end, or has no examples.
     """
     per_step = -(-effective_batch // workers.size) if source.is_own else effective_batch
     source.open(workers.mine, workers.size, per_step)
@@ -314,6 +316,10 @@ def deal(source: StreamSource, is_train: bool, effective_batch: int, data: Data,
     counts = source.count(data.stall_timeout_s)
     if source.is_own:
         source.lengths = tuple(n for each in workers.processes.allgather_object(counts) for n in each)
+    for worker, n in enumerate(source.lengths or counts):
+        name = source.name_of(worker, workers.size)
+        way = ": give each worker some, or all workers one IterDataset" if source.is_own else ""
+        check(n > 0, f"{name}: got no examples; expected >= 1{way}")
     source.examples_in_all = sum(source.lengths or counts)
 
 

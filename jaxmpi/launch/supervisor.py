@@ -6,7 +6,6 @@ checkpoint has advanced since the last restart.
 """
 
 import contextlib
-import ctypes
 import itertools
 import os
 import signal
@@ -103,7 +102,7 @@ class Watch:
                 stderr=told.end,
                 # A process group in the background is stopped if it reads from the terminal.
                 stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-                preexec_fn=partial(end_with_parent, os.getpid()),
+                preexec_fn=partial(launchers.end_with_parent, os.getpid()),
                 env=SETTINGS | os.environ | setting,
                 # On signals to its group mpirun would kill the ranks 0.25 s later. In a session of its own the kernel
                 # would ignore SIGTSTP for it.
@@ -200,16 +199,6 @@ class Relay(threading.Thread):
         """Return the end of the job's output; called after the job."""
         self.join(5.0)  # a process that outlives the job may hold the other end
         return self._kept.decode(errors="replace")
-
-
-def end_with_parent(parent: int) -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent ends, however it ends. Linux only."""
-    pr_set_pdeathsig = 1
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before
-        os._exit(128 + signal.SIGTERM)
 
 
 # ---------------------------------------------------------------- again

@@ -143,17 +143,35 @@ def optimizer(config: Optim, lr: optax.Schedule) -> Transform:
     return optax.chain(*clip, *([schedule_free(config, lr, optax.chain(*steps))] if row.averages else steps))
 
 
-RATE_FACTOR = "rate_factor"  # the leaf that callbacks change
+class RateFactor(NamedTuple):
+    """State of `by_rate_factor`."""
+
+    rate_factor: jax.Array  # f32[], or one a worker
 
 
 def by_rate_factor() -> optax.GradientTransformation:
     """Updates times a number in the state, at first 1, by which a callback may lower the learning rate."""
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        factor = state[RATE_FACTOR]
-        return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
+    def update(updates: PyTree, state: RateFactor, params: PyTree = None) -> tuple[PyTree, RateFactor]:
+        return jax.tree.map(lambda u: u * state.rate_factor.astype(u.dtype), updates), state
 
-    return optax.GradientTransformation(lambda params: {RATE_FACTOR: jnp.ones(())}, update)
+    return optax.GradientTransformation(lambda params: RateFactor(jnp.ones(())), update)
+
+
+def is_rate_factor(part: PyTree) -> bool:
+    """Return True for the state of `by_rate_factor`."""
+    return isinstance(part, RateFactor)
+
+
+def times_rate(state: PyTree, factor: float) -> PyTree:
+    """The state of a rule or an optimizer, with its learning rate multiplied by a factor."""
+    scaled = lambda part: RateFactor(part.rate_factor * factor) if is_rate_factor(part) else part  # noqa: E731
+    return jax.tree.map(scaled, state, is_leaf=is_rate_factor)
+
+
+def rate_factors(state: PyTree) -> list[jax.Array]:
+    """The factors of the learning rate in the state of a rule or an optimizer; empty if no callback scales it."""
+    return [part.rate_factor for part in jax.tree.leaves(state, is_leaf=is_rate_factor) if is_rate_factor(part)]
 
 
 def own(config: Optim, lr: optax.Schedule) -> Transform:

@@ -1,7 +1,9 @@
 """Launchers: which one started this process, its rank and the job's size."""
 
 import contextlib
+import ctypes
 import os
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,3 +90,13 @@ def ranks_below(pid: int) -> dict[int, int]:
                     elif not is_spawned:
                         found[ranks[0]] = child
     return found
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask the kernel to send SIGTERM to this process when its parent ends, however it ends. Linux only."""
+    pr_set_pdeathsig = 1
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before
+        os._exit(128 + signal.SIGTERM)

@@ -71,9 +71,9 @@ class Trainer:
             TrainingError: the run failed.
         """
         self.__dict__.pop("_finished", None)
-        if self.started > 1:
-            return launched.fit(self.experiment, self.started)
         try:
+            if self.started > 1:
+                return launched.fit(self.experiment, self.started)
             return main.train(self.experiment, self.name)
         except decisions.Preempted as left:
             sys.exit(left.code)

@@ -6,7 +6,7 @@ part when it next reports, and when all have, worker 0 adds the center and compl
 
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.step_timing import summary_apart
 from jaxmpi.rules.parameter_server import Answer, Counters, TimeSpent
+from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_start import Start, on_device
 from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.evaluate import evaluate, score
@@ -47,6 +48,7 @@ class ChiefWorker:
         self.evaluated, self.begun = -1, start.step  # steps
         self.number = 0.0  # of the last checkpoint: its step + 1, and 1/2 more for that of the end, maybe of that step
         self.is_writing = False  # a checkpoint, whose parts workers still write
+        self.states: list[list[Any]] = []  # of callbacks, when it was begun
         self.overdue = DueEvents(log=True)  # the run starts with a progress line
         self.alive, self.times = 0, np.zeros((worker.workers, len(TimeSpent._fields)))  # as at the last line
         self.behind: frozenset[int] = frozenset()  # workers that were, at the last line
@@ -87,6 +89,7 @@ class ChiefWorker:
         self.begun, self.at, home = step, self.answer.tally, self.run.saver.home
         if fate := home.fate():
             self.end_elsewhere(state, fate)
+        self.states = callbacks.states(self.run.experiment.callbacks, self.run.workers.processes)
         with written(step, home):
             self.parts.begin(step)
         self.is_writing = True
@@ -108,7 +111,7 @@ class ChiefWorker:
         """Add to the parts the params that stand for all workers', and JSON values."""
         run = self.run
         extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
-        extra |= {"tally": [*map(float, self.at)], "lr": run.plan.lr_of(self.begun + 1)}
+        extra |= {"tally": [*map(float, self.at)], "lr": run.plan.lr_of(self.begun + 1), "callbacks": self.states}
         with written(self.begun, run.saver.home):
             parts.end(self.begun, {"center": self.shared(state)}, extra, score)
 

@@ -7,6 +7,7 @@ may exchange between ranks (`jaxmpi.exchange`, `Moment.sum`) if all do so alike;
 
 import contextlib
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.pytrees import PyTree, path_name
+from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.trace import Profiler
-from jaxmpi.optim.optimizers import RATE_FACTOR
+from jaxmpi.optim.optimizers import times_rate
 from jaxmpi.runtime import fault_injection, in_flight
 
 
@@ -195,32 +197,30 @@ class ReduceOnPlateau(Plateau):
         """Nothing seen yet."""
         super().__init__(**plateau)
         check(0 < factor < 1, f"ReduceOnPlateau: factor: got {factor}; expected 0 < factor < 1")
-        self.factor, self.rate, self.in_state = factor, 1.0, 1.0
+        self.factor, self.due = factor, 1.0  # what the rate is to be multiplied by before the next step
 
     def reached(self, moment: Moment) -> None:
         """From the next step on."""
-        self.rate *= self.factor
-        moment.say(f"{self.monitor} has not improved for {self.patience} evaluations: learning rate x {self.rate:.3g}")
+        self.due *= self.factor
+        moment.say(
+            f"{self.monitor} has not improved for {self.patience} evaluations: learning rate x {self.factor:.3g}"
+        )
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """The factor goes into the optimizer's state, and so into checkpoints."""
-        if self.in_state != self.rate:
-            by, self.in_state = self.rate / self.in_state, self.rate
-
-            def scaled(path: Any, leaf: Any) -> Any:
-                return leaf * by if path_name(path).endswith(RATE_FACTOR) else leaf
-
-            state = state._replace(rule_state=jax.tree_util.tree_map_with_path(scaled, state.rule_state))
+        if self.due != 1:
+            state = state._replace(rule_state=times_rate(state.rule_state, self.due))
+            self.due = 1.0
         return state, batch
 
     def state(self) -> dict[str, Any]:
-        """The factors besides."""
-        return super().state() | {"rate": self.rate, "in_state": self.in_state}
+        """Besides, the factor that is not yet in the optimizer's state."""
+        return super().state() | {"due": self.due}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on."""
         super().restore(state)
-        self.rate, self.in_state = state["rate"], state["in_state"]
+        self.due = state["due"]
 
 
 # ---------------------------------------------------------------- the user's own in a run
@@ -230,13 +230,28 @@ def checked(callbacks: Any) -> tuple[Callback, ...]:
     """Copies of an experiment's callbacks, so that a second run begins anew.
 
     Raises:
-        UsageError: one that is none.
+        UsageError: one that is none, or that cannot be copied.
     """
     is_row = isinstance(callbacks, (tuple, list))
     check(is_row, f"callbacks: got {callbacks!r}; expected a tuple of jaxmpi.Callback objects")
     for callback in callbacks:
         check(isinstance(callback, Callback), f"callbacks: got {callback!r}; expected a jaxmpi.Callback object")
-    return tuple(map(copy.deepcopy, callbacks))
+    return tuple(map(copied, callbacks))
+
+
+def copied(callback: Callback) -> Callback:
+    """A deep copy.
+
+    Raises:
+        UsageError: it holds what cannot be copied, such as an open file.
+    """
+    try:
+        return copy.deepcopy(callback)
+    except Exception as error:  # whatever an object of the user's raises
+        raise UsageError(
+            f"callback {type(callback).__name__}: {type(error).__name__}: {error}; each run works on a deep copy: what "
+            "cannot be copied, such as a file, open it in at_start"
+        ) from error
 
 
 def of_rank(callbacks: Sequence[Callback], rank: int) -> list[Callback]:
@@ -284,21 +299,23 @@ def before_step(
         UsageError: one changes the structure, a shape or a dtype of the state or the batch; on rank 0 alone, anything;
             or communicates.
     """
+    leaves, structure = jax.tree.flatten((state, batch))  # held, since a dict may be changed in place
     for callback in callbacks:
-        before, what = (state, batch), f"callback {type(callback).__name__}: before_step"
+        were, was, what = leaves, structure, f"callback {type(callback).__name__}: before_step"
         with may(callback, "before_step", is_apart):
             state, batch = callback.before_step(step, state, batch)
-        if state is not before[0] or batch is not before[1]:
+        leaves, structure = jax.tree.flatten((state, batch))
+        if structure != was or any(new is not old for new, old in zip(leaves, were, strict=True)):
             is_all = not callback.first_rank_only
             check(is_all, f"{what}: got another state or batch on rank 0 alone; expected those it was given")
-            check_alike(what, before, (state, batch))
+            check_alike(what, jax.tree.unflatten(was, were), (state, batch))
     return state, batch
 
 
 def check_alike(what: str, before: PyTree, after: PyTree) -> None:
     """Raise `UsageError` unless both have the same leaves, shapes and dtypes."""
     was, now = (
-        {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        {path: kind_of(leaf) for path, leaf in by_path(tree).items()}
         for tree in (dict(zip(("state", "batch"), pair, strict=True)) for pair in (before, after))
     )
     for path in sorted(was | now):
@@ -306,18 +323,39 @@ def check_alike(what: str, before: PyTree, after: PyTree) -> None:
         check(got == expected, f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
 
 
-def states(callbacks: Sequence[Callback]) -> list[list[Any]]:
-    """[name, state] of each, for a checkpoint."""
-    return [[type(callback).__name__, callback.state()] for callback in callbacks]
+def kind_of(leaf: Any) -> str:
+    """`float32[3]`; the type of what is no array."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]:
+    """[name, state] of each for a checkpoint, copied: it is written while the run goes on. All ranks call it.
+
+    Communicates: errors, if there are callbacks.
+
+    Raises:
+        UsageError: a state of any rank's is no JSON.
+    """
+    kept, errors = [], []
+    for callback in callbacks:
+        name, state = type(callback).__name__, callback.state()
+        try:
+            kept.append([name, json.loads(json.dumps(state))])
+        except (TypeError, ValueError, RecursionError) as error:
+            errors.append(f"callback {name}: state: got {state!r:.80}: {error}; expected JSON values")
+    every = control.allgather_object(errors) if callbacks else []
+    check(not any(every), next((first for first, *_ in filter(None, every)), ""))
+    return kept
 
 
 def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
-    """Give each its state back, by its place and name; one that the checkpoint does not know stays as it is."""
-    for callback, (name, state) in zip(callbacks, kept, strict=False):
-        if name == type(callback).__name__:
-            callback.restore(state)
+    """Give each its state back, by its name: of several of one name the first, second, and so on.
 
-
-def rate_factor(callbacks: Sequence[Callback]) -> float:
-    """The factor of the learning rate."""
-    return math.prod(callback.rate for callback in callbacks if isinstance(callback, ReduceOnPlateau))
+    One that the checkpoint does not know stays as it is.
+    """
+    left = list(kept)
+    for callback in callbacks:
+        row = next((row for row in left if row[0] == type(callback).__name__), None)
+        if row is not None:
+            left.remove(row)
+            callback.restore(row[1])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.config.data import Data
 from jaxmpi.config.flags import flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
@@ -63,9 +64,17 @@ def weighs(task: Any) -> bool:
 
 def has_stream(experiment: Experiment) -> bool:
     """Return True if examples of a split have no numbers."""
-    return experiment.data.source == "grain" and any(
-        map(is_stream, (experiment.data.train, experiment.data.validation))
-    )
+    return is_streamed(experiment.data)
+
+
+def is_streamed(data: Any) -> bool:
+    """Return True for `Data` with a stream, or a mixture with such a part."""
+    if not isinstance(data, Data):
+        return False
+    if data.source == "mixture":
+        pairs = data.train if isinstance(data.train, (tuple, list)) else ()
+        return any(map(is_streamed, [data.validation, *(pair[0] for pair in pairs if pair)]))
+    return data.source == "grain" and any(map(is_stream, (data.train, data.validation)))
 
 
 SHRINK = "--on-rank-loss shrink"
@@ -85,7 +94,7 @@ REFUSALS = (
     Refusal(
         "data.source",
         "grain with an IterDataset",
-        "grain".__eq__,
+        ("grain", "mixture").__contains__,
         lambda experiment: has_stream(experiment) and is_asynchronous(experiment),
         "an IterDataset and an asynchronous rule, whose workers end no step together",
         "take a MapDataset",
@@ -98,6 +107,14 @@ REFUSALS = (
         has_stream,
         "an IterDataset of Grain, whose examples have no numbers",
         "take a MapDataset, or none",
+    ),
+    Refusal(
+        "data.on_error",
+        "skip",
+        "skip".__eq__,
+        has_stream,
+        "an IterDataset of Grain, whose examples have no numbers",
+        "filter corrupt ones in the dataset, or take a MapDataset",
     ),
     Refusal(
         "continue_from",
@@ -145,7 +162,7 @@ REFUSALS = (
     Refusal(
         "data.source",
         "grain with an IterDataset",
-        "grain".__eq__,
+        ("grain", "mixture").__contains__,
         lambda experiment: has_stream(experiment) and shrinks(experiment),
         f"an IterDataset and {SHRINK}",
         "examples that a dead worker has read do not come back: take a MapDataset, or --on-rank-loss end",

@@ -13,6 +13,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.optim.optimizers import rate_factors
 from jaxmpi.runtime import failures, fault_injection, in_flight, phases
 from jaxmpi.trainer.callbacks import Moment, each, of_rank
 from jaxmpi.trainer.run import Run
@@ -25,6 +26,11 @@ def distance(run: Run, state: TrainState) -> float | None:
     """L2 of this process's workers from the mean or center that they met last, summed; None if no rule keeps it."""
     of = run.functions.rule.distance
     return rows(of(state.rule_state), run.workers).sum().item() if of else None
+
+
+def rate_factor(run: Run, state: TrainState) -> float:
+    """The factor of the learning rate, by callbacks."""
+    return next((rows(factor, run.workers).flat[0].item() for factor in rate_factors(state.rule_state)), 1.0)
 
 
 class Evaluation(NamedTuple):

@@ -31,6 +31,7 @@ import jax.export
 import jax.numpy as jnp
 
 from jaxmpi.checkpoint import trained
+from jaxmpi.comm.control import processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
 from jaxmpi.core.pytrees import PyTree, by_path, named_leaves
@@ -60,17 +61,18 @@ class Program:
     notes: tuple[str, ...]  # where it does less than it might, and why
 
 
-def program_of(run: Finished, *, platforms: Sequence[str] = (), batch: int = 0) -> Program:
+def program_of(run: Finished, example: Batch, *, platforms: Sequence[str] = (), batch: int = 0) -> Program:
     """The predictions of a finished run, with its params in them.
 
     Args:
+        example: a batch as the run's `example` gives it.
         platforms: to lower for; default: those of `PLATFORMS` for which the model can be lowered.
         batch: examples of a call; default: any number, or as many as the run predicts at once if the model must know.
 
     Raises:
         UsageError: the model cannot be exported so: why.
     """
-    fields = dict(named_leaves(run.example()))
+    fields = dict(named_leaves(example))
     size = len(next(iter(fields.values())))
     try:
         whole = lowered(run, fields, tuple(fields), batch or size, ())
@@ -174,9 +176,10 @@ def write(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: in
     Raises:
         UsageError: the model cannot be exported, or one of the files exists or cannot be written.
     """
+    example = run.example()  # on all ranks: they may keep the data together
     if run.workers.processes.rank != 0:
         return
-    program = program_of(run, platforms=platforms, batch=batch)
+    program = program_of(run, example, platforms=platforms, batch=batch)
     facts = facts_of(run, program)
     with made_whole(file) as aside, made_whole(facts_file(file)) as facts_aside:
         aside.write_bytes(program.serialized)
@@ -230,8 +233,9 @@ def main(argv: list[str]) -> None:
     if asked.out.suffix != SUFFIX:
         idle = [*fields, *(["--platforms"] if asked.platforms else []), *(["--batch"] if asked.batch else [])]
         check(not idle, f"{' '.join(idle)}: got {asked.out}; only a file {SUFFIX} has them: leave them out")
-        step = trained.export(asked.run_dir, asked.out, asked.step, asked.best)
-        print(f"{asked.out}: params and model state at step {step}")
+        if processes().rank == 0:
+            step = trained.export(asked.run_dir, asked.out, asked.step, asked.best)
+            print(f"{asked.out}: params and model state at step {step}")
         return
     check_asked(asked.out, asked.platforms)
     run, _ = asked_for(options, argv)

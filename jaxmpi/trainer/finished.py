@@ -89,7 +89,7 @@ class Finished:
         return jax.jit(partial(steps.predict, self.forward))
 
     def example(self) -> Batch:
-        """A batch of validation examples as `predict` takes them, the first worker's share.
+        """A batch of validation examples as `predict` takes them, this worker's share. All ranks call it.
 
         Raises:
             UsageError: there are none.
@@ -191,13 +191,19 @@ def with_inputs(experiment: Experiment, file: Path) -> Experiment:
     Raises:
         UsageError: it cannot be read, or its arrays have different lengths.
     """
+    expected = "expected arrays [n, ...] that np.savez has written"
     try:
-        with np.load(file, allow_pickle=False) as opened:
-            fields = nested({name: opened[name] for name in opened.files})
+        opened = np.load(file, allow_pickle=False)
+        check(isinstance(opened, np.lib.npyio.NpzFile), f"{file}: got one array; {expected}")
+        with opened:
+            named = {name: opened[name] for name in opened.files}
+    except UsageError:
+        raise
     except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        raise UsageError(
-            f"{file}: cannot be read: {error}; expected arrays [n, ...] that np.savez has written"
-        ) from error
+        raise UsageError(f"{file}: cannot be read: {error}; {expected}") from error
+    for name, values in named.items():
+        check(values.ndim > 0, f"{file}: {name}: got one number, {values!r:.40}; {expected}")
+    fields = nested(named)
     if experiment.model is not None and fields.keys() == {"image"}:
         fields["label"] = np.zeros(len(fields["image"]), np.int32)
     data = dataclasses.replace(experiment.data, source="array", validation=fields, memory="none", shuffle_by="auto")
@@ -250,6 +256,14 @@ def predict_parser() -> argparse.ArgumentParser:
     return options
 
 
+def write_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write what `np.savez` writes, of arrays of any name: of its own arguments one is `file`."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, values in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, values, allow_pickle=False)
+
+
 def predict_main(argv: list[str]) -> None:
     """`jaxmpi predict RUN OUT.npz`."""
     run, asked = asked_for(predict_parser(), argv)
@@ -258,7 +272,7 @@ def predict_main(argv: list[str]) -> None:
     outputs = run.predict_all()
     if run.workers.processes.rank == 0:
         try:
-            np.savez(asked.out, allow_pickle=False, **outputs)
+            write_arrays(asked.out, outputs)
         except OSError as error:
             raise UsageError(f"{asked.out}: cannot be written: {error}") from error
         told = ", ".join(f"{name} {values.dtype}{list(values.shape)}" for name, values in outputs.items())

@@ -20,6 +20,7 @@ from jaxmpi.checkpoint import run_directory
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import write_whole
+from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures, launchers
 from jaxmpi.trainer.callbacks import Callback, Moment
 
@@ -32,6 +33,14 @@ import cloudpickle
 
 experiment = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
 '''
+# `preexec_fn` would fork a process with JAX's threads, of which JAX warns.
+START = """
+import os, sys
+from jaxmpi.runtime import launchers
+launchers.end_with_parent(int(sys.argv.pop(1)))
+from jaxmpi.tools import cli
+cli.main()
+"""
 TOLD_LINES = 30  # of the workers' output, in an error
 
 
@@ -60,6 +69,7 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
     Raises:
         UsageError: the experiment cannot go to other processes, or they refuse it.
         TrainingError: they ended with an error.
+        decisions.Preempted: they were asked to leave, and have saved the run.
     """
     with run_directory.usable():
         Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
@@ -70,14 +80,17 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
         result = Path(folder) / "figures.json"
         callbacks = (*experiment.callbacks, KeepFigures(result))
         file = written(dataclasses.replace(experiment, callbacks=callbacks, fallback=None), Path(folder))
-        line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(workers), str(file)]
+        line = [sys.executable, "-c", START, str(os.getpid()), "train", "-n", str(workers), str(file)]
         apart = {name for names in launchers.LAUNCHERS.values() for name in names}
         env = {name: value for name, value in os.environ.items() if name not in apart}
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         code, said = run(line, env)
         if code == failures.MISUSED:
-            errors = (text.split("error: ", 1)[1] for text in said if "error: " in text)
-            raise UsageError(f"{workers} workers refused it: {next(errors, said[-1:])}")
+            begin = max((i for i, text in enumerate(said) if "error: " in text), default=0)
+            told = "\n".join([said[begin].partition("error: ")[2] or said[begin], *said[begin + 1 :]]) if said else ""
+            raise UsageError(f"{workers} workers refused it: {told}")
+        if code == failures.PREEMPTED:
+            raise decisions.Preempted
         if code:
             last = "\n  ".join(said)
             raise TrainingError(f"{workers} workers ended with code {code}; their last lines:\n  {last}")

@@ -17,7 +17,7 @@ from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import phases
-from jaxmpi.trainer.evaluate import distance, evaluate, score
+from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
 from jaxmpi.trainer.loop import Position, Progress
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.resume import note_saved, save
@@ -106,7 +106,7 @@ class LockStep:
     def log(self, step: int, state: TrainState) -> None:
         """A line of all workers' steps since the last, and perhaps a step without exchange, to know its time."""
         run = self.run
-        seen = run.log.line(step, self.sums, self.timer.window(), distance(run, state))
+        seen = run.log.line(step, self.sums, self.timer.window(), distance(run, state), rate_factor(run, state))
         self.sums = np.zeros(SUMS)
         if self._batch is not None:
             self._probe.now(self.timer, step, seen.source, state, self._batch)

@@ -239,6 +239,7 @@ def run_in(
     hosts = workers.processes.allgather_object(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     go_on(experiment, workers, plan, saved)
+    at_start = callbacks.states(experiment.callbacks, workers.processes)
     peak = peak_of_all(workers, experiment.compute_dtype)
     recorder = Recorder(None, elapsed_s)
     if is_first:
@@ -271,7 +272,7 @@ def run_in(
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
     run = assembled(
-        home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact, peak
+        home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact, peak, at_start
     )
     if isinstance(saved, Start):
         with recorder:

@@ -21,7 +21,6 @@ from jaxmpi.observe.trace import Tracer
 from jaxmpi.recover.decisions import check_budget
 from jaxmpi.tasks.registry import TASKS, spec_of
 from jaxmpi.trainer.build import TrainingPlan
-from jaxmpi.trainer.callbacks import Callback, rate_factor
 from jaxmpi.trainer.step import Metrics
 
 SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
@@ -49,7 +48,6 @@ class ProgressLog:
     tracer: Tracer
     noise: Noise | None  # if the rule measures it
     max_skipped: float  # share of the data
-    callbacks: Sequence[Callback] = ()  # the user's own
     flops: StepFlops
     peak: Peak | None  # of all workers' devices, if it is known
 
@@ -69,11 +67,19 @@ class ProgressLog:
             return [0.0] * 3
         return [squares.sum(), rows(metrics.mean_square, self.workers).sum(dtype=np.float64), float(squares.size)]
 
-    def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
+    def line(
+        self,
+        step: int,
+        sums: np.ndarray,
+        window: Window,
+        distance: float | None = None,
+        rate_factor: float = 1.0,
+    ) -> Summary:
         """The mean loss of all workers' examples since the last line, and where the time went.
 
         Args:
             distance: of this process's workers from what they met, summed, if the rule keeps it.
+            rate_factor: by which callbacks have multiplied the learning rate.
 
         Raises:
             TrainingError: more data is skipped than may be.
@@ -93,12 +99,12 @@ class ProgressLog:
             skipped=int(skipped),
         )
         more = self._noise(*measured) | ({} if distance is None else {"distance": apart / self.workers.size})
-        self.write(step, done, seen, noted=window.spans, **more)
+        self.write(step, done, seen, rate_factor, noted=window.spans, **more)
         if traced := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
             self.recorder.say(traced)
         return seen
 
-    def write(self, step: int, done: Done, seen: Summary | None, **more: Any) -> None:
+    def write(self, step: int, done: Done, seen: Summary | None, rate_factor: float = 1.0, **more: Any) -> None:
         """A line to the record and the terminal.
 
         Raises:
@@ -106,8 +112,7 @@ class ProgressLog:
         """
         plan = self.plan
         lr = plan.lr_of(step)
-        rate = None if lr is None else lr * rate_factor(self.callbacks)
-        place = {"total_steps": plan.clock.total_steps, "lr": rate}
+        place = {"total_steps": plan.clock.total_steps, "lr": None if lr is None else lr * rate_factor}
         self.recorder.train(step=step, **place, **done._asdict(), anatomy=seen, work=self._work(), **more)
         check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), self.max_skipped)
 

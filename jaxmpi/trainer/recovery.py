@@ -103,7 +103,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     recorder = handed_over(run, control, step - is_late, ends)
     states = {worker: jax.tree.map(np.asarray, state)}
     peak = peak_of_all(workers, experiment.compute_dtype)
-    parts = (states, run.notice, run.guard.recovery, run.profiler, pact, peak)
+    parts = (states, run.notice, run.guard.recovery, run.profiler, pact, peak, run.at_start)
     run = assembled(run.saver.home, experiment, workers, plan, functions, recorder, *parts)
     recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
     recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")

@@ -209,11 +209,13 @@ def note_saved(run: Run) -> None:
 
 def extra_to_save(run: Run, step: int) -> dict[str, Any]:
     """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
-    skipped = int(run.workers.processes.allreduce_sum(np.array([run.plan.feed.skipped], np.float64))[0])
+    control = run.workers.processes
+    skipped = int(control.allreduce_sum(np.array([run.plan.feed.skipped], np.float64))[0])
     extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
-    kept = {"skipped": skipped, "lr": run.plan.lr_of(step + 1), "callbacks": callbacks.states(run.experiment.callbacks)}
+    states = callbacks.states(run.experiment.callbacks, control)
+    kept = {"skipped": skipped, "lr": run.plan.lr_of(step + 1), "callbacks": states}
     if not run.plan.feed.has_epochs:
-        every = run.workers.processes.allgather_object(run.plan.feed.positions(step))
+        every = control.allgather_object(run.plan.feed.positions(step))
         kept["streams"] = [position for each in every for position in each]
     return extra | kept
 

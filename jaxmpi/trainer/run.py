@@ -73,6 +73,7 @@ def assembled(
     profiler: Profiler,
     pact: shrink.ShrinkCoordinator | None,
     peak: Peak | None,
+    at_start: Sequence[Sequence[Any]],
 ) -> "Run":
     """All that the loop needs, for these workers; all ranks come here together."""
     control = workers.processes
@@ -99,14 +100,13 @@ def assembled(
             tracer=tracer,
             noise=noise,
             max_skipped=experiment.data.max_skipped,
-            callbacks=experiment.callbacks,
             flops=functions.flops,
             peak=peak,
         ),
         profiler=profiler,
         pact=pact,
         callbacks=[InjectFaults(), Profile(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],
-        at_start=callbacks.states(experiment.callbacks),
+        at_start=at_start,
     )
 
 

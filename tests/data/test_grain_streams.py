@@ -66,6 +66,18 @@ def test_streams_of_their_own_are_all_evaluated_once(tmp_path):
     assert figures["eval_loss"] == pytest.approx(np.square(data["x"] @ w - data["y"]).mean(), rel=1e-5)
 
 
+class Compares(jaxmpi.Callback):
+    def after_evaluation(self, moment):
+        pairs = list(zip(moment.validation(), moment.validation(), strict=True))
+        assert len(pairs) == 2
+        for one, other in pairs:
+            np.testing.assert_array_equal(one["x"], other["x"])
+
+
+def test_two_evaluations_of_a_stream_may_be_read_in_turns(tmp_path):
+    main.train(streams(tmp_path, callbacks=(Compares(),)), "lines")
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(("data", "devices", "step"), [(ONE, 2, 1), (EACH, 2, 4)], ids=["one", "each"])
 def test_a_resumed_run_is_that_which_did_not_end(data, devices, step, tmp_path):
@@ -126,6 +138,11 @@ class Odd(grain.DatasetIterator):
     def set_state(self, state: Any) -> None: ...
 
 
+def only_first(worker: int, workers: int) -> Any:
+    return held_out(worker, workers).filter(lambda row: worker == 0)
+
+
+PARTS = ((Data("grain", train=grain.MapDataset.range(50).map(point), validation=held_out()), 1.0),)
 REFUSED = {
     "ends": (
         {"data": Data("grain", train=held_out(), validation=held_out())},
@@ -134,6 +151,14 @@ REFUSED = {
     "endless": (
         {"data": Data("grain", train=train(), validation=train(), stall_timeout_s=0.2)},
         r"data\.validation: got \d+ examples in 0 s; expected a stream that ends",
+    ),
+    "empty": (
+        {"data": Data("grain", train=train, validation=only_first), "devices": 2},
+        r"data\.validation\(1, 2\): got no examples; expected >= 1: give each worker some",
+    ),
+    "part": (
+        {"data": Data("mixture", train=PARTS)},
+        r"mixture: data\.validation: got an IterDataset of Grain; expected parts with examples by index",
     ),
     "epochs": ({"train_for": "2ep"}, r"train_for: got 2ep with data\.train, a stream, whose epochs have no known"),
     "evaluation": ({"eval_every": "1ep"}, "eval_every: got 1ep with"),

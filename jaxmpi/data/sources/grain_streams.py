@@ -9,6 +9,7 @@ would see, and any number of workers may resume. A function of (worker, workers)
 which it alone reads. Such a run is resumed on as many workers.
 """
 
+import copy
 import json
 import threading
 import time
@@ -160,10 +161,14 @@ class StreamSource(PythonSource):
             UsageError: the function gives no `IterDataset`.
         """
         of = [self.examples(worker, workers) if self.is_own else self.examples for worker in mine]
-        names = [f"{self.name}({worker}, {workers})" if self.is_own else self.name for worker in mine]
+        names = [self.name_of(worker, workers) for worker in mine]
         for dataset, name in zip(of, names, strict=True):
             check_iter(dataset, name)
         self.readers = tuple(StreamReader(each, name, per_step) for each, name in zip(of, names, strict=True))
+
+    def name_of(self, worker: int, workers: int) -> str:
+        """The stream of a worker, for errors."""
+        return f"{self.name}({worker}, {workers})" if self.is_own else self.name
 
     def count(self, limit_s: float) -> list[int]:
         """Numbers of examples, one a stream."""
@@ -177,6 +182,12 @@ class StreamSource(PythonSource):
         """
         for place, reader in enumerate(self.readers):
             reader.begin(step, states[place] if states else "")
+
+    def apart(self) -> "StreamSource":
+        """The same streams with readers of their own, so that two may be read in turns."""
+        made = copy.copy(self)
+        made.readers = tuple(StreamReader(each.dataset, each.name, each.per_step) for each in self.readers)
+        return made
 
     def forget(self, step: int) -> None:
         """Drop states before a step, which is trained."""

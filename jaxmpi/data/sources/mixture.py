@@ -142,12 +142,15 @@ def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> 
             opened(part, split) if isinstance(part, Data) else array(Data("array", train=part, validation=part), split)
         )
 
-    streams = [part for part, _ in pairs if isinstance(part, Data) and part.source == "grain" and is_stream(part.train)]
-    check(not streams, "mixture: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset")
+    if split == "validation" and config.validation is not None:
+        return source_of(config.validation)
+    grains = [part for part, _ in pairs if isinstance(part, Data) and part.source == "grain"]
+    check(
+        not any(is_stream(getattr(part, split)) for part in grains),
+        f"mixture: data.{split}: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset",
+    )
     if split == "train":
         return Mixture([source_of(part) for part, _ in pairs], [weight for _, weight in pairs])
-    if config.validation is not None:
-        return source_of(config.validation)
     odd = [type(part).__name__ for part, _ in pairs if not isinstance(part, Data)]
     check(
         not odd,
