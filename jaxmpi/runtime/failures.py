@@ -167,10 +167,12 @@ def install_excepthooks() -> None:
 
 def fail_in_thread(args: threading.ExceptHookArgs) -> None:
     """`fail`, but for a thread that only ends itself, as Python has it, or that is spared."""
+    if args.exc_type is SystemExit:
+        return
     report = report_of(args.thread)
     if report and args.exc_value is not None:
         report(args.exc_value)
-    elif args.exc_type is not SystemExit:
+    else:
         fail(args.exc_value, args.exc_traceback)
 
 
