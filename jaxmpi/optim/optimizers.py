@@ -273,7 +273,7 @@ def eval_params(params: PyTree, state: PyTree) -> PyTree:
 def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
     """Return True if the mean of the workers' updates is the update of the mean gradient.
 
-    Of the table's optimizers it is known; of the user's own it is tried out.
+    For the table's optimizers it is known; the user's own is tried out.
 
     Args:
         tx: what `optimizer` has made of the configuration.
