@@ -152,7 +152,7 @@ class RateFactor(NamedTuple):
 def by_rate_factor() -> optax.GradientTransformation:
     """Updates times a number in the state, at first 1, by which a callback may lower the learning rate."""
 
-    def update(updates: PyTree, state: RateFactor, params: PyTree = None) -> tuple[PyTree, RateFactor]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         return jax.tree.map(lambda u: u * state.rate_factor.astype(u.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: RateFactor(jnp.ones(())), update)

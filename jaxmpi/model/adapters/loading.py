@@ -23,8 +23,8 @@ def filled(module: Any, params: PyTree, model_state: PyTree) -> Any:
     if "equinox" in libraries or isinstance(module, tuple):
         return into_equinox(module, params, model_state)
     raise UsageError(
-        f"got {a(module)}; expected a module of Flax NNX, Linen or Equinox, or Equinox's (module, state): other programs take "
-        "model.params and model.model_state, nested dicts of arrays"
+        f"got {a(module)}; expected a module of Flax NNX, Linen or Equinox, or Equinox's (module, state): other "
+        "programs take model.params and model.model_state, nested dicts of arrays"
     )
 
 
