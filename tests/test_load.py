@@ -129,7 +129,7 @@ def test_a_module_of_other_arrays_is_named():
         UsageError, match=r"bias: got nothing, .*\n  kernel: got float32\[2, 4\], expected float32\[2, 3\]"
     ):
         model.into(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    with pytest.raises(UsageError, match="expected a module of Flax NNX or Equinox"):
+    with pytest.raises(UsageError, match="expected a module of Flax NNX, Linen or Equinox"):
         model.into(jax.nn.relu)
 
 

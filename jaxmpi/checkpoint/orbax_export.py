@@ -90,7 +90,7 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str, np.ndarray]:
-    """Mean of the workers' params, in which x is in place of y where a schedule-free optimizer keeps b1 and z.
+    """Mean of the workers' params, in which x is in place of y if a schedule-free optimizer keeps b1 and z.
 
     Raises:
         Damaged: its z are not of these params.

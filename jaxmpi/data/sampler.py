@@ -195,8 +195,8 @@ def place_of(number: int) -> tuple[int, int]:
 class StreamSampler(Sampler):
     """Examples in the order in which a stream gives them.
 
-    Of one stream for all, step k takes examples [k B, (k + 1) B), and worker r every size-th of them from the r-th on,
-    as `Sampler` without `shuffle`. Of a stream of its own, worker r takes the next B / size.
+    From one stream for all, step k takes examples [k B, (k + 1) B), and worker r every size-th of them from the r-th
+    on, as `Sampler` without `shuffle`. From a stream of its own, worker r takes the next B / size.
 
     Args:
         place: of the worker's stream in this process.

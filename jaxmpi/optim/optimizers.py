@@ -152,7 +152,7 @@ class RateFactor(NamedTuple):
 def by_rate_factor() -> optax.GradientTransformation:
     """Updates times a number in the state, at first 1, by which a callback may lower the learning rate."""
 
-    def update(updates: PyTree, state: RateFactor, params: PyTree = None) -> tuple[PyTree, RateFactor]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         return jax.tree.map(lambda u: u * state.rate_factor.astype(u.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: RateFactor(jnp.ones(())), update)
@@ -273,7 +273,7 @@ def eval_params(params: PyTree, state: PyTree) -> PyTree:
 def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
     """Return True if the mean of the workers' updates is the update of the mean gradient.
 
-    Of the table's optimizers it is known; of the user's own it is tried out.
+    For the table's optimizers it is known; the user's own is tried out.
 
     Args:
         tx: what `optimizer` has made of the configuration.

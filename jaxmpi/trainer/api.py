@@ -35,7 +35,7 @@ class Trainer:
         workers: processes to train in, started by `mpirun`; None: the launcher's, or this one.
 
     Attributes:
-        run_dir: where the run is written; what `evaluate` and `predict` read. Of a run that was trained before, give
+        run_dir: where the run is written; what `evaluate` and `predict` read. For a run that was trained before, give
             the experiment its `run_dir`, and leave `fit` out.
 
     Raises:

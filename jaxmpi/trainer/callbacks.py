@@ -1,6 +1,6 @@
 """Callbacks: what happens around the steps of a run, whatever the rule. A run has one list, the user's own behind ours.
 
-A callback is called on every rank at the same moments, or on rank 0 alone if it says so. Where nothing is under way it
+A callback is called on every rank at the same moments, or on rank 0 alone if it says so. If nothing is under way it
 may exchange between ranks (`jaxmpi.exchange`, `Moment.sum`) if all do so alike; beside a step that is refused. Its
 `state` goes into checkpoints, so that a resumed run goes on as if it had not ended.
 """
@@ -82,7 +82,7 @@ class Callback:
         """A step has been handed to the device, which may still be at work on `state`."""
 
     def after_evaluation(self, moment: Moment) -> None:
-        """An evaluation is done; nothing is under way. Of asynchronous workers only worker 0 comes here."""
+        """An evaluation is done; nothing is under way. Among asynchronous workers only worker 0 comes here."""
 
     def after_checkpoint(self, step: int, folder: Path) -> None:
         """The checkpoint of a step is whole, in this folder. Asynchronous runs do not come here."""
@@ -261,7 +261,7 @@ def of_rank(callbacks: Sequence[Callback], rank: int) -> list[Callback]:
 
 BESIDE_A_STEP = (
     "while a step may still exchange",
-    "do it in at_start, after_evaluation or at_end, where nothing is under way",
+    "do it in at_start, after_evaluation or at_end, when nothing is under way",
 )
 ALONE = ("on rank 0 alone", "leave first_rank_only out, so that all ranks do the same")
 APART = ("under an asynchronous rule, whose workers do not meet", "take a synchronous rule")
@@ -283,7 +283,7 @@ def each(callbacks: Sequence[Callback], method: str, *args: Any, is_apart: bool 
         is_apart: workers do not wait for each other.
 
     Raises:
-        UsageError: one communicates where it may not.
+        UsageError: one communicates when it may not.
     """
     for callback in callbacks:
         with may(callback, method, is_apart):

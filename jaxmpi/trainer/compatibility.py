@@ -129,8 +129,7 @@ REFUSALS = (
         "skip",
         "skip".__eq__,
         is_delayed,
-        "exchange.overlap delayed, where a step's gradients are used by the next one, "
-        "which cannot be left out for them",
+        "exchange.overlap delayed, when a step's gradients are used by the next one, which cannot be left out for them",
         "use stop or rollback, or another overlap",
     ),
     Refusal(
@@ -147,7 +146,7 @@ REFUSALS = (
         weighs,
         shrinks,
         SHRINK,
-        "its weights are summed over workers before each step, where a death is not noticed in time: take another "
+        "its weights are summed over workers before each step, when a death is not noticed in time: take another "
         "task, or --on-rank-loss end",
     ),
     Refusal(

@@ -196,7 +196,7 @@ def facts_file(file: Path) -> Path:
 
 
 def facts_of(run: Finished, program: Program) -> dict[str, Any]:
-    """What goes into a program and comes out, for what it is, and where it is from."""
+    """Inputs, outputs and platforms of a program, and where it is from."""
     exported = program.exported
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     return {

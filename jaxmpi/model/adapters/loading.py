@@ -15,14 +15,16 @@ def filled(module: Any, params: PyTree, model_state: PyTree) -> Any:
     """The module with these arrays, as `jaxmpi.load(...).into` describes."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     if "flax" in libraries and hasattr(module, "init_with_output"):
-        return module.bind({"params": params, **model_state})  # Flax compares them when it is called
+        return module.bind(
+            {"params": params, **model_state}
+        )  # when it is called, Flax compares shapes of the params it uses
     if "flax" in libraries:
         return into_nnx(module, params, model_state)
     if "equinox" in libraries or isinstance(module, tuple):
         return into_equinox(module, params, model_state)
     raise UsageError(
-        f"got {a(module)}; expected a module of Flax NNX or Equinox, or Equinox's (module, state): other programs take "
-        "model.params and model.model_state, nested dicts of arrays"
+        f"got {a(module)}; expected a module of Flax NNX, Linen or Equinox, or Equinox's (module, state): other "
+        "programs take model.params and model.model_state, nested dicts of arrays"
     )
 
 
