@@ -31,6 +31,7 @@ from harness import interval, take_turns
 
 from jaxmpi import data
 from jaxmpi.allreduce.call_order import compared, number_of
+from jaxmpi.comm.control import processes
 from jaxmpi.comm.mpi import world
 from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data
@@ -180,7 +181,7 @@ def share_of_comparisons(config: Experiment, options: argparse.Namespace) -> Non
         "step": partial(with_comparison(config), options.steps),
         "without": partial(trainer(config), options.steps),
         "comparison": comparisons(),
-        "together": partial(world().processes.assert_same, "a turn", 0),  # comparisons leave ranks apart
+        "together": partial(processes().assert_same, "a turn", 0),  # comparisons leave ranks apart
     }
     times = {name: np.array(values) for name, values in take_turns(runs, options.pairs, warm_up=2).items()}
     step_s, comparison_s = times["step"] / options.steps, times["comparison"] / COMPARISONS

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -60,6 +61,7 @@ model = linen_model(Net(), name="net", input_shape=(8, 8, 1), classes=10)
 """
 
 EQUINOX = """
+import cloudpickle
 import equinox as eqx
 import jax
 from jaxmpi.model.adapters.equinox import equinox_model
@@ -917,3 +919,13 @@ def test_jits_in_a_model_know_of_synchronised_statistics(wrap, message, tmp_path
     assert not ended.timed_out
     assert (ended.code == 0) == (not message), ended.out
     assert message in ended.out
+
+
+def test_a_model_travels_to_another_process_after_it_was_used():
+    """`Trainer(workers=N)` sends it, as `cloudpickle` writes it."""
+    model, image = digits_cnn_tiny(), jnp.zeros((2, 8, 8, 1))
+    state = model.init(jax.random.key(0), image)
+    there = cloudpickle.loads(cloudpickle.dumps(model))
+    for made in (model, there):
+        outputs, _ = made.apply(*state, image, jax.random.key(1), False)
+        assert outputs.shape == (2, 10)

@@ -139,7 +139,7 @@ def test_two_functions_of_one_line_differ_in_their_columns():
 
 def test_a_rank_that_is_ahead_is_compared_by_the_call_it_is_at():
     """Strategy none waits for nobody, so a rank may be two calls ahead, whose number lies where this call's did."""
-    barrier, box, boards = threading.Barrier(2), [], [None, None]
+    barrier, box, boards = threading.Barrier(2), [], {}
 
     def open_board(rank: int) -> None:
         boards[rank] = SharedCompare(Threads(rank, 2, barrier, box))
@@ -149,7 +149,7 @@ def test_a_rank_that_is_ahead_is_compared_by_the_call_it_is_at():
         thread.start()
     for thread in ranks:
         thread.join()
-    first, second = boards
+    first, second = boards[0], boards[1]
     assert [first.come(1), first.come(1), first.come(2)] == [{0: 1}, {0: 1}, {0: 2}]
     assert second.come(1) == {1: 1}  # the first one's call is two behind it
     assert second.come(3) == {0: 1, 1: 3}

@@ -482,7 +482,8 @@ def drawn(records: Sequence[Record], folder: Path) -> dict[str, list[str]]:
         suffix = f"_{i + 1}" if len(records) > 1 else ""
         jobs += [(n, n + suffix, panels, i < MOST_PRINTED) for n, panels in report_charts.of_run(record).items()]
     for name, file, panels, is_printed in jobs:
-        if panels:
-            svg = plots.save_both(panels, folder / f"{file}.png")
-            printed.setdefault(IN_SECTION.get(name, name), []).extend([svg] * is_printed)
+        if panels and is_printed:
+            printed.setdefault(IN_SECTION.get(name, name), []).append(plots.save_both(panels, folder / f"{file}.png"))
+        elif panels:
+            plots.save(panels, folder / f"{file}.png")
     return printed

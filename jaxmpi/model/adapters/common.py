@@ -21,6 +21,22 @@ TRAIN_ARGUMENTS = {
 }
 
 
+class Once:
+    """A function without arguments that is called once; unlike a `functools.cache` it can travel to other processes."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __call__(self) -> Any:
+        """The function's value."""
+        if not hasattr(self, "value"):
+            self.value = self.make()
+        return self.value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Once, (self.make,)
+
+
 def train_arguments(call: Callable[..., Any], train: bool) -> dict[str, bool]:
     """The switches that `call` has, set."""
     names = inspect.signature(call).parameters

@@ -1,6 +1,5 @@
 """Models of Equinox."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, by_path, path_name
-from jaxmpi.model.adapters.common import check_maker, checked
+from jaxmpi.model.adapters.common import Once, check_maker, checked
 from jaxmpi.model.contract import Model, a, shown
 
 
@@ -57,7 +56,7 @@ def equinox_model(
         except ValueError as error:  # its state has been taken out already
             raise UsageError(f"{name}: leave eqx.nn.make_with_state to the adapter; {way_out}") from error
 
-    @functools.cache
+    @Once
     def structure() -> tuple[Any, Any]:
         return eqx.filter_eval_shape(build, jax.random.key(0))
 

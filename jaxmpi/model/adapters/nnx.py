@@ -1,6 +1,5 @@
 """Models of Flax NNX."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, path_name
-from jaxmpi.model.adapters.common import check_maker, checked, train_arguments
+from jaxmpi.model.adapters.common import Once, check_maker, checked, train_arguments
 from jaxmpi.model.contract import Model, a
 
 
@@ -44,7 +43,7 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
         check_bare(name, bare_arrays(module))
         return module
 
-    @functools.cache  # building a Model costs nothing; the first apply pays
+    @Once  # building a Model costs nothing; the first apply pays
     def structure() -> tuple[Any, list[tuple[Any, Any]], frozenset[Any]]:
         module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
         graph, _, streams, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
