@@ -33,6 +33,8 @@ def test_a_trainer_evaluates_what_it_has_trained(devices, tmp_path):
     w = jaxmpi.load(trainer.run_dir).params["w"]
     batch = {name: values[:4] for name, values in line(13, 1).items()}
     np.testing.assert_allclose(trainer.predict(batch), batch["x"] @ w - batch["y"], atol=1e-5)
+    before = jaxmpi.load(trainer.run_dir, step=2).params["w"]
+    np.testing.assert_allclose(trainer.predict(batch, step=2), batch["x"] @ before - batch["y"], atol=1e-5)
 
 
 def test_a_task_has_a_prediction_of_its_own(tmp_path):

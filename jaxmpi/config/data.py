@@ -45,7 +45,7 @@ class Data:
     channels: int = 3  # of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
     window: int = 128  # text, stdlib: tokens that an example predicts
-    # text, stdlib: JSON file of tokenizers; in Python also such an object, or a function with vocab_size; empty: bytes
+    # text, stdlib: JSON file of tokenizers; in Python also an object that encodes, or a function; empty: bytes
     tokenizer: Any = ""
     on_error: Annotated[str, OneOf("stop", "skip")] = "stop"  # what a corrupt image does
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun

@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +59,7 @@ class Trainer:
         self.experiment, self.name = dataclasses.replace(experiment, run_dir=folder), name
         self.started = workers if workers and control.size == 1 else 1  # processes, by `fit`
         self.run_dir = Path(folder)
+        self._opened: dict[tuple[int | None, bool], Finished] = {}
 
     def fit(self) -> dict[str, float]:
         """Train to the end; the figures of the last evaluation.
@@ -70,7 +70,7 @@ class Trainer:
         Raises:
             TrainingError: the run failed.
         """
-        self.__dict__.pop("_finished", None)
+        self._opened.clear()
         try:
             if self.started > 1:
                 return launched.fit(self.experiment, self.started)
@@ -82,12 +82,15 @@ class Trainer:
         """Figures of the validation data, by the newest checkpoint, that of a step, or the best by `monitor`."""
         return open_finished(self.experiment, self.run_dir, step=step, best=best).evaluate()
 
-    def predict(self, batch: Batch) -> Any:
-        """Outputs of the task by the newest checkpoint, for a batch of this process's own: dict of arrays [batch, ...].
+    def predict(self, batch: Batch, *, step: int | None = None, best: bool = False) -> Any:
+        """Outputs of the task for a batch of this process's own, a dict of arrays [batch, ...].
 
-        Images come as the data source gives them: u8 is normalised with the experiment's mean and deviation.
+        By the newest checkpoint, that of a step, or the best by `monitor`; its program is compiled once. Images come as
+        the data source gives them: u8 is normalised with the experiment's mean and deviation.
         """
-        return self._finished.predict(batch)
+        if (step, best) not in self._opened:
+            self._opened[step, best] = open_finished(self.experiment, self.run_dir, step=step, best=best)
+        return self._opened[step, best].predict(batch)
 
     def export(
         self,
@@ -110,7 +113,3 @@ class Trainer:
         exported.check_asked(Path(file), platforms)
         run = open_finished(self.experiment, self.run_dir, step=step, best=best)
         exported.write(run, Path(file), platforms=platforms, batch=batch)
-
-    @cached_property
-    def _finished(self) -> Finished:
-        return open_finished(self.experiment, self.run_dir)

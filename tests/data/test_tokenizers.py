@@ -81,6 +81,23 @@ def test_bits_are_of_bytes_whatever_a_token_is(folder):
     assert (as_bytes.bytes_each, as_bytes.tokens_each) == (3, 3)  # type: ignore[attr-defined]
 
 
+def test_an_object_that_encodes_is_a_tokenizer(folder):
+    """As those of tiktoken are; SentencePiece's `vocab_size` is a method."""
+
+    class Lengths:
+        n_vocab = lengths.vocab_size  # type: ignore[attr-defined]
+
+        def encode(self, text: str) -> list[int]:
+            return lengths(text)
+
+    class Pieces(Lengths):
+        def vocab_size(self) -> int:
+            return self.n_vocab
+
+    digests = {opened(folder, tokenizer).digest() for tokenizer in (lengths, Lengths(), Pieces())}
+    assert len(digests) == 1
+
+
 def test_other_tokens_are_other_data(folder):
     assert opened(folder, words()).digest() != opened(folder, lengths).digest()
 

@@ -1,4 +1,4 @@
-"""Tokenizers for text: a JSON file of the library `tokenizers`, one of its objects, or any function."""
+"""Tokenizers for text: a JSON file of the library `tokenizers`, an object that encodes, or any function."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,8 +8,8 @@ import numpy as np
 from jaxmpi.core.errors import UsageError, check
 
 FORM = (
-    "the name of a JSON file, a tokenizers.Tokenizer, or a function of a text that returns its tokens' numbers and has "
-    "an attribute vocab_size"
+    "the name of a JSON file, a tokenizers.Tokenizer, or an object whose encode(text) returns the tokens' numbers, or "
+    "a function that does, with vocab_size or n_vocab"
 )
 
 
@@ -49,10 +49,12 @@ def tokenizer_of(given: Any) -> Tokenizer | None:
         return _of_json(_read(given), given)
     if hasattr(given, "get_vocab_size") and hasattr(given, "to_str"):
         return _of_json(given.to_str(), "data.tokenizer")
-    classes = getattr(given, "vocab_size", 0)
-    is_function = callable(given) and isinstance(classes, int) and classes > 0
-    check(is_function, f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
-    return Tokenizer(given, classes)
+    size = getattr(given, "vocab_size", getattr(given, "n_vocab", 0))
+    classes = size() if callable(size) else size  # SentencePiece's is a method
+    encode = getattr(given, "encode", given)
+    is_able = callable(encode) and isinstance(classes, int) and classes > 0
+    check(is_able, f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
+    return Tokenizer(encode, classes)
 
 
 def _read(path: str) -> str:
