@@ -49,8 +49,8 @@ def tokenizer_of(given: Any) -> Tokenizer | None:
         return _of_json(_read(given), given)
     if hasattr(given, "get_vocab_size") and hasattr(given, "to_str"):
         return _of_json(given.to_str(), "data.tokenizer")
-    size = getattr(given, "vocab_size", getattr(given, "n_vocab", 0))
-    classes = size() if callable(size) else size  # SentencePiece's is a method
+    size: Any = getattr(given, "vocab_size", getattr(given, "n_vocab", 0))
+    classes: Any = size() if callable(size) else size  # SentencePiece's is a method
     encode = getattr(given, "encode", given)
     is_able = callable(encode) and isinstance(classes, int) and classes > 0
     check(is_able, f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
