@@ -317,7 +317,7 @@ def test_a_message_where_there_may_be_none_is_refused(callback, match, tmp_path)
 
 def test_messages_may_be_sent_where_nothing_is_under_way(tmp_path):
     sends = tuple(Sends(method) for method in ("at_start", "after_evaluation", "at_end"))
-    main.train(lines(tmp_path, callbacks=sends, train_for="1st"), "lines")
+    assert main.train(lines(tmp_path, callbacks=sends, train_for="1st"), "lines")["eval_count"] > 0
 
 
 ONE_RANK = """

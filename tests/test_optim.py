@@ -272,6 +272,8 @@ NOT_OWN = {
     "no optimizer": (Optim("mine", transform=3), "optim.transform of 'mine': got a builtins.int; expected an Optax"),
     "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
     "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
+    "momentum beside it": (Optim("mine", transform=optax.sgd, momentum=0.5), "optim.momentum: got optim.transform"),
+    "a mask beside it": (Optim("mine", transform=optax.sgd, decay_mask=lambda p: p), "optim.decay_mask: got optim.tr"),
     "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1, eps: optimizer 'sgd' has none"),
     "no share of the average": (Optim("schedule_free_sgd", b1=0.0), r"optim.b1: got 0 with 'schedule_free_sgd'"),
     "a mean that lion has not": (Optim("lion", eps=1.0), "optim.eps: optimizer 'lion' has none"),

@@ -48,7 +48,7 @@ class Outputs:
         return tuple(f"{place} {path!r}" if path else str(place) for place, path in paths)
 
     def split(self, name: str, results: Sequence[PyTree]) -> list[PyTree]:
-        """What function `name` returned, a part for each reduction.
+        """Split the results of function `name` into a part for each reduction.
 
         Raises:
             UsageError: an output has another structure than its reductions.

@@ -1,4 +1,4 @@
-"""Where the time of calls goes, function by function, as in table 1 of Stooke and Abbeel 2017.
+"""Profile of calls, function by function, as in table 1 of Stooke and Abbeel 2017.
 
 Parts exclude each other: one that begins inside another stops the other's clock, so that they add up to the total.
 Without a profile a part is one comparison and reads no clock. Spans (`runtime/spans.py`) overlap and are of a trainer's

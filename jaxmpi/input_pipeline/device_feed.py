@@ -110,7 +110,7 @@ class DeviceFeed:
         return len(self.source) != UNBOUNDED
 
     def positions(self, step: int) -> list[str]:
-        """Where the streams of this process's workers stand behind a step; empty if examples have numbers."""
+        """States of the streams of this process's workers behind a step; empty if examples have numbers."""
         readers = self.source.readers if isinstance(self.source, StreamSource) else ()
         return [reader.state(step) for reader in readers]
 

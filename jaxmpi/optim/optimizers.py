@@ -185,7 +185,8 @@ def own(config: Optim, lr: optax.Schedule) -> Transform:
         f"optim.transform: got one with the name {config.name!r}, which is jaxmpi's own; name yours, as in "
         'Optim("mine", transform=...)',
     )
-    idle = [name for name in (*MOMENTS, "weight_decay") if getattr(config, name)]
+    settings = *MOMENTS, "momentum", "weight_decay", "decay_bias", "decay_mask"
+    idle = [name for name in settings if getattr(config, name) != Optim.__dataclass_fields__[name].default]
     check(not idle, f"optim.{', '.join(idle)}: got optim.transform, too, which has its own; leave it out")
     made = config.transform if has_own_rate(config) else config.transform(lr)
     made = made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made

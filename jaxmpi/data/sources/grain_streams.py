@@ -82,7 +82,7 @@ class StreamReader:
             return self._last
 
     def state(self, step: int) -> str:
-        """Where the iterator stands behind a step, as JSON; examples before it are not read again."""
+        """State of the iterator behind a step, as JSON; examples before it are not read again."""
         if step not in self._states:
             with self._lock:
                 while self._at < step * self.per_step:  # of other workers
