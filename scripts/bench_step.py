@@ -8,8 +8,8 @@ ratio pair by pair with its 95 % interval.
 
     mpirun -n 2 python scripts/bench_step.py --comparison [--model googlenet | digits_cnn]
 
-With several workers: the trainer's step in one jit, which does not compare which exchange ranks have reached,
-alternates with one that does, and with programs that only compare, a thousand times. It prints median milliseconds a
+With several workers: the trainer's step in one jit alternates with one that does not compare which exchange ranks have
+reached, and with programs that only compare, a thousand times. It prints median milliseconds a
 step, the ratio of both steps pair by pair with its 95 % interval, microseconds of a rank's own time a comparison, and
 their share of the step.
 """
@@ -30,6 +30,7 @@ from flax import nnx
 from harness import interval, take_turns
 
 from jaxmpi import data
+from jaxmpi.allreduce import api
 from jaxmpi.allreduce.call_order import compared, number_of
 from jaxmpi.comm.control import processes
 from jaxmpi.comm.mpi import world
@@ -166,9 +167,9 @@ def epochs(examples: int) -> Iterator[np.ndarray]:
         yield from np.split(order[: examples // BATCH * BATCH], examples // BATCH)
 
 
-def with_comparison(config: Experiment) -> Steps:
-    """The trainer's step as a step of one's own would be traced: it compares."""
-    with patch.object(build, "one_program", lambda step: step):
+def without_comparison(config: Experiment) -> Steps:
+    """The trainer's step, whose ranks do not compare which exchange they have come to."""
+    with patch.object(api, "number_of", lambda comm, what: None):
         steps = trainer(config)
         steps(1)
     return steps
@@ -178,8 +179,8 @@ def share_of_comparisons(config: Experiment, options: argparse.Namespace) -> Non
     """Time the trainer's step with and without comparisons, and comparisons alone, in turns; rank 0 prints."""
     config = dataclasses.replace(config, step_mode="fused")  # else a message outside the program compares
     runs = {
-        "step": partial(with_comparison(config), options.steps),
-        "without": partial(trainer(config), options.steps),
+        "step": partial(trainer(config), options.steps),
+        "without": partial(without_comparison(config), options.steps),
         "comparison": comparisons(),
         "together": partial(processes().assert_same, "a turn", 0),  # comparisons leave ranks apart
     }

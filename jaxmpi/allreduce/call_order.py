@@ -1,50 +1,49 @@
 """Comparison of the exchange that each rank has come to, and one exchange at a time in each process.
 
 Messages between ranks have no names: of two programs with equal shapes, run in another order on another rank, each
-would take the other's numbers for its own. So an exchange gets a number when ranks trace it, which they do together.
-A program publishes that number before its first message and looks at the other ranks' numbers; it looks once more
-behind its last message. Both calls of a program are ordered among its messages.
+would take the other's numbers for its own. So an exchange gets a number when ranks trace it, which they do together,
+and this number travels beside the data, from each rank to the next one: sent before the exchange's first message,
+received behind its last. All are equal if each equals its neighbour's. What is unequal shows in one of three ways:
 
-- On one host ranks publish in shared memory, and nobody waits: of two ranks at different exchanges the one that comes
-  second sees the first one's number before it sends anything, and ends the job. Up to version 0.2 all ranks waited for
-  each other here, which cost eight ranks on two cores 0.4 ms at every exchange.
-- Between hosts 32 bytes a rank travel, and a rank waits for all.
+- Both exchanges have messages of equal lengths: they end, and then the numbers differ, before a program has a result.
+- A message is longer than what is expected: MPI reports it to a handler, which reads the neighbour's number.
+- A rank waits for messages that never come: a thread of each rank looks now and then, and tells the others.
 
-From the first call to the second a process holds a lock. Else two programs that two threads have dispatched could
-exchange at once, and one's messages meet the other's: JAX orders the programs of one thread only.
+All of it is messages of mpi4jax in the program, with no Python, and nobody waits for a number. Both matter for a step
+of few milliseconds. A call into Python waits for the interpreter, which dispatches the next step (1.10 of a step of
+4 ms); a wait before the first message is one more point at which ranks must meet (1.07 to 1.15); this is 1.00.
+
+From its first to its last message an exchange has the process's turn, which is a message to itself: who receives it has
+the turn, and sends it again at the end. Else two programs that two threads have dispatched could exchange at once, and
+one's messages meet the other's: JAX orders the programs of one thread only.
 """
 
 import contextlib
 import functools
-import hashlib
+import itertools
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxmpi.allreduce.comm_thread_calls import mpi_effect
-from jaxmpi.comm.agreement import Fingerprint, different_calls
+from jaxmpi.allreduce.exchange_watch import FREE, HELD, WAITS, ExchangeWatch
+from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.comm.polling import WaitClock
-from jaxmpi.comm.shared_sync import TIMEOUT_S, SharedCompare
-from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import failures, host_callbacks
 
-BEGIN = "jaxmpi: an exchange begins, the same on all ranks"
-END = "jaxmpi: an exchange has ended"
-LOOK_S = 0.5  # between looks for ranks that do not come
-SAID_AFTER_S = 30.0  # that an exchange waits for another one of its process
+DIFFERS = "jaxmpi: a rank has come to another exchange"
 LIBRARIES = ("jax", "jaxlib", "jaxmpi", "optax", "flax", "equinox", "functools", "contextlib", "threading")
 
 
@@ -54,55 +53,57 @@ LIBRARIES = ("jax", "jaxlib", "jaxmpi", "optax", "flax", "equinox", "functools",
 def number_of(comm: Comm, what: str) -> int | None:
     """Number of an exchange by which programs compare it; None if there is nothing to compare.
 
-    There is nothing to compare if there is one worker, one program for all of them, or no CPU: a call from a GPU's
-    program would wait for all its work. All ranks come here together, after they have agreed on what is exchanged.
+    There is nothing to compare if there is one worker, one program for all of them, or no CPU: a GPU's program would
+    wait for all its work at each message. All ranks come here together, after they have agreed on what is exchanged.
 
     Args:
         comm: who exchanges.
         what: is exchanged, for messages.
     """
-    if not isinstance(comm, MpiComm) or comm.size == 1 or host_callbacks.why_not() or _door.is_one_program:
+    if not isinstance(comm, MpiComm) or comm.size == 1 or host_callbacks.why_not():
         return None
-    return comparison_of(comm.processes).number(what)
+    return comparison_of(comm).number(what)
 
 
 @contextmanager
 def compared(comm: Comm, number: int | None) -> Iterator[None]:
-    """Put the comparison before and behind the exchange that is traced inside; nothing if there is no number.
+    """Put the comparison around the exchange that is traced inside; nothing if there is no number.
 
     Ranks that differ end the job, with the exchange that each of them has come to.
     """
-    if number is None:
+    if number is None or not isinstance(comm, MpiComm):
         yield
         return
-    host_callbacks.call(BEGIN, [], [], effect=mpi_effect(comm), number=number)
+    comparison = comparison_of(comm)
+    held = comparison.begin(number)
     yield
-    host_callbacks.call(END, [], [], effect=mpi_effect(comm), number=number)
+    comparison.end(number, held)
+
+
+_numbers = itertools.count()  # of comparisons, the same on all ranks
 
 
 class CallComparison:
-    """How the ranks of a job compare which exchange they have come to."""
+    """How the ranks of a job compare which exchange they have come to.
 
-    def __init__(self, processes: MpiProcesses) -> None:
+    A message is i32[2]: the number of an exchange, and how many this process has begun.
+    """
+
+    def __init__(self, comm: MpiComm) -> None:
         """All ranks come here together."""
-        self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
-        self._control = processes.apart()
-        self._control.may_overlap = True  # it speaks from programs, and so must not wait for their end
-        self._held = 0  # the number of the exchange for which the lock is held
-        self._lock = threading.Lock()  # held from the begin of an exchange to its end, by whichever thread of XLA's
-        self._shared = self._map(processes)
-        host_callbacks.register(BEGIN, self._begin, ends_job=True)
-        host_callbacks.register(END, self._end, ends_job=True)
-        if self._shared:
-            threading.Thread(target=self._watch, args=(self._shared,), name="jaxmpi absent ranks", daemon=True).start()
+        from mpi4py import MPI
 
-    def _map(self, processes: MpiProcesses) -> SharedCompare | None:
-        if len(set(processes.hosts)) > 1:
-            return None
-        try:
-            return SharedCompare(processes)
-        except UsageError:  # on all ranks alike: no room, or containers that share no memory
-            return None
+        self._comm = comm
+        self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
+        self._turn = MPI.COMM_SELF.Dup()
+        self._turn.Send(np.zeros(2, np.int32), 0, FREE)
+        self._ring = comm.processes.clone()
+        self._before, self._next = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        self._name = f"{DIFFERS} {next(_numbers)}"
+        host_callbacks.register(self._name, self._differs, ends_job=True)
+        self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
+        comm.mpi.Set_errhandler(self._on_mpi_error)
+        self._watch = ExchangeWatch(comm.processes, self._turn, self.text)
 
     def number(self, what: str) -> int:
         """Return the number of the next exchange that is traced."""
@@ -110,64 +111,75 @@ class CallComparison:
         self._texts[number] = f"exchange {number} of the job ({what})"
         return number
 
-    def _begin(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        """Handler that programs call before an exchange."""
-        self._wait_for_turn(number)
-        if self._shared:
-            self._shared.what = self._texts[number]
-            self._check(self._shared.come(number))
-        else:
-            what = self._texts[number]
-            self._control.compare(Fingerprint(what, number, hashlib.sha256(str(number).encode()).digest()), TIMEOUT_S)
+    def text(self, number: int) -> str:
+        """Describe an exchange; this rank may still be tracing what another runs already."""
+        return self._texts.get(number, f"exchange {number} of the job")
 
-    def _wait_for_turn(self, number: int) -> None:
-        """Take the lock, and say whom it waits for if that takes long.
+    def begin(self, number: int) -> jax.Array:
+        """Wait for this process's turn and send the number on; what `end` needs.
 
-        Raises:
-            TrainingError: the other exchange has not ended within the time limit.
+        These messages need nothing of the data, so they are the first that a program does: of two programs the one that
+        was dispatched first has its turn first.
         """
-        if not self._lock.acquire(timeout=SAID_AFTER_S):
-            why = (
-                f"{self._texts[number]} waits for {self._texts[self._held]}, which has begun in this process and not "
-                "ended; if its program has failed, or a callback in it exchanges, it never will"
+        import mpi4jax
+
+        waits = jnp.array([number, 0], jnp.int32)  # how many exchanges there were before comes with the turn
+        free = self._to_self(waits, sendtag=WAITS, recvtag=FREE)
+        held = jnp.stack([jnp.int32(number), free[1] + 1])
+        self._to_self(held, sendtag=HELD, recvtag=WAITS)
+        mpi4jax.send(held, self._next, comm=self._ring)
+        return held
+
+    def end(self, number: int, held: jax.Array) -> None:
+        """Compare with the number of the rank before, and give the turn away."""
+        import mpi4jax
+
+        theirs = mpi4jax.recv(held, self._before, comm=self._ring)
+
+        def differs() -> None:
+            host_callbacks.call(self._name, [theirs], [], effect=mpi_effect(self._comm), number=number)
+
+        lax.cond(theirs[0] == number, lambda: None, differs)
+        self._to_self(held, sendtag=FREE, recvtag=HELD)
+
+    def _to_self(self, message: jax.Array, sendtag: int, recvtag: int) -> jax.Array:
+        import mpi4jax
+
+        tags = {"sendtag": sendtag, "recvtag": recvtag}
+        return mpi4jax.sendrecv(message, message, source=0, dest=0, comm=self._turn, **tags)
+
+    def _differs(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
+        """Handler that programs call behind an exchange if the rank before has come to another one."""
+        self._refuse(number, int(operands[0][0]))
+
+    def _refuse(self, mine: int, theirs: int) -> None:
+        raise UsageError(different_calls({self._comm.rank: self.text(mine), self._before: self.text(theirs)}))
+
+    def _mpi_failed(self, comm: Any, code: int) -> None:
+        """Handler that MPI calls in an exchange; after it mpi4jax ends the job, with a message of its own."""
+        from mpi4py import MPI
+
+        if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self._watch.held()):
+            return
+        theirs = np.zeros(2, np.int32)
+        is_sent = self._ring.Iprobe(self._before)  # a message longer than expected may be another rank's
+        if is_sent:
+            self._ring.Recv(theirs, self._before)
+        try:
+            if is_sent and theirs[0] != held[0]:
+                self._refuse(held[0], int(theirs[0]))
+            raise UsageError(
+                f"{self.text(held[0])} got a longer message than it expects, so another rank has come to another "
+                "exchange; all must make the same calls in the same order"
             )
-            print(f"jaxmpi: {failures.who()}: {why}", file=sys.stderr, flush=True)
-            if not self._lock.acquire(timeout=TIMEOUT_S):
-                raise TrainingError(f"{why} (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)")
-        self._held = number
-
-    def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        """Handler that programs call behind an exchange: every rank has come to one by now."""
-        if self._shared:
-            self._check(self._shared.numbers())
-        self._lock.release()
-
-    def _check(self, numbers: dict[int, int]) -> None:
-        """Refuse ranks that have come to another exchange than this one."""
-        if len(set(numbers.values())) > 1:
-            # This rank may still be tracing what another runs already.
-            texts = {rank: self._texts.get(n, f"exchange {n} of the job") for rank, n in numbers.items()}
-            raise UsageError(different_calls(texts))
-
-    def _watch(self, shared: SharedCompare) -> None:
-        """End the job if this rank is in an exchange to which another will not come: that rank is named."""
-        waited, call = WaitClock(), 0
-        while True:
-            time.sleep(LOOK_S)
-            if not self._lock.locked() or call != shared.call:
-                call = shared.call
-                waited.restart()
-                continue
-            try:
-                shared.check_who_is_absent(call, waited.look())
-            except TrainingError as error:
-                failures.fail(error, None)
+        except UsageError as error:
+            failures.fail(error, None)
 
 
 @functools.cache
-def comparison_of(processes: MpiProcesses) -> CallComparison:
-    """This job's; all ranks come here together for the first time, as they trace."""
-    return CallComparison(processes)
+def comparison_of(comm: MpiComm) -> CallComparison:
+    """This Comm's; all ranks come here together for the first time, as they trace."""
+    return CallComparison(comm)
 
 
 def callers() -> str:
@@ -241,29 +253,9 @@ class OneThread:
         """Nobody does."""
         self.lock, self.holder, self.depth = threading.RLock(), "", 0
         self.last: tuple[int, jax.Array] | None = None  # who ran the last program outside jit, and its end
-        self.is_one_program = False  # what is traced now
 
 
 _door = OneThread()
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def one_program(function: Function) -> Function:
-    """The function, traced without comparisons: all ranks run this program, and no other one at its side.
-
-    A comparison is two calls into Python, which wait for the interpreter while it dispatches the next step: a step of
-    5 ms took a tenth longer.
-    """
-
-    @functools.wraps(function)
-    def traced(*args: Any) -> Any:
-        before, _door.is_one_program = _door.is_one_program, True
-        try:
-            return function(*args)
-        finally:
-            _door.is_one_program = before
-
-    return traced  # pyright: ignore[reportReturnType]
 
 
 def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:

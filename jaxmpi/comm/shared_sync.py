@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
-from jaxmpi.core.futex import fence, full_fence, sleep_on, wake
+from jaxmpi.core.futex import fence, sleep_on, wake
 from jaxmpi.core.shared_memory import folder, reserve
 from jaxmpi.runtime import job_folder
 
@@ -61,8 +61,6 @@ def table_bytes(size: int) -> int:
 
 class Board:
     """Counters of all ranks of a host, and how to wait for them."""
-
-    what = "a sum"  # that ranks wait for each other in, for messages
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float) -> None:
         """Take a fresh table, of zeros, and say that this rank is here."""
@@ -161,12 +159,12 @@ class Board:
 
     def _check_alive(self, rank: int) -> None:
         if self._has_ended(rank):
-            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in {self.what}")
+            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in a sum")
 
     def _check_time(self, late: Sequence[int], waited_s: float) -> None:
         if waited_s > self.timeout_s:
             raise TrainingError(
-                f"local rank {self.rank} waited {waited_s:.0f} s in {self.what} for local rank "
+                f"local rank {self.rank} waited {waited_s:.0f} s in a sum for local rank "
                 f"{', '.join(map(str, late))}; all ranks must come to it as often ("
                 "JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
@@ -177,9 +175,7 @@ class Board:
 
     def _check_none_failed(self) -> None:
         if failed := self.words[self.failed]:
-            raise TrainingError(
-                f"local rank {failed - 1} failed in {self.what} over this host; its own message says why"
-            )
+            raise TrainingError(f"local rank {failed - 1} failed in a sum over this host; its own message says why")
 
     def _has_ended(self, rank: int) -> bool:
         """Return True if a rank's process is gone, as far as this one can see."""
@@ -190,65 +186,6 @@ class Board:
                 return file.read().rpartition(")")[2].split()[0] in "ZX"  # dead, though nobody has asked how
         except (FileNotFoundError, ProcessLookupError):  # the second if it ends meanwhile
             return True
-
-
-class SharedCompare(Board):
-    """Page in which ranks of a host publish the number of the exchange that they have come to; no message, no wait."""
-
-    what = "an exchange"
-
-    def __init__(self, host: Host, timeout_s: float = TIMEOUT_S) -> None:
-        """Map a page of shared memory; all ranks of the host must come here together.
-
-        Raises:
-            UsageError: as of `SharedSum`.
-        """
-        size_bytes = table_bytes(host.local_size)
-        memory, _ = map_together(host, lambda: reserved(size_bytes))
-        super().__init__(memory, host.local_rank, host.local_size, timeout_s)
-        host.host_barrier()
-        self.check_all_here()
-
-    def come(self, number: int) -> dict[int, int]:
-        """Publish this rank's number; the numbers, by rank, of those that have come to this call.
-
-        If two ranks publish at once, one of them at least finds the other's number here.
-        """
-        self.begin((stamped(self.call + 1, number), 0, 0))
-        self.post(ARRIVED, self.call)
-        full_fence()
-        return self.numbers()
-
-    def numbers(self) -> dict[int, int]:
-        """Numbers of the ranks that have come to this call.
-
-        A rank may be ahead. The header of the call after this one is another; that of a later call bears its stamp,
-        and the rank is left out: what it has come to before was compared, or sent nothing.
-        """
-        calls, numbers = zip(*(unstamped(self.header(rank)[0]) for rank in range(self.size)), strict=True)
-        return {rank: numbers[rank] for rank in range(self.size) if calls[rank] == self.call}
-
-    def check_who_is_absent(self, call: int, waited_s: float) -> None:
-        """Raise if a rank will not come to a call, or has not within the time limit.
-
-        Raises:
-            TrainingError: ranks that have ended, or are late.
-        """
-        absent = [rank for rank in range(self.size) if self.words[rank * ROW + ARRIVED] < call]
-        for rank in absent:
-            self._check_alive(rank)
-        if absent:
-            self._check_time(absent, waited_s)
-
-
-def stamped(call: int, number: int) -> int:
-    """A call and a number below 2^31 in one word, which is written and read at once."""
-    return (call % 2**31) << 32 | number
-
-
-def unstamped(word: int) -> tuple[int, int]:
-    """(call, number) of a word."""
-    return word >> 32, word & 0xFFFFFFFF
 
 
 @functools.lru_cache(maxsize=64)

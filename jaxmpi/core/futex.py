@@ -3,29 +3,15 @@
 import ctypes
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64", "i686")
 # x86 keeps stores in order, and loads; elsewhere a switch to the scheduler and back does.
 fence: Callable[[], None] = (lambda: None) if IS_X86 else os.sched_yield
-_lock = threading.Lock()
 FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}  # the call's number, on Linux
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 _syscall = ctypes.CDLL(None).syscall
-
-
-def full_fence() -> None:
-    """Have what was stored be seen before what is read next: a processor may read ahead of its own stores.
-
-    x86 does not across a locked instruction, which a lock is. A switch to the scheduler would do there, too, but give
-    the core away to another rank that computes.
-    """
-    if IS_X86:
-        with _lock:
-            return
-    os.sched_yield()
 
 
 def futex_number() -> int | None:

@@ -17,7 +17,6 @@ from jaxmpi.allreduce.algorithms.table import fitting_on_host
 from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.call_order import one_program
 from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
@@ -318,7 +317,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
         jitted = (to_share if is_beside else jax.jit)(
-            one_program(step), donate_argnums=() if experiment.on_rank_loss == "shrink" else (0,)
+            step, donate_argnums=() if experiment.on_rank_loss == "shrink" else (0,)
         )
         form, lone = f"fused form: one jit; {why}", None if is_beside else ComputeOnlyStep(jax.jit(quiet), False)
         hashed = fingerprints_by(once, workers)

@@ -1,0 +1,137 @@
+"""Who is absent from an exchange: a thread of each rank that looks at where its own programs are, and asks the others.
+
+A program leaves a message to its own process while it is in an exchange (see `call_order`). The thread takes that
+message, reads it and puts it back. If it finds the same exchange twice it tells the other ranks, so that each knows who
+waits with it; those who say nothing within the time limit are absent. Ranks in step never send anything here.
+"""
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.comm.agreement import different_calls
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.polling import WaitClock
+from jaxmpi.comm.shared_sync import TIMEOUT_S
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.runtime import failures
+
+FREE, WAITS, HELD = range(3)  # tags: nobody has the turn; an exchange waits for it; an exchange has it
+LOOK_S = 0.5  # between looks
+SAID_AFTER_S = 30.0  # that an exchange waits for another one of its process
+Call = tuple[int, int]  # number of an exchange, and how many this process has begun
+
+
+class ExchangeWatch:
+    """The thread, and what it knows."""
+
+    def __init__(self, processes: MpiProcesses, turn: Any, text: Callable[[int], str]) -> None:
+        """Start it; all ranks come here together.
+
+        Args:
+            processes: who exchanges.
+            turn: communicator of this process alone, on which programs leave their messages.
+            text: describes an exchange by its number.
+        """
+        self._rank, self._size, self._turn, self._text = processes.rank, processes.size, turn, text
+        self._others = processes.clone()
+        self._heard: dict[int, Call] = {}  # by rank, where it last said that it waits
+        self._sent: list[tuple[Any, np.ndarray]] = []  # requests, and what they send
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxmpi absent ranks", daemon=True)
+        if processes.may_overlap:  # else MPI may not be called beside a program that exchanges
+            self._thread.start()
+            atexit.register(self._stop)
+
+    def held(self) -> Call | None:
+        """Where this process's exchange is, if it is in one."""
+        return self._peek(HELD)
+
+    def _peek(self, tag: int) -> Call | None:
+        """The message under a tag, which stays where it is."""
+        if (found := self._turn.Improbe(0, tag)) is None:
+            return None
+        message = np.zeros(2, np.int32)
+        found.Recv(message)
+        self._turn.Send(message, 0, tag)
+        return int(message[0]), int(message[1])
+
+    def _stop(self) -> None:
+        self._is_ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Look now and then; an error ends the job."""
+        seen, waited, has_told, has_said = None, WaitClock(), False, False
+        while not self._is_ending.wait(LOOK_S):
+            held = self.held()
+            if held is None or held != seen:
+                seen, has_told, has_said = held, False, False
+                waited.restart()
+                continue
+            waited_s = waited.look()
+            try:
+                if not has_told:
+                    self._tell(held)
+                    has_told = True
+                self._listen(held)
+                self._check_absent(held, waited_s)
+                has_said = self._check_turn(held, waited_s, has_said)
+            except (UsageError, TrainingError) as error:
+                failures.fail(error, None)
+
+    def _tell(self, held: Call) -> None:
+        """Let the others know where this rank waits."""
+        message = np.array(held, np.int32)
+        self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
+        for rank in set(range(self._size)) - {self._rank}:
+            self._sent.append((self._others.Isend(message, rank), message))
+
+    def _listen(self, held: Call) -> None:
+        """Hear of the others.
+
+        Raises:
+            UsageError: one waits in another exchange.
+        """
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while (found := self._others.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            message = np.zeros(2, np.int32)
+            found.Recv(message)
+            self._heard[status.Get_source()] = int(message[0]), int(message[1])
+        calls = {self._rank: held, **{rank: call for rank, call in self._heard.items() if call[1] == held[1]}}
+        if len(set(calls.values())) > 1:
+            raise UsageError(different_calls({rank: self._text(number) for rank, (number, _) in calls.items()}))
+
+    def _check_absent(self, held: Call, waited_s: float) -> None:
+        """Raise if others have not come to this exchange within the time limit."""
+        absent = [rank for rank in range(self._size) if rank != self._rank and self._heard.get(rank) != held]
+        if absent and waited_s > TIMEOUT_S:
+            raise TrainingError(
+                f"rank {self._rank} waited {waited_s:.0f} s in {self._text(held[0])} for rank "
+                f"{', '.join(map(str, absent))}; all ranks must come to it as often (JAXMPI_EXCHANGE_TIMEOUT_S sets "
+                "the time)"
+            )
+
+    def _check_turn(self, held: Call, waited_s: float, has_said: bool) -> bool:
+        """Say so if an exchange waits for another one of this process, and give up in the end; True if that is said.
+
+        Raises:
+            TrainingError: the other exchange has not ended within the time limit.
+        """
+        if waited_s < SAID_AFTER_S or not (waits := self._peek(WAITS)):
+            return has_said
+        why = (
+            f"{self._text(waits[0])} waits for {self._text(held[0])}, which has begun in this process and not ended; "
+            "if its program has failed, or a callback in it exchanges, it never will"
+        )
+        if waited_s > SAID_AFTER_S + TIMEOUT_S:
+            raise TrainingError(f"{why} (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)")
+        if not has_said:
+            print(f"jaxmpi: {failures.who()}: {why}", file=sys.stderr, flush=True)
+        return True
