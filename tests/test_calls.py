@@ -141,7 +141,7 @@ def test_two_functions_of_one_line_differ_in_their_columns():
 
 AFTER_A_FAILURE = """
 import time
-from jaxmpi.allreduce import exchange_watch
+from jaxmpi.comm import exchange_watch
 exchange_watch.SAID_AFTER_S = 1.0
 
 def fails(value):

@@ -1,6 +1,5 @@
 """Sums of buckets in a program, made by the communication thread: started when they are ready, then waited for."""
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -72,7 +71,7 @@ class Calls(NamedTuple):
         check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
         each = zip(ends[:-1], labels, strict=True)
         buckets = [{"strategy": strategy, "first": first, "label": label} for first, label in each]
-        effect = host_callbacks.ORDERED if portable else mpi_effect(comm)
+        effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
         return cls(json.dumps(plan), what, buckets, ends[-1], effect)
 
     def opened(self, segments: int) -> dict[str, Any]:
@@ -84,13 +83,6 @@ def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str
     """Label of each bucket, for messages: `bucket 2 of 7 (conv1/kernel and 3 more)`."""
     more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
     return [f"bucket {b + 1} of {len(buckets)} ({names[bucket[0]]}{more[b]})" for b, bucket in enumerate(buckets)]
-
-
-@functools.cache
-def mpi_effect(comm: Comm) -> Any:
-    """The ordered effect of this comm's own calls."""
-    [effect] = jax.make_jaxpr(comm.allreduce)(jnp.zeros(1)).effects
-    return effect
 
 
 def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:

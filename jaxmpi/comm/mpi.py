@@ -127,8 +127,13 @@ class MpiComm(RankComm):
 
     def _make_shared_sum(self) -> SharedSum:
         """In order among mpi4jax's collectives."""
+        return SharedSum(self.processes, f"sum of comm {next(_numbers)}", effect=self.effect)
+
+    @functools.cached_property
+    def effect(self) -> Any:
+        """Effect by which JAX orders calls: that of mpi4jax's collectives."""
         [effect] = jax.make_jaxpr(self.allreduce)(0.0).effects
-        return SharedSum(self.processes, f"sum of comm {next(_numbers)}", effect=effect)
+        return effect
 
 
 def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
