@@ -142,7 +142,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_several_devices_go_on_with_the_bits_of_a_process_each_by_every_rule(rule, folder):
     args = ("--rule.name", rule, *RULES[rule], "--exchange.overlap", "off", "--exchange.strategy")
-    of_processes(folder, rule, *args, "hier-asa32")
+    of_processes(folder, rule, *args, "hier-asa:32")
     from_step_10(folder / rule, f"{rule}-resumed")
     of_devices(folder, f"{rule}-resumed", *args, "asa32", "--resume")
     assert_same_run(folder / rule, folder / f"{rule}-resumed")

@@ -27,6 +27,7 @@ from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.comm.shared_compile import loaded_jit
 from jaxmpi.comm.topology import Workers, alone
 from jaxmpi.config import durations, exchange_config, schema
+from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors, train_state
 from jaxmpi.core.pytrees import PyTree, tree_digest
@@ -124,6 +125,9 @@ def make_plan(
     total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
     factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
+    if experiment.optim.lr_for_batch:
+        factor *= by_batch(experiment.optim, effective_batch / scaled_for)
+        scaling += f", local batch / {experiment.optim.lr_for_batch}"
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
     lr = experiment.optim.lr
@@ -159,6 +163,11 @@ def make_plan(
         scaled_for,
         micro_batch,
     )
+
+
+def by_batch(optim: Optim, local_batch: float) -> float:
+    """The factor on lr for so many examples a worker, of those that the run began with."""
+    return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
 
 
 def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
