@@ -53,7 +53,7 @@ def test_a_sum_of_devices_lies_as_hier_would_cut_it(strategy):
         mine = as_cut(functools.reduce(jnp.add, parts), DEVICES, PROCESSES)
         return as_it_was(exchange(mine, strategy, "sum", processes), DEVICES, PROCESSES)[: x.shape[1]]
 
-    got = jax.vmap(of_a_process, axis_name="p")(x.reshape(PROCESSES, DEVICES, -1))
+    got = jax.vmap(of_a_process, axis_name="p")(jnp.asarray(x).reshape(PROCESSES, DEVICES, -1))
     expected = np.asarray(each(x))
     assert (expected == expected[0]).all()
     assert (np.asarray(got) == expected[:PROCESSES]).all()

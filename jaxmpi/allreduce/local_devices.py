@@ -51,6 +51,8 @@ def over_local_devices(choice: Choice, mesh: Mesh) -> Callable[[PyTree], PyTree]
 
     def call(tree: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
+        if not leaves:
+            return tree
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in programs:
             check_leaves(tree)

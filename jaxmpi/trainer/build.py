@@ -125,8 +125,8 @@ def make_plan(
     total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
     factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
+    factor *= by_batch(experiment.optim, effective_batch / scaled_for)
     if experiment.optim.lr_for_batch:
-        factor *= by_batch(experiment.optim, effective_batch / scaled_for)
         scaling += f", local batch / {experiment.optim.lr_for_batch}"
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
@@ -166,7 +166,7 @@ def make_plan(
 
 
 def by_batch(optim: Optim, local_batch: float) -> float:
-    """The factor on lr for so many examples a worker, of those that the run began with."""
+    """The factor on lr for so many examples a worker, as the run began."""
     return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
 
 
