@@ -231,10 +231,3 @@ def test_a_start_that_cannot_be_is_named(start, folder):
     ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
     assert message in ended.out, ended.out[-3000:]
     assert "Traceback" not in ended.out
-
-
-@pytest.mark.e2e
-def test_several_devices_a_process_are_refused_over_mpi(folder):
-    ended = train(2, str(folder / "tiny.py"), "--devices", "2", timeout_s=60)
-    assert ended.code != 0
-    assert "or take --comm xla" in ended.out

@@ -22,6 +22,7 @@ from launching import ROOT
 
 APART, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
+SEVERAL = {"devices": 2}  # of each of two ranks
 # Message and options; one for each line of the table at least.
 STREAM = Data("grain", train=lambda worker, workers: iter([]))
 HELD_OUT = Data("mixture", train=(([1], 1.0),), validation=STREAM)
@@ -49,6 +50,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("on_nonfinite: got skip with rule local_sgd, whose workers step alone.*use stop", {"on_nonfinite": "skip", **H}),
     ("callbacks: got .* with --on-rank-loss shrink; an evaluation", {"callbacks": (ReduceOnPlateau(),), **SHRINK}),
+    (
+        "batch_statistics: got synchronised with several ranks of several devices.*comm xla",
+        {"batch_statistics": "synchronised", **SEVERAL},
+    ),
+    ("exchange.strategy: got topk1 with several ranks of sev", {"exchange": ExchangeConfig("topk1"), **SEVERAL}),
     ("task: got token-classification with --on-rank-loss", {"task": "token-classification", **SHRINK}),
     ("comm: got xla with --on-rank-loss shrink", {"comm": "xla", **SHRINK}),
     ("devices: got 4 with --on-rank-loss shrink", {"devices": 4, **SHRINK}),
@@ -61,6 +67,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("batch_statistics: got synchronised with --on-rank-loss", {"batch_statistics": "synchronised", **SHRINK}),
     ("data.memory: got partition with --on-rank-loss", {"data": Data(memory="partition"), **SHRINK}),
 ]
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's word for it."""
+    for name, value in (("RANK", "0"), ("SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
 
 
 @pytest.mark.parametrize(("message", "options"), REFUSED)
@@ -77,6 +90,8 @@ def test_options_that_do_not_go_together_are_refused_with_a_way_out(message, opt
         {"on_nonfinite": "skip", **APART},
         {"on_nonfinite": "rollback", **H},
         {"on_nonfinite": "skip"},
+        SEVERAL,
+        {"batch_statistics": "synchronised", "comm": "xla", **SEVERAL},
         {"exchange": ExchangeConfig(overlap="delayed"), "on_nonfinite": "rollback"},
     ],
 )

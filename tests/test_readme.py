@@ -129,6 +129,7 @@ NOT_RUN = {
     "wheel_mpi": "installs an MPI, and compiles",
     "own_mpi": "installs, and needs an MPI other than the one that comes along",
     "own_mpi_uv": "the same",
+    "devices_mpi": "its flags run in test_local_devices.py",
     "comm_xla": "its flag runs in test_comm_xla.py",
     "over_xla.py": "runs in test_comm_xla.py",
     "cuda": "installs, and needs GPUs",

@@ -15,6 +15,7 @@ from jaxmpi.data import open_source
 from jaxmpi.models import MODELS
 from jaxmpi.optim import schedules
 from jaxmpi.rules import registry
+from jaxmpi.trainer import build
 from launching import ROOT, train
 
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))
@@ -31,6 +32,7 @@ def recipe(name: str) -> Experiment:
 def rates(experiment: Experiment, workers: int, epochs: list[float]) -> list[float]:
     """What each worker runs at these epochs."""
     factor, _ = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers)
+    factor *= build.by_batch(experiment.optim, experiment.local_batch)
     clock = schedules.Clock(STEPS, experiment.local_batch * workers, 90 * STEPS)
     lr = schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, workers)
     return [np.asarray(lr(round(epoch * STEPS))).item() for epoch in epochs]
@@ -73,16 +75,27 @@ def test_vgg16():
     assert rates(experiment, 8, [0, 14.9, 15, 30, 35]) == pytest.approx([2e-3, 2e-3, 2e-4, 2e-5, 2e-6])
 
 
-@pytest.mark.parametrize("name", ["resnet50", "googlenetbn"])
-@pytest.mark.parametrize("workers", [4, 8, 256])
-def test_ibm(name, workers):
+@pytest.mark.parametrize("name", ["resnet50", "googlenetbn", "dimd/resnet50", "dimd/googlenetbn"])
+@pytest.mark.parametrize(("workers", "local_batch"), [(4, 64), (8, 64), (256, 64), (8, 128)])
+def test_ibm(name, workers, local_batch):
     """From 0.1 to 0.1 b n / 256 over 5 epochs, divided by 10 every 30 of 90; crops of random area and aspect."""
-    experiment, peak = recipe(name), 0.1 * 64 * workers / 256
-    assert (experiment.local_batch, experiment.train_for, experiment.data.crop) == (64, "90ep", 224)
+    assert recipe(name).local_batch == 64
+    experiment, peak = dataclasses.replace(recipe(name), local_batch=local_batch), 0.1 * local_batch * workers / 256
+    assert (experiment.train_for, experiment.data.crop) == ("90ep", 224)
     assert (experiment.data.crop_area, experiment.data.mirror) == ((0.08, 1.0), True)
     assert (experiment.optim.name, experiment.optim.momentum, experiment.optim.weight_decay) == ("momentum", 0.9, 1e-4)
     expected = [0.1, (0.1 + peak) / 2, peak, peak, peak / 10, peak / 100]
     assert rates(experiment, workers, [0, 2.5, 5, 29.9, 30, 60]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "googlenetbn"])
+def test_ibm_s_own_way_is_one_word(name):
+    """Packed data in memory, summed over colours; all else is the recipe's."""
+    plain, whole = recipe(name), recipe(f"dimd/{name}")
+    assert (whole.data.source, whole.data.memory, whole.exchange.strategy) == ("packed", "partition", "color4")
+    data = dataclasses.replace(whole.data, source=plain.data.source, memory=plain.data.memory)
+    assert (data, whole.optim, whole.schedule, whole.rule) == (plain.data, plain.optim, plain.schedule, plain.rule)
+    assert whole.model.name == plain.model.name
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -432,6 +432,19 @@ def test_a_gpu_that_has_started_cannot_be_chosen_any_more(backend, is_late, monk
     assert chosen == ([] if is_late else [("jax_cuda_visible_devices", "1")])
 
 
+@pytest.mark.parametrize(("local_rank", "mine"), [(0, "0,1"), (1, "2,3")])
+def test_each_local_rank_takes_as_many_gpus_as_it_drives(local_rank, mine, no_launcher, monkeypatch):
+    """Only JAX's ear for its setting is another: the GPUs need not be there."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    for name, value in zip(launchers.LAUNCHERS["Open MPI's mpirun"], (local_rank, 2, local_rank, 2), strict=True):
+        monkeypatch.setenv(name, str(value))
+    chosen = {}
+    monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
+    device_setup.take_devices(2)
+    assert chosen == {"jax_cuda_visible_devices": mine, "jax_num_cpu_devices": 2}
+
+
 HOLDS = """
 import pathlib, sys
 from jaxmpi.runtime import job_folder

@@ -98,6 +98,13 @@ def test_transport_is_what_rule_and_strategy_use(strategy, is_asynchronous, back
     assert topology.transport(ranks, strategy) == told
 
 
+def test_transport_says_that_devices_add_up_first():
+    two: Any = types.SimpleNamespace(size=2)
+    workers = topology.Workers(two, two, (0, 1), None, devices=2)
+    assert workers.size == 4
+    assert topology.transport(workers, "shm:32").endswith("; each process adds up its 2 devices")
+
+
 @pytest.mark.parametrize(("workers", "told"), [(4, "wire 16"), (0, "root:16")])
 def test_an_asynchronous_run_records_its_wire_for_it_runs_no_strategy(workers, told):
     alone: Any = types.SimpleNamespace(size=4)

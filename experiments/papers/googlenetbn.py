@@ -12,15 +12,12 @@ from jaxmpi.experiments.googlenetbn import experiment as paper
 from jaxmpi.experiments.googlenetbn import fallback
 from jaxmpi.models.googlenetbn import googlenetbn
 
-LOCAL_BATCH = 32
-
 experiment = dataclasses.replace(
     paper,
     model=googlenetbn(classes=10, image_size=64),
     data=fallback.data,
-    optim=dataclasses.replace(paper.optim, lr=0.1 * LOCAL_BATCH / 256),
     schedule=dataclasses.replace(paper.schedule, boundaries=("4ep",), warmup="1ep"),
-    local_batch=LOCAL_BATCH,
+    local_batch=32,
     train_for="6ep",
     eval_every="2ep",
     checkpoint_every="0st",

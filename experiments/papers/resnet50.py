@@ -12,15 +12,12 @@ from jaxmpi.experiments.resnet50 import experiment as paper
 from jaxmpi.experiments.resnet50 import fallback
 from jaxmpi.models.resnet import resnet50
 
-LOCAL_BATCH = 32
-
 experiment = dataclasses.replace(
     paper,
     model=resnet50(classes=10, image_size=32),
     data=fallback.data,
-    optim=dataclasses.replace(paper.optim, lr=0.1 * LOCAL_BATCH / 256),
     schedule=dataclasses.replace(paper.schedule, boundaries=("4ep",), warmup="1ep"),
-    local_batch=LOCAL_BATCH,
+    local_batch=32,
     train_for="6ep",
     eval_every="2ep",
     checkpoint_every="0st",

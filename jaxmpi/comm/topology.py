@@ -12,7 +12,7 @@ from jaxmpi.comm.base import Comm, SoloComm
 from jaxmpi.comm.control import MpiProcesses, Processes, SoloProcesses, processes
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
-from jaxmpi.comm.xla_mesh import global_mesh
+from jaxmpi.comm.xla_mesh import global_mesh, local_mesh
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
@@ -35,13 +35,14 @@ class Workers(NamedTuple):
     comm: Comm
     processes: Processes
     mine: tuple[int, ...]
-    mesh: jax.sharding.Mesh | None  # of all workers' devices, if XLA exchanges between them
+    mesh: jax.sharding.Mesh | None  # of all workers' devices, if XLA exchanges between them; else of this process's
+    devices: int = 1  # of each process, if `comm` is between processes, whose devices add theirs up before
     apart: int = 0  # all workers, if each runs programs of its own (asynchronous rules) and `comm` is one's
 
     @property
     def size(self) -> int:
         """All workers."""
-        return self.apart or self.comm.size
+        return self.apart or self.comm.size * self.devices
 
 
 def gather_workers(devices: int, comm: str = "mpi") -> Workers:
@@ -52,20 +53,17 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
         comm: mpi or xla.
 
     Raises:
-        UsageError: several devices in several processes over MPI, fewer devices than asked for, or what `global_mesh`
-            raises.
+        UsageError: fewer devices than asked for, or what `global_mesh` raises.
     """
     control = processes()
     control.assert_same("how workers exchange", {"comm": comm, "devices": devices})
     if devices == 1 and (comm == "mpi" or control.size == 1):
         return Workers(world(), control, (control.rank,), None)
-    check(
-        comm == "xla" or control.size == 1,
-        f"got --devices {devices} under a launcher with {control.size} ranks; over MPI one process drives one device: "
-        "leave --devices out, or the launcher, or take --comm xla",
-    )
+    mine = tuple(range(control.rank * devices, (control.rank + 1) * devices))
+    if comm == "mpi" and control.size > 1:
+        return Workers(world(), control, mine, local_mesh(AXIS, devices), devices)
     mesh, over_axis = global_mesh(AXIS, devices)
-    return Workers(over_axis, control, tuple(range(control.rank * devices, (control.rank + 1) * devices)), mesh)
+    return Workers(over_axis, control, mine, mesh)
 
 
 def gather_mortal(control: MpiProcesses) -> Workers:
@@ -150,12 +148,19 @@ def transport(workers: Workers, strategy: str) -> str:
     algorithm = strategy.rpartition("/")[2].partition(":")[0]
     if algorithm == "none":
         return "none: strategy none"
-    if algorithm == "shm" and workers.mesh is None:
-        return "shared memory, through the host" if on_gpu else "shared memory"
-    if workers.mesh is not None and workers.processes.size > 1:
+    between = between_processes(workers, algorithm, on_gpu)
+    return f"{between}; each process adds up its {workers.devices} devices" if workers.devices > 1 else between
+
+
+def between_processes(workers: Workers, algorithm: str, on_gpu: bool) -> str:
+    """Name the way of what processes exchange, or devices of a single one."""
+    over_axis = workers.mesh is not None and workers.devices == 1
+    if over_axis and workers.processes.size > 1:
         return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
-    if workers.mesh is not None:
+    if over_axis:
         return "XLA collectives between devices of one process"
+    if algorithm == "shm":
+        return "shared memory, through the host" if on_gpu else "shared memory"
     if not on_gpu:
         return "MPI, from host memory"
     return "MPI, CUDA-aware" if is_cuda_aware() else "MPI, through the host"

@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -46,12 +47,30 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
         start(control)
         check_gloo(control)
     by_rank = [sorted(jax.local_devices(rank), key=lambda device: device.id) for rank in range(control.size)]
-    have = [len(row) for row in by_rank]
-    check(min(have) >= devices, f"got --devices {devices}; rank {np.argmin(have)} has {min(have)}")
+    check_devices([len(row) for row in by_rank], devices)
     chosen = np.array([row[:devices] for row in by_rank]).reshape(-1)
     hosts = tuple(host for host in control.hosts for _ in range(devices))
     over_gloo = control.size > 1 and jax.default_backend() == "cpu"
     return Mesh(chosen, (axis,)), (GlooComm if over_gloo else AxisComm)(axis, len(chosen), hosts)
+
+
+def local_mesh(axis: str, devices: int) -> Mesh:
+    """The first devices of this process along one axis, as many as of every other process.
+
+    Communicates: how many there are.
+
+    Raises:
+        UsageError: on all ranks alike: a process has too few.
+    """
+    device_setup.make_cpu_devices(devices)
+    here = sorted(jax.local_devices(), key=lambda device: device.id)
+    check_devices([*map(int, processes().allgather_object(len(here)))], devices)
+    return Mesh(np.array(here[:devices]), (axis,))
+
+
+def check_devices(have: Sequence[int], devices: int) -> None:
+    """Raise `UsageError` if a rank has fewer devices than asked for."""
+    check(min(have) >= devices, f"got --devices {devices}; rank {np.argmin(have)} has {min(have)}")
 
 
 def start(control: MpiProcesses) -> None:

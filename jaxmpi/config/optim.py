@@ -15,7 +15,8 @@ class Optim:
     """The optimizer that every worker runs."""
 
     name: str = "momentum"  # of the optimizer: docs/rules.md
-    lr: float = 0.01  # learning rate of each worker, before `lr_scaling`
+    lr: float = 0.01  # learning rate of each worker, before `lr_for_batch` and `lr_scaling`
+    lr_for_batch: int = 0  # local batch that lr is for: with b examples it is b / this times lr; 0 = with any
     # of lr in the number of workers; rule = the rule's own default
     lr_scaling: Annotated[str, OneOf("rule", "none", "linear", "sqrt")] = "rule"
     momentum: float = 0.9  # mu, in [0, 1)
@@ -34,6 +35,7 @@ class Optim:
     def __post_init__(self) -> None:
         check_choices(self, "optim.")
         check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
+        check(self.lr_for_batch >= 0, f"optim.lr_for_batch: got {self.lr_for_batch}; expected examples >= 0")
         check(0 <= self.momentum < 1, f"optim.momentum: got {self.momentum}; expected [0, 1)")
         check(
             not self.rate_in_velocity or self.name in ("momentum", "nesterov"),

@@ -115,7 +115,8 @@ class Experiment:
     batch_statistics: Annotated[str, OneOf(*BATCH_STATISTICS)] = "averaged"
     # of forward and backward; params stay float32
     compute_dtype: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
-    devices: int = 1  # local devices of one process, a worker each; more than 1 in several processes needs comm xla
+    # local devices of each process, a worker each; over MPI they add theirs up before processes exchange
+    devices: int = 1
     # who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
     comm: Annotated[str, OneOf(*COMMS)] = "mpi"
     # one jit for the step, or gradients, exchange and update apart

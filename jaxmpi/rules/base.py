@@ -104,7 +104,7 @@ def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
     """`then(*operands)` where it is due, else the operands as they are; inside jit both are compiled."""
     if isinstance(is_due, Tracer):
         return jax.lax.cond(is_due, then, lambda *same: same, *operands)
-    return then(*operands) if is_due else operands
+    return then(*operands) if np.all(is_due) else operands  # devices of one process count alike
 
 
 def descend(

@@ -1,4 +1,4 @@
-"""Devices that a process may use: one GPU each, or several CPU devices."""
+"""Devices that a process may use: a GPU each, or several GPUs or CPU devices."""
 
 import itertools
 import os
@@ -10,8 +10,8 @@ from jaxmpi.runtime.launchers import launched
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, that JAX takes when its device starts
 
 
-def pin_gpu(local_rank: int, local_size: int) -> None:
-    """Take one of the GPUs that this process sees, and a part of its memory, as if all ranks of the host saw the same.
+def pin_gpu(local_rank: int, local_size: int, devices: int = 1) -> None:
+    """Take some of the GPUs that this process sees, and a part of their memory, as if all ranks of the host saw these.
 
     They may not, if a launcher gives each its own; `share_gpu` corrects that once ranks can ask each other.
 
@@ -28,9 +28,10 @@ def pin_gpu(local_rank: int, local_size: int) -> None:
             "JAX's device has started before jaxmpi could give this rank a GPU of its own: all ranks of the host would "
             "be on the first; call jaxmpi.world() before the first JAX array",
         )
-        jax.config.update("jax_cuda_visible_devices", str(local_rank % len(gpus)))
+        mine = {(local_rank * devices + i) % len(gpus) for i in range(devices)}
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, sorted(mine))))
     if gpus:
-        share_gpu(-(-local_size // len(gpus)))
+        share_gpu(-(-local_size * devices // len(gpus)))
 
 
 def visible_gpus() -> list[str]:
@@ -68,6 +69,14 @@ def share_gpu(ranks: int) -> None:
 
 
 _share = ""  # what `share_gpu` has set, to tell it from the user's
+
+
+def take_devices(devices: int) -> None:
+    """Take `devices` GPUs of the host before MPI shares them out, one a rank; or have the CPU backend offer as many."""
+    here = launched()
+    if devices > 1 and here is not None and here.size > 1:
+        pin_gpu(here.local_rank, here.local_size, devices)
+    make_cpu_devices(devices)
 
 
 def make_cpu_devices(devices: int) -> None:

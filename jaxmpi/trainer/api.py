@@ -51,7 +51,7 @@ class Trainer:
             control.size == 1 or workers in (None, control.size),
             f"Trainer: workers: got {workers}; the launcher started {control.size} ranks: leave workers out",
         )
-        device_setup.make_cpu_devices(experiment.devices)
+        device_setup.take_devices(experiment.devices)
         folder = experiment.run_dir
         if not folder:
             with run_directory.usable():

@@ -14,10 +14,11 @@ import optax
 
 from jaxmpi.allreduce import algorithms, compression, overlap
 from jaxmpi.allreduce.algorithms.table import fitting_on_host
-from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
@@ -25,6 +26,7 @@ from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.comm.shared_compile import loaded_jit
 from jaxmpi.comm.topology import Workers, alone
 from jaxmpi.config import durations, exchange_config, schema
+from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors, train_state
 from jaxmpi.core.pytrees import PyTree, tree_digest
@@ -122,11 +124,14 @@ def make_plan(
     total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
     factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
+    factor *= by_batch(experiment.optim, effective_batch / scaled_for)
+    if experiment.optim.lr_for_batch:
+        scaling += f", local batch / {experiment.optim.lr_for_batch}"
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
     lr = experiment.optim.lr
     headline = (
-        f"{name}: {workers.size} workers x local batch {local_batch} = effective batch "
+        f"{name}: {worker_words(workers)} x local batch {local_batch} = effective batch "
         f"{effective_batch}; {data_words(feed)}, {total_steps} steps\n" + rate_words(experiment, factor, scaling)
     )
     if experiment.model and experiment.model.classes != asked_classes:
@@ -159,6 +164,11 @@ def make_plan(
     )
 
 
+def by_batch(optim: Optim, local_batch: float) -> float:
+    """The factor on lr for so many examples a worker, as the run began."""
+    return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+
+
 def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
     """Raise `UsageError` if a duration or a schedule counts epochs of data that has none."""
     if feed.has_epochs:
@@ -172,6 +182,13 @@ def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
         errors.check("ep" not in value, f"{name}: got {value} with {feed.source.name}, a stream, {instead}")
     by_epoch = schedule.decay == "poly_epoch" or schedule.warmup_shape == "geometric"
     errors.check(not by_epoch, f"schedule: got one that changes once an epoch with {feed.source.name}, {instead}")
+
+
+def worker_words(workers: Workers) -> str:
+    """How many workers there are, and of how many processes if these drive several devices each."""
+    each, processes = len(workers.mine), workers.processes.size
+    product = f"{processes} processes x {each} devices = " if each > 1 and processes > 1 else ""
+    return f"{product}{workers.size} workers"
 
 
 def data_words(feed: DeviceFeed) -> str:
@@ -235,7 +252,7 @@ def settle_exchange(
         why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
         return dataclasses.replace(experiment, exchange=exchange), why
     sizes = [leaf.size for leaf in jax.tree.leaves(plan.params())]
-    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, plan))
+    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers, plan))
     exchange, why = probed(asked, workers.comm, sizes, is_beside)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
     return dataclasses.replace(experiment, exchange=exchange), gone + why
@@ -284,13 +301,16 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     the gradients for itself.
     """
     gradients, evaluate, predict = pieces(experiment, workers, plan)
-    order, once, flops = Order(), workers.comm.jit, StepFlops()
+    order, flops = Order(), StepFlops()
+    over = partial(over_mesh, mesh=workers.mesh, control=workers.processes) if workers.mesh else jax.jit
+    once: Callable = over if workers.devices > 1 else workers.comm.jit
     to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
-    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, plan)
+    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan)
     is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
-    mean_state = partial(mean_of_floats, comm=workers.comm) if experiment.batch_statistics != "local" else own_state
+    share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
+    mean_state = partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, workers, strategy, order)
     skips = experiment.on_nonfinite == "skip"
     keeps = skips or experiment.on_rank_loss == "shrink"  # the state before a step, until that step counts
@@ -302,7 +322,8 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         compiled = order.shared(to_share(order.of(gradients, flops.count)), workers.processes)
         checked = once(steps.or_before) if skips else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
-        form = f"split form: gradients, exchange and update are jits of their own; {why}"
+        each = f", of {workers.devices} devices of each process" * (workers.devices > 1)
+        form = f"split form: gradients, exchange and update are jits of their own{each}; {why}"
         eval_params, lone = rule.eval_params or own_params, ComputeOnlyStep(mute.during(step), True)
         hashed = fingerprints_by(once, workers)
         return Functions(
@@ -324,11 +345,10 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         return Functions(
             rule, jitted, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, flops, lone=lone
         )
-    over = partial(over_mesh, mesh=workers.mesh, control=workers.processes)
     form = f"fused form: one jit over {workers.size} devices; {why}"
     evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
     hashed = fingerprints_by(over, workers)
-    train_step, lone = over(step, donate=(0,)), ComputeOnlyStep(over(quiet), False)
+    train_step, lone = over(step, donate_argnums=(0,)), ComputeOnlyStep(over(quiet), False)
     return Functions(rule, train_step, evaluate, mean, params, hashed, predict, strategy, form, flops, lone=lone)
 
 
@@ -338,11 +358,11 @@ def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
 
 
 def over_mesh(
-    function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate: tuple[int, ...] = ()
+    function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate_argnums: tuple[int, ...] = ()
 ) -> Callable:
-    """`steps.over_devices`; where ranks share a host's cores one of them compiles for all."""
-    jitted = steps.over_devices(function, mesh, donate)
-    if isinstance(control, MpiProcesses) and jax.default_backend() == "cpu":
+    """`steps.over_devices`; if ranks share a host's cores one of them compiles for all."""
+    jitted = steps.over_devices(function, mesh, donate_argnums)
+    if isinstance(control, MpiProcesses) and control.local_size > 1 and jax.default_backend() == "cpu":
         return loaded_jit(jitted, list(mesh.devices.flat), control)
     return jitted
 
@@ -360,6 +380,9 @@ def exchange_for(
     alone: dict[str, Any] = {"portable": experiment.batch_statistics != "synchronised"}
     share = partial(overlap.exchange, **alone) if is_beside else exchange
     is_late = experiment.exchange.overlap == "delayed"
+    mean, sum_up = (exchange_of_devices(strategy, op, workers, size_bytes, order) for op in ("mean", "sum"))
+    if mean and sum_up:
+        return base.Exchange(mean, sum_up)
     if is_beside:
         courier()  # all ranks start it together; programs that come from another rank find it
     return base.Exchange(
@@ -369,8 +392,22 @@ def exchange_for(
     )
 
 
-def unfit_for_overlap(experiment: Experiment, plan: TrainingPlan) -> str:
+def exchange_of_devices(
+    strategy: str, op: Op, workers: Workers, bucket_bytes: int | None = BUCKET_BYTES, order: Order | None = None
+) -> Callable[[PyTree], PyTree] | None:
+    """The exchange of trees over this process's devices with all others'; None if each process drives one.
+
+    Args: strategy: in full, as asa:32.
+    """
+    if workers.devices == 1 or workers.mesh is None:
+        return None
+    return over_local_devices(Choice(strategy, op, workers.comm, bucket_bytes, order), workers.mesh)
+
+
+def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
     """Why this step cannot hide an exchange; empty if it can."""
+    if workers.devices > 1:
+        return f"the {workers.devices} devices of a process add up their gradients before it"
     if experiment.step_mode == "split":
         return "the step is split (step_mode split)"
     if experiment.on_rank_loss == "shrink":
@@ -383,11 +420,11 @@ def unfit_for_overlap(experiment: Experiment, plan: TrainingPlan) -> str:
     return "" if fits else "gradients come to exist with the last micro-batch only"
 
 
-def mean_of_floats(tree: PyTree, comm: Comm) -> PyTree:
-    """Floating-point leaves averaged over workers in 32 bits, whatever the run's wire; others as they are."""
+def mean_of_floats(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
+    """Floating-point leaves by `share`, their mean over workers; others as they are."""
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    for i, leaf in zip(floats, exchange([leaves[i] for i in floats], "asa32", comm=comm), strict=True):
+    for i, leaf in zip(floats, share([leaves[i] for i in floats]), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
 
@@ -415,7 +452,12 @@ def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tupl
 
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:
-    """Return True if the step is split: by default if several ranks would compile one program on the same cores."""
+    """Return True if the step is split: by default if several ranks would compile one program on the same cores.
+
+    With several devices a process it always is: MPI is called between programs over them.
+    """
+    if workers.devices > 1:
+        return True
     if experiment.step_mode != "auto" or workers.mesh is not None:
         return experiment.step_mode == "split" and workers.mesh is None
     return workers.comm.size > 1 and jax.default_backend() == "cpu"

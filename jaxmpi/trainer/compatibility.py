@@ -18,6 +18,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.data.sources.grain_streams import is_stream
 from jaxmpi.rules import registry
+from jaxmpi.runtime.launchers import launched_workers
 from jaxmpi.tasks.base import Task
 
 
@@ -77,7 +78,13 @@ def is_streamed(data: Any) -> bool:
     return data.source == "grain" and any(map(is_stream, (data.train, data.validation)))
 
 
+def drives_several(experiment: Experiment) -> bool:
+    """Return True if each of several processes drives several devices, between which MPI is not called."""
+    return experiment.devices > 1 and experiment.comm == "mpi" and launched_workers() > 1
+
+
 SHRINK = "--on-rank-loss shrink"
+SEVERAL = "several ranks of several devices each, which exchange between programs"
 APART = "an asynchronous rule, whose workers do not meet"
 REFUSALS = (
     Refusal("on_nonfinite", "rollback", "rollback".__eq__, is_asynchronous, APART, "skip or stop"),
@@ -139,6 +146,22 @@ REFUSALS = (
         is_periodic,
         "rule {rule}, whose workers step alone and would have to agree on every step",
         "use stop or rollback",
+    ),
+    Refusal(
+        "batch_statistics",
+        "synchronised",
+        "synchronised".__eq__,
+        drives_several,
+        SEVERAL,
+        "it exchanges inside one: take averaged or local, or --comm xla",
+    ),
+    Refusal(
+        "exchange.strategy",
+        "compressors",
+        is_compressor,
+        drives_several,
+        SEVERAL,
+        "a compressor keeps what each worker owes: take another strategy, or a process a device",
     ),
     Refusal(
         "task",
@@ -234,6 +257,6 @@ def markdown() -> str:
     for row in REFUSALS:
         flag = row.field.replace("_", "-")
         option = f"--{flag}" if flag in known else f"{row.field}="
-        words = [re.sub(r"--[\w.-]+( (end|mpi|shrink))?", r"`\g<0>`", text) for text in (row.words, row.instead)]
+        words = [re.sub(r"--[\w.-]+( (end|mpi|shrink|xla))?", r"`\g<0>`", text) for text in (row.words, row.instead)]
         lines.append(f"| `{option}` | {row.values} | {words[0].format(rule=periodic)} | {words[1]} |")
     return "\n".join(lines) + "\n"

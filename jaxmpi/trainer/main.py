@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prepare.prepare()  # before the experiment file, which may touch the device
     with phases.phase("running the experiment file"):
         experiment, path = experiment_file.parse(list(sys.argv[1:] if argv is None else argv), TABLES)
-    device_setup.make_cpu_devices(experiment.devices)
+    device_setup.take_devices(experiment.devices)
     with phases.phase("starting MPI, which waits for all ranks"):
         control = processes()
     with failures.at_work():

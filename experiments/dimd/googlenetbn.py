@@ -1,0 +1,20 @@
+"""GoogLeNetBN as IBM ran it: packed images in memory, gradients over four colours; on digits if there is no data.
+
+jaxmpi data pack /data/imagenet /data/packed --resize 256
+jaxmpi train -n 8 dimd/googlenetbn --data.dir /data/packed
+
+The recipe of experiments/googlenetbn.py with DIMD and multi-colour trees (Kumar et al. 2018). All workers together
+hold one copy of the data; with --data.group-size S each S of them do. One process a host that drives K devices:
+--devices K. Not run on ImageNet here.
+"""
+
+import dataclasses
+
+from jaxmpi.config import ExchangeConfig
+from jaxmpi.experiments.googlenetbn import experiment as paper
+
+experiment = dataclasses.replace(
+    paper,
+    data=dataclasses.replace(paper.data, source="packed", memory="partition"),
+    exchange=ExchangeConfig("color4"),
+)

@@ -1,0 +1,144 @@
+"""Epochs of training by where the data are, and by how devices are spread over processes (Kumar et al. 2018).
+
+python scripts/bench_epoch.py data --ranks 2 --images 400             files, packed, in memory; figures 10 and 11
+python scripts/bench_epoch.py devices --ranks 2 --devices 2           a process a device, or one for several; figure 12
+python scripts/bench_epoch.py devices --ranks 4 --rate 200mbit        the same, each process on an emulated host
+
+Contenders are whole runs of `jaxmpi.train` that take turns: the recipe of experiments/dimd/resnet50.py with a small
+model, so that cores have time left for data. A time is that of an epoch at the median pace of a run's progress lines.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import harness
+from bench_data import jpegs
+from harness import ROOT
+
+from jaxmpi.config.data import Data
+from jaxmpi.data import open_source, packing
+
+EXPERIMENT = """
+import dataclasses, sys
+from jaxmpi.experiments.dimd.resnet50 import experiment as recipe
+from jaxmpi.models.resnet import resnet18_tiny
+
+data = dataclasses.replace(recipe.data, crop=64)
+model = resnet18_tiny(image_size=64)
+experiment = dataclasses.replace(recipe, model=model, data=data, fallback=None, local_batch=8, eval_every="0st",
+                                 checkpoint_every="0st", log_every=5)
+"""
+FAR = """
+sys.path.insert(0, {scripts!r})
+from bench_shuffle import Far
+from jaxmpi.data import open_source
+
+files = dataclasses.replace(data, source="imagefolder", dir={folder!r})
+train, validation = (open_source(files, split) for split in ("train", "validation"))
+slow = dataclasses.replace(data, source="array", memory="none", loader="threads", train=Far(train, {latency_s}),
+                           validation=validation)
+experiment = dataclasses.replace(experiment, data=slow)
+"""
+
+
+def write_images(folder: Path, images: int) -> None:
+    """The same photographs as files, and packed at 256 px."""
+    for i, (label, blob) in enumerate(jpegs(images)):
+        for split in ("train", "validation") if i < 8 else ("train",):
+            path = folder / "files" / split / ("china", "flower")[label] / f"{i:05}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(blob)
+    for split in ("train", "validation"):
+        files = open_source(Data(source="imagefolder", dir=str(folder / "files")), split)
+        packing.pack(files, folder / "packed" / split, packing.Recipe(resize=256))
+
+
+def epoch_s(launcher: list[str], file: Path, options: argparse.Namespace, *flags: str) -> float:
+    """Seconds of an epoch at the median pace of a run, without its first progress line."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = [*launcher, sys.executable, "-m", "jaxmpi.train", str(file), *flags]
+        line += ["--train-for", options.train_for, "--run-dir", folder]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        subprocess.run(line, cwd=ROOT, env=environ, stdout=sys.stderr, check=True, timeout=options.timeout_s)
+        rows = [json.loads(row) for row in (Path(folder) / "record.jsonl").read_text().splitlines()]
+    return options.images / statistics.median([row["images_per_s"] for row in rows if row["kind"] == "train"][1:])
+
+
+def report(seconds: dict[str, list[float]]) -> None:
+    """A row for each contender, and its time over the first one's, round by round."""
+    print("\n" + harness.table(("contender", "epoch s", "over the first")))
+    first = next(iter(seconds.values()))
+    for name, each in seconds.items():
+        ratio = statistics.median(mine / other for mine, other in zip(each, first, strict=True))
+        print(harness.row([name, f"{statistics.median(each):.3f}", f"{ratio:.3f}"]))
+
+
+def in_turn(runs: dict[str, partial[float]], rounds: int) -> dict[str, list[float]]:
+    """What each run gives, round by round."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds[name].append(run())
+    return seconds
+
+
+def data(options: argparse.Namespace, folder: Path) -> None:
+    """Images from files, packed, in memory, and from files that take longer to read."""
+    (folder / "recipe.py").write_text(EXPERIMENT)
+    far = {"scripts": str(ROOT / "scripts"), "folder": str(folder / "files"), "latency_s": options.latency_ms / 1000}
+    (folder / "far.py").write_text(EXPERIMENT + FAR.format(**far))
+    run = partial(epoch_s, harness.launcher(options.ranks, options.rate, 1))
+    recipe, files, packed = folder / "recipe.py", str(folder / "files"), str(folder / "packed")
+    none = ("--data.memory", "none", "--data.dir")
+    runs = {
+        "memory": partial(run, recipe, options, "--data.dir", packed),
+        "packed": partial(run, recipe, options, *none, packed),
+        "files": partial(run, recipe, options, *none, files, "--data.source", "imagefolder"),
+        f"files with {options.latency_ms:g} ms a read": partial(run, folder / "far.py", options),
+    }
+    report(in_turn(runs, options.rounds))
+
+
+def devices(options: argparse.Namespace, folder: Path) -> None:
+    """As many workers, each a process, or several to a process whose devices add up first."""
+    (folder / "recipe.py").write_text(EXPERIMENT)
+    k, ranks = options.devices, options.ranks
+    few, many = harness.launcher(ranks, options.rate, 1), harness.launcher(ranks * k, options.rate, k)
+    where = ("--data.dir", str(folder / "packed"), "--exchange.strategy")
+    # On one host there is nothing between hosts: `hier` is then the sum inside.
+    runs = {
+        "a process a device": partial(epoch_s, many, folder / "recipe.py", options, *where, "hier-ring:32"),
+        f"a process for {k}": partial(
+            epoch_s, few, folder / "recipe.py", options, *where, "ring:32", "--devices", str(k)
+        ),
+    }
+    report(in_turn(runs, options.rounds))
+
+
+def main() -> None:
+    """Run one of the two."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("what", choices=["data", "devices"])
+    parser.add_argument("--ranks", type=int, default=2, help="processes; of `devices` those that drive several")
+    parser.add_argument("--devices", type=int, default=2, help="of each of these")
+    parser.add_argument("--rate", default="", help="of each emulated host's link; without it all run on this machine")
+    parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--train-for", default="3ep", help="length of each run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--latency-ms", type=float, default=10, help="of a read that takes longer")
+    parser.add_argument("--timeout-s", type=float, default=1200, help="of each run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_images(Path(folder), options.images)
+        {"data": data, "devices": devices}[options.what](options, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Processes that each drive several devices, with MPI between them: Algorithm 1 of Kumar et al. 2018."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.allreduce.local_devices import as_cut, as_it_was
+from jaxmpi.comm.axis import AxisComm
+from launching import Ended, mpirun, train
+
+ON_CPU = {"JAX_PLATFORMS": "cpu"}
+PROCESSES, DEVICES = 3, 2
+EXPERIMENT = """
+from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="10st", log_every=1,
+)
+"""
+# `python -m jaxmpi.train`, with the first half of the ranks on one host and the other half on another.
+TWO_HOSTS = """
+import os, socket, sys
+rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+socket.gethostname = lambda: f"node{2 * rank // size}"
+from jaxmpi.trainer.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy", ["asa:32", "ring:32", "tree:32", "root:32", "pipering:32", "asa:bf16", "ring:bf16"]
+)
+def test_a_sum_of_devices_lies_as_hier_would_cut_it(strategy):
+    """The same bits as one process a device, over three hosts of two, where the order of additions counts."""
+    hosts = tuple(worker // DEVICES for worker in range(PROCESSES * DEVICES))
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((PROCESSES * DEVICES, 101)) * 10.0 ** rng.integers(-3, 3, 101)).astype(np.float32)
+    workers, processes = AxisComm("w", len(hosts), hosts), AxisComm("p", PROCESSES, tuple(range(PROCESSES)))
+    each = jax.vmap(lambda x: exchange(x, f"hier-{strategy}", "sum", workers), axis_name="w")
+
+    def of_a_process(parts: jax.Array) -> jax.Array:
+        mine = as_cut(functools.reduce(jnp.add, parts), DEVICES, PROCESSES)
+        return as_it_was(exchange(mine, strategy, "sum", processes), DEVICES, PROCESSES)[: x.shape[1]]
+
+    got = jax.vmap(of_a_process, axis_name="p")(jnp.asarray(x).reshape(PROCESSES, DEVICES, -1))
+    expected = np.asarray(each(x))
+    assert (expected == expected[0]).all()
+    assert (np.asarray(got) == expected[:PROCESSES]).all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny experiment, and the runs of this module."""
+    made = tmp_path_factory.mktemp("devices")
+    (made / "tiny.py").write_text(EXPERIMENT)
+    (made / "two_hosts.py").write_text(TWO_HOSTS)
+    return made
+
+
+def of_devices(folder: Path, name: str, *args: str) -> Ended:
+    """Two processes of two devices."""
+    args = (str(folder / "tiny.py"), "--run-dir", str(folder / name), "--devices", "2", *args)
+    return ended_well(train(2, *args, env=ON_CPU))
+
+
+def of_processes(folder: Path, name: str, *args: str) -> Ended:
+    """Four processes of one device, on two hosts."""
+    args = (str(folder / "two_hosts.py"), str(folder / "tiny.py"), "--run-dir", str(folder / name), *args)
+    return ended_well(mpirun(4, *args, timeout_s=120, env=ON_CPU))
+
+
+def ended_well(ended: Ended) -> Ended:
+    assert ended.code == 0, ended.out
+    return ended
+
+
+def from_step_10(run_dir: Path, name: str) -> None:
+    """A copy of a run as it was after ten steps, to resume."""
+    shutil.copytree(run_dir, run_dir.parent / name)
+    shutil.rmtree(run_dir.parent / name / "checkpoints/step_00000020")
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Losses, evaluation and every byte of the last checkpoint: params, model state, optimizers, keys."""
+    for kind, figure in (("train", "loss"), ("eval", "eval_loss"), ("eval", "eval_top1")):
+        assert figures(a, kind, figure) == figures(b, kind, figure)
+    assert binaries(a) == binaries(b)
+    assert len(binaries(a)) == 5
+
+
+def figures(run_dir: Path, kind: str, figure: str) -> list[float]:
+    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    return [row[figure] for row in rows if row["kind"] == kind]
+
+
+def binaries(run_dir: Path) -> dict[str, bytes]:
+    """Every file of the last checkpoint but the manifest, which holds times."""
+    return {path.name: path.read_bytes() for path in (run_dir / "checkpoints/step_00000020").glob("*.bin")}
+
+
+@pytest.fixture(scope="module")
+def over_devices(folder: Path) -> Path:
+    """20 steps of two processes that drive two devices each."""
+    ended = of_devices(folder, "devices", "--exchange.strategy", "ring32")
+    assert "2 processes x 2 devices = 4 workers x local batch 15 = effective batch 60" in ended.out
+    facts = json.loads((folder / "devices/config.json").read_text())
+    assert facts["workers"] == 4
+    assert facts["transport"] == "MPI, from host memory; each process adds up its 2 devices"
+    return folder / "devices"
+
+
+@pytest.mark.e2e
+def test_one_process_a_device_goes_on_with_the_same_bits(over_devices, folder):
+    """Its steps 11 to 20 with hier-ring, on two hosts of two ranks."""
+    from_step_10(over_devices, "processes")
+    of_processes(folder, "processes", "--exchange.strategy", "hier-ring32", "--resume")
+    assert_same_run(over_devices, folder / "processes")
+
+
+RULES = {
+    "gradients": (),
+    "awagd": (),
+    "subgd": (),
+    "local_sgd": ("--rule.local-steps", "3"),
+    "diloco": ("--rule.local-steps", "3"),
+    "easgd_sync": ("--rule.alpha", "0.1", "--rule.tau", "3"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_several_devices_go_on_with_the_bits_of_a_process_each_by_every_rule(rule, folder):
+    args = ("--rule.name", rule, *RULES[rule], "--exchange.overlap", "off", "--exchange.strategy")
+    of_processes(folder, rule, *args, "hier-asa:32")
+    from_step_10(folder / rule, f"{rule}-resumed")
+    of_devices(folder, f"{rule}-resumed", *args, "asa32", "--resume")
+    assert_same_run(folder / rule, folder / f"{rule}-resumed")
