@@ -156,7 +156,7 @@ class DeviceFeed:
             for s in self.samplers
         ]
         skipped, wait_s = self.skipped, self.wait_s
-        # And the epoch, skipped examples so far, and the examples' weights if they differ.
+        # And the step, skipped examples so far, and the examples' weights if they differ.
         ahead: collections.deque[tuple[train_state.Batch, int, int, list[np.ndarray]]] = collections.deque()
 
         def put_next() -> bool:
@@ -164,17 +164,17 @@ class DeviceFeed:
             if batches:
                 skipped_here = sum(loader.skipped for loader in loaders)
                 weights = [self._weights(batch) for batch in batches] if self.weigh and self.train else []
-                ahead.append((on_devices(batches, self.mesh), batches[0].epoch, skipped_here, weights))
+                ahead.append((on_devices(batches, self.mesh), batches[0].step, skipped_here, weights))
             return bool(batches)
 
         try:
             while ahead or put_next():
-                batch, epoch, of_these, weights = ahead.popleft()
+                batch, step, of_these, weights = ahead.popleft()
                 if isinstance(source, StreamSource):
                     source.forget(start)
                     start += 1
                 if self.memory:  # at the same batch on all ranks, however far each is ahead
-                    self.memory.reached(epoch)
+                    self.memory.reached(step)
                 if all(loader.ready() for loader in loaders):
                     put_next()
                 self.skipped = skipped + of_these
