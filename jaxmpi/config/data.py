@@ -58,7 +58,7 @@ class Data:
     prefetch: int = 2  # batches made ahead, per worker
     stall_timeout_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     # what is put in a new order each epoch; auto: see docs/data.md
-    shuffle_by: Annotated[str, OneOf("auto", "examples", "files")] = "auto"
+    shuffle_by: Annotated[str, OneOf("auto", "examples", "files", "files-mixed")] = "auto"
     memory: Annotated[str, OneOf(*MEMORY)] = "none"  # keep compressed examples in the memory of the workers
     # partition: workers that hold one full copy together; 0 = all workers; auto: the fewest whose hosts have the memory
     group_size: int | str = 0
@@ -82,8 +82,9 @@ class Data:
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
         check(self.loaders <= MOST_LOADERS, f"data.loaders: got {self.loaders}; expected at most {MOST_LOADERS}")
         check(
-            self.shuffle_by != "files" or self.memory == "none",
-            f"data.shuffle_by: got files with data.memory {self.memory}, which reads no file after the start; use auto",
+            not self.shuffle_by.startswith("files") or self.memory == "none",
+            f"data.shuffle_by: got {self.shuffle_by} with data.memory {self.memory}, which reads no file after the "
+            "start; use auto",
         )
         check(self.stall_timeout_s > 0, f"data.stall_timeout_s: got {self.stall_timeout_s}; expected seconds > 0")
         for name in ("mean", "std"):
@@ -120,7 +121,8 @@ class Data:
         check(not area or self.crop > 0, "data.crop_area: data.crop is 0; expected the px that crops are scaled to")
         check(
             not (area and self.mean_image),
-            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel",
+            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel, or crops "
+            "of one size: --data.crop-area without numbers",
         )
 
 
