@@ -121,8 +121,8 @@ class Data:
         check(not area or self.crop > 0, "data.crop_area: data.crop is 0; expected the px that crops are scaled to")
         check(
             not (area and self.mean_image),
-            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel, or crops "
-            "of one size: --data.crop-area without numbers",
+            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel, "
+            "or crops of one size: --data.crop-area without numbers",
         )
 
 

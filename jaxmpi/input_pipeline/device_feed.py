@@ -287,7 +287,7 @@ def open_feed(
                 print(NOT_MIXED.format(source.name), file=sys.stderr)
         sampler, whole_files = Sampler, getattr(source, "whole_files", None)
         if ends:
-            sampler = partial(FileSampler, file_ends=ends, mixed=whole_files and data.shuffle_by != "files")
+            sampler = partial(FileSampler, file_ends=ends, mixed=bool(whole_files) and data.shuffle_by != "files")
             source = whole_files() if whole_files else source
         samplers = tuple(
             sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
