@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxmpi.functions.lifecycle import close as close
     from jaxmpi.functions.lifecycle import fork as fork
     from jaxmpi.functions.optimizer import optimizer as optimizer
+    from jaxmpi.input_pipeline.in_memory import InMemory as InMemory
     from jaxmpi.tasks.base import Task as Task
     from jaxmpi.trainer.api import Trainer as Trainer
     from jaxmpi.trainer.callbacks import Callback as Callback
@@ -63,6 +64,7 @@ _NAMES = {
         "fork",
     ),
     "jaxmpi.functions.optimizer": ("optimizer",),
+    "jaxmpi.input_pipeline.in_memory": ("InMemory",),
     "jaxmpi.tasks.base": ("Task",),
     "jaxmpi.trainer.api": ("Trainer",),
     "jaxmpi.trainer.callbacks": (

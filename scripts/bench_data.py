@@ -1,6 +1,6 @@
 """Images per second and core of jaxmpi's loaders and others', and the share of loading that delays a step.
 
-    python scripts/bench_data.py [--part peers formats steps epochs] [--rounds 3] [--images 512] [--cores 0 1]
+    python scripts/bench_data.py [--part peers formats steps reads epochs] [--rounds 3] [--images 512] [--cores 0 1]
 
 JPEG files of 500 x 375 px, quality 90, are cut from scikit-learn's two photographs. All contenders read the same files
 and give u8[64, 224, 224, 3] batches of random-resized crops, mirrored half of the time. Each is a job of its own, with
@@ -13,6 +13,8 @@ formats  the same photographs as a folder of JPEG files, packed with the shorter
          256 x 256 px in batch files and in an array in memory; and the packed ones loaded into memory.
 steps    a consumer that sleeps for its step, on one core, and loaders on the other: share of waiting, and step /
          max(load, compute).
+reads    an epoch of batch files of 128 images of 64 x 64 px if each read of a file takes `--read-ms` longer: in the
+         three orders of `data.shuffle_by`, two threads that load. A wrapper of os.preadv, which reads them, waits.
 epochs   the time of whole epochs with each format, beside that with the folder: once without a step, and with steps
          (sleeps) of given shares of the folder's loading time.
 """
@@ -372,6 +374,48 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     return statistics.median(times["jit"]) * 1e3
 
 
+# ---------------------------------------------------------------- slow reads
+
+
+def show_reads(folder: str, options: argparse.Namespace) -> None:
+    """Time an epoch of batch files in each order, by turns, with reads that take longer."""
+    from jaxmpi.config.data import Data
+    from jaxmpi.data import ArraySource, FileSampler, Loader, Sampler, open_source, write_batch_files
+
+    images = np.random.default_rng(0).integers(0, 256, (options.images, 64, 64, 3), np.uint8)
+    write_batch_files(ArraySource(images, np.arange(len(images)) % 10), folder, "reads", rows=128)
+    data = Data("batchfiles", dir=folder, train_split="reads")
+    source: Any = open_source(data, "train")
+    orders = {
+        "examples": (source, Sampler(len(source), BATCH)),
+        "files": (source.whole_files(), FileSampler(len(source), BATCH, file_ends=source.file_ends)),
+        "files-mixed": (source.whole_files(), FileSampler(len(source), BATCH, file_ends=source.span_ends, mixed=True)),
+    }
+    read = os.preadv
+
+    def slow(file: int, into: Any, offset: int) -> int:
+        time.sleep(options.read_ms / 1000)
+        return read(file, into, offset)
+
+    def epoch(name: str) -> None:
+        inner, sampler = orders[name]
+        inner = inner.whole_files() if inner.spans else inner  # nothing of the epoch before is kept
+        with Loader(inner, sampler, data, True, stop_step=sampler.steps_per_epoch) as batches:
+            for _ in batches:
+                pass
+
+    os.preadv = slow
+    try:
+        seconds = harness.take_turns({name: partial(epoch, name) for name in orders}, options.rounds)
+    finally:
+        os.preadv = read
+    print(f"\n{len(source)} images in {len(source.files)} files, {options.read_ms:g} ms a read longer")
+    print(harness.table(("data.shuffle_by", "epoch s", "of examples'")))
+    whole = statistics.median(seconds["examples"])
+    for name, each in seconds.items():
+        print(harness.row([name, f"{statistics.median(each):.3f}", f"{statistics.median(each) / whole:.3f}"]))
+
+
 # ---------------------------------------------------------------- all parts
 
 
@@ -383,6 +427,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--read-ms", type=float, default=10, help="that each read of a batch file takes longer")
     parser.add_argument("--cores", type=int, nargs="*", default=sorted(os.sched_getaffinity(0))[:2])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -436,7 +481,7 @@ def show_epochs(folder: Path, options: argparse.Namespace) -> None:
         print(f"{name:32}" + "".join(f"{r:.2f} ({s:.2f} s)    " for r, s in zip(ratios, row, strict=True)))
 
 
-PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps, "epochs": show_epochs}
+PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps, "reads": show_reads, "epochs": show_epochs}
 
 if __name__ == "__main__":
     main()

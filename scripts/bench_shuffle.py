@@ -32,7 +32,7 @@ from jaxmpi.allreduce.autotune import slowest
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
-from jaxmpi.data.group_cache import GroupSampler, MemorySource, holders_by_place, members, moves
+from jaxmpi.data.group_cache import MemorySource, holders_by_place, members, moves
 from jaxmpi.data.sources.packed import INDEX, ROW, Manifest, shard_name, write_manifest
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep, message
 
@@ -72,7 +72,7 @@ def time_shuffles(mb: float, rounds: int) -> list[dict[str, Any]]:
         source = Blobs(int(mb * 1e6))
         memory, _ = keep(source, Data(memory="partition", group_size=group), 0, control.size, True, workers)
         memory.begin(0, None)
-        while memory.group is not None and not memory.shuffle_s:  # the shuffle to the first epoch
+        while memory.group is not None and not memory.shuffles:  # the shuffle to the first epoch
             time.sleep(0.0002)
         ours, bare = [], []
         for epoch in range(rounds if group > 1 else 0):
@@ -86,15 +86,14 @@ def time_shuffles(mb: float, rounds: int) -> list[dict[str, Any]]:
 
 def wait_for_shuffle(memory: MemoryShuffle, epoch: int) -> None:
     """Wait for the shuffle to the next epoch."""
-    memory.reached(epoch)
-    while len(memory.shuffle_s) < epoch + 2:
+    memory.reached(epoch * memory.sampler.steps_per_epoch)
+    while len(memory.shuffles) < epoch + 2:
         time.sleep(0.0002)
 
 
 def bare_alltoallv(memory: MemoryShuffle, epoch: int) -> Callable[[], None]:
     """Bare exchange of the same bytes, in the same segments; it needs an idle communicator."""
     group, source, sampler = memory.group, memory.source, memory.sampler
-    assert isinstance(sampler, GroupSampler)
     whose = members(len(source), sampler.effective_batch, group.size)
     before, order = holders_by_place(sampler.places(epoch), whose), sampler.places(epoch + 1)
     planned = list(moves(order, before, whose, source.lengths, group.rank, group.size))

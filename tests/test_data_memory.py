@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
-from jaxmpi.config.data import Data
+from jaxmpi.config.data import Data, shuffle_rhythm
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, group_cache, open_source
@@ -101,6 +101,26 @@ class TestOrder:
         for rank, share in enumerate(shares):
             rejoined[rank::size] = share.indices
         assert rejoined.tolist() == whole.indices.tolist()
+
+    @given(st.integers(1, 90), st.integers(1, 9), st.integers(1, 4), st.integers(1, 7))
+    def test_pieces_have_what_is_read_in_the_order_of_files(self, n, batch, parts, piece_steps):
+        """Also if parts do not divide the batch, and pieces not the epoch."""
+        samplers = [
+            GroupSampler(n, batch, rank, parts, 5, parts=parts, piece_steps=piece_steps) for rank in range(parts)
+        ]
+        of_epoch = []
+        for rank, mine in enumerate(samplers):
+            plain = Sampler(n, batch, rank, parts, 5)
+            for step in range(2 * mine.steps_per_epoch):
+                share = mine.indices(step).indices
+                assert share.tolist() == plain.indices(step).indices.tolist()
+                records, worker = mine.brought(mine.shuffle_of(mine.turn_of(step)))
+                assert set(share) <= set(records[worker == rank])
+                assert len(records) <= piece_steps * batch
+        turns = range(samplers[0].turn_of(samplers[0].steps_per_epoch))
+        of_epoch = np.concatenate([samplers[0].brought(turn)[0] for turn in turns])
+        assert sorted(of_epoch) == list(range(n))
+        assert samplers[0].name == ""
 
     def test_an_evaluation_is_in_the_order_of_the_source(self):
         whose = GroupSampler(7, 4, 1, 2, 5, shuffle=False, parts=2, period=3)
@@ -561,6 +581,45 @@ def test_processes_of_several_workers_are_not_cut():
     assert [group_cache.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
     with pytest.raises(UsageError, match=r"got 6 with 12 workers, 4 a process; expected one of 1, 2, 4, 12"):
         group_cache.check_group(6, 12, each=4)
+
+
+def test_the_smallest_group_that_fits_is_chosen():
+    """Eight ranks on two hosts, 8 GB of records and two chunks of 64 MiB a rank; half of what is left is taken."""
+    hosts = (0, 0, 0, 0, 1, 1, 1, 1)
+
+    def chosen(left_bytes: float, copies: float = 2.0) -> int:
+        return group_cache.smallest_group(8e9, copies, np.array([9e12] * 4 + [left_bytes] * 4), hosts)
+
+    assert [chosen(left) for left in (2 * 33e9, 2 * 32e9, 2 * 17e9, 2 * 16e9, 2 * 9e9, 1e9)] == [1, 4, 4, 8, 8, 8]
+    assert chosen(2 * 18e9, copies=1.1) == 2
+
+
+@pytest.mark.parametrize(
+    ("period", "expected"),
+    [
+        (1, (1, 0)),
+        (0, (0, 0)),
+        ("0st", (0, 0)),
+        ("10st", (1, 10)),
+        ("0.5ep", (1, 12)),
+        ("120ex", (1, 2)),
+        ("60st", (2, 0)),
+    ],
+)
+def test_a_period_is_steps_within_an_epoch_or_whole_epochs(period, expected):
+    assert shuffle_rhythm(period, 24, 60) == expected
+
+
+@pytest.mark.parametrize("period", ["2", "10%", "soon", -1])
+def test_a_period_that_is_none(period):
+    with pytest.raises(UsageError, match=rf"data.shuffle_period: got '?{period}'?; expected epochs, such as 2, or"):
+        Data(shuffle_period=period)
+
+
+@pytest.mark.parametrize("size", [-1, "some"])
+def test_a_group_size_that_is_none(size):
+    with pytest.raises(UsageError, match=rf"data.group_size: got '?{size}'?; expected a number .*, or auto"):
+        Data(group_size=size)
 
 
 @pytest.mark.parametrize("group", [3, 16])

@@ -135,6 +135,25 @@ def test_an_epoch_of_whole_files_reads_each_once_in_sequence_on_any_number_of_wo
     assert np.all((np.diff(order) == 1) | (np.diff(files) != 0))
 
 
+@given(lengths_of_files, st.integers(1, 20), sizes, st.integers(0, 9))
+def test_mixed_files_come_in_the_order_of_files_and_their_examples_in_any(lengths, batch, size, seed):
+    """From any step, on any number of workers."""
+    plain, ends = file_workers(lengths, batch, 1, seed)[0], tuple(np.cumsum(lengths).tolist())
+    many = [FileSampler(ends[-1], batch, rank, size, seed, file_ends=ends, mixed=True) for rank in range(size)]
+    steps = range(plain.steps_per_epoch, 2 * plain.steps_per_epoch)
+    order = np.concatenate([sampler.indices(step).indices for step in steps for sampler in many])
+    in_files = np.concatenate([plain.indices(step).indices for step in steps])
+    assert sorted(order) == list(range(ends[-1]))
+    files = [np.searchsorted(ends, each, side="right").tolist() for each in (order, in_files)]
+    assert files[0] == files[1]
+
+
+def test_the_examples_of_a_file_come_in_another_order_each_epoch():
+    epochs = [FileSampler(40, 40, file_ends=(20, 40), mixed=True).indices(step).indices for step in range(3)]
+    rows = [tuple(epoch[epoch < 20]) for epoch in epochs] + [tuple(epoch[epoch >= 20] - 20) for epoch in epochs]
+    assert len(set(rows)) == 6
+
+
 def test_with_files_of_the_local_batch_each_worker_reads_one_file_a_step_in_another_order_each_epoch():
     shares = [[s.indices(step).indices.tolist() for s in file_workers([4] * 6, 8, 2, 1)] for step in range(6)]
     files = [[share[0] // 4 for share in step] for step in shares]

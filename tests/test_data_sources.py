@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import (
     SOURCES,
@@ -37,6 +40,8 @@ from jaxmpi.data.decode import _check_scans as check_scans
 from jaxmpi.data.decode import _without_rows_below as without_rows_below
 from jaxmpi.data.decode import decoded, encoded_again, opened, resized, stretched, window
 from jaxmpi.data.sources.batch_files import _names as file_names
+from jaxmpi.input_pipeline.device_feed import open_feed
+from jaxmpi.models.cnn import digits_cnn_tiny
 from launching import ROOT
 
 RNG = np.random.default_rng(0)
@@ -675,6 +680,51 @@ class TestBatchFiles:
             return [int(image[0, 0, 0]) for _, image in rows]
 
         assert [images(step, 1) for step in range(6)] == [images(step, 3) for step in range(6)]
+
+    @pytest.mark.parametrize(
+        ("shuffle_by", "reads", "is_in_sequence"), [("auto", 5, False), ("files", 5, True), ("examples", 61, False)]
+    )
+    def test_an_epoch_reads_each_file_in_one_go(self, tmp_path, monkeypatch, shuffle_by, reads, is_in_sequence):
+        """Of 12, 12, 12 and 24 examples, the last in two spans. If all are mixed each is read, the first twice."""
+        images = np.broadcast_to(np.arange(60, dtype=np.uint8)[:, None, None, None], (60, 5, 6, 3))
+        write_batch_files(ArraySource(images, np.arange(60) % 7), tmp_path, "train", rows=12, seed=None)
+        last = [tmp_path / "train" / f"0000{i}.npy" for i in (3, 4)]
+        np.save(last[0], np.concatenate([np.load(path) for path in last]))
+        last[1].unlink()
+        monkeypatch.setattr("jaxmpi.data.sources.batch_files.SPAN_BYTES", 20 * 90)
+        monkeypatch.setattr("jaxmpi.data.sources.open_files.KEPT_BYTES", 0)  # then two spans are kept
+        data = batch_data(tmp_path, shuffle_by=shuffle_by, loaders=1)
+        feed = open_feed(Experiment(model=digits_cnn_tiny(), data=data), "train", 10, gather_workers(1))
+        asked, real = [], os.preadv
+
+        def preadv(file: int, into: Any, offset: int) -> int:
+            asked.append(offset)
+            return real(file, into, offset)
+
+        with contextlib.closing(feed.batches(0, 6)) as batches:
+            monkeypatch.setattr(os, "preadv", preadv)
+            seen = [int(image[0, 0, 0]) for batch in batches for image in np.asarray(batch["image"])]
+        assert sorted(seen) == list(range(60))
+        assert len(asked) == reads
+        files = [min(i // 12, 3) for i in seen]
+        assert (np.count_nonzero(np.diff(files)) <= 4) == (shuffle_by != "examples")
+        assert bool(np.all((np.diff(seen) == 1) | (np.diff(files) != 0))) == is_in_sequence
+
+    def test_a_source_that_reads_no_file_in_one_go_cannot_mix_inside(self, tmp_path):
+        experiment = Experiment(model=digits_cnn_tiny(), data=Data(shuffle_by="files-mixed"))
+        with pytest.raises(UsageError, match="got files-mixed; digits has no files of several examples: use auto"):
+            open_feed(experiment, "train", 10, gather_workers(1))
+
+    def test_a_span_that_cannot_be_read_is_no_span_for_any_thread(self, batch_files):
+        source = opened_batch_files(batch_files).whole_files()
+        path = batch_files / "train" / "00001.npy"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-90])
+        with ThreadPoolExecutor(4) as threads:
+            errors = [future.exception() for future in [threads.submit(source.__getitem__, 5) for _ in range(8)]]
+        assert all("00001.npy ends 90 bytes before byte" in str(error) for error in errors)
+        path.write_bytes(whole)
+        assert source[5][0][0, 0, 0] == 5
 
     def test_a_file_that_shrinks_under_the_run(self, batch_files):
         source: Any = open_source(batch_data(batch_files), "train")

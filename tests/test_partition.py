@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 
 from jaxmpi.data import packing
+from jaxmpi.observe import record_reader
+from jaxmpi.observe.report_charts import charts
 from launching import Ended, leaked, mpirun, shared_memory, train
 
 TINY = """
@@ -75,14 +77,27 @@ def packed(tmp_path: Path) -> tuple[str, ...]:
 
 @pytest.mark.e2e
 def test_a_run_from_memory_is_that_from_files(tmp_path, packed):
-    """An epoch is 24 steps, so that records move twice."""
-    for name, args in (("files", ()), ("memory", PARTITION)):
+    """An epoch is 24 steps, so that records move in three pieces each; what moved is told wherever a run is seen."""
+    for name, args in (("files", ()), ("memory", (*PARTITION, "--data.shuffle-period", "8st", "--trace", "9:30"))):
         ended = run(tmp_path / name, "50st", *packed, *args)
         assert ended.code == 0, ended.out
     files = result(tmp_path / "files", 50)
     assert sorted(files) == ["common.bin", "worker_00000.bin", "worker_00001.bin"]
     assert result(tmp_path / "memory", 50) == files
     assert "evaluation on 360" in ended.out
+    said = r"training data in memory, 0\.\d MB a worker: groups of 2 workers .*, shuffled in pieces of 8 steps"
+    assert re.search(said, ended.out), ended.out
+    assert re.search(r"step \d+/50 .* shuffles? [\d.e-]+ s [\d.]+ MB", ended.out), ended.out
+    [loaded] = records(tmp_path / "memory", "memory")
+    assert (loaded["group_size"], loaded["examples"]) == (2, 1437)
+    assert 0 < loaded["worker_bytes"] < 400_000
+    moved = records(tmp_path / "memory", "shuffle")
+    assert [row["shuffle"] for row in moved] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(0 < row["moved_bytes"] < loaded["worker_bytes"] and row["shuffle_s"] > 0 for row in moved)
+    record = record_reader.read(tmp_path / "memory")
+    assert {"Shuffles of data in memory", "What shuffles move"} <= {chart.title for chart in charts([record])}
+    events = json.loads((tmp_path / "memory" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event.get("cat") == "shuffle"} == {0, 1}
 
 
 @pytest.mark.slow
@@ -124,6 +139,8 @@ def test_where_the_order_depends_on_the_group_another_size_is_refused(tmp_path, 
         ended = run(tmp_path / folder, until, *args, *more)
         assert ended.code == 0, ended.out
     assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
+    ended = run(tmp_path / "parts", "70st", *args, "--resume", "--data.group-size", "auto")  # one worker would fit
+    assert "groups of 2 workers" in ended.out, ended.out
     ended = run(tmp_path / "parts", "90st", *args, "--resume", "--data.group-size", "1")
     assert ended.code != 0
     assert re.search(r"order: got\s*, expected shuffled over 2 workers every 2 epochs", ended.out), ended.out

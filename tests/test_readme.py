@@ -102,6 +102,7 @@ SCENARIOS = [
         ("train: 1437 records", "validation: all is well", "2 workers", "step 3/3", "top-1"),
         (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
     ),
+    Scenario(("in_memory.py", "in_memory"), ("2 workers hold 1437 examples; loss ",)),
     Scenario(("batch_files.py",), ()),
     *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface", "webdataset")),
     Scenario(("grain_maps.py",), ("100 examples",)),

@@ -317,6 +317,7 @@ class Stored(NamedTuple):
     scaled_for: int  # initial number of workers, by which the learning rate is scaled
     effective_batch: int
     exchange: dict[str, Any]  # asked, strategy, bucket_bytes and, except in old checkpoints, overlap
+    group_size: int = 0  # workers that held one copy of the data in memory; 0: not known
 
 
 def stored(experiment: Experiment, name: str) -> Stored | None:
@@ -345,7 +346,9 @@ def stored(experiment: Experiment, name: str) -> Stored | None:
     )
     check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
     refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(flags.resolved(experiment)))
-    return Stored(manifest["workers"], extra["scaled_for"], extra["experiment"]["effective batch"], extra["exchange"])
+    size = extra.get("group_size", 0)
+    check(type(size) is int and size >= 0, f"{folder}: the newest checkpoint: got group_size {size!r}: damaged")
+    return Stored(manifest["workers"], extra["scaled_for"], run["effective batch"], exchange, size)
 
 
 def begun(experiment: Experiment, run_dir: Path) -> Stored | None:
@@ -372,7 +375,10 @@ def settled_exchange(kept: Stored | None, asked: ExchangeConfig) -> dict[str, An
 
 
 def as_begun(experiment: Experiment, kept: Stored | None, workers: int) -> Experiment:
-    """The experiment with the run's initial effective batch, if the number of workers has changed since."""
+    """The experiment with what the run began with: its groups, and its effective batch if workers are fewer or more."""
+    if kept and kept.group_size and experiment.data.group_size == "auto":
+        data = dataclasses.replace(experiment.data, group_size=kept.group_size)
+        experiment = dataclasses.replace(experiment, data=data) if workers % kept.group_size == 0 else experiment
     if kept is None or kept.scaled_for == workers:
         return experiment
     batch = kept.effective_batch

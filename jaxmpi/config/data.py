@@ -2,12 +2,14 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from jaxmpi.config import durations
 from jaxmpi.config.choices import OneOf, check_choices
 from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.core.errors import check
@@ -18,6 +20,7 @@ MEMORY = {
     "none": "in files, or wherever the source has them",
     "partition": "in the memory of the workers: each group of them holds one full copy",
 }
+_PERIOD = re.compile(r"\d+(\.\d+)?(ep|st|ex)")
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
 
 
@@ -55,10 +58,12 @@ class Data:
     prefetch: int = 2  # batches made ahead, per worker
     stall_timeout_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     # what is put in a new order each epoch; auto: see docs/data.md
-    shuffle_by: Annotated[str, OneOf("auto", "examples", "files")] = "auto"
+    shuffle_by: Annotated[str, OneOf("auto", "examples", "files", "files-mixed")] = "auto"
     memory: Annotated[str, OneOf(*MEMORY)] = "none"  # keep compressed examples in the memory of the workers
-    group_size: int = 0  # partition: workers that hold one full copy together; 0 = all workers
-    shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
+    # partition: workers that hold one full copy together; 0 = all workers; auto: the fewest whose hosts have the memory
+    group_size: int | str = 0
+    # partition: epochs between two shuffles over a group, or steps, as in 500st; 0 = after the first none
+    shuffle_period: int | str = 1
     # array: anything with __len__ and __getitem__ -> (image, label); grain: a MapDataset; mixture: parts and weights
     train: InPython[Any] = None
     validation: InPython[Any] = None  # the same, for evaluation
@@ -77,8 +82,9 @@ class Data:
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
         check(self.loaders <= MOST_LOADERS, f"data.loaders: got {self.loaders}; expected at most {MOST_LOADERS}")
         check(
-            self.shuffle_by != "files" or self.memory == "none",
-            f"data.shuffle_by: got files with data.memory {self.memory}, which reads no file after the start; use auto",
+            not self.shuffle_by.startswith("files") or self.memory == "none",
+            f"data.shuffle_by: got {self.shuffle_by} with data.memory {self.memory}, which reads no file after the "
+            "start; use auto",
         )
         check(self.stall_timeout_s > 0, f"data.stall_timeout_s: got {self.stall_timeout_s}; expected seconds > 0")
         for name in ("mean", "std"):
@@ -97,8 +103,12 @@ class Data:
             len(set(self.columns)) == len(self.columns),
             f"data.columns: got {', '.join(self.columns)}; expected each name once",
         )
-        for name in ("group_size", "shuffle_period"):
-            check(getattr(self, name) >= 0, f"data.{name}: got {getattr(self, name)}; expected >= 0")
+        is_size = isinstance(self.group_size, int) and self.group_size >= 0
+        check(
+            is_size or self.group_size == "auto",
+            f"data.group_size: got {self.group_size!r}; expected a number of workers, 0 for all of them, or auto",
+        )
+        shuffle_rhythm(self.shuffle_period, 1, 1)  # says what is wrong with it
         self._check_crop_area()
 
     def _check_crop_area(self) -> None:
@@ -111,8 +121,34 @@ class Data:
         check(not area or self.crop > 0, "data.crop_area: data.crop is 0; expected the px that crops are scaled to")
         check(
             not (area and self.mean_image),
-            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel",
+            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel, "
+            "or crops of one size: --data.crop-area without numbers",
         )
+
+
+class Rhythm(NamedTuple):
+    """When records in memory move to other workers."""
+
+    epochs: int  # between two shuffles; 0: after the first none
+    piece_steps: int = 0  # if > 0: those whose records come at once, fewer than an epoch has
+
+
+def shuffle_rhythm(period: int | str, steps_per_epoch: int, effective_batch: int) -> Rhythm:
+    """`data.shuffle_period` in epochs, or in steps if it is shorter than one; from an epoch on whole epochs, rounded.
+
+    Raises:
+        UsageError: it is neither epochs nor a duration.
+    """
+    said = f"data.shuffle_period: got {period!r}; expected epochs, such as 2, or a duration, as 500st"
+    if isinstance(period, int):
+        check(period >= 0, f"{said}; 0 for no shuffle after the first")
+        return Rhythm(period)
+    match = _PERIOD.fullmatch(period)
+    check(match is not None, said)
+    steps = durations.steps(period, steps_per_epoch, effective_batch)
+    if 0 < steps < steps_per_epoch:
+        return Rhythm(1, steps)
+    return Rhythm(max(round(steps / steps_per_epoch), 1) if steps else 0)
 
 
 def for_loaders(config: Data) -> Data:

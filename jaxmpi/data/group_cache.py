@@ -11,6 +11,7 @@ All here is index arithmetic and memory of one process; what sends the bytes is 
 import functools
 import itertools
 import json
+import math
 import mmap
 import threading
 import time
@@ -28,13 +29,14 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
 from jaxmpi.data.packing import in_order
 from jaxmpi.data.sampler import Sampler, random_bits
-from jaxmpi.data.sources.base import Source, _decoded, where
+from jaxmpi.data.sources.base import Source, _decoded, pair, where
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES, checked
 
 SEGMENT_BYTES = 32 << 20  # a worker's part of what travels at once
 CHUNK_BYTES = 64 << 20  # of records that have been read and wait for the memory they will lie in
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
 READERS = 4  # threads: files are often on another machine
+SHARE = 0.5  # of the memory left that `auto` gives to records: the rest is the run's, and held-out examples'
 MORE = 16  # of an arena's pages one in so many is more than it needs
 MOST_BYTES = 1 << 30  # of all parts together, and of a record: their sum stays below 2^31, whatever the lengths
 
@@ -50,13 +52,18 @@ class GroupSampler(Sampler):
     themselves, by (seed, epoch, member): so it depends on the group's size, and on nothing else. With period 1 it is
     that of `Sampler` always.
 
+    With `piece_steps` the order is that of `Sampler`, too. Members then keep what they have read from files, and copies
+    of the records that they read in the next steps come in pieces.
+
     Args:
         parts: S, the group's size.
         period: epochs between two shuffles, >= 1; 0: after the first none.
+        piece_steps: steps of an epoch whose records come at once; 0: all of them.
     """
 
     parts: int = 1
     period: int = 1
+    piece_steps: int = 0
 
     @property
     def name(self) -> str:
@@ -69,6 +76,32 @@ class GroupSampler(Sampler):
         if self.parts == 1:
             return epoch  # nothing needs to move
         return epoch - epoch % self.period if self.period else 0
+
+    def turn_of(self, step: int) -> int:
+        """Number of the piece that a step reads; of the epoch, if records come at once."""
+        epoch, batch = divmod(step, max(self.steps_per_epoch, 1))
+        return epoch * self.pieces + batch // self.piece_steps if self.piece_steps else epoch
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of an epoch."""
+        return math.ceil(self.steps_per_epoch / self.piece_steps) if self.piece_steps else 1
+
+    @property
+    def copies(self) -> float:
+        """How much a member holds at most, as a multiple of its part: with it the next epoch's, or two pieces."""
+        return 2.0 if not self.piece_steps else 1 + min(2 * self.piece_steps / self.steps_per_epoch, 1)
+
+    def shuffle_of(self, turn: int) -> int:
+        """The shuffle that brought what a turn reads, by the first turn that it is for."""
+        return turn if self.piece_steps else self.moved(turn)
+
+    def brought(self, shuffle: int) -> tuple[np.ndarray, np.ndarray]:
+        """i64[k], the records of a shuffle in the order of the epoch; i32[k], the worker of a group that reads each."""
+        epoch, piece = divmod(shuffle, self.pieces)
+        begin = piece * self.piece_steps * self.effective_batch
+        end = min(begin + self.piece_steps * self.effective_batch, self.examples) if self.piece_steps else self.examples
+        return self.places(epoch)[begin:end], members(self.examples, self.effective_batch, self.parts)[begin:end]
 
     def places(self, epoch: int) -> np.ndarray:
         """i64[n]: the epoch's whole order, if examples are shuffled."""
@@ -228,11 +261,11 @@ class Arena:
         return out
 
 
-def room(part_bytes: float, held_bytes: float, copies: int = 1) -> np.ndarray:
+def room(part_bytes: float, held_bytes: float, copies: float = 1) -> np.ndarray:
     """f64[2]: what a process takes for its part of the records beyond what it holds, and what its machine has left.
 
     Args:
-        copies: of the part; 2 if a shuffle makes another. As measured a chunk is there beside each, or as much of
+        copies: of the part; 2 if a shuffle makes another one. As measured a chunk is there beside each, or as much of
             what moves.
     """
     need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - held_bytes
@@ -249,10 +282,16 @@ def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
     Raises:
         UsageError: of which rank's machine.
     """
+    for here, need_bytes, left_bytes in by_host(rows, hosts):
+        whose = f"by {len(here)} rank{'s' * (len(here) > 1)} on rank {here[0]}'s machine"
+        _check_left(need_bytes, left_bytes, whose)
+
+
+def by_host(rows: np.ndarray, hosts: Sequence[int]) -> Iterator[tuple[list[int], float, float]]:
+    """The ranks of each host, what they need together, and what their machine has left."""
     for host in sorted(set(hosts)):
         here = [rank for rank, its in enumerate(hosts) if its == host]
-        whose = f"by {len(here)} rank{'s' * (len(here) > 1)} on rank {here[0]}'s machine"
-        _check_left(rows[here, 0].sum(), rows[here, 1].min(), whose)
+        yield here, float(rows[here, 0].sum()), float(rows[here, 1].min())
 
 
 def check_alone(part_bytes: float, held_bytes: float = 0) -> None:
@@ -358,6 +397,7 @@ class MemorySource:
         self.lengths, self.labels, self.is_corrupt = np.zeros(n, np.int64), np.zeros(n, np.int32), np.zeros(n, bool)
         self.read_again = 0
         self._arenas: tuple[Arena, ...] = ()  # newest first; two while records are shuffled
+        self._home: Arena | None = None  # the first, if it stays
         self._coming = np.empty(0, np.int64)  # records on their way, sorted
         self._promised = 0  # shuffles of which is not known yet what they bring
         self._changed = threading.Condition()
@@ -421,11 +461,19 @@ class MemorySource:
         if self.is_compressed:
             blob, label = self.inner.encoded(index)  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            image, label = self.inner[index]
+            image, label = pair(self.inner, index)
             blob = bytes_of(image, self.where(index))
         return checked(blob, label, self.classes, self.where(index))
 
     # ------------------------------------------------------------ called by what fills the memory
+
+    def mean_bytes(self) -> float:
+        """Mean bytes of a record, by a sample that is read and not kept.
+
+        Raises: as `load`.
+        """
+        records = sample_first(np.arange(len(self)))[:SAMPLE]
+        return sum(map(len, self._loaded(records.tolist()))) / max(len(records), 1)
 
     def load(self, records: np.ndarray, check_part: Callable[[float, float], None] = check_alone) -> None:
         """Read these records from the source.
@@ -507,11 +555,20 @@ class MemorySource:
         """The arena that came last."""
         return self._arenas[0]
 
+    def keep_first(self) -> None:
+        """Keep what has been loaded for good: shuffles bring copies of it."""
+        self._home = self._home or self._arenas[-1]
+
+    def origin(self) -> Arena:
+        """The arena that a shuffle copies from."""
+        return self._home or self.newest()
+
     def forget(self) -> mmap.mmap | None:
-        """Let go of all arenas but the newest; the pages of one that nobody reads any more."""
+        """Let go of all arenas but the newest and one that stays; the pages of one that nobody reads any more."""
         with self._changed:
-            gone = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas[1:]]
-            self._arenas = self._arenas[:1]
+            stays = {id(self._arenas[0]), id(self._home)}
+            gone = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if id(arena) not in stays]
+            self._arenas = tuple(arena for arena in self._arenas if id(arena) in stays)
         return next((pages for view, pages in gone if view() is None), None)
 
 
@@ -539,14 +596,40 @@ def shuffled(
     return Arena(np.concatenate([move.received for move in planned]), source.lengths, spare), planned
 
 
+def group_sizes(workers: int, each: int = 1) -> list[int]:
+    """Sizes of groups that split the workers, but no process of `each` workers; ascending."""
+    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
+
+
+def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
+    """The size of the smallest groups whose parts fit in SHARE of the memory that is left on each host.
+
+    The smaller a group, the less moves. If none fits, all workers are one group.
+
+    Args:
+        total_bytes: of all records.
+        copies: of a part, if its records move.
+        left: f64[ranks], bytes that the host of each has left.
+        hosts: of each rank.
+        each: workers of a rank.
+    """
+    sizes = group_sizes(len(hosts) * each, each)
+    for size in sizes:
+        parts = max(size // each, 1)
+        need_bytes = room(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
+        rows = np.stack([np.full(len(left), need_bytes), left], axis=1)
+        if all(need <= SHARE * its for _, need, its in by_host(rows, hosts)):
+            return size
+    return sizes[-1]
+
+
 def check_group(group: int, workers: int, each: int = 1) -> int:
     """The size of a group; 0 stands for all workers. Processes of `each` workers are not cut.
 
     Raises:
         UsageError: the workers cannot be split into groups of that size.
     """
-    size = group or workers
-    fits = [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
+    size, fits = group or workers, group_sizes(workers, each)
     of = f"{workers} workers" + f", {each} a process" * (each > 1)
     check(size in fits, f"data.group_size: got {size} with {of}; expected one of {', '.join(map(str, fits))}")
     return size

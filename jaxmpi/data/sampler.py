@@ -49,6 +49,12 @@ def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
+@functools.lru_cache(maxsize=16)  # a step is of few files
+def _rows(examples: int, seed: int, epoch: int, file: int) -> np.ndarray:
+    """i64[n]: the rows of a file in the order of an epoch."""
+    return np.argsort(random_bits(examples, seed, epoch, stream=5, index=file), kind="stable")
+
+
 @dataclass(frozen=True)
 class Sampler:
     """The order of examples, and one worker's share of it.
@@ -141,12 +147,14 @@ class FileSampler(Sampler):
 
     Args:
         file_ends: of each file, the index behind its last example; the last is `examples`.
+        mixed: the examples of each file in a new order every epoch, too: for files that are read whole.
 
     Raises:
         UsageError: as of `Sampler`, or the ends are not those of so many examples.
     """
 
     file_ends: tuple[int, ...] = ()
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +167,7 @@ class FileSampler(Sampler):
     @property
     def name(self) -> str:
         """Facts that tell this order from others of the same seed."""
-        return "whole files" if self.shuffle else ""
+        return ("whole files, mixed" if self.mixed else "whole files") if self.shuffle else ""
 
     def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
         if not self.shuffle:
@@ -171,7 +179,15 @@ class FileSampler(Sampler):
         until = np.cumsum(lengths[files])  # place in the epoch behind each file, in the order of the epoch
         places = np.arange(begin, end)
         turns = np.searchsorted(until, places, side="right")
-        return ends[files[turns]] - (until[turns] - places)
+        if not self.mixed:
+            return ends[files[turns]] - (until[turns] - places)
+        begins = ends - lengths
+        order = np.empty(len(places), np.int64)
+        for turn in np.unique(turns).tolist():
+            file, here = int(files[turn]), turns == turn
+            rows = places[here] - (until[turn] - lengths[file])
+            order[here] = begins[file] + _rows(int(lengths[file]), self.seed, epoch, file)[rows]
+        return order
 
     def _part(self, order: np.ndarray) -> np.ndarray:
         begin, end = (len(order) * rank // self.size for rank in (self.rank, self.rank + 1))

@@ -156,7 +156,7 @@ class DeviceFeed:
             for s in self.samplers
         ]
         skipped, wait_s = self.skipped, self.wait_s
-        # And the epoch, skipped examples so far, and the examples' weights if they differ.
+        # And the step, skipped examples so far, and the examples' weights if they differ.
         ahead: collections.deque[tuple[train_state.Batch, int, int, list[np.ndarray]]] = collections.deque()
 
         def put_next() -> bool:
@@ -164,17 +164,17 @@ class DeviceFeed:
             if batches:
                 skipped_here = sum(loader.skipped for loader in loaders)
                 weights = [self._weights(batch) for batch in batches] if self.weigh and self.train else []
-                ahead.append((on_devices(batches, self.mesh), batches[0].epoch, skipped_here, weights))
+                ahead.append((on_devices(batches, self.mesh), batches[0].step, skipped_here, weights))
             return bool(batches)
 
         try:
             while ahead or put_next():
-                batch, epoch, of_these, weights = ahead.popleft()
+                batch, step, of_these, weights = ahead.popleft()
                 if isinstance(source, StreamSource):
                     source.forget(start)
                     start += 1
                 if self.memory:  # at the same batch on all ranks, however far each is ahead
-                    self.memory.reached(epoch)
+                    self.memory.reached(step)
                 if all(loader.ready() for loader in loaders):
                     put_next()
                 self.skipped = skipped + of_these
@@ -262,7 +262,10 @@ def open_feed(
         memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
         source = memory.source
     elif isinstance(source, StreamSource):
-        check(data.shuffle_by != "files", f"data.shuffle_by: got files; {source.name} is a stream: leave it out")
+        check(
+            not data.shuffle_by.startswith("files"),
+            f"data.shuffle_by: got {data.shuffle_by}; {source.name} is a stream: leave it out",
+        )
         samplers = tuple(
             StreamSampler(
                 len(source),
@@ -282,7 +285,10 @@ def open_feed(
             ends = None
             if workers.processes.rank == 0:
                 print(NOT_MIXED.format(source.name), file=sys.stderr)
-        sampler = partial(FileSampler, file_ends=ends) if ends else Sampler
+        sampler, whole_files = Sampler, getattr(source, "whole_files", None)
+        if ends:
+            sampler = partial(FileSampler, file_ends=ends, mixed=bool(whole_files) and data.shuffle_by != "files")
+            source = whole_files() if whole_files else source
         samplers = tuple(
             sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
             for rank in workers.mine
@@ -348,12 +354,18 @@ def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
     Raises:
         UsageError: `data.shuffle_by` wants files of a source that has none of several examples.
     """
-    ends = getattr(source, "file_ends", None)
+    asked, ends, inside = data.shuffle_by, getattr(source, "file_ends", None), getattr(source, "span_ends", None)
     check(
-        ends is not None or data.shuffle_by != "files",
-        f"data.shuffle_by: got files; {source.name} has no files of several examples: use auto or examples",
+        ends is not None or not asked.startswith("files"),
+        f"data.shuffle_by: got {asked}; {source.name} has no files of several examples: use auto or examples",
     )
-    return None if data.shuffle_by == "examples" else ends
+    check(
+        inside is not None or asked != "files-mixed",
+        f"data.shuffle_by: got files-mixed; {source.name} does not read its files in one go: use auto or files",
+    )
+    if asked == "examples":
+        return None
+    return ends if inside is None or asked == "files" else inside
 
 
 def is_mixed(source: Source) -> bool:

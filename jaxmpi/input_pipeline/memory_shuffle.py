@@ -6,6 +6,7 @@ sleeps between looks at it: it must not spin on a core that computes.
 """
 
 import collections
+import dataclasses
 import queue
 import sys
 import threading
@@ -13,16 +14,17 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config.data import Data
+from jaxmpi.config.data import Data, shuffle_rhythm
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.group_cache import (
     Arena,
     GroupSampler,
@@ -36,10 +38,11 @@ from jaxmpi.data.group_cache import (
     room,
     shuffled,
     slices,
+    smallest_group,
 )
-from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source
 from jaxmpi.input_pipeline.peer_memory import PeerArena, PeerMemory, addresses
+from jaxmpi.runtime import spans
 
 THREAD = "jaxmpi shuffle"
 POLL_S = 0.0002  # between looks at what travels
@@ -49,6 +52,32 @@ FORBIDDEN = (
     "container's rules), so shuffles go by MPI and take up to twice as long"
 )
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
+
+
+class Shuffle(NamedTuple):
+    """What one shuffle took."""
+
+    seconds: float
+    moved_bytes: int  # that came to this process from others
+
+
+def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float) -> str:
+    """Where the records are, and when they move: `training data in memory, 2.1 MB a worker: groups of 4 ...`."""
+    of_auto = " (auto)" if is_auto else ""
+    if sampler.parts == 1:
+        how = f"each has all of it (groups of 1 worker{of_auto}), and indices are shuffled"
+    else:
+        how = f"groups of {sampler.parts} workers{of_auto} have one copy each, shuffled {period_words(sampler)}"
+    return f"training data in memory, {worker_bytes / 1e6:,.1f} MB a worker: {how}; loaded in {load_s:.1f} s"
+
+
+def period_words(sampler: GroupSampler) -> str:
+    """When records move to other workers."""
+    if sampler.piece_steps:
+        return f"in pieces of {sampler.piece_steps} steps"
+    if not sampler.period:
+        return "once"
+    return "every epoch" if sampler.period == 1 else f"every {sampler.period} epochs"
 
 
 class MemoryShuffle:
@@ -70,22 +99,22 @@ class MemoryShuffle:
         control: Processes,
         own: np.ndarray | None,
         group: Any,
-        sampler: Sampler,
+        sampler: GroupSampler,
         each: int = 1,
         in_background: bool = True,
     ) -> None:
         self.source, self.control, self.own, self.sampler, self.each = source, control, own, sampler, each
         self.group: Any = group
-        self.shuffle_s: list[float] = []  # seconds that each shuffle has taken
-        self.sent_bytes: list[int] = []  # by this worker in each, what stayed here included
+        self.load_s = 0.0  # seconds that loading took
+        self.shuffles: list[Shuffle] = []  # that are done
         if group is not None:
             first = control.rank - group.rank
             self.neighbours = PeerMemory(group, control.hosts[first : first + group.size])
             if self.neighbours.is_forbidden and control.rank == 0:
                 print(FORBIDDEN, file=sys.stderr)
         self._is_loaded = False
-        self._epoch, self._last = -1, None  # that is read, and the last that will be
-        self._placed: int | None = None  # the epoch in whose places records lie or will; None: as they were loaded
+        self._turn, self._last = -1, None  # of the sampler: that is read, and the last that will be
+        self._placed: int | None = None  # the shuffle whose records are here or will be; None: as they were loaded
         # Shuffles, which keep this object alive until they are done; the thread does not.
         self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._end: weakref.finalize | None = None
@@ -115,20 +144,34 @@ class MemoryShuffle:
         Raises:
             UsageError: on all ranks alike: a host has too little memory for its ranks.
         """
-        if not self._is_loaded:
-            self._load()
-            self._is_loaded = True
-        per_epoch = max(self.sampler.steps_per_epoch, 1)
-        self._epoch, self._last = -1, None if stop is None else (stop - 1) // per_epoch
-        self._want(step // per_epoch)
+        self.load()
+        if self.group is None:
+            return
+        self._turn, self._last = -1, None if stop is None else self.sampler.turn_of(stop - 1)
+        self._want(self.sampler.turn_of(step))
 
-    def reached(self, epoch: int) -> None:
-        """Say that all batches before this epoch have been made; bring what the next one needs."""
-        if epoch != self._epoch and self.group is not None:
-            self._epoch = epoch
-            is_last = self._last is not None and epoch >= self._last
-            if is_last or not self._want(epoch + 1):
+    def reached(self, step: int) -> None:
+        """Say that the batches before this step have been made; bring what the next epoch, or piece of one, needs."""
+        if self.group is None:
+            return
+        turn = self.sampler.turn_of(step)
+        if turn != self._turn:
+            self._turn = turn
+            is_last = self._last is not None and turn >= self._last
+            if is_last or not self._want(turn + 1):
                 self.source.forget()
+
+    def load(self) -> bool:
+        """Have this process's part in memory, and return True if it was not yet; all ranks come here together.
+
+        Communicates and raises as `begin`.
+        """
+        if self._is_loaded:
+            return False
+        begin = time.perf_counter()
+        self._load()
+        self.load_s, self._is_loaded = time.perf_counter() - begin, True
+        return True
 
     def _load(self) -> None:
         if self.own is not None:
@@ -141,21 +184,20 @@ class MemoryShuffle:
             mine = values[begins[group.rank] : begins[group.rank + 1]].copy()
             group.Allgatherv(mine, [values, (np.diff(begins).tolist(), begins[:-1])])
         self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
+        if self.sampler.piece_steps:
+            source.keep_first()
 
     def _check_room(self, part_bytes: float, held_bytes: float) -> None:
-        mine = room(part_bytes, held_bytes, copies=1 if self.group is None else 2)
+        mine = room(part_bytes, held_bytes, 1 if self.group is None else self.sampler.copies)
         rows, control = mine[None], self.control
         if isinstance(control, MpiProcesses):
             rows = np.empty((control.size, mine.size))
             self._wait(control.world.Iallgather(mine, rows), "ranks to say what memory they need")  # some read slower
         check_room(rows, control.hosts)
 
-    def _want(self, epoch: int) -> bool:
-        """Have the records brought to where this epoch wants them; whether any move."""
-        if self.group is None:
-            return False
-        assert isinstance(self.sampler, GroupSampler)
-        placed = self.sampler.moved(epoch)
+    def _want(self, turn: int) -> bool:
+        """Have the records brought to where this turn reads them; whether any move."""
+        placed = self.sampler.shuffle_of(turn)
         if placed == self._placed:
             return False
         self.source.promise()
@@ -169,24 +211,26 @@ class MemoryShuffle:
 
     # ------------------------------------------------------------ the thread's own
 
-    def _bring(self, epoch: int, before: int | None) -> None:
-        """Shuffle records from where those of one epoch lie to where those of another do."""
-        assert isinstance(self.sampler, GroupSampler)
-        group, source = self.group, self.source
-        begin = time.perf_counter()
-        order, parts = self.sampler.places(epoch), group.size
-        whose = members(len(source), self.sampler.effective_batch, parts * self.each) // self.each
-        if before is None:
+    def _bring(self, shuffle: int, before: int | None) -> None:
+        """Move records from where another shuffle has brought them, or they were loaded, to who reads them."""
+        group, source, sampler = self.group, self.source, self.sampler
+        begin, parts = time.perf_counter(), group.size
+        order, worker = sampler.brought(shuffle)
+        whose = worker // self.each
+        if before is None or sampler.piece_steps:
             holders = holders_by_slice(len(source), parts)
         else:
-            holders = holders_by_place(self.sampler.places(before), whose)
+            held, worker = sampler.brought(before)
+            holders = holders_by_place(held, worker // self.each)
         arena, moves = shuffled(source, order, holders, whose, group.rank, parts, source.forget())
         source.expect(arena.records)
         self._fill(arena, moves)
         self._wait(group.Ibarrier())  # others may still read what this member forgets next
         source.take(arena)
-        self.shuffle_s.append(time.perf_counter() - begin)
-        self.sent_bytes.append(sum(int(move.sent_bytes.sum()) for move in moves))
+        end = time.perf_counter()
+        came_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
+        self.shuffles.append(Shuffle(end - begin, came_bytes))
+        spans.note("shuffle", f"shuffle {len(self.shuffles)}", begin, end)
 
     def _fill(self, arena: Arena, moves: list[Move]) -> None:
         under_way: collections.deque[tuple[Any, np.ndarray]] = collections.deque()
@@ -208,18 +252,20 @@ class MemoryShuffle:
         """The complete arenas of this member and those near it."""
         group, source, neighbours = self.group, self.source, self.neighbours
         rows = np.empty((group.size, 4), np.int64)
-        self._wait(group.Iallgather(addresses(source.newest()), rows))
+        self._wait(group.Iallgather(addresses(source.origin()), rows))
         near = np.roll(np.flatnonzero(neighbours.near), -group.rank)  # not all read the same one first
         old = {m: PeerArena(int(neighbours.pids[m]), rows[m], source.lengths) for m in near.tolist() if m != group.rank}
-        return old | {group.rank: source.newest()}
+        return old | {group.rank: source.origin()}
 
     def _sent(self, move: Move, is_far: np.ndarray, received: np.ndarray, begins: np.ndarray) -> tuple[Any, np.ndarray]:
         """The request under way that sends records to members far away and receives theirs; and what it sends."""
-        sent = self.source.newest().gather(move.sent[is_far[move.to]])
+        sent = self.source.origin().gather(move.sent[is_far[move.to]])
         leaving, coming = move.sent_bytes * is_far, move.received_bytes * is_far
         return self.group.Ialltoallv(message(sent, leaving), message(received, coming, begins)), sent
 
-    def _wait(self, request: Any, what: str = "workers of its group; all must read as many epochs") -> None:
+    def _wait(
+        self, request: Any, what: str = "workers of its group; all must read as many epochs, or call shuffle() as often"
+    ) -> None:
         waited = WaitClock()
         while not request.Test():
             if waited.look() > TIMEOUT_S:
@@ -255,21 +301,33 @@ def keep(
     train: bool,
     workers: Workers,
     multiple: int = 1,
-) -> tuple[MemoryShuffle, tuple[Sampler, ...]]:
+    sampler: type[GroupSampler] = GroupSampler,
+) -> tuple[MemoryShuffle, tuple[GroupSampler, ...]]:
     """A source's records in the memory of this job, not yet loaded, and the order in which its workers read them.
 
     Examples of an evaluation are read in one order for ever: each worker keeps those that it reads.
 
-    Communicates: makes a communicator of each group; two allgathers over it.
+    Communicates: makes a communicator of each group; two allgathers over it. With `data.group_size` auto also the mean
+    length of a sample that rank 0 reads, and the memory that is left on each host.
 
     Raises:
         UsageError: the workers cannot be split into groups of that size.
     """
-    n, size, each = len(source), workers.size, len(workers.mine)
-    parts = check_group(data.group_size, size, each) if train else 1
-    options = {"shuffle": train, "multiple": multiple, "parts": parts, "period": data.shuffle_period}
-    samplers = tuple(GroupSampler(n, effective_batch, rank, size, seed, **options) for rank in workers.mine)
-    control, inside = workers.processes, MemorySource(source, data)
+    n, size, each, control = len(source), workers.size, len(workers.mine), workers.processes
+    inside = MemorySource(source, data)
+    options: dict[str, Any] = {"shuffle": train, "multiple": multiple}
+    alone = sampler(n, effective_batch, 0, size, seed, **options)
+    rhythm = shuffle_rhythm(data.shuffle_period, max(alone.steps_per_epoch, 1), effective_batch)
+    options |= {"period": rhythm.epochs, "piece_steps": rhythm.piece_steps}
+    parts = 1
+    if train and data.group_size == "auto":
+        mean_bytes = float(control.bcast_object(inside.mean_bytes() if control.rank == 0 else 0.0))
+        left = control.allgather_array(np.array([available_bytes()]))[:, 0]
+        copies = dataclasses.replace(alone, **options).copies
+        parts = smallest_group(n * mean_bytes, copies, left, control.hosts, each)
+    elif train:
+        parts = check_group(int(data.group_size), size, each)
+    samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)
     if not train:
         own = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
         return MemoryShuffle(inside, control, own, None, samplers[0]), samplers

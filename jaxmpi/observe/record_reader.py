@@ -40,6 +40,7 @@ class Record(NamedTuple):
     facts: dict[str, Any]  # of the line of kind `run`, the last one if the run was resumed
     train: Table  # parts as `compute`
     evaluations: Table
+    shuffles: Table  # of data in memory
     workers: Table  # of asynchronous rules; the steps of worker 3 as `worker_steps.3`
     own: np.ndarray  # f64[lines, ranks], NaN if unknown
     own_ranks: int  # neighbouring ranks in a column of `own`, which holds the slowest
@@ -75,6 +76,7 @@ def read(folder: Path, name: str = "") -> Record:
         facts=facts,
         train=of_steps(trains),
         evaluations=table([row for row in rows if row.get("kind") == "eval"]),
+        shuffles=table([row for row in rows if row.get("kind") == "shuffle"]),
         workers=of_workers([row for row in rows if row.get("kind") == "workers"]),
         own=own_times(trains),
         own_ranks=max(
@@ -124,6 +126,7 @@ def outcome(row: Mapping[str, Any], varied: Sequence[str], is_one_of_many: bool)
         facts=facts,
         train=of_steps([]),
         evaluations=table(rows),
+        shuffles=table([]),
         workers=of_workers([row] if "worker_steps" in row else []),
         own=np.empty((0, 0)),
         own_ranks=1,

@@ -30,7 +30,7 @@ from jaxmpi.runtime.spans import Span
 FORMAT = 2  # of the record; 1 had no anatomy
 KINDS = (  # of lines that the trainer writes
     *("run", "train", "workers", "eval", "window", "exchange", "checkpoint", "skipped", "rollback", "stopped"),
-    *("lost", "changed", "continued"),
+    *("lost", "changed", "continued", "memory", "shuffle"),
 )
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
 COMPUTE = [*PARTS].index("compute")
@@ -131,6 +131,7 @@ class Recorder:
         noted: Sequence[Span] = (),
         worker_steps: Sequence[int] = (),
         work: Work | None = None,
+        shuffles: Sequence[tuple[float, int]] = (),
         **more: float,
     ) -> None:
         """Write a progress line, with the speed since the last one: images/s, tokens/s (and bytes/s) or examples/s.
@@ -144,6 +145,7 @@ class Recorder:
             noted: this rank's spans of these steps.
             worker_steps: steps of each worker under an asynchronous rule; shown on the terminal.
             work: of a step, if it is known.
+            shuffles: of data in memory since the last line, seconds and bytes; shown on the terminal.
             more: fields of the record that only some runs have.
         """
         now = time.monotonic()
@@ -161,6 +163,7 @@ class Recorder:
         shown = Progress(step, total_steps, epoch, loss, speed, lr, told["elapsed_s"], skipped, unit=self._unit.name)
         shown = shown._replace(
             worker_steps=tuple(worker_steps),
+            shuffles=tuple(shuffles),
             flops_per_s=flops.get("model_flops_per_s"),
             mfu=flops.get("mfu"),
             peak_is_measured=bool(work and work.peak and work.peak.source == "measured"),

@@ -35,7 +35,7 @@ SHOWN_ELSEWHERE = {"wait_s", "skipped", *PARTS}  # as parts of a step, or as not
 class Series(NamedTuple):
     """A field of a record, drawn for every run."""
 
-    table: str  # of the record: train, evaluations or workers
+    table: str  # of the record: train, evaluations, shuffles or workers
     field: str
     label: str = ""  # beside the run's name; empty if a chart has one series
     factor: float = 1.0
@@ -96,6 +96,8 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         one(
             "course", "Noise scale", Quantity("examples"), "noise_scale", 1, "the batch beyond which examples tell less"
         ),
+        Chart("course", "Shuffles of data in memory", Quantity("time", "s"), (Series("shuffles", "shuffle_s"),)),
+        Chart("course", "What shuffles move", Quantity("bytes of all", "B"), (Series("shuffles", "moved_bytes"),)),
     ]
     taken = {(series.table, series.field) for chart in named for series in chart.series}
     rest = [
@@ -188,7 +190,7 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
         "tables": {
             **{
                 name: table_data(table, [field for field in table if (name, field) in wanted], bins)
-                for name in ("train", "evaluations")
+                for name in ("train", "evaluations", "shuffles")
                 if (table := getattr(record, name))
             },
             "workers": table_data(

@@ -52,6 +52,16 @@ class Progress(NamedTuple):
     flops_per_s: float | None = None  # model FLOP/s, if they are known
     mfu: float | None = None
     peak_is_measured: bool = False  # that `mfu` is a share of
+    shuffles: tuple[tuple[float, int], ...] = ()  # of data in memory: seconds, bytes
+
+    @property
+    def shuffled(self) -> str:
+        """Seconds and bytes of the shuffles since the last line; empty if there were none."""
+        if not self.shuffles:
+            return ""
+        seconds, sizes = zip(*self.shuffles, strict=True)
+        count = f"{len(sizes)} shuffles" if len(sizes) > 1 else "shuffle"
+        return f"{count} {sum(seconds):.3g} s {prefixed(sum(sizes))}B"
 
     @property
     def made(self) -> str:
@@ -80,6 +90,7 @@ class Progress(NamedTuple):
                 *([" ".join(parts)] if parts else []),
                 *([f"slowest {self.slowest}"] if self.slowest else []),
                 *([self.made] if self.made else []),
+                *([self.shuffled] if self.shuffles else []),
             ]
         )
 
@@ -251,6 +262,8 @@ class Panel(Silent):
             rows.append(fitted(f"slowest {now.slowest}", width))
         if now.made:
             rows.append(fitted(now.made, width))
+        if now.shuffles:
+            rows.append(fitted(now.shuffled, width))
         return Group(*rows)
 
     def close(self) -> None:

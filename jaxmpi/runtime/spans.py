@@ -19,6 +19,7 @@ TRACKS = {
     "travel": "a bucket is on its way, from its start to its sum",
     "wait": "the step waits for a bucket",
     "other": "evaluation, checkpoint, log",
+    "shuffle": "records of data in memory move between workers",
 }
 MOST = 1 << 15  # kept if nobody reads them
 

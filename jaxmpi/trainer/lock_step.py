@@ -60,6 +60,9 @@ class LockStep:
 
     def batches(self) -> Generator[Batch, None, None]:
         """To the last step of the run."""
+        memory = self.run.plan.feed.memory
+        if memory and memory.load():
+            self.run.log.loaded(memory, self.start)
         return self.run.plan.feed.batches(self.start, self.run.plan.clock.total_steps)
 
     def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:

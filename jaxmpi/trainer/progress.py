@@ -11,6 +11,7 @@ import numpy as np
 from jaxmpi.comm.topology import Workers, rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.input_pipeline.device_feed import DeviceFeed
+from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, Shuffle, in_words
 from jaxmpi.observe.flops import Peak, StepFlops, Work
 from jaxmpi.observe.gradient_noise import Means, Noise
 from jaxmpi.observe.recorder import Recorder, Unit
@@ -50,6 +51,29 @@ class ProgressLog:
     max_skipped: float  # share of the data
     flops: StepFlops
     peak: Peak | None  # of all workers' devices, if it is known
+    shuffles: int = 0  # of data in memory, that have been recorded
+
+    def loaded(self, memory: MemoryShuffle, step: int) -> None:
+        """Say and record what is in memory from this step on; all ranks come here together."""
+        mine = np.array([memory.source.newest().bytes.size / len(self.workers.mine), memory.load_s])
+        worker_bytes, load_s = self.workers.processes.allgather_array(mine).max(axis=0).tolist()
+        place = {"examples": len(memory.source), "group_size": memory.sampler.parts}
+        self.recorder.write("memory", step=step, **place, worker_bytes=int(worker_bytes), load_s=load_s)
+        self.recorder.say(in_words(memory.sampler, memory.source.data.group_size == "auto", worker_bytes, load_s))
+
+    def _shuffles(self) -> list[Shuffle]:
+        """The shuffles that are done on all ranks and not recorded yet: the slowest rank's seconds, bytes of all."""
+        memory = self.plan.feed.memory
+        if memory is None or memory.group is None:
+            return []
+        done, gather = memory.shuffles[self.shuffles :], self.workers.processes.allgather_array
+        count = int(gather(np.array([len(done)])).min())  # a rank may be done a little later
+        if not count:
+            return []
+        every = gather(np.array(done[:count], np.float64).ravel()).reshape(-1, count, 2)
+        self.shuffles += count
+        seconds, moved_bytes = every[..., 0].max(axis=0), every[..., 1].sum(axis=0)
+        return [Shuffle(s, int(size)) for s, size in zip(seconds.tolist(), moved_bytes.tolist(), strict=True)]
 
     def sums(self, step: int, metrics: Metrics) -> np.ndarray:
         """f64[SUMS] of a step of this process's workers."""
@@ -99,7 +123,10 @@ class ProgressLog:
             skipped=int(skipped),
         )
         more = self._noise(*measured) | ({} if distance is None else {"distance": apart / self.workers.size})
-        self.write(step, done, seen, rate_factor, noted=window.spans, **more)
+        before, shuffles = self.shuffles, self._shuffles()
+        for number, (seconds, moved_bytes) in enumerate(shuffles, before + 1):
+            self.recorder.write("shuffle", step=step, shuffle=number, shuffle_s=seconds, moved_bytes=moved_bytes)
+        self.write(step, done, seen, rate_factor, noted=window.spans, shuffles=shuffles, **more)
         if traced := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
             self.recorder.say(traced)
         return seen

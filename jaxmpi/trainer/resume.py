@@ -213,7 +213,9 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
     skipped = int(control.allreduce_sum(np.array([run.plan.feed.skipped], np.float64))[0])
     extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
     states = callbacks.states(run.experiment.callbacks, control)
+    memory = run.plan.feed.memory
     kept = {"skipped": skipped, "lr": run.plan.lr_of(step + 1), "callbacks": states}
+    kept |= {"group_size": memory.sampler.parts} if memory else {}
     if not run.plan.feed.has_epochs:
         every = control.allgather_object(run.plan.feed.positions(step))
         kept["streams"] = [position for each in every for position in each]

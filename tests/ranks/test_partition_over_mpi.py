@@ -13,15 +13,17 @@ from typing import cast
 import numpy as np
 import pytest
 
+import jaxmpi
 from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.data import ArraySource, Loader, LoaderPool, Sampler, group_cache, kind_for
 from jaxmpi.data.group_cache import SEGMENT_BYTES
-from jaxmpi.input_pipeline import peer_memory
+from jaxmpi.input_pipeline import memory_shuffle, peer_memory
 from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.input_pipeline.memory_shuffle import THREAD, keep
+from jaxmpi.runtime import spans
 
 if isinstance(processes(), SoloProcesses):
     pytest.skip("one rank has nobody to shuffle with", allow_module_level=True)
@@ -80,15 +82,18 @@ def assert_same(got, expected) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("start", [0, 7])
-def test_the_same_batches_as_from_files(group, start):
+@pytest.mark.parametrize("period", [1, "6st"])
+def test_the_same_batches_as_from_files(group, start, period):
     """Five epochs and a bit, from a step in the middle of an epoch too; the last step of an epoch is short."""
     per_epoch = -(-N // (LOCAL * SIZE))
     stop = start + 5 * per_epoch + 2
-    feed = kept(numbered(), group_size=group)
+    feed = kept(numbered(), group_size=group, shuffle_period=period)
     assert_same(list(feed.batches(start, stop)), from_files(numbered(), start=start, stop=stop))
     assert feed.memory is not None
     epochs = (stop - 1) // per_epoch - start // per_epoch + 1
-    assert len(feed.memory.shuffle_s) == (0 if group == 1 else epochs)
+    turns = len({feed.memory.sampler.turn_of(step) for step in range(start, stop)})
+    assert turns == epochs if period == 1 else turns > epochs
+    assert len(feed.memory.shuffles) == (0 if group == 1 else turns)
     is_empty = RANK >= (N - 1) % (LOCAL * SIZE) + 1  # this worker's share of an epoch's last step
     # Read from the source are what fills it, and what is made ahead into the next epoch before the first batch is used.
     assert feed.memory.source.read_again <= epochs * is_empty + 4 * LOCAL * (start > 0)
@@ -112,6 +117,26 @@ def test_two_parts_are_held_however_many_epochs(monkeypatch):
         gc.enable()
     assert len(arenas) == 8
     assert len({id(pages) for _, pages in arenas}) <= 3  # the first had a part of another size
+
+
+def test_pieces_need_less_memory_than_a_second_part(monkeypatch):
+    """Beside what was loaded there are two pieces of three steps, and what is counted beforehand is that."""
+    sizes, per_epoch = [], -(-N // (LOCAL * SIZE))
+    whole = group_cache.Arena.__init__
+
+    def noted(self, *args) -> None:
+        whole(self, *args)
+        sizes.append((weakref.ref(self.bytes), self.bytes.size))
+
+    monkeypatch.setattr(group_cache.Arena, "__init__", noted)
+    feed = kept(numbered(), shuffle_period="3st")
+    assert feed.memory is not None
+    most = 0
+    for _ in feed.batches(0, 3 * per_epoch):
+        most = max(most, sum(size for view, size in sizes if view() is not None))
+    part = sizes[0][1]
+    assert part < most <= feed.memory.sampler.copies * part * 1.1  # parts differ by a record
+    assert feed.memory.sampler.copies == pytest.approx(1 + 6 / per_epoch)
 
 
 def test_a_run_that_goes_back_reads_the_same_again():
@@ -166,7 +191,7 @@ def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatc
     per_epoch = sampler.steps_per_epoch
     memory.begin(0, 7 * per_epoch)
     for epoch in range(7):
-        memory.reached(epoch)
+        memory.reached(epoch * per_epoch)
         read = np.concatenate([sampler.indices(epoch * per_epoch + step).indices for step in range(per_epoch)])
         for index in read:
             blob, label = memory.source.record(int(index))
@@ -182,7 +207,7 @@ def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatc
     assert memory.source.read_again == 0
     assert source.reads == len(range(RANK % group * N // group, (RANK % group + 1) * N // group))
     shuffles = {0: 1, 1: 7, 3: 3}[period] if group > 1 else 0
-    assert len(memory.shuffle_s) == shuffles
+    assert len(memory.shuffles) == shuffles
 
 
 def test_the_shuffle_goes_on_while_batches_are_used():
@@ -195,9 +220,9 @@ def test_the_shuffle_goes_on_while_batches_are_used():
     memory.begin(0, None)
     memory.reached(0)
     deadline = time.monotonic() + 20
-    while len(memory.shuffle_s) < 2 and time.monotonic() < deadline:
+    while len(memory.shuffles) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert len(memory.shuffle_s) == 2
+    assert len(memory.shuffles) == 2
     memory.stop()
 
 
@@ -227,6 +252,48 @@ def test_parts_that_a_sample_did_not_tell_are_counted_before_the_shuffle(monkeyp
     with pytest.raises(UsageError, match=rf"by {SIZE} ranks on rank 0's machine"):
         memory.begin(0, None)
     memory.close()
+
+
+def test_the_groups_that_auto_takes_fit_into_the_memory_that_is_left(monkeypatch):
+    """All say the same; with the memory of one rank's whole copy, and with much."""
+    all_bytes = N * len(group_cache.bytes_of(numbered()[0][0], ""))
+    for left, expected in ((2 * SIZE * 2 * all_bytes, 1), (2 * SIZE * 2 * all_bytes - 1, SIZE)):
+        monkeypatch.setattr(memory_shuffle, "available_bytes", lambda left=left: left)
+        memory = kept(numbered(), group_size="auto").memory
+        assert memory is not None
+        assert set(CONTROL.allgather_object(memory.sampler.parts)) == {expected}
+        memory.close()
+
+
+def everybody(values: np.ndarray) -> list[int]:
+    return [int(v) for text in CONTROL.allgather_object(" ".join(map(str, values.tolist()))) for v in text.split()]
+
+
+def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle():
+    """Its first reading is the trainer's; from a state it goes on with the same batches, and says what moved."""
+    spans.drain()
+    with jaxmpi.InMemory(numbered(), LOCAL, group_size=0, seed=3) as data:
+        epochs = [[data.batch() for _ in range(data.steps_per_epoch)] for _ in range(2)]
+        data.shuffle()
+        state = data.state()
+        epochs.append([data.batch() for _ in range(data.steps_per_epoch)])
+        shuffles, part = data.shuffles, data.held_bytes
+    assert_same(epochs[0], from_files(numbered(), stop=len(epochs[0])))
+    for epoch in epochs:
+        seen = [np.asarray(batch["label"])[np.asarray(batch["weight"]) > 0] for batch in epoch]
+        assert sorted(everybody(np.concatenate(seen))) == list(range(N))
+    assert len(shuffles) == 2
+    assert all(0 < moved_bytes <= part and seconds > 0 for seconds, moved_bytes in shuffles)
+    assert [span.track for span in spans.drain()].count("shuffle") == 2
+    with jaxmpi.InMemory(numbered(), LOCAL, seed=3, state=state) as data:
+        assert data.group_size == SIZE
+        for batch in epochs[2]:
+            assert np.array_equal(batch["label"], data.batch()["label"])
+
+
+def test_ranks_with_other_settings_of_data_in_memory_are_refused():
+    with pytest.raises(UsageError, match="local_batch"):
+        jaxmpi.InMemory(numbered(), LOCAL + RANK)
 
 
 def threads() -> int:
@@ -266,7 +333,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     assert memory is not None
     assert memory.group is not None
     deadline = time.monotonic() + 20
-    while len(memory.shuffle_s) < 2 and time.monotonic() < deadline:
+    while len(memory.shuffles) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     group = memory.group
     del feed, memory

@@ -26,6 +26,8 @@ class Source(Protocol):
     - `bytes_each: float`: of text, the mean bytes that an example predicts, and `tokens_each: int`, its tokens.
     - `file_ends: tuple[int, ...]`: of each file of several examples, the index behind its last one: training then takes
       whole files (`data.shuffle_by`). Of `labels: int[n]`, if it has them, it is seen whether files are mixed.
+    - `whole_files() -> Source`: the same examples, each file read in one go, or in few spans that end at `span_ends`:
+      training then mixes the examples inside each, too.
     - `in_process: bool`: True if its contents change while it is read, so that loaders must be threads.
     - `endless: bool`: True if examples change by epoch: example i of epoch e is asked for as number e len + i.
     - `awaited_s(i) -> float`: until when a loader may have waited for example i to come here, by `time.monotonic`: it

@@ -4,20 +4,24 @@
     DIR/train_labels.npy           int[examples], in the order of the files' names
     DIR/train_mean.npy             f32[height, width, channels], for data.mean_image
 
-Nothing is unpickled. Training takes whole files in a new order each epoch (`sampler.FileSampler`), so each is opened
-once an epoch and read from its begin to its end. A file need not fit into memory: rows are read when they are wanted,
-by the descriptor of a file that is open already (`open_files`).
+Nothing is unpickled. Training takes whole files in a new order each epoch, and the examples of each in a new order
+(`sampler.FileSampler`). So each is read once an epoch, in one go (`open_files.Spans`): on a file system where a read
+takes long, a read for each image would take as many times longer as a file has images. A file need not fit into memory:
+longer ones are cut into spans. Where examples of all files are mixed, rows are read one by one.
 """
 
+import bisect
 import contextlib
+import copy
 import hashlib
 import io
+import itertools
 import math
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
@@ -26,7 +30,7 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import open_plain
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source, _split_name, pair
-from jaxmpi.data.sources.open_files import OpenFiles
+from jaxmpi.data.sources.open_files import SPAN_BYTES, OpenFiles, Spans
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
 MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
@@ -95,6 +99,28 @@ class BatchFileSource:
         )
         self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
         self.opened = OpenFiles([self._path(i) for i in range(len(self.files))])
+        self.spans: Spans | None = None  # if files are read whole
+        self.span_ends = self._cut(max(SPAN_BYTES // max(each, 1), 1))
+
+    def _cut(self, rows: int) -> tuple[int, ...]:
+        begins = [0, *self.ends.tolist()]
+        return tuple(
+            min(cut, end)
+            for begin, end in itertools.pairwise(begins)
+            for cut in range(begin + rows, end + rows, rows)
+            if end > begin
+        )
+
+    def whole_files(self) -> Self:
+        """The same source, which reads whole files, or long ones in few spans: the index behind each is `span_ends`."""
+        each, begins = math.prod(self.shape), [0, *self.span_ends[:-1]]
+        places = []
+        for begin, end in zip(begins, self.span_ends, strict=True):
+            file, row = self._place(begin)
+            places.append((file, int(self.offsets[file]) + row * each, (end - begin) * each))
+        source = copy.copy(self)
+        source.spans = Spans(self.opened, np.array(places, np.int64).reshape(-1, 3))
+        return source
 
     @property
     def file_ends(self) -> tuple[int, ...]:
@@ -124,6 +150,11 @@ class BatchFileSource:
         return f"{self._path(file)}[{row}]"
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        if self.spans:
+            span = bisect.bisect_right(self.span_ends, index)
+            begin = self.span_ends[span - 1] if span else 0
+            rows = self.spans.read(span).reshape(-1, *self.shape)
+            return rows[index - begin].copy(), self.labels[index]
         file, row = self._place(index)
         image = np.empty(self.shape, np.uint8)
         missing = self.opened.read(file, image, int(self.offsets[file]) + row * image.size)

@@ -8,10 +8,13 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+SPAN_BYTES = 64 << 20  # of a file that are read in one go at most, and one example
+KEPT_BYTES = 4 * SPAN_BYTES  # of spans that are kept, by each loader process or all threads of a worker; two at least
 MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or between two
 
 
@@ -46,6 +49,54 @@ class OpenFiles:
                     self._open.popitem(last=False)  # it is closed once no other thread reads it
             self._open.move_to_end(file)
             return self._open[file]
+
+
+class Spans:
+    """Spans of files, each read in one go and kept while its examples are used. Pickled without what is kept.
+
+    Args:
+        opened: the files.
+        places: i64[spans, 3], of each its file, its first byte and its length.
+    """
+
+    def __init__(self, opened: OpenFiles, places: np.ndarray) -> None:
+        self.opened, self.places = opened, places
+        self.most = max(KEPT_BYTES // max(int(places[:, 2].max(initial=1)), 1), 2)
+        self._kept: collections.OrderedDict[int, Future[np.ndarray]] = collections.OrderedDict()  # last used last
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Spans, (self.opened, self.places)
+
+    def read(self, span: int) -> np.ndarray:
+        """u8[length], shared and read-only. Threads that want one span together read it once.
+
+        Raises:
+            OSError: it cannot be read, or the file has become shorter.
+        """
+        with self._lock:
+            found = self._kept.get(span)
+            is_mine = found is None
+            found = self._kept.setdefault(span, found or Future())
+            self._kept.move_to_end(span)
+            if len(self._kept) > self.most:
+                self._kept.popitem(last=False)
+        if is_mine:
+            try:
+                found.set_result(self._read(span))
+            except BaseException as error:
+                with self._lock:
+                    self._kept.pop(span, None)
+                found.set_exception(error)
+        return found.result()
+
+    def _read(self, span: int) -> np.ndarray:
+        file, offset, length = self.places[span].tolist()
+        held = np.empty(length, np.uint8)
+        if missing := self.opened.read(file, held, offset):
+            raise OSError(f"{self.opened.paths[file]} ends {missing} bytes before byte {offset + length}")
+        held.flags.writeable = False
+        return held
 
 
 class _Descriptor:

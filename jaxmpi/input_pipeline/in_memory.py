@@ -1,0 +1,211 @@
+"""Data in memory for a loop of one's own: load a part, take random batches of it, shuffle over a group.
+
+The three calls of IBM's DIMD (Kumar et al. 2018, section 4.1). The trainer's parts do the work: `memory_shuffle` keeps
+and moves the records, `device_feed` decodes them and brings batches to the device. Only the moment of a shuffle is the
+loop's own, and so is the order between two of them (`LoopSampler`).
+"""
+
+import dataclasses
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.train_state import Batch
+from jaxmpi.data.group_cache import GroupSampler, within_parts
+from jaxmpi.data.loader_pool import LoaderPool, kind_for
+from jaxmpi.data.sampler import Share
+from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.registry import open_source
+from jaxmpi.input_pipeline.device_feed import DeviceFeed
+from jaxmpi.input_pipeline.memory_shuffle import Shuffle, keep
+
+MOST_BATCHES = 1 << 32  # between two shuffles
+
+
+@dataclass(frozen=True)
+class LoopSampler(GroupSampler):
+    """The order of examples if a loop says when they are shuffled: step s x 2^32 + b is batch b after s shuffles.
+
+    After a shuffle all workers together read each example once, in the order of `Sampler` for epoch s. Then they read
+    them again, the records of each member permuted among themselves, until the next shuffle.
+    """
+
+    def turn_of(self, step: int) -> int:
+        """Shuffles before a step."""
+        return step // MOST_BATCHES
+
+    def indices(self, step: int) -> Share:
+        """Indices that this worker reads."""
+        shuffles, batch = divmod(step, MOST_BATCHES)
+        again, batch = divmod(batch, self.steps_per_epoch)
+        begin = batch * self.effective_batch
+        end = min(begin + self.effective_batch, self.examples)
+        if not again:
+            return Share(shuffles, self._part(self._order(shuffles, begin, end)), end - begin)
+        epoch = shuffles + again * MOST_BATCHES  # so that crops are others, too
+        order = within_parts(self.examples, self.effective_batch, self.seed, epoch, self.parts, shuffles)
+        return Share(epoch, self._part(order[begin:end]), end - begin)
+
+
+class InMemory:
+    """A data set in the memory of the job's workers, for a loop of one's own: `batch()` and `shuffle()`.
+
+    Workers form groups. Each group holds one full copy of the compressed examples, each worker its part. Making one
+    loads this worker's part.
+
+    Communicates: settings and data are compared over all ranks; with `group_size` auto also free memory. All ranks
+    make one together, call `shuffle` equally often, and `close` it together.
+
+    Args:
+        data: where the examples are, and their way to the model (crop, mirror, augment); or the folder of a packed data
+            set; or any object with `__len__` and `__getitem__(i) -> (image, label)`.
+        local_batch: examples of a worker's batch.
+        group_size: workers of a group; 0: all; auto: the fewest whose parts fit in half of each host's free memory.
+        seed: of order and augmentation.
+        state: of another one's `state()`, to go on behind its last batch.
+
+    Raises:
+        UsageError: settings that cannot be, ranks that differ, or a host with too little memory.
+    """
+
+    def __init__(
+        self,
+        data: Data | str | Path | Source,
+        local_batch: int,
+        *,
+        group_size: int | str = "auto",
+        seed: int = 0,
+        state: dict[str, int] | None = None,
+    ) -> None:
+        check(local_batch >= 1, f"local_batch: got {local_batch}; expected >= 1")
+        workers = gather_workers(1)
+        kept = state or {"shuffles": 0, "batches": 0}
+        if state and group_size == "auto":
+            group_size = state["group_size"]
+        asked = {"local_batch": local_batch, "group_size": group_size, "seed": seed, "state": kept}
+        workers.processes.assert_same("settings of data in memory", asked)
+        config = dataclasses.replace(data_of(data), memory="partition", group_size=group_size, shuffle_by="auto")
+        source = open_source(config, "train")
+        batch = local_batch * workers.size
+        self._memory, samplers = keep(source, config, seed, batch, True, workers, sampler=LoopSampler)
+        inside, sampler = self._memory.source, samplers[0]
+        crew = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
+        self._feed = DeviceFeed(inside, samplers, config, True, crew, memory=self._memory, labels="numbers")
+        workers.processes.assert_same("the data", self._feed.facts())
+        self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed, "group_size": sampler.parts}
+        if state:
+            check_state(state, self._facts)
+        self._shuffles, self._batches = kept["shuffles"], kept["batches"]
+        self._under_way: Generator[Batch, None, None] | None = None
+        self._is_closed = False
+        self._memory.load()
+
+    def batch(self) -> Batch:
+        """The next random batch of what this worker holds, on its device; waits for records that are on their way.
+
+        Returns: `image` and `label`, or the fields that `Data.augment` gives; and `weight`, f32[local_batch]. Rows of
+            weight 0 only fill the last batch before all examples have been read. The mean over workers of
+            sum(weight * loss) is the mean loss of the batch's examples.
+
+        Raises:
+            CorruptExample, TrainingError, UsageError: an example that cannot be decoded or read.
+        """
+        check(not self._is_closed, "InMemory: got batch() after close(); make another one")
+        if self._under_way is None:
+            first = self._shuffles * MOST_BATCHES
+            self._under_way = self._feed.batches(first + self._batches, first + MOST_BATCHES)
+        batch = next(self._under_way)
+        self._batches += 1
+        return batch
+
+    def shuffle(self) -> None:
+        """Begin to move records between the workers of a group at random; the next `batch` waits for its own.
+
+        Communicates: over the group, in a thread of its own. All workers of the group call it, equally often. With
+        groups of one worker nothing moves, and the order alone is new.
+        """
+        check(not self._is_closed, "InMemory: got shuffle() after close(); make another one")
+        self._end_batches()
+        self._shuffles, self._batches = self._shuffles + 1, 0
+        first = self._shuffles * MOST_BATCHES
+        self._memory.begin(first, first + MOST_BATCHES)
+
+    def state(self) -> dict[str, int]:
+        """Where this is, as JSON: `InMemory(..., state=...)` goes on with the next batch, bit for bit."""
+        return {"shuffles": self._shuffles, "batches": self._batches, **self._facts}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in which all workers together read each example once."""
+        return self._feed.samplers[0].steps_per_epoch
+
+    @property
+    def group_size(self) -> int:
+        """Workers that hold one full copy together."""
+        return self._facts["group_size"]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of this worker's part."""
+        return self._memory.source.newest().bytes.size
+
+    @property
+    def shuffles(self) -> tuple[Shuffle, ...]:
+        """Seconds of each shuffle that is done here, and bytes that came to this worker; loading moves none."""
+        return tuple(self._memory.shuffles)
+
+    def __len__(self) -> int:
+        """Examples of the data set."""
+        return self._facts["examples"]
+
+    def _end_batches(self) -> None:
+        if self._under_way is not None:
+            self._under_way.close()
+            self._under_way = None
+
+    def close(self) -> None:
+        """Give the memory back; all ranks come here together."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._end_batches()
+            self._feed.crew.stop()
+            self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:  # else this rank may be alone here
+            self.close()
+
+
+def data_of(data: Any) -> Data:
+    """Settings of the data that were given in any form.
+
+    Raises:
+        UsageError: in none.
+    """
+    if isinstance(data, Data):
+        return data
+    if isinstance(data, (str, Path)):
+        return Data("packed", dir=str(data))
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return Data("array", train=data)
+    raise UsageError(
+        f"InMemory: got {type(data).__name__}; expected a Data, the folder of a packed data set, or an object with "
+        "__len__ and __getitem__"
+    )
+
+
+def check_state(state: dict[str, int], facts: dict[str, int]) -> None:
+    """Raise `UsageError` unless a state is that of the same data, batches and groups."""
+    odd = [name for name, value in facts.items() if state.get(name) != value]
+    lines = [f"{name}: got {facts[name]}, expected {state.get(name)}" for name in odd]
+    check(not odd, f"InMemory: the state is that of another order: {'; '.join(lines)}; give these, or no state")

@@ -1,0 +1,81 @@
+"""Data in memory for a loop of one's own, with one worker; several ranks are in tests/ranks/."""
+
+import json
+
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi.config import Data
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import ArraySource, packing
+
+N = 23
+
+
+def numbered() -> ArraySource:
+    return ArraySource(np.zeros((N, 2, 2, 3), np.uint8), np.arange(N))
+
+
+def labels_of(data: jaxmpi.InMemory, batches: int) -> list[int]:
+    """Labels of the next batches, without those that only fill one."""
+    return [
+        n for b in (data.batch() for _ in range(batches)) for n in np.asarray(b["label"])[np.asarray(b["weight"]) > 0]
+    ]
+
+
+def test_each_example_comes_once_an_epoch_and_in_another_order_after_a_shuffle():
+    with jaxmpi.InMemory(numbered(), 5) as data:
+        assert (len(data), data.steps_per_epoch, data.group_size) == (N, 5, 1)
+        epochs = [labels_of(data, 5), labels_of(data, 5)]
+        data.shuffle()
+        epochs.append(labels_of(data, 5))
+    assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize("done", [3, 7, 13])
+def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
+    """In the first reading, in the second, and behind a shuffle; crops are random."""
+    source = ArraySource(np.random.default_rng(0).integers(0, 256, (N, 6, 6, 3), np.uint8), np.arange(N))
+    settings = Data("array", train=source, crop=4, mirror=True)
+
+    def loop(data: jaxmpi.InMemory, first: int, last: int) -> list[bytes]:
+        seen = []
+        for step in range(first, last):
+            if step == 10:
+                data.shuffle()
+            seen.append(b"".join(np.asarray(value).tobytes() for value in data.batch().values()))
+        return seen
+
+    with jaxmpi.InMemory(settings, 4, seed=3) as whole:
+        expected = loop(whole, 0, 16)
+    with jaxmpi.InMemory(settings, 4, seed=3) as first:
+        assert loop(first, 0, done) == expected[:done]
+        state = json.loads(json.dumps(first.state()))
+    with jaxmpi.InMemory(settings, 4, seed=3, state=state) as second:
+        assert loop(second, done, 16) == expected[done:]
+
+
+def test_the_folder_of_a_packed_data_set_will_do(tmp_path):
+    packing.main(["pack", "digits", str(tmp_path), "--quality", "0"])
+    with jaxmpi.InMemory(tmp_path, 8) as data:
+        assert data.batch()["image"].shape == (8, 8, 8, 3)
+        shards = sum(path.stat().st_size for path in (tmp_path / "train").glob("shard-*"))
+        assert data.held_bytes == shards
+
+
+def test_what_cannot_be_is_refused():
+    with jaxmpi.InMemory(numbered(), 5) as data:
+        data.batch()
+        state = data.state()
+    with pytest.raises(UsageError, match=r"got batch\(\) after close\(\); make another one"):
+        data.batch()
+    with pytest.raises(UsageError, match=r"local_batch: got 0; expected >= 1"):
+        jaxmpi.InMemory(numbered(), 0)
+    with pytest.raises(UsageError, match=r"InMemory: got int; expected a Data, the folder of a packed data set"):
+        jaxmpi.InMemory(7, 5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match=r"data\.group_size: got 3 with 1 workers; expected one of 1"):
+        jaxmpi.InMemory(numbered(), 5, group_size=3)
+    with pytest.raises(UsageError, match=r"state is that of another order: seed: got 1, expected 0; give these"):
+        jaxmpi.InMemory(numbered(), 5, seed=1, state=state)
