@@ -53,5 +53,9 @@ def asa_seconds(net: Net, n: float, wire: str) -> float:
 
 
 ASA = StrategySpec(
-    alltoall_sum_allgather, ALL, crosses=True, on_host=functools.partial(in_columns, sum=alltoall_sum_allgather_on_host), seconds=asa_seconds
+    alltoall_sum_allgather,
+    ALL,
+    crosses=True,
+    on_host=functools.partial(in_columns, sum=alltoall_sum_allgather_on_host),
+    seconds=asa_seconds,
 )

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxmpi.allreduce.algorithms.spec import ALL, Part, StrategySpec
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
-from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, columns
-from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
+from jaxmpi.allreduce.host_comm import MESSAGE_BYTES, HostComm, Requests, Rows, columns
+from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn, wire_format
 from jaxmpi.allreduce.wires import BLOCK, HostWire, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.pytrees import PyTree
@@ -71,8 +71,7 @@ def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iter
     k, padded = len(forest.parent), comm.size * -(-n // comm.size)
     packets = packets_of(padded, k, forest.height)
     length = -(-padded // (k * packets))
-    count = max(1, -(-length // columns(wire)))
-    width = -(-length // count // BLOCK) * BLOCK  # whole blocks of wires
+    width = message_of(length, columns(wire))
     climbs = [functools.partial(up_and_down, forest=forest, tree=c) for c in range(k)]
     for packet in range(packets):
         for start in range(0, length, width):
@@ -188,22 +187,40 @@ def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int,
     return [[edge for (end, _, at), edge in taken.items() if end == "child" and at == i] for i in range(count)]
 
 
+def message_of(length: int, most: int) -> int:
+    """Floats of each message of a packet: as even as whole blocks of wires can be."""
+    messages = max(1, -(-length // most))
+    return max(1, -(-length // messages // BLOCK)) * BLOCK
+
+
 # ---------------------------------------------------------------- what they cost
 
 
 def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float:
-    """Turns: m + 2 H, each of 2 max(k, a) rounds of n / (k m), for m packets a part, trees of height H and arity a.
+    """Between hosts the way of one message and all that the busiest sends; inside one, turns of `coloured_trees`.
 
-    Kumar et al. 2018, section 4.2, with the schedule of `coloured_trees`: packets without content travel
-    too.
+    Between hosts, by `coloured_parts`: 2 H messages one after another, for trees of height H, and n / k floats for each
+    edge of the busiest place; other messages travel meanwhile. In a program m + 2 H turns, each of 2 max(k, a) rounds
+    of n / (k m), for m packets a part and arity a; packets without content travel too. Kumar et al. 2018, section 4.2.
     """
     k, arity, height = forest(net.workers, colours)
     packets = packets_of(n, k, height)
+    if net.hosts > 1:
+        crossing = ring_crossing(net) if k == 1 else net.slots
+        message = min(n / (k * packets), MESSAGE_BYTES / wire_format(wire)[1])
+        sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
+        volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
+        return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
     turns, rounds = packets + 2 * height, 2 * max(arity, min(k, net.workers - 1))
     packet = n / (k * packets)
     crossing = ring_crossing(net) if k == 1 else net.slots if net.hosts > 1 else 0
     each = rounds * turn(net, packet, wire, crossing)
     return turns * (each + add(net, (k + rounds / 2) * packet) + code(net, (k + rounds / 2) * packet, wire))
+
+
+def most_edges(workers: int, k: int, arity: int) -> int:
+    """Edges over which the busiest place sends: a root's, or those of the position after it."""
+    return max(k - 1 + min(arity, workers - 1), k + min(arity, max(0, workers - 1 - arity)))
 
 
 @functools.cache

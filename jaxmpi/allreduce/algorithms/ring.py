@@ -50,4 +50,6 @@ def ring_seconds(net: Net, n: float, wire: str) -> float:
     return rounds + add(net, (w - 1) / w * n) + code(net, 2 * n, wire)
 
 
-RING = StrategySpec(ring, ALL, crosses=True, on_host=functools.partial(in_columns, sum=ring_on_host), seconds=ring_seconds)
+RING = StrategySpec(
+    ring, ALL, crosses=True, on_host=functools.partial(in_columns, sum=ring_on_host), seconds=ring_seconds
+)
