@@ -43,7 +43,7 @@ OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "st
 # Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S = 0.002, 0.0003
-WINDOW = 16  # of a bucket's rows for each worker under way at once: 16 segments of a ring, 16 w of a tree
+WINDOW = 24  # segments of a bucket under way at once; with more of a tree's, what goes up holds up what comes down
 WHAT_BYTES = 256  # of an exchange's name, for messages; ranks compare its digest, too
 OPENINGS = 64  # exchanges of which it is known whether ranks have agreed on them; fewer are under way
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
@@ -58,7 +58,6 @@ class Job:
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed
     waiting: Iterator[Iterator[Requests]]  # segments not yet begun
     opening: "Opening | None" = None  # the exchange's, where ranks compare which it is
-    window: int = 1  # segments under way at most
     under_way: int = 0  # segments
     start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
@@ -182,8 +181,7 @@ class CommThread:
     ) -> None:
         total = HostSum.named(strategy, self.comm)
         tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
-        job = Job(label, x, total.of(x, tags), self._openings.get(number), total.window(x.size, WINDOW))
-        self.jobs[key] = job
+        job = self.jobs[key] = Job(label, x, total.of(x, tags), self._openings.get(number))
         self._note("start", label)
         self._hand_over(job)
 
@@ -251,8 +249,8 @@ class CommThread:
             self._begin(job)
 
     def _begin(self, job: Job) -> None:
-        """Have as many segments of a job under way as may be; it is summed if none is left."""
-        while job.under_way < job.window and (segment := next(job.waiting, None)) is not None:
+        """Have up to WINDOW segments of a job under way; it is summed if none is left."""
+        while job.under_way < WINDOW and (segment := next(job.waiting, None)) is not None:
             job.under_way += 1
             self._resume(job, segment)
         if job.under_way == 0 and not job.summed.is_set():

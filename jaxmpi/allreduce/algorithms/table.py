@@ -135,11 +135,6 @@ class HostSum(NamedTuple):
         """How many parts f32[n] is cut into, each with a tag of its own; the same on all ranks."""
         return sum(1 for _ in self.parts(n, self.comm, self.wire))
 
-    def window(self, n: int, rows: int) -> int:
-        """How many parts of f32[n] have so many rows for each worker; one at least."""
-        first = next(self.parts(n, self.comm, self.wire), None)
-        return max(1, rows * self.comm.size // len(first.rows)) if first else 1
-
     def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:
         """Generators which together make f32[n], C-contiguous, the sum over workers; in place."""
         for part, tag in zip(self.parts(x.size, self.comm, self.wire), tags, strict=True):
