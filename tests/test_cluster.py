@@ -168,6 +168,7 @@ def sleepers() -> list[str]:
     [
         (["--hosts", "0", "--", "true"], "expected 1 to 250"),
         (["--slots", "0", "--", "true"], "expected >= 1"),
+        (["--delay-ms", "-1", "--", "true"], "--delay-ms: got -1.0; expected 0 to 10000"),
         (["--rate", "fast", "--", "true"], "expected a number and kbit, mbit or gbit"),
         (["--hosts", "2"], "no command"),
     ],
