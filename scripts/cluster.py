@@ -4,19 +4,28 @@ python scripts/cluster.py --hosts 8 --rate 200mbit -- mpirun -n 8 python -m jaxm
 python scripts/cluster.py --hosts 4 --slots 2 --rate 1gbit -- jaxmpi train -n 8 experiments/digits.py
 
 Hosts are called node0, node1, ... and have a network card, a host name and a /dev/shm of their own; files, cores and
-memory are this machine's. Each card sends and receives at `--rate`; all are plugged into one switch. Everything lives
-in namespaces without names: they end with the last process in them, and those end with this one, killed or not. Needs
-Linux, iproute2, util-linux, and root or the right to make user namespaces.
+memory are this machine's. Each card sends and receives at `--rate`; all are plugged into one switch, which holds every
+frame for `--delay-ms`. Everything lives in namespaces without names: they end with the last process in them, and those
+end with this one, killed or not. Needs Linux, iproute2, util-linux, and root or the right to make user namespaces; for
+a delay /dev/net/tun, too, but not the kernel's netem.
 
 A rank must not spin here, for each "host" believes that it owns all cores: Open MPI is told to yield.
 """
 
 import argparse
+import collections
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import itertools
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,6 +36,7 @@ from typing import NoReturn
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
 LATENCY = "100ms"  # of data that may wait in a card's queue: longer than any exchange bursts
+TUN = "/dev/net/tun"
 NEEDED = ("ip", "tc", "unshare", "nsenter", "mount")
 
 
@@ -36,6 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts, 1 to 250 (default: 4)")
     parser.add_argument("--slots", type=int, default=1, help="ranks a host takes (default: 1)")
     parser.add_argument("--rate", default="200mbit", help="of each card, such as 50mbit or 1gbit (default: 200mbit)")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="from card to card, besides (default: 0)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
     options = parser.parse_args(argv)
     if options.command[:1] == ["--"]:
@@ -44,6 +55,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--hosts: got {options.hosts}; expected 1 to 250")
     if options.slots < 1:
         parser.error(f"--slots: got {options.slots}; expected >= 1")
+    if not 0 <= options.delay_ms < 10_000:
+        parser.error(f"--delay-ms: got {options.delay_ms}; expected 0 to 10000")
+    if options.delay_ms and not os.path.exists(TUN):
+        parser.error(f"--delay-ms: {TUN} is not there; load the kernel's module tun, or leave the delay out")
     if not options.command:
         parser.error("no command; give one after --")
     try:
@@ -99,8 +114,6 @@ def run(argv: list[str]) -> int:
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends, however it ends."""
-    import ctypes
-
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
@@ -116,6 +129,11 @@ def inside(folder: Path, cluster: argparse.Namespace) -> NoReturn:
     sh(f"mount --bind {names} /etc/hosts")
     sh("ip link set lo up", "ip link add switch type bridge forward_delay 0", "ip link set switch up")
     holders = [start_host(i, cluster) for i in range(cluster.hosts)]
+    cards = [card_of(pid) for pid in holders] if cluster.delay_ms else []
+    for i, pid in enumerate(holders):
+        start_card(i, pid, cluster)
+    if cards:
+        start_slow_switch(cards, cluster)
     agent = write_agent(folder, holders)
     (folder / "hostfile").write_text("".join(f"node{i} slots={cluster.slots}\n" for i in range(cluster.hosts)))
     here = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # a process that enters a host is in its root folder
@@ -129,26 +147,89 @@ def address(host: int) -> str:
 
 
 def start_host(i: int, cluster: argparse.Namespace) -> int:
-    """Start a process that holds host i's namespaces, with its card plugged in; return its pid."""
+    """Start a process that holds host i's namespaces, with its card plugged in if nothing delays it; return its pid."""
     holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"])
     while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
         if holder.poll() is not None:
             sys.exit(f"cluster.py: node{i}: unshare gave it no namespaces: exit code {holder.returncode}")
         time.sleep(0.005)
+    if not cluster.delay_ms:
+        sh(f"ip link add port{i} type veth peer name eth0 netns {holder.pid}", f"ip link set port{i} master switch up")
+        sh(f"tc qdisc add dev port{i} {shape(cluster)}")
+    return holder.pid
+
+
+def shape(cluster: argparse.Namespace) -> str:
+    """What holds one direction of a card to its rate."""
     burst = max(131072, int(bits_per_s(cluster.rate) / 8 / 100))  # bytes: a timer tick's worth of packets
-    shape = f"root tbf rate {cluster.rate} burst {burst} latency {LATENCY}"
-    sh(f"ip link add port{i} type veth peer name eth0 netns {holder.pid}", f"ip link set port{i} master switch up")
-    sh(f"tc qdisc add dev port{i} {shape}")
-    inner = shlex.join(enter(holder.pid))
+    return f"root tbf rate {cluster.rate} burst {burst} latency {LATENCY}"
+
+
+def start_card(i: int, pid: int, cluster: argparse.Namespace) -> None:
+    """Give host i its name, a /dev/shm, and an address on its card."""
+    inner = shlex.join(enter(pid))
     sh(
         f"{inner} hostname node{i}",
         f"{inner} mount -t tmpfs tmpfs /dev/shm",
         f"{inner} ip link set lo up",
+        # Else a link that was idle for 0.2 s begins anew with 14 kB a round trip, and that is measured, not the delay.
+        f"{inner} sh -c 'echo 0 > /proc/sys/net/ipv4/tcp_slow_start_after_idle'",
         f"{inner} ip address add {address(i)}/24 dev eth0",
         f"{inner} ip link set eth0 up",
-        f"{inner} tc qdisc add dev eth0 {shape}",
+        f"{inner} tc qdisc add dev eth0 {shape(cluster)}",
     )
-    return holder.pid
+
+
+# ---------------------------------------------------------------- a switch with a delay
+
+
+def card_of(pid: int) -> int:
+    """Plug a card into a host whose frames come to this process; return its file."""
+    tunsetiff, tunsetoffload, tap, checksum_and_tso = 0x400454CA, 0x400454D0, 0x5002, 0x07
+    libc, here = ctypes.CDLL(None, use_errno=True), os.open("/proc/self/ns/net", os.O_RDONLY)
+    there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    try:
+        if libc.setns(there, 0):
+            sys.exit(f"cluster.py: setns: {os.strerror(ctypes.get_errno())}")
+        card = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(card, tunsetiff, struct.pack("16sH22x", b"eth0", tap))  # frames with a header for large ones
+        fcntl.ioctl(card, tunsetoffload, checksum_and_tso)
+    finally:
+        libc.setns(here, 0)
+        os.close(here)
+        os.close(there)
+    return card
+
+
+def start_slow_switch(cards: list[int], cluster: argparse.Namespace) -> None:
+    """Start a process that passes frames on, each after the delay and at the rate of the card that receives it."""
+    if os.fork() == 0:
+        slow_switch(cards, cluster.delay_ms / 1e3, bits_per_s(cluster.rate) / 8)
+    for card in cards:
+        os.close(card)
+
+
+def slow_switch(cards: list[int], delay_s: float, bytes_per_s: float) -> NoReturn:
+    """Pass frames on, before all other work of these cores if that is permitted."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    header_bytes, address_bytes, largest = 10, 6, 1 << 17
+    ports: dict[bytes, int] = {}  # by address
+    free_s: dict[int, float] = collections.defaultdict(float)  # of a card: when all that it was sent has come
+    flying: list[tuple[float, int, int, bytes]] = []  # when it arrives, number, card, frame
+    for number in itertools.count():
+        wait_s = max(0.0, flying[0][0] - time.monotonic()) if flying else None
+        for card in select.select(cards, [], [], wait_s)[0]:
+            frame = os.read(card, largest)
+            to, source = (frame[header_bytes + i * address_bytes :][:address_bytes] for i in (0, 1))
+            ports[source] = card
+            for other in [ports[to]] if to in ports else [c for c in cards if c != card]:
+                free_s[other] = max(free_s[other], time.monotonic() + delay_s) + len(frame) / bytes_per_s
+                heapq.heappush(flying, (free_s[other], number, other, frame))
+        while flying and flying[0][0] <= time.monotonic():
+            _, _, card, frame = heapq.heappop(flying)
+            os.write(card, frame)
+    raise AssertionError
 
 
 def enter(pid: int) -> list[str]:

@@ -96,7 +96,7 @@ comm = jaxmpi.world()
 x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
 # A tree in NumPy takes a power of two of them.
 NAMES = ["ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16", "hier-asa:16", "hier-asa:32"]
-NAMES += ["tree:32", "tree:16", "hier-tree:16"]
+NAMES += ["tree:32", "tree:16", "hier-tree:16", "color4:32", "color3:16", "pipering:8", "hier-color2:16"]
 carried, of_thread = {}, comm_thread_calls.why_not
 for is_carried in (True, False):
     comm_thread_calls.why_not = of_thread if is_carried else lambda *args: "asked for"
@@ -168,6 +168,7 @@ def sleepers() -> list[str]:
     [
         (["--hosts", "0", "--", "true"], "expected 1 to 250"),
         (["--slots", "0", "--", "true"], "expected >= 1"),
+        (["--delay-ms", "-1", "--", "true"], "--delay-ms: got -1.0; expected 0 to 10000"),
         (["--rate", "fast", "--", "true"], "expected a number and kbit, mbit or gbit"),
         (["--hosts", "2"], "no command"),
     ],

@@ -362,7 +362,7 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
     args = ("--exchange.strategy", "root", "--exchange.overlap", "on", "--run-dir", str(tmp_path / "run"))
     ended = train(2, str(tmp_path / "tiny.py"), *args)
     assert ended.code == 2
-    expected = "exchange.overlap: got on, but strategy root:32 is not among asa, ring, tree, hier-<cross>, or"
+    expected = "got on, but strategy root:32 is not among asa, ring, tree, color<k>, pipering, hier-<cross>, or"
     assert expected in ended.out, ended.out[-3000:]
 
 

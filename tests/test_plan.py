@@ -69,15 +69,33 @@ def traffic(spelling: str, n: int, hosts: int, slots: int) -> list[tuple[int, in
 ALONE = ["asa", "ring", "tree", "color2", "color4", "pipering", "root"]
 
 
+def where(algorithm: str, workers: int, link: Link) -> Net:
+    """The net of a program's own messages: between hosts the communication thread has trees take no turns."""
+    is_tree = algorithm == "pipering" or algorithm.startswith("color")
+    return Net(1, workers, link, FREE) if is_tree else Net(workers, 1, FREE, link)
+
+
+def test_trees_win_where_messages_are_dear_and_cost_no_more_than_a_ring_elsewhere():
+    """Eight hosts: 4 messages one after another, where a ring has 14; as many bytes."""
+    far, near = (Net(8, 1, FREE, Link(alpha_s, 8e-9)) for alpha_s in (5e-3, 1e-4))
+    for floats in (1 << 14, 1 << 16, 1 << 18):
+        seconds = {
+            name: cost_model.predict(far, floats, name) for name in ("asa", "ring", "tree", "color4", "pipering")
+        }
+        assert min(seconds, key=seconds.__getitem__) == "color4"
+        assert seconds["color4"] < 0.6 * seconds["ring"]
+    assert cost_model.predict(near, 6e6, "color4") == pytest.approx(cost_model.predict(near, 6e6, "ring"), rel=0.05)
+
+
 @pytest.mark.parametrize("workers", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("algorithm", ALONE)
 def test_messages_and_bytes_are_those_of_the_program(algorithm, workers):
     """One rank a host, so that every message of the program is one round; n divides by all that cut it up."""
     n = 8 * 3 * 4 * PRICE
     messages = traffic(f"{algorithm}:32", n, workers, 1)
-    count = cost_model.predict(Net(workers, 1, FREE, Link(1.0, 0.0)), n, algorithm)
+    count = cost_model.predict(where(algorithm, workers, Link(1.0, 0.0)), n, algorithm)
     assert count == sum(times for times, _ in messages)
-    size = cost_model.predict(Net(workers, 1, FREE, Link(0.0, 1.0)), n, algorithm)
+    size = cost_model.predict(where(algorithm, workers, Link(0.0, 1.0)), n, algorithm)
     # Packets are padded: by less than one float in each of them.
     assert size == pytest.approx(sum(times * size for times, size in messages), rel=count / n)
 
@@ -645,7 +663,8 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
         ("hier-asa:16", (0, 0, 1, 1), "auto", True),
         ("hier-asa:16", (0, 0, 1), "auto", False),
         ("hier-asa:16", (0, 0, 1, 1), "on", True),
-        ("hier-color4:16", (0, 0, 1, 1), "on", False),
+        ("hier-color4:16", (0, 0, 1, 1), "on", True),
+        ("hier-root:16", (0, 0, 1, 1), "on", False),
         ("hier-ring:16", (0, 1, 0, 1), "delayed", True),
         ("tree:32", (0, 1, 2), "auto", True),
         ("tree:32", (0, 1, 2), "delayed", False),

@@ -43,7 +43,7 @@ OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "st
 # Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S = 0.002, 0.0003
-WINDOW = 16  # segments of a bucket under way at once
+WINDOW = 24  # segments of a bucket under way at once; with more of a tree's, what goes up holds up what comes down
 WHAT_BYTES = 256  # of an exchange's name, for messages; ranks compare its digest, too
 OPENINGS = 64  # exchanges of which it is known whether ranks have agreed on them; fewer are under way
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)

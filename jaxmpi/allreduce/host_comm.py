@@ -44,10 +44,17 @@ class HostComm:
     def _part(self, order: Sequence[int]) -> "HostComm":
         return HostComm(self.mpi, order, self.hosts, range(len(order)))  # numbered as `subgroups.SubComm` does
 
+    def send(self, sent: np.ndarray, to: int, tag: int) -> Requests:
+        """Send u8[n] to a rank."""
+        return [self.mpi.Isend(part, to, tag) for part in cut(sent)]
+
+    def receive(self, received: np.ndarray, source: int, tag: int) -> Requests:
+        """Receive u8[n] from a rank."""
+        return [self.mpi.Irecv(part, source, tag) for part in cut(received)]
+
     def swap(self, sent: np.ndarray, to: int, received: np.ndarray, source: int, tag: int) -> Requests:
         """Send one u8[n] and receive another."""
-        receiving = [self.mpi.Irecv(part, source, tag) for part in cut(received)]
-        return [*receiving, *(self.mpi.Isend(part, to, tag) for part in cut(sent))]
+        return [*self.receive(received, source, tag), *self.send(sent, to, tag)]
 
     def swap_each(self, sent: Rows, received: Rows, to: int, tag: int) -> Requests:
         """Send arrays to a rank, and receive as many of any dtype from it, in the same order."""

@@ -85,8 +85,8 @@ def exchange(
 
     Args:
         tree: this worker's leaves, traced; float32, bfloat16 or float16.
-        strategy: asa, ring, hier-ring or tree, with any wire; or auto, which then takes one of
-            these.
+        strategy: asa, ring, tree, color<k>, pipering or hier-<cross> of one of these, with any wire; or auto, which
+            then takes one of these.
         op: mean or sum.
         comm: all MPI ranks, on CPUs; default: the world.
         bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less if this is less.

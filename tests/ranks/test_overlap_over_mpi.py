@@ -17,6 +17,7 @@ import pytest
 import jaxmpi
 import references
 from jaxmpi.allreduce import host_comm, overlap
+from jaxmpi.allreduce.algorithms.color_trees import forest, packets_of
 from jaxmpi.allreduce.algorithms.table import fitting_on_host
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import OPENINGS, THREAD, WINDOW, courier
@@ -30,7 +31,8 @@ if COMM.size == 1:
     pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
 CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
 SIZE, RANK = COMM.size, int(COMM.rank)
-STRATEGIES = [f"{name}:{wire}" for name in fitting_on_host(COMM.hosts) for wire in WIRES]
+ALIKE = ("color2", "pipering", "hier-color4")  # color4's code: tests/test_colours_on_host.py
+STRATEGIES = [f"{name}:{wire}" for name in fitting_on_host(COMM.hosts) if name not in ALIKE for wire in WIRES]
 ROW = host_comm.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
 # The last has more segments than may be under way at once, its last rows are short or empty.
 LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (WINDOW + 2) + BLOCK + 1]
@@ -50,9 +52,15 @@ def oracle(strategy: str, rows: np.ndarray) -> np.ndarray:
         "ring": lambda: references.ring(padded, wire, COMM.order),
         "asa": lambda: references.asa(padded, wire),
         "tree": lambda: references.tree(padded, wire, COMM.order),
+        "color4": lambda: references.color(padded, wire, COMM.order, 4, packets(padded.shape[1])),
         "hier": lambda: references.asa(padded, "32"),  # on one host; on several: tests/test_cluster.py
     }
     return sums[algorithm.partition("-")[0]]()[: rows.shape[1]]
+
+
+def packets(n: int) -> int:
+    k, _, height = forest(SIZE, 4)
+    return packets_of(n, k, height)
 
 
 # ---------------------------------------------------------------- sums

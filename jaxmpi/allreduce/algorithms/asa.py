@@ -1,11 +1,12 @@
 """ASA: all-to-all, sum, allgather. Ma et al. 2016, section 3.2."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
+from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec, in_columns
 from jaxmpi.allreduce.building_blocks import allgather, alltoall
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
@@ -52,5 +53,9 @@ def asa_seconds(net: Net, n: float, wire: str) -> float:
 
 
 ASA = StrategySpec(
-    alltoall_sum_allgather, ALL, crosses=True, on_host=alltoall_sum_allgather_on_host, seconds=asa_seconds
+    alltoall_sum_allgather,
+    ALL,
+    crosses=True,
+    on_host=functools.partial(in_columns, sum=alltoall_sum_allgather_on_host),
+    seconds=asa_seconds,
 )

@@ -2,17 +2,18 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
+from jaxmpi.allreduce.algorithms.spec import ALL, Part, StrategySpec
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
-from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
-from jaxmpi.allreduce.wires import Wire
+from jaxmpi.allreduce.host_comm import MESSAGE_BYTES, HostComm, Requests, Rows, columns
+from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn, wire_format
+from jaxmpi.allreduce.wires import BLOCK, HostWire, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.pytrees import PyTree
 
@@ -30,8 +31,7 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     """
     forest, place = plant(comm.size, colours), place_of(comm)
     k, height = len(forest.depth), forest.height
-    # m + 2 height turns of PRICE + part / m each are fewest for this m.
-    packets = max(1, round(math.sqrt(2 * height * x.size / (k * PRICE))))
+    packets = packets_of(x.size, k, height)
     own = pad(x, k * packets).reshape(k, packets, -1)
     depth = jnp.asarray(forest.depth)[:, place]  # of this place in each tree
     home = jnp.asarray(forest.home)[place]  # the one tree in which it has children
@@ -62,13 +62,60 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     return landed(turns, down, rows).reshape(-1)[: x.size]
 
 
+def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iterator[Part]:
+    """Packets of all trees, cut into messages: each is a part, which goes up and down its tree when it can.
+
+    Packets and additions are those of `coloured_trees`.
+    """
+    forest = plant(comm.size, colours)
+    k, padded = len(forest.parent), comm.size * -(-n // comm.size)
+    packets = packets_of(padded, k, forest.height)
+    length = -(-padded // (k * packets))
+    width = message_of(length, columns(wire))
+    climbs = [functools.partial(up_and_down, forest=forest, tree=c) for c in range(k)]
+    for packet in range(packets):
+        for start in range(0, length, width):
+            for c, climb in enumerate(climbs):  # so all trees have as much under way
+                begin = (c * packets + packet) * length
+                row = slice(begin + start, min(n, begin + min(length, start + width)))
+                if row.start < row.stop:
+                    yield Part([row], climb)
+
+
+def up_and_down(
+    rows: Rows, comm: HostComm, wire: HostWire, tag: int, forest: "Forest", tree: int
+) -> Iterator[Requests]:
+    """One part of one tree: children's are added and go to the parent, whose sum goes to the children."""
+    [mine], parent = rows, forest.parent[tree][comm.place]
+    children = [comm.order[child] for child in forest.children[tree][comm.place]]
+    if children:
+        received = [np.empty(wire.size_bytes(mine.size), np.uint8) for _ in children]
+        yield [r for child, into in zip(children, received, strict=True) for r in comm.receive(into, child, tag)]
+        mine += functools.reduce(np.add, map(wire.decode, received), np.float32(0))  # as there: no sum is -0
+    sent = wire.encode(mine)
+    if parent >= 0:
+        yield comm.send(sent, comm.order[parent], tag)
+        sent = mine.view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(mine.size), np.uint8)
+        yield comm.receive(sent, comm.order[parent], tag)
+    if not wire.is_exact:
+        mine[:] = wire.decode(sent)
+    if children:
+        yield [request for child in children for request in comm.send(sent, child, tag)]
+
+
 # ---------------------------------------------------------------- what they are made of
+
+
+def packets_of(n: float, k: int, height: int) -> int:
+    """The m packets a tree for which m + 2 height turns of PRICE + n / (k m) each are fewest."""
+    return max(1, round(math.sqrt(2 * height * n / (k * PRICE))))
 
 
 class Forest(NamedTuple):
     """k spanning trees over w places, and when which edge is used."""
 
     parent: list[list[int]]  # [k][w]; -1 at a root
+    children: list[list[list[int]]]  # [k][w], in the order of rounds
     depth: np.ndarray  # i32[k, w]
     height: int
     home: np.ndarray  # i32[w]: the tree in which a place has children; 0 if it has none
@@ -97,11 +144,15 @@ def plant(workers: int, colours: int) -> Forest:
             depth[c, child] = depth[c, above] + 1
     edges = [(c, child, above) for c in range(k) for child, above in enumerate(parent[c]) if above >= 0]
     rounds = schedule(edges)
+    children: list[list[list[int]]] = [[[] for _ in range(workers)] for _ in range(k)]
+    for used in rounds:
+        for c, child, above in used:
+            children[c][above].append(child)
     colour = np.full((len(rounds), workers), k, np.int32)
     for i, used in enumerate(rounds):
         for c, child, _ in used:
             colour[i, child] = c
-    return Forest(parent, depth, int(depth.max()), home, rounds, colour)
+    return Forest(parent, children, depth, int(depth.max()), home, rounds, colour)
 
 
 def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
@@ -136,22 +187,40 @@ def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int,
     return [[edge for (end, _, at), edge in taken.items() if end == "child" and at == i] for i in range(count)]
 
 
+def message_of(length: int, most: int) -> int:
+    """Floats of each message of a packet: as even as whole blocks of wires can be."""
+    messages = max(1, -(-length // most))
+    return max(1, -(-length // messages // BLOCK)) * BLOCK
+
+
 # ---------------------------------------------------------------- what they cost
 
 
 def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float:
-    """Turns: m + 2 H, each of 2 max(k, a) rounds of n / (k m), for m packets a part, trees of height H and arity a.
+    """Between hosts the way of one message and all that the busiest sends; inside one, turns of `coloured_trees`.
 
-    Kumar et al. 2018, section 4.2, with the schedule of `coloured_trees`: packets without content travel
-    too.
+    Between hosts, by `coloured_parts`: 2 H messages one after another, for trees of height H, and n / k floats for each
+    edge of the busiest place; other messages travel meanwhile. In a program m + 2 H turns, each of 2 max(k, a) rounds
+    of n / (k m), for m packets a part and arity a; packets without content travel too. Kumar et al. 2018, section 4.2.
     """
     k, arity, height = forest(net.workers, colours)
-    packets = max(1, round(math.sqrt(2 * height * n / (k * PRICE))))
+    packets = packets_of(n, k, height)
+    if net.hosts > 1:
+        crossing = ring_crossing(net) if k == 1 else net.slots
+        message = min(n / (k * packets), MESSAGE_BYTES / wire_format(wire)[1])
+        sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
+        volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
+        return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
     turns, rounds = packets + 2 * height, 2 * max(arity, min(k, net.workers - 1))
     packet = n / (k * packets)
     crossing = ring_crossing(net) if k == 1 else net.slots if net.hosts > 1 else 0
     each = rounds * turn(net, packet, wire, crossing)
     return turns * (each + add(net, (k + rounds / 2) * packet) + code(net, (k + rounds / 2) * packet, wire))
+
+
+def most_edges(workers: int, k: int, arity: int) -> int:
+    """Edges over which the busiest place sends: a root's, or those of the position after it."""
+    return max(k - 1 + min(arity, workers - 1), k + min(arity, max(0, workers - 1 - arity)))
 
 
 @functools.cache
@@ -165,10 +234,18 @@ def forest(workers: int, colours: int) -> tuple[int, int, int]:
     return k, arity, height
 
 
-COLOR = StrategySpec(coloured_trees, ALL, crosses=True, seconds=coloured_trees_seconds, spelled=("color2", "color4"))
+COLOR = StrategySpec(
+    coloured_trees,
+    ALL,
+    crosses=True,
+    on_host=coloured_parts,
+    seconds=coloured_trees_seconds,
+    spelled=("color2", "color4"),
+)
 PIPERING = StrategySpec(
     functools.partial(coloured_trees, colours=1),
     ALL,
     crosses=True,
+    on_host=functools.partial(coloured_parts, colours=1),
     seconds=functools.partial(coloured_trees_seconds, colours=1),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Cost, StrategySpec, Sum, SumOnHost, is_even
+from jaxmpi.allreduce.algorithms.spec import ALL, Cost, Part, PartsOnHost, StrategySpec, Sum, SumOnHost, is_even
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
 from jaxmpi.allreduce.prices import Link, Net, add, turn
 from jaxmpi.allreduce.subgroups import split_by_host
@@ -33,7 +33,8 @@ def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
 def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
     """Sum inside the host, `cross` between hosts on each rank's part, share inside; as `hierarchical`."""
     inside, between = comm.inside, comm.between
-    parts = [rows[i * between.size : (i + 1) * between.size] for i in range(inside.size)]
+    count = len(rows) // inside.size
+    parts = [rows[i * count : (i + 1) * count] for i in range(inside.size)]
     mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
     theirs = {i: [np.empty_like(row) for row in mine] for i in peers}
     if peers:
@@ -45,6 +46,15 @@ def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, c
         yield from cross(mine, between, wire, tag)
     if peers:
         yield [request for i in peers for request in inside.swap_each(mine, parts[i], inside.order[i], tag)]
+
+
+def hierarchical_parts(n: int, comm: HostComm, wire: HostWire, cross: PartsOnHost) -> Iterator[Part]:
+    """The parts of `cross` over the hosts, of what each rank of a host holds."""
+    held = comm.between.size * -(-n // comm.size)
+    for part in cross(held, comm.between, wire):
+        ends = [(i * held + row.start, i * held + row.stop) for i in range(comm.inside.size) for row in part.rows]
+        rows = [slice(min(n, begin), min(n, end)) for begin, end in ends]
+        yield Part(rows, functools.partial(hierarchical_on_host, cross=part.sum))
 
 
 def hierarchical_seconds(net: Net, n: float, wire: str, cross: Cost) -> float:
@@ -60,7 +70,7 @@ HIERARCHICAL = StrategySpec(
     hierarchical,
     ALL,
     fits=is_even,
-    on_host=hierarchical_on_host,
+    on_host=hierarchical_parts,
     fits_on_host=is_even,
     seconds=hierarchical_seconds,
     is_candidate=lambda net: net.even and net.hosts > 1 and net.slots > 1,

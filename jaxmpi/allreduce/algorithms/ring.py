@@ -1,11 +1,12 @@
 """The ring: scatter-reduce, then allgather. Gibiansky 2017."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
+from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec, in_columns
 from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
@@ -30,7 +31,7 @@ def ring(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def ring_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-    """Scatter-reduce, then allgather, around the ring_on_host of ranks ordered by host; as `ring`."""
+    """Scatter-reduce, then allgather, around the ring of ranks ordered by host; as `ring`."""
     size, place = comm.size, comm.place
     sent = wire.encode(rows[place])
     for hop in range(1, size):
@@ -49,4 +50,6 @@ def ring_seconds(net: Net, n: float, wire: str) -> float:
     return rounds + add(net, (w - 1) / w * n) + code(net, 2 * n, wire)
 
 
-RING = StrategySpec(ring, ALL, crosses=True, on_host=ring_on_host, seconds=ring_seconds)
+RING = StrategySpec(
+    ring, ALL, crosses=True, on_host=functools.partial(in_columns, sum=ring_on_host), seconds=ring_seconds
+)

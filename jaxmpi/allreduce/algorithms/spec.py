@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
-from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
+from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, columns
 from jaxmpi.allreduce.prices import Net
 from jaxmpi.allreduce.wires import WIRES, HostWire, Wire
 from jaxmpi.comm.base import Comm
@@ -14,8 +15,20 @@ from jaxmpi.comm.base import Comm
 Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
 Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
 SumOnHost = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]  # never yields an empty list
+PartsOnHost = Callable[[int, HostComm, HostWire], "Iterator[Part]"]  # of f32[n], the same on all ranks
 Cost = Callable[[Net, float, str], float]  # (where, floats, wire) -> seconds
 ALL = WIRES.keys()  # and what is added later
+
+
+class Part(NamedTuple):
+    """What is summed by itself, under way beside other parts of the same vector."""
+
+    rows: Sequence[slice]  # of the vector
+    sum: SumOnHost  # of these rows
+
+    def of(self, x: np.ndarray, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+        """A generator that makes this part of f32[n], C-contiguous, the sum over workers; in place."""
+        return self.sum([x[row] for row in self.rows], comm, wire, tag)
 
 
 class StrategySpec(NamedTuple):
@@ -29,11 +42,19 @@ class StrategySpec(NamedTuple):
     crosses: bool = False  # whether it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
     means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, if that is faster
     fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
-    on_host: Callable[..., Iterator[Requests]] | None = None  # a SumOnHost: the bits of `sum`, beside a program
+    on_host: Callable[..., Iterator[Part]] | None = None  # a PartsOnHost: the bits of `sum`, beside a program
     fits_on_host: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
     seconds: Callable[..., float] | None = None  # a Cost; without one `auto` and `jaxmpi plan` leave it out
     is_candidate: Callable[[Net], bool] = lambda net: True  # whether `auto` may take it
     spelled: tuple[str, ...] = ()  # what to try if the name has a blank
+
+
+def in_columns(n: int, comm: HostComm, wire: HostWire, sum: SumOnHost) -> Iterator[Part]:
+    """Row i of [size, ceil(n / size)] is worker i's, as where `exchange` pads; a part is some columns."""
+    length, width = -(-n // comm.size), columns(wire)
+    for start in range(0, max(1, length), width):
+        ends = [(i * length + start, min(i * length + start + width, (i + 1) * length)) for i in range(comm.size)]
+        yield Part([slice(min(n, begin), min(n, end)) for begin, end in ends], sum)
 
 
 def is_even(hosts: Sequence[int]) -> bool:

@@ -14,9 +14,9 @@ from jaxmpi.allreduce.algorithms.library import ALLREDUCE, NONE
 from jaxmpi.allreduce.algorithms.ring import RING
 from jaxmpi.allreduce.algorithms.root import ROOT
 from jaxmpi.allreduce.algorithms.shared_memory import SHARED_MEMORY
-from jaxmpi.allreduce.algorithms.spec import StrategySpec, SumOnHost
+from jaxmpi.allreduce.algorithms.spec import PartsOnHost, StrategySpec
 from jaxmpi.allreduce.algorithms.tree import TREE
-from jaxmpi.allreduce.host_comm import HostComm, Requests, columns
+from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.allreduce.wires import WIRES, HostWire, Wire
 from jaxmpi.core.errors import UsageError, check, lookup, nearest
 
@@ -80,6 +80,7 @@ def find(algorithm: str) -> StrategySpec:
         row = STRATEGIES["color<k>"]
         return row._replace(
             sum=functools.partial(row.sum, colours=k),
+            on_host=row.on_host and functools.partial(row.on_host, colours=k),
             seconds=row.seconds and functools.partial(row.seconds, colours=k),
         )
     if algorithm.startswith("hier-") and "<" not in algorithm:
@@ -118,7 +119,7 @@ def fitting_on_host(hosts: Sequence[int]) -> tuple[str, ...]:
 class HostSum(NamedTuple):
     """A strategy's sum in NumPy, over a HostComm."""
 
-    sum: SumOnHost
+    parts: PartsOnHost
     wire: HostWire
     comm: HostComm
 
@@ -131,16 +132,10 @@ class HostSum(NamedTuple):
         return cls(strategy.spec.on_host, strategy.wire.on_host, comm)
 
     def segments(self, n: int) -> int:
-        """How many sums f32[n] is cut into, each with a tag of its own; the same on all ranks."""
-        return max(1, -(-n // self.comm.size // columns(self.wire)))
+        """How many parts f32[n] is cut into, each with a tag of its own; the same on all ranks."""
+        return sum(1 for _ in self.parts(n, self.comm, self.wire))
 
     def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:
-        """Generators which together make f32[n], C-contiguous, the sum over workers; in place.
-
-        Row i of [size, ceil(n / size)] is worker i's, as where `exchange` pads; a segment is some columns.
-        """
-        length = -(-x.size // self.comm.size)
-        rows = [x[i * length : (i + 1) * length] for i in range(self.comm.size)]
-        width = columns(self.wire)
-        for i, tag in enumerate(tags):
-            yield self.sum([row[i * width : (i + 1) * width] for row in rows], self.comm, self.wire, tag)
+        """Generators which together make f32[n], C-contiguous, the sum over workers; in place."""
+        for part, tag in zip(self.parts(x.size, self.comm, self.wire), tags, strict=True):
+            yield part.of(x, self.comm, self.wire, tag)

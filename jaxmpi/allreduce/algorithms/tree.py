@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
+from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec, in_columns
 from jaxmpi.allreduce.building_blocks import pad, place_of, spread
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
 from jaxmpi.allreduce.prices import Net, add, code, crossings, turn
@@ -100,7 +100,7 @@ TREE = StrategySpec(
     pairwise,
     ALL,
     crosses=True,
-    on_host=pairwise_on_host,
+    on_host=functools.partial(in_columns, sum=pairwise_on_host),
     fits_on_host=lambda hosts: len(hosts).bit_count() == 1,
     seconds=pairwise_seconds,
 )
