@@ -27,9 +27,10 @@ from bench_step import experiment
 
 from jaxmpi.comm.control import processes
 from jaxmpi.config import Experiment
+from jaxmpi.observe.record_format import PARTS
 from jaxmpi.observe.sinks import base
 from jaxmpi.observe.sinks.registry import SINKS, open_sinks
-from jaxmpi.observe.step_timing import LOCAL, PARTS, StepTimer, Summary, Window
+from jaxmpi.observe.step_timing import LOCAL, StepTimer, Summary, Window
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer import lock_step, run

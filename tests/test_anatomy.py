@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from jaxmpi.observe import step_timing
+from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.step_timing import (
     LATER,
     LOCAL,
     MOST_ROWS,
-    PARTS,
-    SOURCES,
     ComputeOnlyStep,
     StepTimer,
     StepTimes,

@@ -23,9 +23,10 @@ from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.observe import record_reader, report, report_charts
 from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.plots import Areas
+from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, Unit, blocks, classic_line, cut_record, jsonable
 from jaxmpi.observe.sinks.files import TensorBoard
-from jaxmpi.observe.step_timing import LOCAL, PARTS, SOURCES, Summary, summary, summary_apart
+from jaxmpi.observe.step_timing import LOCAL, Summary, summary, summary_apart
 from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.spans import Span
 from jaxmpi.trainer.build import make_plan

@@ -16,29 +16,16 @@ import jax
 import numpy as np
 
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.observe.record_format import OF_EXCHANGE, PARTS, SOURCES
 from jaxmpi.runtime import spans
 from jaxmpi.runtime.spans import Span, clipped, inside, length, minus
 
 Interval = tuple[float, float]
-# Parts of a step's time; all but `hidden` add up to it.
-PARTS = {
-    "data": "the device is idle for want of a batch",
-    "transfer": "idle while a batch is handed to it; on CPUs it has nowhere to go",
-    "compute": "forward, backward, update; and the exchange, if nothing tells it apart",
-    "exchange": "waits for an exchange, as long as the last rank to enter it waits",
-    "hidden": "an exchange overlaps the computation",
-    "sync": "waits for ranks that enter the exchange later",
-    "other": "the loop's own: logging, and compilation of the first step",
-}
 LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # parts that a process measures alone
 OWN = [[*PARTS].index(part) for part in ("data", "transfer", "compute")]
 LATER = float("inf"), float("inf")  # than the loop has had its next batch
 MOST_SPANS = 1 << 20  # of a window; later ones are lost
 MOST_ROWS = 128  # of a window that ranks compare; in a longer one, several steps together
-# Sources of the time of an exchange, from the least to the most certain.
-SOURCES = ("none", "unknown", "estimated", "measured")
-OF_EXCHANGE = ("exchange", "hidden", "sync")  # parts that are unknown if their source is "unknown"
-ESTIMATED = ("compute", "exchange", "sync")  # parts that are estimates if their source is "estimated"
 
 
 @dataclass
