@@ -21,7 +21,7 @@ from jaxmpi.observe.record_reader import MOST_LINES, read, thinned
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.report import names
 from jaxmpi.observe.report_charts import BINS, MOST_NAMED, table_data
-from jaxmpi.observe.step_timing import LOCAL, summary
+from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
 from jaxmpi.observe.terminal import Silent
 from jaxmpi.runtime.spans import Span
 
@@ -36,8 +36,8 @@ def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) ->
     record.write("run", **{**FACTS, "experiment": experiment}, format=FORMAT, versions={"jax": "<0.10>"})
     rng = np.random.default_rng(0)
     for i in range(lines):
-        rows = rng.uniform(0.1, 1.0, (ranks, len(LOCAL) + 1 + 10))
-        rows[:, LOCAL.index("exposed")] = rows[:, len(LOCAL) + 1 :].sum(axis=1)
+        rows = rng.uniform(0.1, 1.0, (ranks, HEAD + 10))
+        rows[:, LOCAL.index("exposed")] = rows[:, HEAD:].sum(axis=1)
         rows[:, len(LOCAL)] = 3
         place = {"step": 10 * i + 1, "total_steps": 10 * lines, "epoch": i / 10, "examples": 640 * (i + 1)}
         losses = {"loss": 2.0 / (i + 1), "lr": lr, "wait_s": 0.0, "skipped": 0, "gradient_norm": 1.0 / (i + 1)}
