@@ -58,8 +58,8 @@ class Window(NamedTuple):
     exposed: np.ndarray  # f64[rows]: seconds of waits for exchanges, of each step or of a few together
     source: int  # into SOURCES
     spans: list[Span]
-    step_s: float = 0.0  # median duration of the last steps on the device, exchange included
-    probed_s: float = 0.0  # the same beside the last steps without exchange; 0 if there were none
+    durations_s: tuple[float, ...] = ()  # of the last NEIGHBOURS steps on the device, exchange included
+    probed_s: float = 0.0  # their median beside the last steps without exchange; 0 if there were none
 
 
 class Lone(NamedTuple):
@@ -80,7 +80,7 @@ class StepTimer:
         """
         self.has_exchange, self.to_device = workers > 1, to_device
         self._lone = Lone()
-        self._ordinary_s = 0.0  # median duration of the last steps of the last window
+        self._durations_s: tuple[float, ...] = ()  # of the last steps, of earlier windows, too
         self._rows: list[StepTimes] = []
         self._noted: list[Span] = []  # of a long window
         self._under_way: Any = None  # a result of the last step
@@ -147,10 +147,10 @@ class StepTimer:
         """End a window; called in a pause."""
         rows, self._rows = self._rows, []
         noted, self._noted = self._noted + spans.drain(), []
-        lone_s = float(np.median(self._lone.seconds)) if self._lone.seconds else None
+        lone_s = median_of(self._lone.seconds) if self._lone.seconds else None
         window = taken_apart(rows, self._step_s, lone_s, self.has_exchange, noted)
-        self._ordinary_s = window.step_s
-        return window._replace(probed_s=self._lone.step_s)
+        self._durations_s = (*self._durations_s, *window.durations_s)[-NEIGHBOURS:]
+        return window._replace(durations_s=self._durations_s, probed_s=self._lone.step_s)
 
     def lone(self, seconds: Sequence[float], is_new_phase: bool) -> None:
         """Add durations of steps without exchange, which follow the last window.
@@ -160,7 +160,7 @@ class StepTimer:
             is_new_phase: those before are of steps that took another time.
         """
         before = () if is_new_phase else self._lone.seconds
-        self._lone = Lone((*before, *seconds)[-SAMPLES:], self._ordinary_s)
+        self._lone = Lone((*before, *seconds)[-SAMPLES:], median_of(self._durations_s))
 
     def restart(self) -> None:
         """Discard the time since the pause, which was not training."""
@@ -201,8 +201,8 @@ def taken_apart(
     if travel:
         behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s) if rows else [], waits)
         parts[LOCAL.index("hidden")] = length(behind)
-    last_s = float(np.median(durations[-NEIGHBOURS:])) if durations else 0.0
-    return Window(len(rows), parts, folded(spent[:, LOCAL.index("exposed")]), source, noted, last_s)
+    exposed = folded(spent[:, LOCAL.index("exposed")])
+    return Window(len(rows), parts, exposed, source, noted, tuple(durations[-NEIGHBOURS:]))
 
 
 def ends_of(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
@@ -251,6 +251,11 @@ def compute_spans(pieces: list[tuple[int, Interval]], waits: list[Interval]) -> 
     """Pieces of steps, without waits for buckets."""
     left = [(step, at) for step, piece in pieces for at in (minus([piece], waits) if waits else [piece])]
     return [Span("compute", f"step {step}", begin, end) for step, (begin, end) in left if begin < end]
+
+
+def median_of(values: Sequence[float]) -> float:
+    """The median; 0 of none."""
+    return float(np.median(values)) if values else 0.0
 
 
 def folded(values: np.ndarray) -> np.ndarray:
@@ -344,7 +349,8 @@ def by_name(window: Window) -> dict[str, float]:
 
 def flat(window: Window) -> np.ndarray:
     """A window as f64[n]; n is the same on ranks with the same number of steps."""
-    return np.concatenate([window.parts, [window.source, window.step_s, window.probed_s], window.exposed])
+    head = [window.source, median_of(window.durations_s), window.probed_s]
+    return np.concatenate([window.parts, head, window.exposed])
 
 
 def summary(rows: np.ndarray, steps: int) -> Summary:
