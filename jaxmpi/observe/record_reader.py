@@ -29,6 +29,7 @@ MOST = 1e100  # so that sums of drawn values are finite
 MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
 MOST_DEEP = 32  # nested objects in a line
 MOST_FIELDS = 100  # of numbers in lines of a kind
+MOST_FUNCTIONS = 1000  # rows of a profile
 FIGURES = {float, int, bool}  # types of a value that a curve can show
 # A line of a step as the recorder writes it: its numbers, then its lists, if any.
 STEP = re.compile(
@@ -52,6 +53,7 @@ class Record(NamedTuple):
     own: np.ndarray  # f64[lines, ranks], NaN if unknown
     own_ranks: int  # neighbouring ranks in a column of `own`, which holds the slowest
     buckets: list[list[Any]]  # of the last line of kind `exchange`
+    functions: list[dict[str, float | str]]  # of the last line of kind `functions`: its name and figures of each
     exchange_time: dict[str, int]  # lines by source of the exchange times
     slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty if none
     notes: list[str]  # warnings for the page
@@ -89,6 +91,7 @@ def read(folder: Path, name: str = "") -> Record:
             1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1
         ),
         buckets=buckets_of(rows),
+        functions=functions_of(rows),
         exchange_time=Counter(
             known for row in trains if "anatomy" in row and (known := row.get("exchange_time")) in SOURCES
         ),
@@ -136,6 +139,7 @@ def outcome(row: Mapping[str, Any], varied: Sequence[str], is_one_of_many: bool)
         own=np.empty((0, 0)),
         own_ranks=1,
         buckets=[],
+        functions=[],
         exchange_time={},
         slowest=[],
         notes=[f"failed: {row['failed']}"] if "failed" in row else [],
@@ -230,17 +234,17 @@ def plain_text(value: Any, deep: int = 0) -> Any:
 
 def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
     """Notes on missing data, with the reason."""
-    version = facts.get("format", 1)
+    version, is_profile = facts.get("format", 1), all(kind == "functions" for kind in kinds)
     order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
     return [
         *([f"{broken} lines are damaged and left out"] if broken else []),
-        *(["no line tells the configuration"] if not facts else []),
+        *(["no line tells the configuration"] if not facts and not is_profile else []),
         *([f"record of format {version}, older than {FORMAT}: no anatomy"] if facts and order < 0 else []),
         *([f"record of format {version}, newer than {FORMAT}: what is new is left out"] if order > 0 else []),
         *([f"{kinds.count('skipped')} steps were not finite and left out"] if "skipped" in kinds else []),
         *([f"{kinds.count('lost')} times ranks were lost"] if "lost" in kinds else []),
         *([f"{kinds.count('rollback')} times back to a checkpoint"] if "rollback" in kinds else []),
-        *(["no step yet"] if "train" not in kinds else []),
+        *(["no step yet"] if "train" not in kinds and not is_profile else []),
     ]
 
 
@@ -297,6 +301,16 @@ def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
     whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
     return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
+
+
+def functions_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float | str]]:
+    """Rows of the last profile of calls: `function`, and figures that are numbers."""
+    profiles = (row.get("functions") for row in reversed(rows) if row.get("kind") == "functions")
+    named = [row for row in listed(next(profiles, None)) if isinstance(row, dict) and "function" in row]
+    return [
+        {"function": str(row["function"])} | {name: number(v) for name, v in row.items() if type(v) in FIGURES}
+        for row in named[:MOST_FUNCTIONS]
+    ]
 
 
 def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
