@@ -302,9 +302,9 @@ def test_steps_without_exchange_are_timed_again_once_steps_have_settled(monkeypa
             exchange_s[step] = seen.means["exchange"] if seen.source == "estimated" else None
             probe.now(timer, step, seen.source, {"w": jnp.zeros(1)}, {})
     unknown = [step for step, seconds in exchange_s.items() if seconds is None]
-    assert unknown == [1, 10, 20, 30]  # at 20 three are timed, which is before steps are quicker; at 30 three more
+    assert unknown == [1, 10, 20, 30, 40, 50, 60]  # at 20 three are timed, before steps are quicker; at 60 three more
     assert {round(seconds, 6) for seconds in exchange_s.values() if seconds is not None} == {1.0}
-    assert made == [20] * 3 + [30] * 3 + [50, 90, 170, 330]
+    assert made == [20] * 3 + [60] * 3 + [140, 300]
 
 
 def test_what_is_no_training_is_left_out():

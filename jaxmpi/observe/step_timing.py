@@ -34,6 +34,9 @@ MOST_ROWS = 128  # of a window that ranks compare; in a longer one, several step
 NEIGHBOURS = 10  # steps whose median duration is compared with that beside a probe
 ALIKE = 1.25  # ratio of such durations up to which an estimate holds
 SAMPLES = 3  # steps without exchange whose median counts
+FIRST_GAP = (
+    4  # progress lines between the first ones and the next, which are twice as far from those after it, and so on
+)
 
 
 @dataclass
@@ -307,7 +310,8 @@ class ComputeOnlyProbe:
             every: steps between two probes, less at first; 0: never.
             log_every: steps between two progress lines.
         """
-        self.lone, self.every, self.gap, self.due, self.soonest = lone, every, log_every, float("inf"), 0
+        self.lone, self.every, self.gap = lone, every, min(every, FIRST_GAP * log_every)
+        self.due, self.soonest = float("inf"), float("inf")  # the next one, and the next if steps take another time
         if lone is not None and every:
             self.due = start + (min(every, log_every + 1) if lone.is_compiled else every)
             self.soonest = self.due
