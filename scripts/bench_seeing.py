@@ -124,16 +124,23 @@ class Turns(StepTimer):
 class Lines(ProgressLog):
     """Log with the trainer's line, or one without the anatomy."""
 
-    def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
+    def line(
+        self,
+        step: int,
+        sums: np.ndarray,
+        window: Window,
+        distance: float | None = None,
+        rate_factor: float = 1.0,
+    ) -> Summary:
         """Write the parent's line if the window is on; else one without the anatomy."""
         turns, seen, begin = Turns.made, NOTHING, time.thread_time()
         if turns.is_on:
-            seen = super().line(step, sums, window, distance)
+            seen = super().line(step, sums, window, distance, rate_factor)
         else:
             loss, count, *_ = self.workers.processes.allreduce_sum(np.array([*sums, 0.0, 0.0])).tolist()
             place: dict[str, Any] = {"step": step, "total_steps": self.plan.clock.total_steps}
             place |= {"epoch": self.plan.epoch(step), "examples": self.plan.examples(step)}
-            lr = np.asarray(self.plan.lr(step - 1)).item()
+            lr = self.plan.lr_of(step)
             self.recorder.train(**place, loss=loss / count, lr=lr, wait_s=0.0, skipped=0)
         turns.calls_s += time.thread_time() - begin
         turns.turn()
