@@ -210,8 +210,8 @@ def figure(panels: Sequence[Panel]) -> "Figure":
 
 def lay_out(made: "Figure") -> None:
     """Give all of a figure its place, once: else every file that is made of it draws it one more time to do so."""
-    engine = made.get_layout_engine()
-    engine.execute(made)
+    if engine := made.get_layout_engine():
+        engine.execute(made)
     made.set_layout_engine(None)
 
 
