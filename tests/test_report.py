@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots, report, report_charts
+from jaxmpi.observe import plots, record_reader, report, report_charts
 from jaxmpi.observe.record_format import FORMAT
 from jaxmpi.observe.record_reader import MOST_LINES, read, thinned
 from jaxmpi.observe.recorder import Recorder
@@ -320,6 +320,25 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     means = dict(zip(steps.tolist(), unpacked(drawn["y"]["loss"]["mean"]).tolist(), strict=True))
     stretch = next(part for part in np.array_split(np.arange(lines), lines // 10) if 777 in part)
     assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11
+
+
+@pytest.mark.parametrize(
+    "damage", [None, b'{"kind": "train", "step": 5, "loss": , "lr": 1}', b'{"kind": "train", "loss": "\\ud800"}']
+)
+def test_a_long_record_has_the_numbers_of_all_lines(damage, tmp_path, monkeypatch):
+    """Also of those that are cut before their lists; a damaged one hides no other, and each can be printed."""
+    path = write_run(tmp_path / "run", lines=60) / "record.jsonl"
+    if damage:
+        lines = path.read_bytes().splitlines()
+        path.write_bytes(b"\n".join([*lines[:20], damage, *lines[20:]]) + b"\n")
+    full = read(tmp_path / "run")
+    monkeypatch.setattr(record_reader, "MOST_LINES", 10)
+    cut = read(tmp_path / "run")
+    assert np.isfinite(cut.train["compute"]).sum() < np.isfinite(full.train["compute"]).sum() == 59
+    for name in ("step", "loss", "step_s", "images_per_s"):
+        np.testing.assert_array_equal(cut.train[name], full.train[name])
+    assert (cut.notes, cut.facts) == (full.notes, full.facts)
+    assert report.page([cut], {}).encode()
 
 
 def test_steps_beyond_32_bits_of_a_float_stay_whole():

@@ -34,9 +34,7 @@ MOST_ROWS = 128  # of a window that ranks compare; in a longer one, several step
 NEIGHBOURS = 10  # steps whose median duration is compared with that beside a probe
 ALIKE = 1.25  # ratio of such durations up to which an estimate holds
 SAMPLES = 3  # steps without exchange whose median counts
-FIRST_GAP = (
-    4  # progress lines between the first ones and the next, which are twice as far from those after it, and so on
-)
+FIRST_GAP = 4  # progress lines between the first ones and the next; each further one is twice as far away
 
 
 @dataclass
