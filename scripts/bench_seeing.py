@@ -6,8 +6,9 @@
 Without it, a window still has its line in the record: loss, images/s and learning rate. It prints median milliseconds
 a step of both; the median of the ratio pair by pair, of seconds and of the process's CPU time, with its 95 % interval;
 and the CPU time of the recorder's own calls on the training thread, beyond the line without the anatomy. Then all its
-lines go to each of the sinks, and to all of them, one line at a time: CPU time a line of all threads and of processes
-that a sink has started and ended, and its share of the CPU time of the steps between two lines.
+lines go to each of the sinks, and to all of them: CPU time a line of all threads and of processes that a sink has
+started and ended, and its share of the CPU time of the steps between two lines. Lines come faster than in the run, and
+sinks gather them for a time that is shorter by as much, so that as many share a way as in the run.
 """
 
 import contextlib
@@ -27,15 +28,17 @@ from bench_step import experiment
 
 from jaxmpi.comm.control import processes
 from jaxmpi.config import Experiment
+from jaxmpi.observe.record_format import PARTS
 from jaxmpi.observe.sinks import base
 from jaxmpi.observe.sinks.registry import SINKS, open_sinks
-from jaxmpi.observe.step_timing import LOCAL, PARTS, StepTimer, Summary, Window
+from jaxmpi.observe.step_timing import LOCAL, StepTimer, Summary, Window
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer import lock_step, run
 from jaxmpi.trainer import main as trainer_main
 from jaxmpi.trainer.progress import ProgressLog
 
+LINE_S = 0.02  # between two lines that go to sinks
 NOTHING = Summary(0, "none", {}, {}, [], 0.0, np.zeros((len(PARTS), 0)))
 
 
@@ -121,16 +124,23 @@ class Turns(StepTimer):
 class Lines(ProgressLog):
     """Log with the trainer's line, or one without the anatomy."""
 
-    def line(self, step: int, sums: np.ndarray, window: Window, distance: float | None = None) -> Summary:
+    def line(
+        self,
+        step: int,
+        sums: np.ndarray,
+        window: Window,
+        distance: float | None = None,
+        rate_factor: float = 1.0,
+    ) -> Summary:
         """Write the parent's line if the window is on; else one without the anatomy."""
         turns, seen, begin = Turns.made, NOTHING, time.thread_time()
         if turns.is_on:
-            seen = super().line(step, sums, window, distance)
+            seen = super().line(step, sums, window, distance, rate_factor)
         else:
             loss, count, *_ = self.workers.processes.allreduce_sum(np.array([*sums, 0.0, 0.0])).tolist()
             place: dict[str, Any] = {"step": step, "total_steps": self.plan.clock.total_steps}
             place |= {"epoch": self.plan.epoch(step), "examples": self.plan.examples(step)}
-            lr = np.asarray(self.plan.lr(step - 1)).item()
+            lr = self.plan.lr_of(step)
             self.recorder.train(**place, loss=loss / count, lr=lr, wait_s=0.0, skipped=0)
         turns.calls_s += time.thread_time() - begin
         turns.turn()
@@ -161,7 +171,8 @@ def main() -> None:
     if processes().rank == 0:
         took = np.array(Turns.made.took[3:])
         report(took, options.steps)
-        report_sinks(lines, float(np.median(took[:, 1])) / options.steps)
+        wall_s, cpu_s = (np.median(took[:, :2], axis=0) / options.steps).tolist()
+        report_sinks(lines, wall_s, cpu_s)
     processes().barrier()
 
 
@@ -177,13 +188,13 @@ def report(took: np.ndarray, steps: int) -> None:
     print(f"the recorder's calls: {shown(1e6 * calls, 1)} us of CPU time a step, {shown(100 * calls / wall, 4)} %")
 
 
-def report_sinks(lines: Sequence[base.Row], step_cpu_s: float) -> None:
+def report_sinks(lines: Sequence[base.Row], step_s: float, step_cpu_s: float) -> None:
     """Print the cost of a line at each sink and at all, of lines with everything in them."""
     configured = next(line for line in lines if line["kind"] == "run")
     whole = [line for line in lines if line["kind"] == "train" and "anatomy" in line]
     every = Experiment().log_every
     print(f"a line every {every} steps of {1e3 * step_cpu_s:.3f} ms of CPU time:")
-    base.GATHER_S = 1e-3  # as if each line came after a long time, so that none shares its way with others
+    base.GATHER_S *= LINE_S / (every * step_s)
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"TRACKIO_DIR": folder, "WANDB_MODE": "offline"}
         for words in (*((word,) for word in SINKS), tuple(SINKS)):
@@ -203,7 +214,7 @@ def cpu_s_of(words: Sequence[str], configured: base.Row, lines: Sequence[base.Ro
         base.send(sinks, configured)
         for i in range(count):
             base.send(sinks, {**lines[i % len(lines)], "step": i})
-            time.sleep(0.01)
+            time.sleep(LINE_S)
         base.close(sinks, has_failed=False)
         return used_s() - begin_s
 

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from jaxmpi.observe import step_timing
+from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.step_timing import (
+    HEAD,
     LATER,
     LOCAL,
     MOST_ROWS,
-    PARTS,
-    SOURCES,
+    ComputeOnlyProbe,
     ComputeOnlyStep,
     StepTimer,
     StepTimes,
+    flat,
     folded,
     summary,
     summary_apart,
@@ -111,9 +113,13 @@ def test_every_step_has_a_bar_wherever_the_one_before_has_ended():
 
 
 def test_without_callbacks_a_step_without_exchange_tells():
-    window = taken_apart([row(10.0, 0.0, 15.0, LATER), row(15.0, 0.0, 21.0, LATER)], None, 4.0, True, [])
-    assert window.exposed.tolist() == [1.0, 2.0]
+    """The loop is a step ahead of its device: each iteration but the first waits for the step before its own."""
+    ends = [(1, 10.0, 10.0, (10.0, 10.0)), (2, 10.0, 15.0, LATER), (3, 15.0, 21.0, LATER), (4, 21.0, 33.0, LATER)]
+    rows = [StepTimes(k, begin, begin, begin, begin, end, ended) for k, begin, end, ended in ends]
+    window = taken_apart(rows, None, 4.0, True, [])
+    assert window.exposed.tolist() == [1.0, 2.0, 2.0, 2.0]  # of 5, 6, 6 and 6 s
     assert SOURCES[window.source] == "estimated"
+    assert window.durations_s == (5.0, 6.0, 6.0, 6.0)
     unknown = taken_apart([row(10.0, 0.0, 15.0, LATER)], None, None, True, [])
     assert (unknown.exposed.tolist(), SOURCES[unknown.source]) == ([0.0], "unknown")
     alone = taken_apart([row(10.0, 0.0, 15.0, LATER)], None, None, False, [])
@@ -138,8 +144,8 @@ def test_all_parts_but_hidden_add_up():
 
 def test_who_comes_last_to_an_exchange_has_waited_for_nobody():
     exposed = np.array([[3.0, 1.0], [1.0, 2.0], [2.0, 2.0]])  # rank, step
-    rows = np.zeros((3, len(LOCAL) + 3))
-    rows[:, len(LOCAL) + 1 :] = exposed
+    rows = np.zeros((3, HEAD + 2))
+    rows[:, HEAD:] = exposed
     rows[:, LOCAL.index("exposed")] = exposed.sum(axis=1)
     rows[:, LOCAL.index("compute")] = [4.0, 5.0, 4.0]
     seen = summary(rows, 2)
@@ -173,6 +179,18 @@ def test_workers_that_do_not_keep_step_are_compared_by_step():
     assert int(np.argmax(seen.own_s)) == 2
     assert seen.step_s == pytest.approx((0.5 + 1.0) / 2)
     assert seen.spent.sum(axis=0).tolist() == [10.0, 0.0, 10.0]  # however unequal their steps, time is the same
+
+
+def test_an_estimate_is_none_for_steps_that_take_another_time():
+    """Steps of 2 s beside the probe: an estimate for steps of 2.2 s, none for those of 1 s, on all ranks alike."""
+    rows = np.zeros((2, HEAD + 1))
+    rows[:, LOCAL.index("compute")], rows[:, len(LOCAL)] = [3.0, 4.0], SOURCES.index("estimated")
+    rows[:, LOCAL.index("exposed")] = rows[:, HEAD] = [2.0, 1.0]
+    for now_s, source, expected in (([2.1, 2.3], "estimated", (3.5, 1.0)), ([0.9, 1.1], "unknown", (5.0, 0.0))):
+        rows[:, len(LOCAL) + 1], rows[:, len(LOCAL) + 2] = now_s, 2.0
+        seen = summary(rows, 1)
+        assert (seen.source, seen.means["compute"], seen.means["exchange"]) == (source, *expected)
+        assert ("exchange" in seen.table, seen.step_s) == (source == "estimated", 5.0)
 
 
 def test_long_windows_are_folded_without_loss():
@@ -246,6 +264,49 @@ def test_many_buckets_between_two_lines_are_all_counted_and_quickly():
     assert found["exposed"] == pytest.approx(spans.length([(s.begin_s, s.end_s) for s in waits]), rel=1e-6)
 
 
+class Clock:
+    """Time that passes only when a test says so."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_steps_without_exchange_are_timed_again_once_steps_have_settled(monkeypatch):
+    """The first 20 steps take 2 s more than the others, 10 s, of which 1 s is the exchange."""
+    clock = Clock()
+    monkeypatch.setattr(step_timing, "time", clock)
+    took_s, made = 0.0, []
+
+    def without_exchange(state, batch):
+        clock.now_s += took_s - 1.0
+        made.append(step)
+        return state
+
+    def batches():
+        for _ in range(400):
+            clock.now_s += 0.001
+            yield {}
+
+    timer = StepTimer(2)
+    probe = ComputeOnlyProbe(ComputeOnlyStep(without_exchange, True), start=0, every=200, log_every=10)
+    exchange_s: dict[int, float | None] = {}
+    for step, _ in enumerate(timer.batches(batches(), 1), 1):
+        took_s = 13.0 if step <= 20 else 10.0
+        clock.now_s += took_s
+        timer.started(jnp.zeros(()))
+        if step == 1 or step % 10 == 0:
+            timer.pause()
+            seen = summary(np.stack([flat(timer.window())] * 2), 10 if step > 1 else 1)
+            exchange_s[step] = seen.means["exchange"] if seen.source == "estimated" else None
+            probe.now(timer, step, seen.source, {"w": jnp.zeros(1)}, {})
+    unknown = [step for step, seconds in exchange_s.items() if seconds is None]
+    assert unknown == [1, 10, 20, 30, 40, 50, 60]  # at 20 three are timed, before steps are quicker; at 60 three more
+    assert {round(seconds, 6) for seconds in exchange_s.values() if seconds is not None} == {1.0}
+    assert made == [20] * 3 + [60] * 3 + [140, 300]
+
+
 def test_what_is_no_training_is_left_out():
     seen = StepTimer(1)
     for _ in seen.batches(slow(1, 0.0), 1):
@@ -286,5 +347,5 @@ def test_a_step_without_exchange_leaves_the_state_as_it_was():
     """It donates its state, so a copy that shares memory would take the run's away."""
     state = {"w": jnp.arange(4.0), "step": jnp.int32(7)}
     step = jax.jit(lambda state, batch: jax.tree.map(lambda x: x + x, state), donate_argnums=0)
-    assert ComputeOnlyStep(step, False).seconds(state, ()) > 0
+    assert min(ComputeOnlyStep(step, False).seconds(state, (), 2)) > 0
     assert (state["w"].tolist(), state["step"].item()) == ([0, 1, 2, 3], 7)

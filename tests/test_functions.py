@@ -33,6 +33,7 @@ from jaxmpi.functions.lifecycle import how_many, team
 from jaxmpi.functions.transport import OutOfStep
 from jaxmpi.functions.variable import Variable
 from jaxmpi.functions.worker_group import ForkedGroup, Order, ProcessGroup
+from jaxmpi.observe import report
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
 SLOW = [pytest.param(c, w, marks=pytest.mark.slow) for c in function_checks.CHECKS for w in (1, 3, 8)]
@@ -462,6 +463,12 @@ def test_a_profile_is_a_table_and_a_line_a_call(tmp_path):
     table = [line.split() for line in str(profile).splitlines()]
     assert table[0] == ["calls", "total", "s", *profiling.PARTS, "sent", "MB"]
     assert table[-1][:3] == ["all", "5", f"{sum(row['total_s'] for row in rows):.3f}"]
+    profile.save(tmp_path / "run")
+    page = report.write([tmp_path / "run"], tmp_path / "report").read_text()
+    assert "<th scope=col>straggler, s</th>" in page
+    assert f"<th scope=row>&lt;lambda&gt; #1</th><td>3</td><td>{rows[0]['total_s']:.3f}</td>" in page
+    assert f"<th scope=row>all</th><td>5</td><td>{table[-1][2]}</td>" in page
+    assert 'class="note"' not in page
     with pytest.raises(jaxmpi.UsageError, match=r"profile: got .*nowhere/calls.jsonl; expected a file in a folder"):
         jm.profile(tmp_path / "nowhere" / "calls.jsonl").__enter__()
 

@@ -23,9 +23,10 @@ from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.observe import record_reader, report, report_charts
 from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.plots import Areas
+from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, Unit, blocks, classic_line, cut_record, jsonable
 from jaxmpi.observe.sinks.files import TensorBoard
-from jaxmpi.observe.step_timing import LOCAL, PARTS, SOURCES, Summary, summary, summary_apart
+from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary, summary_apart
 from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.spans import Span
 from jaxmpi.trainer.build import make_plan
@@ -293,12 +294,12 @@ def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
 
 def seen(ranks: int = 4, steps: int = 10, slow: int = 2) -> Summary:
     """A window in which one rank computes half as long again, and the others wait for it."""
-    rows = np.zeros((ranks, len(LOCAL) + 1 + steps))
+    rows = np.zeros((ranks, HEAD + steps))
     compute = np.full(ranks, 1.0 * steps)
     compute[slow] *= 1.5
     rows[:, LOCAL.index("compute")] = compute
-    rows[:, len(LOCAL) + 1 :] = (0.25 + (compute.max() - compute) / steps)[:, None]
-    rows[:, LOCAL.index("exposed")] = rows[:, len(LOCAL) + 1 :].sum(axis=1)
+    rows[:, HEAD:] = (0.25 + (compute.max() - compute) / steps)[:, None]
+    rows[:, LOCAL.index("exposed")] = rows[:, HEAD:].sum(axis=1)
     rows[:, len(LOCAL)] = 3
     return summary(rows, steps)
 
@@ -358,10 +359,10 @@ def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
     """The exchange is within compute until a step without one was made; then it is an estimate."""
     record, out = recorder(tmp_path)
     for k, source in enumerate(["unknown", "unknown", "estimated", "estimated"]):
-        rows_of_ranks = np.zeros((2, len(LOCAL) + 1 + 10))
+        rows_of_ranks = np.zeros((2, HEAD + 10))
         rows_of_ranks[:, LOCAL.index("compute")] = 10.0
         if source == "estimated":
-            rows_of_ranks[:, len(LOCAL) + 1 :], rows_of_ranks[:, LOCAL.index("exposed")] = 0.5, 5.0
+            rows_of_ranks[:, HEAD:], rows_of_ranks[:, LOCAL.index("exposed")] = 0.5, 5.0
         rows_of_ranks[:, len(LOCAL)] = SOURCES.index(source)
         record.train(**{**TRAIN, "examples": (k + 1) * 5120}, anatomy=summary(rows_of_ranks, 10), images=5120)
     record.close()

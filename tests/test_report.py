@@ -4,6 +4,7 @@ import base64
 import html.parser
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,12 +15,13 @@ import pytest
 from PIL import Image
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots, report, report_charts
+from jaxmpi.observe import plots, record_reader, report, report_charts
+from jaxmpi.observe.record_format import FORMAT
 from jaxmpi.observe.record_reader import MOST_LINES, read, thinned
-from jaxmpi.observe.recorder import FORMAT, Recorder
+from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.report import names
 from jaxmpi.observe.report_charts import BINS, MOST_NAMED, table_data
-from jaxmpi.observe.step_timing import LOCAL, summary
+from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
 from jaxmpi.observe.terminal import Silent
 from jaxmpi.runtime.spans import Span
 
@@ -34,8 +36,8 @@ def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) ->
     record.write("run", **{**FACTS, "experiment": experiment}, format=FORMAT, versions={"jax": "<0.10>"})
     rng = np.random.default_rng(0)
     for i in range(lines):
-        rows = rng.uniform(0.1, 1.0, (ranks, len(LOCAL) + 1 + 10))
-        rows[:, LOCAL.index("exposed")] = rows[:, len(LOCAL) + 1 :].sum(axis=1)
+        rows = rng.uniform(0.1, 1.0, (ranks, HEAD + 10))
+        rows[:, LOCAL.index("exposed")] = rows[:, HEAD:].sum(axis=1)
         rows[:, len(LOCAL)] = 3
         place = {"step": 10 * i + 1, "total_steps": 10 * lines, "epoch": i / 10, "examples": 640 * (i + 1)}
         losses = {"loss": 2.0 / (i + 1), "lr": lr, "wait_s": 0.0, "skipped": 0, "gradient_norm": 1.0 / (i + 1)}
@@ -320,6 +322,25 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11
 
 
+@pytest.mark.parametrize(
+    "damage", [None, b'{"kind": "train", "step": 5, "loss": , "lr": 1}', b'{"kind": "train", "loss": "\\ud800"}']
+)
+def test_a_long_record_has_the_numbers_of_all_lines(damage, tmp_path, monkeypatch):
+    """Also of those that are cut before their lists; a damaged one hides no other, and each can be printed."""
+    path = write_run(tmp_path / "run", lines=60) / "record.jsonl"
+    if damage:
+        lines = path.read_bytes().splitlines()
+        path.write_bytes(b"\n".join([*lines[:20], damage, *lines[20:]]) + b"\n")
+    full = read(tmp_path / "run")
+    monkeypatch.setattr(record_reader, "MOST_LINES", 10)
+    cut = read(tmp_path / "run")
+    assert np.isfinite(cut.train["compute"]).sum() < np.isfinite(full.train["compute"]).sum() == 59
+    for name in ("step", "loss", "step_s", "images_per_s"):
+        np.testing.assert_array_equal(cut.train[name], full.train[name])
+    assert (cut.notes, cut.facts) == (full.notes, full.facts)
+    assert report.page([cut], {}).encode()
+
+
 def test_steps_beyond_32_bits_of_a_float_stay_whole():
     steps = np.array([2.0**24, 2.0**24 + 1, 2.0**53 - 1])
     assert unpacked(report_charts.packed(steps)).tolist() == steps.tolist()
@@ -345,7 +366,8 @@ def test_a_record_of_100_000_steps_takes_less_than_5_s_and_5_mb(tmp_path):
     run = write_run(tmp_path / "run", lines=20, ranks=8)
     first, *rest = (run / "record.jsonl").read_text().splitlines()
     trains = [line for line in rest if '"train"' in line]
-    (run / "record.jsonl").write_text("\n".join([first, *trains * 5000, *rest[-2:]]) + "\n")
+    lines = [re.sub('"step": [0-9]+', f'"step": {step}', line) for step, line in enumerate(trains * 5000, 1)]
+    (run / "record.jsonl").write_text("\n".join([first, *lines, *rest[-2:]]) + "\n")
     begin = time.monotonic()
     done = subprocess.run([sys.executable, "-m", "jaxmpi.tools.cli", "report", str(run)], timeout=100)
     assert done.returncode == 0

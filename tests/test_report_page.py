@@ -210,11 +210,42 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+def boxes(opened: Opened, section: str, of: str) -> list[dict[str, float]]:
+    """Places of the elements of a section that are seen."""
+    found = opened.page.locator(f"#{section} {of}").all()
+    return [box for each in found if (box := each.bounding_box())]
+
+
+def test_a_wide_screen_has_two_columns_of_curves_and_a_lone_last_one_over_both(opened):
+    learning, speed = (boxes(opened, section, "article") for section in ("learning", "speed"))
+    for cards in (learning, speed):
+        for left, right in zip(cards[0::2], cards[1::2], strict=False):
+            assert left["y"] == right["y"]
+            assert left["x"] + left["width"] < right["x"]
+            assert left["width"] == right["width"] > 600
+    assert (len(learning), len(speed)) == (2, 3)
+    assert speed[-1]["width"] == speed[1]["x"] + speed[1]["width"] - speed[0]["x"]
+    opened.page.set_viewport_size({"width": 999, "height": 900})  # one pixel less than two columns need
+    assert len({box["x"] for box in boxes(opened, "learning", "article")}) == 1
+    curve = opened.loss.locator(".u-over").bounding_box()
+    assert curve["width"] > 800  # drawn anew to its new width
+
+
 def test_a_phone_needs_no_scrolling_sideways_and_paper_has_pictures(browser, address):
-    phone = Opened(browser, address, viewport={"width": 360, "height": 740})
+    """One column of curves over the whole screen; only tables and the names of runs scroll, by themselves."""
+    phone = Opened(browser, address, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     assert phone.page.evaluate("document.documentElement.scrollWidth") == 360
+    cards = [*boxes(phone, "learning", "article"), *boxes(phone, "speed", "article")]
+    assert {(box["x"], box["width"]) for box in cards} == {(12, 336)}
+    buttons = phone.page.locator("article .head button:visible, #toolbar button:visible").all()
+    assert all(box["height"] >= 24 for each in buttons if (box := each.bounding_box()))
     box = phone.loss.locator(".u-over").bounding_box()
     assert box["width"] > 200
+    phone.page.touchscreen.tap(*phone.at(0.5))
+    phone.loss.locator(".tip:not([hidden])").wait_for()
+    tip = phone.loss.locator(".tip").bounding_box()
+    assert 0 <= tip["x"]
+    assert tip["x"] + tip["width"] <= 360
     phone.page.emulate_media(media="print")
     assert not phone.page.locator(".charts").first.is_visible()
     pictures = phone.page.locator(".static img").all()

@@ -41,7 +41,7 @@ def record(folder, sinks=()) -> Recorder:
 def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypatch):
     with pytest.raises(UsageError, match=r"unknown sink 'wandbb'; did you mean 'wandb'\? there are: csv, mlflow, "):
         check_sinks(("csv", "wandbb"))
-    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", ("no_such_package",), "no-such-package"))
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", "no_such_package", "no-such-package"))
     with pytest.raises(UsageError) as refused:
         check_sinks(("mine",))
     assert str(refused.value) == (
@@ -51,7 +51,7 @@ def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypat
 
 
 def test_a_folder_of_the_name_of_a_package_is_no_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", ("folder_alone",), "folder-alone"))
+    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", "folder_alone", "folder-alone"))
     (tmp_path / "folder_alone").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="expected the package folder_alone, which is not installed"):

@@ -19,7 +19,8 @@ import jax
 import jax.monitoring
 import numpy as np
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import write_all
 
 PARTS = {
     "function": "this worker computes",
@@ -43,6 +44,7 @@ class Profile:
         self._file: TextIO | None = None
         self._call: dict[str, float] = {}  # of the call under way
         self._open: list[str] = []  # its parts, the innermost last
+        self._is_first = False  # whether this process has worker 0
         self._key: Key = "", None
         self._since_s, self._thread = 0.0, 0
 
@@ -78,7 +80,7 @@ class Profile:
     @contextlib.contextmanager
     def call(self, name: str, is_first: bool) -> Iterator[None]:
         """A call, from its beginning to its results."""
-        self._call, self._key = defaultdict(float, calls=1), (name, None)
+        self._call, self._key, self._is_first = defaultdict(float, calls=1), (name, None), is_first
         self._since_s, self._thread = time.perf_counter(), threading.get_ident()
         self._open = ["other"]
         try:
@@ -127,6 +129,24 @@ class Profile:
     def sent(self, size_bytes: int) -> None:
         """Count bytes that left for workers in other processes."""
         self._call["sent_bytes"] += size_bytes
+
+    def save(self, folder: str | Path) -> None:
+        """Append the table to the record in a folder, a run directory for instance, for `jaxmpi report`.
+
+        The folder is made if it is not there. Worker 0's process writes; others do nothing. No communication.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        path = Path(folder) / "record.jsonl"
+        if not self._is_first:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                write_all(file, (json.dumps({"kind": "functions", "functions": self.rows}) + "\n").encode())
+        except OSError as error:
+            raise UsageError(f"profile: cannot write {str(path)!r}: {error.strerror}; name another folder") from error
 
     def close(self) -> None:
         """End the file."""

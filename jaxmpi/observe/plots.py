@@ -171,7 +171,6 @@ def save_both(panels: Sequence[Panel], path: Path) -> str:
     made, text = figure(panels), io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
         made.savefig(text, format="svg", metadata={"Date": None})
-    made.set_layout_engine("none")  # it has its place now
     made.savefig(path)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
@@ -205,7 +204,15 @@ def figure(panels: Sequence[Panel]) -> "Figure":
         count = len(axes.get_legend_handles_labels()[0])
         if count:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=-(-count // NAMES), fontsize="small")
+    lay_out(made)
     return made
+
+
+def lay_out(made: "Figure") -> None:
+    """Give all of a figure its place, once: else every file that is made of it draws it one more time to do so."""
+    if engine := made.get_layout_engine():
+        engine.execute(made)
+    made.set_layout_engine(None)
 
 
 def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Sequence[float]) -> None:

@@ -2,13 +2,16 @@
 
 A record that is still being written is read up to its last whole line. Damaged lines are counted and left out. A
 record may come from a stranger, so any value may be missing, huge or of another type.
+
+Of a long record most lines of steps are read for their numbers alone. Such a line is cut before its lists, and all that
+are cut are parsed at once: each by itself takes twice as long.
 """
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +20,7 @@ import numpy as np
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import read_plain
-from jaxmpi.observe.recorder import FORMAT
-from jaxmpi.observe.step_timing import PARTS, SOURCES
+from jaxmpi.observe.record_format import FORMAT, PARTS, SOURCES
 
 MOST_LINES = 4_000  # of steps that are read in full; in a longer record the others have their numbers only
 COLUMNS = 200  # of a map
@@ -27,6 +29,13 @@ MOST = 1e100  # so that sums of drawn values are finite
 MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
 MOST_DEEP = 32  # nested objects in a line
 MOST_FIELDS = 100  # of numbers in lines of a kind
+MOST_FUNCTIONS = 1000  # rows of a profile
+FIGURES = {float, int, bool}  # types of a value that a curve can show
+# A line of a step as the recorder writes it: its numbers, then its lists, if any.
+STEP = re.compile(
+    rb'(\{"kind": "train"[^][{}]*)'
+    rb'(?:, "anatomy": \{[^{}]*\}, "own_s": \[[^]]*\](?:, "own_ranks": \d+)?, "slowest": "[^"\\]*")?\}'
+)
 XS = ("step", "epoch", "elapsed_s")
 NO_FIGURES = {*XS, "kind", "examples", "own_ranks", "eval_count"}  # numbers of a line that no curve shows
 
@@ -45,6 +54,7 @@ class Record(NamedTuple):
     own: np.ndarray  # f64[lines, ranks], NaN if unknown
     own_ranks: int  # neighbouring ranks in a column of `own`, which holds the slowest
     buckets: list[list[Any]]  # of the last line of kind `exchange`
+    functions: list[dict[str, float | str]]  # of the last line of kind `functions`: its name and figures of each
     exchange_time: dict[str, int]  # lines by source of the exchange times
     slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty if none
     notes: list[str]  # warnings for the page
@@ -67,7 +77,7 @@ def read(folder: Path, name: str = "") -> Record:
     """
     path = folder / "record.jsonl"
     lines = read_plain(path, MOST_RECORD_BYTES, "the record of a run, no link; name a run directory").split(b"\n")
-    rows, broken = parsed(lines, beyond(lines))
+    rows, broken = parsed(lines, numbers_beyond(lines))
     check(bool(rows), f"{str(path)!r} holds no line yet; wait for the first step, or name another run")
     facts = next((row for row in reversed(rows) if row.get("kind") == "run"), {})
     trains = without_starts(rows)
@@ -83,6 +93,7 @@ def read(folder: Path, name: str = "") -> Record:
             1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1
         ),
         buckets=buckets_of(rows),
+        functions=functions_of(rows),
         exchange_time=Counter(
             known for row in trains if "anatomy" in row and (known := row.get("exchange_time")) in SOURCES
         ),
@@ -98,7 +109,7 @@ def read_study(path: Path) -> list[Record]:
         UsageError: it cannot be read, or holds no line of a study.
     """
     lines = read_plain(path, MOST_RECORD_BYTES, "a file of scripts/study.py, or a run directory").split(b"\n")
-    rows = [row for row in parsed(lines)[0] if isinstance(row.get("cell"), dict) and "experiment" in row]
+    rows = [row for row in parsed(lines, {})[0] if isinstance(row.get("cell"), dict) and "experiment" in row]
     check(bool(rows), f"{str(path)!r} holds no line of a study; name a file of scripts/study.py, or a run directory")
     files = {str(row["experiment"]) for row in rows}
     varied = [name for name in dict.fromkeys(k for row in rows for k in row["cell"]) if differs(name, rows)]
@@ -131,6 +142,7 @@ def outcome(row: Mapping[str, Any], varied: Sequence[str], is_one_of_many: bool)
         own=np.empty((0, 0)),
         own_ranks=1,
         buckets=[],
+        functions=[],
         exchange_time={},
         slowest=[],
         notes=[f"failed: {row['failed']}"] if "failed" in row else [],
@@ -142,11 +154,25 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def beyond(lines: Sequence[bytes]) -> set[int]:
-    """Lines of steps beyond MOST_LINES, whose lists are not read: all but every n-th, and the last two."""
+def numbers_beyond(lines: Sequence[bytes]) -> dict[int, dict[str, Any]]:
+    """Numbers of lines of steps beyond MOST_LINES, by line: of all but every n-th, the last two, and odd ones."""
     steps = [i for i, line in enumerate(lines[:-2]) if line.startswith(b'{"kind": "train"')]
-    per = -(-len(steps) // MOST_LINES)
-    return set(steps) - set(steps[::per]) if per > 1 else set()
+    per = -(-len(steps) // MOST_LINES) or 1
+    cut = {i: found[1] + b"}" for place, i in enumerate(steps) if place % per and (found := STEP.fullmatch(lines[i]))}
+    text = b"[" + b",".join(cut.values()) + b"]"
+    rows = loaded(text)
+    if not isinstance(rows, list) or len(rows) != len(cut):  # one is damaged, which hides all others
+        rows = [*map(loaded, cut.values())]
+    rows = rows if is_printable(text) else plain_text(rows)
+    return {i: row for i, row in zip(cut, rows, strict=True) if isinstance(row, dict)}
+
+
+def loaded(text: bytes) -> Any:
+    """The JSON value of a text; None if it is damaged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,18 +186,21 @@ def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def parsed(lines: Sequence[bytes], shortened: Set[int] = frozenset()) -> tuple[list[dict[str, Any]], int]:
+def parsed(lines: Sequence[bytes], known: Mapping[int, dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """Parse whole lines; return their objects and the number of malformed lines. The last may be partial.
 
     Args:
         lines: of the file.
-        shortened: indices of lines that keep their numbers only.
+        known: lines that have been read, by index.
     """
     rows, broken = [], 0
     for i, line in enumerate(lines):
+        if i in known:
+            rows.append(known[i])
+            continue
         try:
             row = json.loads(line) if line else None
-            row = numbers_of(row) if i in shortened and isinstance(row, dict) else plain_text(row)
+            row = row if is_printable(line) and is_flat(line) else plain_text(row)
         except (ValueError, RecursionError):
             broken += i < len(lines) - 1
             continue
@@ -180,9 +209,14 @@ def parsed(lines: Sequence[bytes], shortened: Set[int] = frozenset()) -> tuple[l
     return rows, broken
 
 
-def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of a step without its texts and lists."""
-    return {"kind": "train"} | {plain_name(name): value for name, value in row.items() if type(value) in (float, int)}
+def is_printable(text: bytes) -> bool:
+    """Return True if no text of this JSON can hold a lone surrogate."""
+    return text.isascii() and b"\\u" not in text
+
+
+def is_flat(text: bytes) -> bool:
+    """Return True if this JSON cannot be nested deeper than lines of a record are."""
+    return text.count(b"{") + text.count(b"[") <= MOST_DEEP
 
 
 def plain_text(value: Any, deep: int = 0) -> Any:
@@ -201,25 +235,19 @@ def plain_text(value: Any, deep: int = 0) -> Any:
     return {plain_text(name): plain_text(each, deep + 1) for name, each in value.items()}
 
 
-@lru_cache(1000)
-def plain_name(name: str) -> str:
-    """`plain_text` of a name, which all lines have."""
-    return plain_text(name)
-
-
 def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
     """Notes on missing data, with the reason."""
-    version = facts.get("format", 1)
+    version, is_profile = facts.get("format", 1), all(kind == "functions" for kind in kinds)
     order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
     return [
         *([f"{broken} lines are damaged and left out"] if broken else []),
-        *(["no line tells the configuration"] if not facts else []),
+        *(["no line tells the configuration"] if not facts and not is_profile else []),
         *([f"record of format {version}, older than {FORMAT}: no anatomy"] if facts and order < 0 else []),
         *([f"record of format {version}, newer than {FORMAT}: what is new is left out"] if order > 0 else []),
         *([f"{kinds.count('skipped')} steps were not finite and left out"] if "skipped" in kinds else []),
         *([f"{kinds.count('lost')} times ranks were lost"] if "lost" in kinds else []),
         *([f"{kinds.count('rollback')} times back to a checkpoint"] if "rollback" in kinds else []),
-        *(["no step yet"] if "train" not in kinds else []),
+        *(["no step yet"] if "train" not in kinds and not is_profile else []),
     ]
 
 
@@ -232,8 +260,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def column(values: Sequence[Any]) -> np.ndarray:
-    """`number` of each, fast for those that are."""
-    made = np.array([value if type(value) is float else number(value) for value in values], float)
+    """`number` of each, fast if all are numbers or unknown."""
+    types = {*map(type, values)}
+    if not types & FIGURES:
+        return np.full(len(values), np.nan)
+    try:
+        made = np.array(values if types <= {*FIGURES, type(None)} else [*map(number, values)], float)
+    except OverflowError:  # an integer beyond all floats
+        made = np.array([*map(number, values)])
     return np.where(np.abs(made) <= MOST, made, np.nan)
 
 
@@ -270,6 +304,16 @@ def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
     whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
     return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
+
+
+def functions_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float | str]]:
+    """Rows of the last profile of calls: `function`, and figures that are numbers."""
+    profiles = (row.get("functions") for row in reversed(rows) if row.get("kind") == "functions")
+    named = [row for row in listed(next(profiles, None)) if isinstance(row, dict) and "function" in row]
+    return [
+        {"function": str(row["function"])} | {name: number(v) for name, v in row.items() if type(v) in FIGURES}
+        for row in named[:MOST_FUNCTIONS]
+    ]
 
 
 def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:

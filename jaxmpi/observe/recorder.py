@@ -22,16 +22,12 @@ import numpy as np
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import write_all, write_whole, writing
 from jaxmpi.observe.flops import Work
+from jaxmpi.observe.record_format import KINDS, PARTS, SOURCES
 from jaxmpi.observe.sinks.base import Sink, close, send
-from jaxmpi.observe.step_timing import PARTS, SOURCES, Summary, known, own_of, spreads
+from jaxmpi.observe.step_timing import Summary, known, own_of, spreads
 from jaxmpi.observe.terminal import Plain, Progress, Silent, Terminal
 from jaxmpi.runtime.spans import Span
 
-FORMAT = 2  # of the record; 1 had no anatomy
-KINDS = (  # of lines that the trainer writes
-    *("run", "train", "workers", "eval", "window", "exchange", "checkpoint", "skipped", "rollback", "stopped"),
-    *("lost", "changed", "continued", "memory", "shuffle"),
-)
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
 COMPUTE = [*PARTS].index("compute")
 BEHIND = 1.1  # times the median: a rank that is reported as slow

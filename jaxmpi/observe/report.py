@@ -305,6 +305,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
         notes="".join(f'<p class="note">{escaped(note)}</p>' for note in notes),
         overview=overview(records, grouped if has_seeds else []),
         sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
+        functions=functions(records),
         differences=differences(records) if len(records) > 1 else "",
         configuration=configurations(records),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
@@ -369,6 +370,45 @@ def tile(each: Headline) -> str:
     more = f"<dd class=more>{escaped(words)}</dd>" if words else ""
     wide = " wide" * (len(each.value) > 24)
     return f'<div class="tile{wide}"><dt>{escaped(each.name)}</dt><dd>{escaped(each.value)}</dd>{more}</div>'
+
+
+def functions(records: Sequence[Record]) -> str:
+    """Profiles of calls of functions over workers, a table for each record that has one; empty if none has."""
+    tables = [function_table(record) for record in records if record.functions]
+    head = '<section id="functions" class="filled printed"><h2>Calls of functions</h2>'
+    return head + "".join(tables) + "</section>" if tables else ""
+
+
+def function_table(record: Record) -> str:
+    """A row a function, seconds by part; their sum at the end if there are several."""
+    figures = [name for name in record.functions[0] if name != "function"]
+    rows = [
+        [str(row["function"]), *(cell(name, row.get(name, math.nan)) for name in figures)] for row in record.functions
+    ]
+    sums = [cell(name, np.sum([row.get(name, math.nan) for row in record.functions])) for name in figures]
+    return table([record.name, *map(column_of, figures)], [*rows, ["all", *sums]] if len(rows) > 1 else rows)
+
+
+def column_of(figure: str) -> str:
+    """`shuffle, s` of `shuffle_s`, and `sent, MB` of `sent_bytes`."""
+    units = {"_s": "s", "_bytes": "MB"}
+    name, unit = next(
+        ((figure.removesuffix(end), unit) for end, unit in units.items() if figure.endswith(end)), (figure, "")
+    )
+    return f"{name}, {unit}" if unit else name
+
+
+def cell(figure: str, value: Any) -> str:
+    """Seconds with three decimals, megabytes with one, counts as they are; empty if unknown."""
+    if math.isnan(value):
+        return ""
+    return (
+        f"{value:.3f}"
+        if figure.endswith("_s")
+        else f"{value / 1e6:.1f}"
+        if figure.endswith("_bytes")
+        else f"{value:.0f}"
+    )
 
 
 def differences(records: Sequence[Record]) -> str:

@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxmpi.observe import plots
 from jaxmpi.observe.plots import Areas, Bars, Lines, Map, Panel, Quantity
+from jaxmpi.observe.record_format import ESTIMATED, PARTS
 from jaxmpi.observe.record_reader import XS, Record, Table, number, thinned
-from jaxmpi.observe.step_timing import ESTIMATED, PARTS
 
 BINS = 800  # of a line on the page, each with its least and its greatest value; fewer if there are many runs
 LEAST_BINS = 100
 ALL_BINS = 3 * BINS  # of all runs
-POINTS = 400  # of a line in a picture: means of neighbours
+POINTS = 400  # of a line in a picture: extremes of stretches; of a stacked area, means of neighbours
 MOST_BUCKETS = 40  # drawn; the slowest
 MOST_NAMED = 10  # slow ranks
 MOST_WORKERS = 64  # whose steps are drawn
@@ -330,11 +330,12 @@ def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: s
 
 
 def points(record: Record, series: Series, x: str) -> list[plots.Point]:
-    """(x, y) of the lines that have both."""
+    """(x, y) of the lines that have both; in a long record, of the lines with the extremes of stretches."""
     table: Table = getattr(record, series.table)
     if series.field not in table:
         return []
-    xs, ys = thinned(table[x], POINTS).tolist(), (series.factor * thinned(table[series.field], POINTS)).tolist()
+    kept = kept_lines(table[series.field], POINTS // 2)
+    xs, ys = table[x][kept].tolist(), (series.factor * table[series.field][kept]).tolist()
     return [(a, b) for a, b in zip(xs, ys, strict=True) if a == a and b == b]
 
 

@@ -4,41 +4,37 @@ An iteration of the loop waits for a batch, hands it to the device, starts the s
 before. The device may still run that step while the loop waits for the next batch, so only time in which the device is
 idle counts as data wait. The timer polls `is_ready` and never blocks. If a step ended at an unknown time within a wait,
 its end is estimated from the last step of known duration: once a window the loop waits for the device.
+
+If no exchange is measured, a step without exchange is timed now and then, and the rest of a step counts as exchange.
+That holds as long as steps take as long as those beside the timed one: the first steps of a run, for instance, are
+slower than all that follow. Other steps have no estimate until another one is timed.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.observe.record_format import OF_EXCHANGE, PARTS, SOURCES
 from jaxmpi.runtime import spans
 from jaxmpi.runtime.spans import Span, clipped, inside, length, minus
 
 Interval = tuple[float, float]
-# Parts of a step's time; all but `hidden` add up to it.
-PARTS = {
-    "data": "the device is idle for want of a batch",
-    "transfer": "idle while a batch is handed to it; on CPUs it has nowhere to go",
-    "compute": "forward, backward, update; and the exchange, if nothing tells it apart",
-    "exchange": "waits for an exchange, as long as the last rank to enter it waits",
-    "hidden": "an exchange overlaps the computation",
-    "sync": "waits for ranks that enter the exchange later",
-    "other": "the loop's own: logging, and compilation of the first step",
-}
 LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # parts that a process measures alone
 OWN = [[*PARTS].index(part) for part in ("data", "transfer", "compute")]
+HEAD = len(LOCAL) + 3  # values of a `flat` window before `exposed`
 LATER = float("inf"), float("inf")  # than the loop has had its next batch
 MOST_SPANS = 1 << 20  # of a window; later ones are lost
 MOST_ROWS = 128  # of a window that ranks compare; in a longer one, several steps together
-# Sources of the time of an exchange, from the least to the most certain.
-SOURCES = ("none", "unknown", "estimated", "measured")
-OF_EXCHANGE = ("exchange", "hidden", "sync")  # parts that are unknown if their source is "unknown"
-ESTIMATED = ("compute", "exchange", "sync")  # parts that are estimates if their source is "estimated"
+NEIGHBOURS = 10  # steps whose median duration is compared with that beside a probe
+ALIKE = 1.25  # ratio of such durations up to which an estimate holds
+SAMPLES = 3  # steps without exchange whose median counts
+FIRST_GAP = 4  # progress lines between the first ones and the next; each further one is twice as far away
 
 
 @dataclass
@@ -63,6 +59,15 @@ class Window(NamedTuple):
     exposed: np.ndarray  # f64[rows]: seconds of waits for exchanges, of each step or of a few together
     source: int  # into SOURCES
     spans: list[Span]
+    durations_s: tuple[float, ...] = ()  # of the last NEIGHBOURS steps on the device, exchange included
+    probed_s: float = 0.0  # their median beside the last steps without exchange; 0 if there were none
+
+
+class Lone(NamedTuple):
+    """Steps without exchange of one phase of a run."""
+
+    seconds: tuple[float, ...] = ()  # of the last SAMPLES of them
+    step_s: float = 0.0  # of the steps with exchange beside them
 
 
 class StepTimer:
@@ -75,7 +80,8 @@ class StepTimer:
             to_device: copies a batch to a device with memory of its own; None if there is none.
         """
         self.has_exchange, self.to_device = workers > 1, to_device
-        self._lone_s: deque[float] = deque(maxlen=3)  # of steps without exchange
+        self._lone = Lone()
+        self._durations_s: tuple[float, ...] = ()  # of the last steps, of earlier windows, too
         self._rows: list[StepTimes] = []
         self._noted: list[Span] = []  # of a long window
         self._under_way: Any = None  # a result of the last step
@@ -142,12 +148,20 @@ class StepTimer:
         """End a window; called in a pause."""
         rows, self._rows = self._rows, []
         noted, self._noted = self._noted + spans.drain(), []
-        lone_s = float(np.median(self._lone_s)) if self._lone_s else None
-        return taken_apart(rows, self._step_s, lone_s, self.has_exchange, noted)
+        lone_s = median_of(self._lone.seconds) if self._lone.seconds else None
+        window = taken_apart(rows, self._step_s, lone_s, self.has_exchange, noted)
+        self._durations_s = (*self._durations_s, *window.durations_s)[-NEIGHBOURS:]
+        return window._replace(durations_s=self._durations_s, probed_s=self._lone.step_s)
 
-    def lone(self, seconds: float) -> None:
-        """Add the duration of a step without exchange."""
-        self._lone_s.append(seconds)
+    def lone(self, seconds: Sequence[float], is_new_phase: bool) -> None:
+        """Add durations of steps without exchange, which follow the last window.
+
+        Args:
+            seconds: of each.
+            is_new_phase: those before are of steps that took another time.
+        """
+        before = () if is_new_phase else self._lone.seconds
+        self._lone = Lone((*before, *seconds)[-SAMPLES:], median_of(self._durations_s))
 
     def restart(self) -> None:
         """Discard the time since the pause, which was not training."""
@@ -168,23 +182,28 @@ def taken_apart(
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = 0 if not has_exchange else 3 if waits else 1 if lone_s is None else 2
     each, ends = [], ends_of(rows, step_s)
-    for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0], strict=True):
+    pieces = [
+        # Its own step has ended, too, if the end of that is known to lie before the row's.
+        pieces_of(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if after_s <= row.end_s else 0.0)
+        for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0], strict=True)
+    ]
+    durations = durations_of(rows, pieces)
+    for row, ended_s, own, device_s in zip(rows, ends, pieces, durations, strict=True):
         idle = (ended_s, row.start_s)
         data, transfer = (shared(part, idle) for part in waits_of(row))
         idle_s = max(0.0, row.start_s - ended_s)
         busy_s = row.end_s - row.begin_s - idle_s
         mine = inside(waits, row.begin_s, row.end_s) if waits else []
-        out = min(length(mine), busy_s) if source == 3 else max(0.0, busy_s - (lone_s or busy_s)) * (source == 2)
+        out = min(length(mine), busy_s) if source == 3 else max(0.0, device_s - (lone_s or device_s)) * (source == 2)
         each.append((data, transfer, busy_s - out, out, 0.0, idle_s - data - transfer + row.gap_s))
-        is_through = after_s <= row.end_s  # its own step has ended, too
-        pieces = pieces_of(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if is_through else 0.0)
-        noted += compute_spans(pieces, mine)
+        noted += compute_spans(own, mine)
     spent = np.array(each).reshape(-1, len(LOCAL))
     parts = spent.sum(axis=0)
     if travel:
         behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s) if rows else [], waits)
         parts[LOCAL.index("hidden")] = length(behind)
-    return Window(len(rows), parts, folded(spent[:, LOCAL.index("exposed")]), source, noted)
+    exposed = folded(spent[:, LOCAL.index("exposed")])
+    return Window(len(rows), parts, exposed, source, noted, tuple(durations[-NEIGHBOURS:]))
 
 
 def ends_of(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
@@ -221,10 +240,23 @@ def pieces_of(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[t
     return [(row.step - 1, (row.begin_s, before_to)), (row.step, (own_from, row.end_s))]
 
 
+def durations_of(rows: Sequence[StepTimes], pieces: Sequence[list[tuple[int, Interval]]]) -> list[float]:
+    """Seconds of each row's step on the device, in whichever iterations that ran; they add up to its busy time."""
+    seconds = {row.step: 0.0 for row in rows}
+    for step, (begin, end) in chain.from_iterable(pieces):
+        seconds[max(step, rows[0].step)] += max(0.0, end - begin)
+    return [seconds[row.step] for row in rows]
+
+
 def compute_spans(pieces: list[tuple[int, Interval]], waits: list[Interval]) -> list[Span]:
     """Pieces of steps, without waits for buckets."""
     left = [(step, at) for step, piece in pieces for at in (minus([piece], waits) if waits else [piece])]
     return [Span("compute", f"step {step}", begin, end) for step, (begin, end) in left if begin < end]
+
+
+def median_of(values: Sequence[float]) -> float:
+    """The median; 0 of none."""
+    return float(np.median(values)) if values else 0.0
 
 
 def folded(values: np.ndarray) -> np.ndarray:
@@ -239,16 +271,16 @@ class ComputeOnlyStep(NamedTuple):
     step: Callable[[PyTree, PyTree], Any]  # (state, batch); may donate its state
     is_compiled: bool  # by the first step of the run
 
-    def seconds(self, state: PyTree, batch: PyTree) -> float:
-        """Time such a step on a copy of the state."""
-        seconds = 0.0
-        for _ in range(1 if self.is_compiled else 2):
+    def seconds(self, state: PyTree, batch: PyTree, count: int = 1) -> list[float]:
+        """Time so many steps, each on a copy of the state; the first call compiles first if that has not been done."""
+        seconds = []
+        for _ in range(count + (not self.is_compiled)):
             with spans.span("other", "step without exchange"):
                 scratch = jax.block_until_ready(jax.tree.map(copied, state))
                 begin = time.perf_counter()
                 jax.block_until_ready(self.step(scratch, batch))
-                seconds = time.perf_counter() - begin
-        return seconds
+                seconds.append(time.perf_counter() - begin)
+        return seconds[-count:]
 
 
 def copied(array: jax.Array) -> jax.Array:
@@ -262,26 +294,36 @@ def copied(array: jax.Array) -> jax.Array:
 
 
 class ComputeOnlyProbe:
-    """Schedule of steps without exchange, used if the time of an exchange is not measured."""
+    """Schedule of steps without exchange, used if the time of an exchange is not measured.
+
+    They come close together at first, and again if steps take another time than those beside the last ones. All ranks
+    make one at the same time, since ranks that share cores would otherwise be faster without each other.
+    """
 
     def __init__(self, lone: ComputeOnlyStep | None, start: int, every: int, log_every: int) -> None:
         """Plan for a run that begins after step `start`.
 
         Args:
             lone: the step to time; None: never.
-            every: steps between two probes; 0: never.
+            every: steps between two probes, less at first; 0: never.
             log_every: steps between two progress lines.
         """
-        self.lone, self.every, self.due = lone, every, float("inf")
+        self.lone, self.every, self.gap = lone, every, min(every, FIRST_GAP * log_every)
+        self.due, self.soonest = float("inf"), float("inf")  # the next one, and the next if steps take another time
         if lone is not None and every:
             self.due = start + (min(every, log_every + 1) if lone.is_compiled else every)
+            self.soonest = self.due
 
     def now(self, anatomy: StepTimer, step: int, source: str, state: PyTree, batch: PyTree) -> None:
-        """Time one if it is due; `source` is the last source of the time of exchanges."""
-        if self.lone is not None and step >= self.due and source in ("unknown", "estimated"):
-            anatomy.lone(self.lone.seconds(state, batch))
+        """Time some if they are due; `source` is the last source of the time of exchanges, the same on all ranks."""
+        is_new_phase = source == "unknown"
+        is_due = step >= (self.soonest if is_new_phase else self.due)
+        if self.lone is not None and is_due and source in ("unknown", "estimated"):
+            count = SAMPLES if is_new_phase else 1
+            anatomy.lone(self.lone.seconds(state, batch, count), is_new_phase)
             anatomy.restart()
-            self.due = step + self.every
+            self.due, self.soonest = step + self.gap, step + min(self.gap, -(-self.every // 4))
+            self.gap = min(self.every, 2 * self.gap)
 
 
 # ---------------------------------------------------------------- over ranks
@@ -309,21 +351,28 @@ def by_name(window: Window) -> dict[str, float]:
 
 def flat(window: Window) -> np.ndarray:
     """A window as f64[n]; n is the same on ranks with the same number of steps."""
-    return np.concatenate([window.parts, [window.source], window.exposed])
+    head = [window.source, median_of(window.durations_s), window.probed_s]
+    return np.concatenate([window.parts, head, window.exposed])
 
 
 def summary(rows: np.ndarray, steps: int) -> Summary:
     """Summarise the `flat` windows of all ranks, f64[ranks, n].
 
     sync_r = sum_k (e_rk - min_r e_rk), with e_rk the wait of rank r in step k: the last rank waits for no other.
+    An estimate from a time when steps took longer or shorter is none: then waits count as compute.
     """
     local: dict[str, np.ndarray] = dict(zip(LOCAL, rows[:, : len(LOCAL)].T, strict=True))
-    exposed = rows[:, len(LOCAL) + 1 :]
+    exposed, source = rows[:, HEAD:], SOURCES[int(rows[:, len(LOCAL)].max())]
+    now_s, then_s = rows[:, len(LOCAL) + 1 : HEAD].mean(axis=0).tolist()
+    if source == "estimated" and max(now_s, then_s) > ALIKE * min(now_s, then_s):
+        source = "unknown"
+        local["compute"], local["exposed"] = local["compute"] + local["exposed"], np.zeros(len(rows))
+        exposed = np.zeros_like(exposed)
     shared = exposed.min(axis=0)
     local["sync"] = (exposed - shared).sum(axis=1)
     local["exchange"] = local.pop("exposed") - local["sync"]
     spent = np.array([local[part] for part in PARTS])
-    return over_ranks(spent, np.full(len(rows), max(steps, 1)), steps, SOURCES[int(rows[:, len(LOCAL)].max())])
+    return over_ranks(spent, np.full(len(rows), max(steps, 1)), steps, source)
 
 
 def summary_apart(spent: dict[str, np.ndarray]) -> Summary:

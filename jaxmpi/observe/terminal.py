@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from jaxmpi.observe.step_timing import ESTIMATED
+from jaxmpi.observe.record_format import ESTIMATED
 from jaxmpi.runtime import failures, phases
 from jaxmpi.runtime.screen import columns_of
 

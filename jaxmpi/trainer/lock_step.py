@@ -111,7 +111,7 @@ class LockStep:
         run = self.run
         seen = run.log.line(step, self.sums, self.timer.window(), distance(run, state), rate_factor(run, state))
         self.sums = np.zeros(SUMS)
-        if self._batch is not None:
+        if self._batch is not None and step < run.plan.clock.total_steps:
             self._probe.now(self.timer, step, seen.source, state, self._batch)
 
     def evaluate(self, step: int, state: TrainState) -> None:

@@ -29,7 +29,8 @@ from jaxmpi.core.files import HeldFolder, write_whole
 from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
 from jaxmpi.observe.flops import peak_of_all
-from jaxmpi.observe.recorder import FORMAT, Recorder, cut_record
+from jaxmpi.observe.record_format import FORMAT
+from jaxmpi.observe.recorder import Recorder, cut_record
 from jaxmpi.observe.sinks.registry import SINKS, check_sinks
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.optim.optimizers import OPTIMIZERS

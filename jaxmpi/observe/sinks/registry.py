@@ -17,7 +17,7 @@ class SinkSpec(NamedTuple):
 
     open: Callable[[Path], Sink]  # of a run directory
     summary: str
-    packages: tuple[str, ...] = ()  # of which it imports one
+    package: str = ""  # that it imports
     install: str = ""  # of pip, to have the package
     in_background: bool = False  # opened and written by a thread, because it waits for a server or a database
 
@@ -25,22 +25,22 @@ class SinkSpec(NamedTuple):
 SINKS: dict[str, SinkSpec] = {
     "csv": SinkSpec(Csv, "tables in csv/, one for each kind of line"),
     "mlflow": SinkSpec(
-        Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", ("mlflow",), "'jaxmpi[mlflow]'", in_background=True
+        Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", "mlflow", "'jaxmpi[mlflow]'", in_background=True
     ),
     "tensorboard": SinkSpec(
         TensorBoard,
         "events in tensorboard/",
-        ("tensorboardX", "torch"),
+        "tensorboardX",
         "'jaxmpi[tensorboard]'",
         in_background=True,
     ),
     "trackio": SinkSpec(
-        Trackio, "a run of trackio, local or in a Space", ("trackio",), "'jaxmpi[trackio]'", in_background=True
+        Trackio, "a run of trackio, local or in a Space", "trackio", "'jaxmpi[trackio]'", in_background=True
     ),
     "wandb": SinkSpec(
         Wandb,
         "a run of Weights & Biases, offline without an API key",
-        ("wandb",),
+        "wandb",
         "'jaxmpi[wandb]'",
         in_background=True,
     ),
@@ -57,8 +57,8 @@ def check_sinks(asked: Sequence[str | Sink]) -> None:
         if isinstance(name, str):
             spec = lookup(SINKS, name, "sink")
             check(
-                not spec.packages or any(map(is_installed, spec.packages)),
-                f"sinks: got {name!r}; expected the package {' or '.join(spec.packages)}, which is not installed: pip "
+                not spec.package or is_installed(spec.package),
+                f"sinks: got {name!r}; expected the package {spec.package}, which is not installed: pip "
                 f"install {spec.install}, or leave {name} out",
             )
 

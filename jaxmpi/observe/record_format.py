@@ -1,0 +1,25 @@
+"""Words of the record, for those who write it and those who read it: kinds of lines, parts of a step's time.
+
+This module imports no JAX, so that `jaxmpi report` starts at once.
+"""
+
+FORMAT = 2  # of the record; 1 had no anatomy
+KINDS = (  # of lines that jaxmpi writes
+    *("run", "train", "workers", "eval", "window", "exchange", "checkpoint", "skipped", "rollback", "stopped"),
+    *("lost", "changed", "continued", "memory", "shuffle"),
+    "functions",  # by a script's own call: rows of a profile of `jaxmpi.function`
+)
+# Parts of a step's time; all but `hidden` add up to it.
+PARTS = {
+    "data": "the device is idle for want of a batch",
+    "transfer": "idle while a batch is handed to it; on CPUs it has nowhere to go",
+    "compute": "forward, backward, update; and the exchange, if nothing tells it apart",
+    "exchange": "waits for an exchange, as long as the last rank to enter it waits",
+    "hidden": "an exchange overlaps the computation",
+    "sync": "waits for ranks that enter the exchange later",
+    "other": "the loop's own: logging, and compilation of the first step",
+}
+# Sources of the time of an exchange, from the least to the most certain.
+SOURCES = ("none", "unknown", "estimated", "measured")
+OF_EXCHANGE = ("exchange", "hidden", "sync")  # parts that are unknown if their source is "unknown"
+ESTIMATED = ("compute", "exchange", "sync")  # parts that are estimates if their source is "estimated"
