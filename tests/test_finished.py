@@ -177,7 +177,7 @@ def test_a_file_without_arrays_of_examples_is_named(tmp_path):
 
 REFUSED = {
     "folder": (["nowhere"], "nowhere/config.json: no such file"),
-    "step": (["{run}", "--step", "5"], "--step: got 5; there are 6"),
+    "step": (["{run}", "--step", "5"], "run: step: got 5; there are 6: name one of them"),
     "field": (["{run}", "--data.dirr", "x"], "unknown field --data.dirr"),
 }
 
