@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import write_all, write_whole, writing
+from jaxmpi.observe import samples
 from jaxmpi.observe.flops import Work
 from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import PARTS, SOURCES, Summary, known, own_of, spreads
@@ -30,7 +31,7 @@ from jaxmpi.runtime.spans import Span
 FORMAT = 2  # of the record; 1 had no anatomy
 KINDS = (  # of lines that the trainer writes
     *("run", "train", "workers", "eval", "window", "exchange", "checkpoint", "skipped", "rollback", "stopped"),
-    *("lost", "changed", "continued"),
+    *("lost", "changed", "continued", "sample"),
 )
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
 COMPUTE = [*PARTS].index("compute")
@@ -113,6 +114,23 @@ class Recorder:
             f"write: got kind {kind!r}; expected letters, digits, _ and -, and none of {', '.join(KINDS)}",
         )
         self.write(kind, **fields)
+
+    def sample(self, step: int, name: str, value: str | np.ndarray) -> None:
+        """Write a sample: a text in its line, a picture as a PNG file that its line names.
+
+        Raises:
+            UsageError: a name that is none of a file, or a value that is neither a text nor a picture.
+            TrainingError: it cannot be written.
+        """
+        check(bool(re.fullmatch(r"[\w-]+", name)), f"show: got name {name!r}; expected letters, digits, _ and -")
+        if isinstance(value, str):
+            return self.write("sample", step=step, name=name, text=value)
+        picture = samples.checked(value)
+        if self._file:
+            file = Path(self._file.name).parent / samples.file_of(step, name)
+            with writing(file):
+                samples.save(picture, file)
+            self.write("sample", step=step, name=name, file=samples.file_of(step, name))
 
     def train(
         self,

@@ -28,6 +28,7 @@ from jaxmpi.core.json_tree import flatten_json
 from jaxmpi.observe import plots, report_charts
 from jaxmpi.observe.record_reader import Record, Table, plain_text, read, read_study
 from jaxmpi.observe.report_charts import own_figures
+from jaxmpi.observe.samples import as_url
 
 MOST_SHARES = 16  # workers whose steps are listed
 MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
@@ -305,6 +306,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
         notes="".join(f'<p class="note">{escaped(note)}</p>' for note in notes),
         overview=overview(records, grouped if has_seeds else []),
         sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
+        samples="".join(samples_of(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
         configuration=configurations(records),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
@@ -369,6 +371,19 @@ def tile(each: Headline) -> str:
     more = f"<dd class=more>{escaped(words)}</dd>" if words else ""
     wide = " wide" * (len(each.value) > 24)
     return f'<div class="tile{wide}"><dt>{escaped(each.name)}</dt><dd>{escaped(each.value)}</dd>{more}</div>'
+
+
+def samples_of(record: Record, runs: int) -> str:
+    """The newest texts and pictures of a run."""
+    shown = []
+    for sample in record.samples:
+        title = escaped(f"{sample.name}, step {sample.step}")
+        body = f"<pre>{escaped(sample.text)}</pre>"
+        if sample.picture:
+            body = f'<img alt="{title}" src="{as_url(sample.picture)}">'
+        shown.append(f"<figure><figcaption>{title}</figcaption>{body}</figure>")
+    of_run = f" of {escaped(record.name)}" * (runs > 1)
+    return f'<section class="samples filled printed"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
 
 
 def differences(records: Sequence[Record]) -> str:

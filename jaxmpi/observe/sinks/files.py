@@ -5,6 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from jaxmpi.observe.sinks.base import Row, medians, numbers
 
 CUTS = ("rollback", "lost")  # kinds of lines before which the record has dropped others
@@ -19,13 +22,22 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
         except ImportError:
             from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportMissingImports]
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self.run_dir, self.writer = run_dir, SummaryWriter(str(run_dir / "tensorboard"))
 
     def __call__(self, row: Row) -> None:
-        """Write every number of a line that has a step."""
-        if "step" in row:
+        """Write every number of a line that has a step, and samples."""
+        if row["kind"] == "sample":
+            self._show(row)
+        elif "step" in row:
             for name, value in numbers(row).items():
                 self.writer.add_scalar(name, value, row["step"])
+
+    def _show(self, row: Row) -> None:
+        name = f"sample/{row['name']}"
+        if "text" in row:
+            return self.writer.add_text(name, f"```\n{row['text']}\n```", row["step"])
+        with Image.open(self.run_dir / row["file"]) as picture:
+            self.writer.add_image(name, np.asarray(picture.convert("RGB")), row["step"], dataformats="HWC")
 
     def close(self) -> None:
         """Flush and close the writer."""
