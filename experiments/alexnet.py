@@ -41,7 +41,6 @@ experiment = Experiment(
     optim=Optim(
         "momentum",
         lr=0.01 if launched_workers() <= 4 else 0.005,
-        momentum=0.9,
         weight_decay=5e-4,
         bias_lr_factor=2.0,
         decay_bias=False,

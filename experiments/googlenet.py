@@ -38,7 +38,6 @@ experiment = Experiment(
     optim=Optim(
         "momentum",
         lr={1: 0.01, 2: 0.007}.get(launched_workers(), 0.005),
-        momentum=0.9,
         weight_decay=2e-4,
         bias_lr_factor=2.0,
         decay_bias=False,

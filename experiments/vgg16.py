@@ -36,7 +36,7 @@ experiment = Experiment(
         mean=(0.485, 0.456, 0.406),
         std=(1 / 255,) * 3,  # only the mean is subtracted, as the initialisation expects
     ),
-    optim=Optim("momentum", lr=0.002, momentum=0.9, weight_decay=5e-4, bias_lr_factor=2.0, decay_bias=False),
+    optim=Optim("momentum", lr=0.002, weight_decay=5e-4, bias_lr_factor=2.0, decay_bias=False),
     schedule=Schedule("step", boundaries=("15ep", "30ep", "35ep"), factor=0.1),
     rule=RuleConfig("subgd"),
     exchange=ExchangeConfig("asa32"),

@@ -65,12 +65,21 @@ def attention(qkv: Array, heads: int) -> Array:
 
     f32[batch, window, 3 width] -> f32[batch, window, width]; d = width / heads. The softmax is in f32.
     """
-    batch, window, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    q, k, v = (part.reshape(batch, window, heads, -1) for part in jnp.split(qkv, 3, axis=-1))
+    q, k, v = jnp.split(qkv, 3, axis=-1)
+    window = qkv.shape[1]
+    return attend(q, k, v, heads, jnp.tril(jnp.ones((1, 1, window, window), bool)))
+
+
+def attend(q: Array, k: Array, v: Array, heads: int, seen: Array) -> Array:
+    """softmax(q k^T / sqrt(d)) v over the places that are seen, head by head; the softmax is in f32.
+
+    f32[batch, places, width], f32[batch, others, width] twice, bool[batch or 1, 1, places or 1, others] -> the first's.
+    """
+    batch, _, width = q.shape
+    q, k, v = (part.reshape(batch, -1, heads, width // heads) for part in (q, k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / math.sqrt(width // heads)
-    seen = jnp.tril(jnp.ones((1, 1, window, window), bool))
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(qkv.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, window, width)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, -1, width)
 
 
 class Gpt(nnx.Module):

@@ -46,6 +46,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.train_state import Batch
 from jaxmpi.models import MODELS
+from jaxmpi.optim.optimizers import MOMENTUM
 from jaxmpi.runtime import affinity, failures, prepare, provenance
 from jaxmpi.trainer import build
 
@@ -149,7 +150,7 @@ class Torch:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
         twin = torch_zoo.TWINS[config.model.name]().to(self.device, memory_format=torch.channels_last).train()
-        self.optimizer = torch.optim.SGD(twin.parameters(), config.optim.lr, config.optim.momentum, fused=self.on_gpu)
+        self.optimizer = torch.optim.SGD(twin.parameters(), config.optim.lr, MOMENTUM, fused=self.on_gpu)
         mean, std = (torch.tensor(x, device=self.device) for x in (config.data.mean, config.data.std))
 
         def loss_of(image: Any, label: Any) -> Any:

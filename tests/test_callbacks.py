@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import runpy
 import shutil
 import threading
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 import jaxmpi
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.models.cnn import digits_cnn_tiny
+from jaxmpi.models.gpt import gpt as gpt_model
+from jaxmpi.observe.recorder import Recorder
 from jaxmpi.trainer import callbacks, main
 from launching import ROOT, mpirun
 from line_task import line, lines
@@ -88,9 +92,11 @@ def test_a_run_that_continues_another_goes_on_at_the_rate_that_it_had(devices, t
     twice = {"continue_from": source.run_dir, "effective_batch": 24, "train_for": "13st", "devices": devices}
     experiment = reduced(tmp_path, **twice)
     main.train(experiment, "lines")
-    # Step 11 there, at a tenth, is step 6 here; of the evaluations after 8 and 12 the second is no better.
+    # Step 11 there, at a tenth, is step 6 here. By the evaluation after it a fall is due there. Of those after 8 and 12
+    # the second is no better.
+    assert record(source, "train")[-1]["lr"] == pytest.approx(1e-3)
     rates = {row["step"]: row["lr"] for row in record(experiment, "train")}
-    assert rates == pytest.approx({step: 1e-3 for step in range(7, 13)} | {13: 1e-4}, rel=1e-5)
+    assert rates == pytest.approx({step: 1e-4 for step in range(7, 13)} | {13: 1e-5}, rel=1e-5)
 
 
 def test_a_callback_that_is_new_takes_no_other_s_state():
@@ -122,35 +128,79 @@ def test_callbacks_an_average_grain_and_a_mixture_are_resumed_together(tmp_path,
     assert last[0].read_bytes() == last[1].read_bytes()
 
 
-class Confusion(jaxmpi.Callback):
-    def after_evaluation(self, moment):
-        counts = np.zeros((10, 10))
-        for batch in moment.validation():
-            said = np.asarray(moment.predict(batch)).argmax(-1)
-            np.add.at(counts, (batch["label"], said), batch["weight"] > 0)
-        counts = moment.sum(counts)
-        if moment.rank == 0:
-            np.save(moment.folder / "confusion.npy", counts)
+EXAMPLES = sorted((ROOT / "experiments" / "callbacks").glob("*.py"))
+
+
+def test_an_example_takes_forty_lines():
+    assert [file.stem for file in EXAMPLES] == ["confusion", "gan", "segmentation", "text"]
+    for file in EXAMPLES:
+        assert len([line for line in file.read_text().splitlines() if line.strip()]) <= 40, file
+
+
+def shown(name: str, folder: Path, **fields) -> tuple[Experiment, dict[str, float], list[dict]]:
+    """A run of an example: the experiment, its last figures and its samples."""
+    example = runpy.run_path(str(ROOT / "experiments" / "callbacks" / f"{name}.py"))["experiment"]
+    experiment = dataclasses.replace(example, run_dir=str(folder / "run"), quiet=True, **fields)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+        figures = main.train(experiment, name)
+    return experiment, figures, record(experiment, "sample")
+
+
+def picture(experiment: Experiment, sample: dict) -> np.ndarray:
+    with Image.open(Path(experiment.run_dir) / sample["file"]) as opened:
+        return np.asarray(opened)
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_confusion_matrix_is_a_callback(devices, tmp_path):
-    experiment = Experiment(
-        model=digits_cnn_tiny(),
-        data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)),
-        optim=Optim("adam", lr=0.01),
-        effective_batch=48,
-        train_for="1ep",
-        devices=devices,
-        callbacks=(Confusion(),),
-        run_dir=str(tmp_path / "run"),
-        quiet=True,
-    )
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
-        means = main.train(experiment, "digits")
-    counts = np.load(tmp_path / "run" / "confusion.npy")
+    small = {"model": digits_cnn_tiny(), "effective_batch": 48, "train_for": "1ep", "devices": devices}
+    experiment, means, [sample] = shown("confusion", tmp_path, **small)
+    [row] = record(experiment, "confusion")
+    counts = np.array(row["counts"])
     assert counts.sum() == 360
     assert np.trace(counts) / 360 == pytest.approx(means["eval_top1"], abs=1e-6)
+    shades = picture(experiment, sample)[12::24, 12::24]
+    assert ((shades == 255) == (counts == 0)).all()  # white where nothing was counted
+
+
+def test_pictures_of_a_segmentation_are_a_callback(tmp_path):
+    experiment, _, [sample] = shown("segmentation", tmp_path, train_for="2st", eval_every="2st")
+    image, label, found = picture(experiment, sample)[::4, ::4].reshape(3, 16, 6, 16, 3).swapaxes(1, 2)
+    data = experiment.data.validation
+    np.testing.assert_array_equal(image[..., 0], data["image"][:6, :, :, 0])
+    np.testing.assert_array_equal((label == 0).all(-1), data["label"][:6] == 0)  # the background is black
+    assert {*map(tuple, found.reshape(-1, 3))} <= {*map(tuple, label.reshape(-1, 3))}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_samples_of_a_gan_are_a_callback(devices, tmp_path):
+    experiment, _, samples = shown("gan", tmp_path, train_for="4st", eval_every="2st", devices=devices)
+    assert [sample["step"] for sample in samples] == [2, 4]
+    made, true, blue = np.moveaxis(picture(experiment, samples[1]), -1, 0)
+    row, column = np.unravel_index(true.argmax(), true.shape)
+    x, y = -1 + 6 * column / 256, 2 - 6 * row / 256  # of the picture's place in the plane
+    assert np.hypot(x - 2, y + 1) < 0.6  # two deviations from the centre of the true points
+    assert made.max() == 255
+    assert not blue.any()
+
+
+def test_text_that_a_model_writes_is_a_callback(tmp_path):
+    few = np.random.default_rng(0).integers(97, 101, (64, 129)).astype(np.int32)  # a, b, c and d
+    source = {"image": few[:, :-1], "label": few[:, 1:]}
+    small = {"model": gpt_model(window=128, width=16, heads=2, layers=1), "effective_batch": 32}
+    small |= {"data": Data("array", train=source, validation=source)}
+    small |= {"optim": Optim("adam", lr=0.03), "train_for": "30st", "eval_every": "30st", "checkpoint_every": "30st"}
+    _, _, [sample] = shown("text", tmp_path, **small)
+    assert sample["text"].startswith("def ")
+    assert sum(letter in "abcd" for letter in sample["text"][4:]) > 50  # as it has learned; by chance 3 of 200
+
+
+def test_what_is_no_sample_is_named(tmp_path):
+    with Recorder(tmp_path) as made:
+        with pytest.raises(UsageError, match=r"show: got name 'a/b'; expected letters"):
+            made.sample(1, "a/b", "text")
+        with pytest.raises(UsageError, match=r"show: got float32\[4, 4\]; expected a text, or a picture, uint8"):
+            made.sample(1, "a", np.zeros((4, 4), np.float32))
 
 
 class Greedy(jaxmpi.Callback):
@@ -318,6 +368,34 @@ def test_a_message_where_there_may_be_none_is_refused(callback, match, tmp_path)
 def test_messages_may_be_sent_where_nothing_is_under_way(tmp_path):
     sends = tuple(Sends(method) for method in ("at_start", "after_evaluation", "at_end"))
     assert main.train(lines(tmp_path, callbacks=sends, train_for="1st"), "lines")["eval_count"] > 0
+
+
+APART = """
+import jaxmpi
+from pathlib import Path
+from jaxmpi.config import RuleConfig
+from jaxmpi.optim.optimizers import times_rate
+from line_task import lines
+
+class Halves(jaxmpi.Callback):
+    scales_rate = True
+
+    def before_step(self, step, state, batch):
+        return (state._replace(rule_state=times_rate(state.rule_state, 0.5)) if step == 1 else state), batch
+
+rule = RuleConfig("easgd", tau=2)
+fields = dict(callbacks=(Halves(),), rule=rule, effective_batch=0, local_batch=6, log_every=2, train_for="40st")
+jaxmpi.Trainer(lines(Path("{folder}"), **fields, run_dir="{folder}/run")).fit()
+"""
+
+
+@pytest.mark.e2e
+def test_the_rate_in_the_record_of_workers_apart_is_that_of_a_callback(tmp_path):
+    (tmp_path / "job.py").write_text(APART.format(folder=tmp_path))
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert ended.code == 0, ended.out
+    rows = [json.loads(text) for text in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows if row["kind"] == "train"][-1] == pytest.approx(0.005)
 
 
 ONE_RANK = """

@@ -12,6 +12,7 @@ import pytest
 from jaxmpi.allreduce.api import exchange_gradients
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
@@ -24,6 +25,7 @@ APART, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
 SEVERAL = {"devices": 2}  # of each of two ranks
 # Message and options; one for each line of the table at least.
+MADE = Optim("mine", transform=optax.sgd(0.1))  # with its rate
 STREAM = Data("grain", train=lambda worker, workers: iter([]))
 HELD_OUT = Data("mixture", train=(([1], 1.0),), validation=STREAM)
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -56,6 +58,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("exchange.strategy: got topk1 with several ranks of sev", {"exchange": ExchangeConfig("topk1"), **SEVERAL}),
     ("task: got token-classification with --on-rank-loss", {"task": "token-classification", **SHRINK}),
+    ("optim.lr: got 0.5 with an optimizer of one's own.*; leave it out, or", {"optim": replace(MADE, lr=0.5)}),
+    ("optim.lr_scaling: got sqrt with an optimizer of one's own", {"optim": replace(MADE, lr_scaling="sqrt")}),
+    ("schedule.decay: got cosine with an optimizer of one's own", {"optim": MADE, "schedule": Schedule("cosine")}),
+    ("schedule.warmup: got 1ep with an optimizer of one's own", {"optim": MADE, "schedule": Schedule(warmup="1ep")}),
+    ("schedule.rate: got .* with an optimizer of one's own", {"optim": MADE, "schedule": Schedule(rate=lambda k: 1)}),
     ("comm: got xla with --on-rank-loss shrink", {"comm": "xla", **SHRINK}),
     ("devices: got 4 with --on-rank-loss shrink", {"devices": 4, **SHRINK}),
     ("rule.name: got easgd with --on-rank-loss shrink; easgd, asgd and gosgd outlive", {**APART, **SHRINK}),

@@ -5,9 +5,11 @@ import json
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,26 +68,30 @@ def project(tmp_path, monkeypatch):
 def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, project, as_users_have_it, no_launcher):
     experiment = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["experiment"]
     short = {"train_for": "30st", "eval_every": "30st", "checkpoint_every": "30st", "quiet": True}
-    train(dataclasses.replace(experiment, **short, run_dir="run"), library)
-    exported.main(["run", "exported"])
-
-    logits = runpy.run_path(str(project / f"use_{library}.py"))["logits"]
+    trainer = jaxmpi.Trainer(dataclasses.replace(experiment, **short, run_dir="run"))
+    trainer.fit()
     source = open_source(experiment.data, "validation")
-    image, label = zip(*(source[i] for i in range(len(source))), strict=True)
-    x = (jnp.asarray(np.stack(image), jnp.float32) / 255 - 0.305) / 0.376
+    image, label = map(np.stack, zip(*(source[i] for i in range(len(source))), strict=True))
+    want = trainer.predict({"image": image})
+
+    exported.main(["run", "model.safetensors"])  # with the names of the library, and the bits of the run
+    tensors, (params, model_state) = load_file("model.safetensors"), trained(experiment.model, project)
+    assert {name for name, _ in dotted({"params": params, "model_state": model_state})} == tensors.keys()
+    forward, arrays = in_plain_library(library, project, tensors)
+    # The same program for XLA: normalised inside, arrays as arguments. In pieces, without jit, it rounds elsewhere.
+    np.testing.assert_array_equal(
+        jax.jit(lambda arrays, image: forward(arrays, normalised(image)))(arrays, image), want
+    )
+
+    exported.main(["run", "exported"])
+    logits = runpy.run_path(str(project / f"use_{library}.py"))["logits"]
+    x = normalised(jnp.asarray(image))
+    np.testing.assert_allclose(logits(x), want, atol=ROUNDING)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits(x), jnp.asarray(label)).mean()
     rows = [json.loads(line) for line in (project / "run" / "record.jsonl").read_text().splitlines()]
     [recorded] = [row["eval_loss"] for row in rows if row["kind"] == "eval"]
     assert abs(float(loss) - recorded) < ROUNDING + 5e-6 * recorded  # the record has six digits
 
-    params, model_state = trained(experiment.model, project)
-    want, _ = experiment.model.apply(params, model_state, x, jax.random.key(0), False)
-    np.testing.assert_allclose(logits(x), want, atol=ROUNDING)
-    exported.main(["run", "model.safetensors"])  # with the names of the library, and the bits of the run
-    tensors = load_file("model.safetensors")
-    assert {name for name, _ in dotted({"params": params, "model_state": model_state})} == tensors.keys()
-    if library in ("nnx", "linen"):
-        np.testing.assert_array_equal(in_plain_flax(library, project, tensors, x), logits(x))
     fresh = experiment.model.init(jax.random.key(0), x[:1])[1]
     if library != "functions":  # the statistics are trained ones, so that their loss would show
         without, _ = experiment.model.apply(params, fresh, x, jax.random.key(0), False)
@@ -99,17 +105,43 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
         np.testing.assert_array_equal(dict(pytrees.named_leaves(state._asdict()))[name], leaf)
 
 
-def in_plain_flax(library: str, project: Path, tensors: dict[str, np.ndarray], x: jax.Array) -> jax.Array:
-    """Logits of the network with a file's tensors, by Flax alone."""
-    net = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["Net"]
+def normalised(image: jax.Array) -> jax.Array:
+    return (image / 255 - 0.305) / 0.376
+
+
+def in_plain_library(
+    library: str, project: Path, tensors: dict[str, np.ndarray]
+) -> tuple[Callable[[Any, jax.Array], jax.Array], Any]:
+    """(arrays, f32[batch, 8, 8, 1]) -> logits of the network, and a file's tensors as it takes them, without jaxmpi."""
+    names = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))
     tree = traverse_util.unflatten_dict(tensors, sep=".")
+    if library == "functions":
+        return lambda params, x: names["apply"](params, x, None, False), tree["params"]
     if library == "linen":
-        return net().apply({"params": tree["params"], **tree["model_state"]}, x, train=False)
-    module = net(rngs=nnx.Rngs(7))
-    for part in tree.values():
-        nnx.update(module, nnx.restore_int_paths(jax.tree.map(jnp.asarray, part)))
-    module.eval()
-    return module(x)
+        return lambda arrays, x: names["Net"]().apply(arrays, x, train=False), {
+            "params": tree["params"],
+            **tree["model_state"],
+        }
+    if library == "nnx":
+        module = names["Net"](rngs=nnx.Rngs(7))
+        for part in tree.values():
+            nnx.update(module, nnx.restore_int_paths(jax.tree.map(jnp.asarray, part)))
+        module.eval()
+        graph, state = nnx.split(module)
+        return lambda state, x: nnx.merge(graph, state)(x), state
+    net, state = eqx.nn.make_with_state(names["Net"])(jax.random.key(7))
+    held = {name.partition(".")[2]: jnp.asarray(leaf) for name, leaf in tensors.items()}
+    statistics = tuple(held.pop(f"norm/batch_state_index/{i}") for i in range(2))
+    state = state.set(net.norm.batch_state_index, statistics)
+    by_path = lambda path, leaf: held.get(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)  # noqa: E731
+    net = eqx.nn.inference_mode(jax.tree_util.tree_map_with_path(by_path, net))
+    arrays, static = eqx.partition((net, state), eqx.is_array)
+
+    def forward(arrays: Any, x: jax.Array) -> jax.Array:
+        net, state = eqx.combine(arrays, static)
+        return jax.vmap(lambda one: net(one, state, key=None)[0], axis_name="batch")(jnp.moveaxis(x, -1, 1))
+
+    return forward, arrays
 
 
 ZOO = {
@@ -140,8 +172,8 @@ def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, 
         quiet=True,
     )
     train(experiment, name)
-    exported.main([str(tmp_path / "run"), str(tmp_path / "exported")])
-    net = jaxmpi.load(tmp_path / "exported").into(build(nnx.Rngs(1)))
+    exported.main([str(tmp_path / "run"), str(tmp_path / "model.safetensors")])
+    net = jaxmpi.load(tmp_path / "model.safetensors").into(build(nnx.Rngs(1)))
     graph, state = nnx.split(net)
 
     params, model_state = trained(model, tmp_path)

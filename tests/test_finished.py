@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +16,7 @@ import jaxmpi
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.trainer import finished, main
-from launching import mpirun_line, run, train_here
+from launching import ROOT, mpirun_line, run, train_here, wait_until
 from line_task import LINE, line, lines
 
 
@@ -87,7 +89,7 @@ def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
     alone = main.train(dataclasses.replace(experiment, callbacks=(), run_dir=str(tmp_path / "alone")), "lines")
     assert figures["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
     assert not list(Path(experiment.run_dir).glob("from_python*"))  # nothing stays that is unpickled
-    with pytest.raises(UsageError, match=r"was started from Python: use jaxmpi\.Trainer"):
+    with pytest.raises(UsageError, match=r"was started from Python: name a file"):
         finished.evaluate_main([experiment.run_dir])
     with pytest.raises(UsageError, match=r"2 workers refused it: .*holds a run already"):
         trainer.fit()
@@ -177,7 +179,7 @@ def test_a_file_without_arrays_of_examples_is_named(tmp_path):
 
 REFUSED = {
     "folder": (["nowhere"], "nowhere/config.json: no such file"),
-    "step": (["{run}", "--step", "5"], "--step: got 5; there are 6"),
+    "step": (["{run}", "--step", "5"], "run: step: got 5; there are 6: name one of them"),
     "field": (["{run}", "--data.dirr", "x"], "unknown field --data.dirr"),
 }
 
@@ -193,5 +195,57 @@ def test_a_run_that_python_started_says_so(tmp_path):
     jaxmpi.Trainer(experiment).fit()
     config = json.loads((Path(experiment.run_dir) / "config.json").read_text())
     (Path(experiment.run_dir) / "config.json").write_text(json.dumps({**config, "command": ["notebook"]}))
-    with pytest.raises(UsageError, match=r"was started from Python: use jaxmpi\.Trainer"):
+    with pytest.raises(UsageError, match=r"from Python: name a file .*, --experiment FILE\.py, or use jaxmpi\.Trainer"):
         finished.evaluate_main([experiment.run_dir])
+
+
+MINE = """
+from pathlib import Path
+from line_task import lines
+experiment = lines(Path({folder!r}))
+"""
+
+
+def test_a_run_that_python_started_is_evaluated_by_a_file_that_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE.format(folder=str(tmp_path)))
+    monkeypatch.setattr(sys, "argv", ["notebook"])
+    trainer = jaxmpi.Trainer(lines(tmp_path))
+    figures = trainer.fit()
+    named = [str(trainer.run_dir), "--experiment", str(tmp_path / "mine.py")]
+    finished.evaluate_main(named)
+    got = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert got == {"step": 7, **{name: pytest.approx(value, rel=1e-6) for name, value in figures.items()}}
+    with pytest.raises(
+        UsageError,
+        match=r"mine\.py is not the run's:\n  compute_dtype: got bfloat16, expected float32 \(the run's\)\n  na",
+    ):
+        finished.evaluate_main([*named, "--compute-dtype", "bfloat16"])
+
+
+NOTEBOOK = """
+import sys
+from pathlib import Path
+import jaxmpi
+from line_task import lines
+
+experiment = lines(Path(sys.argv[1]), run_dir=sys.argv[1] + "/run", train_for="1000000st", log_every=1)
+jaxmpi.Trainer(experiment, workers=2).fit()
+"""
+
+
+@pytest.mark.e2e
+def test_a_notebook_that_is_killed_leaves_no_pickle_and_no_folder(tmp_path):
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    job = subprocess.Popen([sys.executable, str(tmp_path / "notebook.py"), str(tmp_path)], env=env, **quiet)
+    record = tmp_path / "run" / "record.jsonl"
+    try:
+        wait_until(lambda: record.exists() and b'"kind": "train"' in record.read_bytes(), 120)
+        [folder] = (tmp_path / "run").glob("from_python*")
+        assert (folder / "from_python.py").exists()
+        assert not (folder / "from_python.pickle").exists()  # all have read it
+    finally:
+        job.kill()
+        job.wait()
+    wait_until(lambda: not [*(tmp_path / "run").glob("from_python*")], 60)

@@ -102,8 +102,11 @@ def test_a_file_of_another_model_is_named(change, match, finished, tmp_path):
     tensors = {**load_file(file), "model_state.n": np.zeros(1, np.float32)}
     change(tensors)
     save_file(tensors, file)
-    with pytest.raises(UsageError, match=match):
+    told = rf"{file} is not of this model:(.|\n)*{match}(.|\n)*give the model the names"
+    with pytest.raises(UsageError, match=f"^--params: {told}"):
         main.train(lines(tmp_path, LINE, params=str(file)), "lines")
+    with pytest.raises(UsageError, match=f"^{told}"):
+        jaxmpi.load(file).like({"w": np.zeros(3, np.float32)}, {})
 
 
 def test_a_damaged_file_and_others_that_are_none(finished, tmp_path):
@@ -112,7 +115,7 @@ def test_a_damaged_file_and_others_that_are_none(finished, tmp_path):
         (tmp_path / "torn.safetensors", {}, "torn.safetensors: cannot be read"),
         (tmp_path / "gone.safetensors", {}, "no such file"),
         (tmp_path / "gone", {}, "got no folder; expected a run directory"),
-        (finished, {"step": 8}, "--step: got 8; there are 1, 2, 3, 4, 5, 6, 7"),
+        (finished, {"step": 8}, "step: got 8; there are 1, 2, 3, 4, 5, 6, 7: name one of them"),
         (finished, {"step": 3, "best": True}, "got step 3 and best; give one of them"),
         (finished / "checkpoints" / "step_00000003", {"best": True}, "name the run directory"),
     ]
@@ -124,9 +127,12 @@ def test_a_damaged_file_and_others_that_are_none(finished, tmp_path):
 
 
 def test_a_module_of_other_arrays_is_named():
-    model = trained.TrainedModel(params={"kernel": np.zeros((2, 4), np.float32)}, model_state={})
+    kernel = {"kernel": np.zeros((2, 4), np.float32)}
+    model = trained.TrainedModel(params=kernel, model_state={}, source=Path("runs/a"))
     with pytest.raises(
-        UsageError, match=r"bias: got nothing, .*\n  kernel: got float32\[2, 4\], expected float32\[2, 3\]"
+        UsageError,
+        match=r"^params of runs/a: not of this module:\n  bias: got nothing, .*\n  kernel: got float32\[2, 4\], "
+        r"expected float32\[2, 3\]\n  make the module with the sizes",
     ):
         model.into(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(UsageError, match="expected a module of Flax NNX, Linen or Equinox"):

@@ -14,6 +14,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.model.check import check_model
 from jaxmpi.model.contract import Model
 from jaxmpi.models import MODELS
+from jaxmpi.models.encoder_decoder import encoder_decoder
 from jaxmpi.models.gpt import attention, gpt
 from jaxmpi.models.lstm import lstm
 from launching import ROOT
@@ -110,6 +111,22 @@ def test_a_gpt_starts_with_no_opinion():
     logits = jax.jit(lambda x: model.apply(params, state, x, KEY, False)[0])(x[:, :-1])
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, x[:, 1:]).mean()
     assert float(loss) == pytest.approx(math.log(256), abs=0.03)
+
+
+def test_a_decoder_sees_the_words_before_and_no_padding_of_the_source():
+    init, apply = encoder_decoder(12, 6, width=16, heads=2, layers=2)
+    params = init(jax.random.key(0))
+    source, before = jnp.array([[3, 4, 5, 0, 0, 0]]), jnp.array([[1, 7, 8, 9, 2, 3]])
+    logits = np.asarray(apply(params, source, before))
+    later = np.asarray(apply(params, source, before.at[0, 3].set(2)))
+    np.testing.assert_allclose(logits[:, :3], later[:, :3], atol=1e-6)
+    assert (np.abs(logits - later).max(-1)[:, 3:] > 1e-4).all()
+    padding = {**params, "words": params["words"].at[0].add(1.0)}  # of which only padding is made
+    np.testing.assert_allclose(apply(padding, source, before), logits, atol=1e-6)
+    assert np.abs(np.asarray(apply(params, source.at[0, 1].set(9), before)) - logits).max() > 1e-3
+    assert np.isfinite(np.asarray(apply(params, 0 * source, before))).all()
+    with pytest.raises(UsageError, match="encoder_decoder: got width 10 and 4 heads; expected a width that divides"):
+        encoder_decoder(12, 6, width=10)
 
 
 def test_width_that_does_not_divide_by_the_heads():

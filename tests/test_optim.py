@@ -15,6 +15,7 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import (
     OPTIMIZERS,
+    TRIED_STEPS,
     at_step,
     check_takes_gradients,
     is_linear,
@@ -182,8 +183,8 @@ SAME_AS_OPTAX = [
     ({"name": "lars", "momentum": 0.5, "weight_decay": 0.01}, optax.lars(falling, 0.01, momentum=0.5)),
     ({"name": "adafactor", "weight_decay": 0.01}, optax.adafactor(falling, weight_decay_rate=0.01)),
     (
-        {"name": "muon", "b1": 0.8, "weight_decay": 0.01},
-        optax.contrib.muon(falling, weight_decay=0.01, adam_weight_decay=0.01, adam_b1=0.8),
+        {"name": "muon", "momentum": 0.5, "b1": 0.8, "weight_decay": 0.01},
+        optax.contrib.muon(falling, weight_decay=0.01, adam_weight_decay=0.01, beta=0.5, adam_b1=0.8),
     ),
     (
         {"name": "schedule_free_sgd", "weight_decay": 0.01},
@@ -262,6 +263,19 @@ def test_whether_an_optimizer_is_linear_is_known_or_tried_out(name):
     assert tried == is_linear(config, tx, PARAMS) == (OPTIMIZERS[name].linear if linear is None else linear)
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_setting_of_an_optimizer_moves_its_params(name):
+    """What the table says that it takes, and what all take; `decay_bias` and `ema` have tests of their own."""
+    everywhere = {"weight_decay": 0.5, "bias_lr_factor": 3.0}
+    own = {"b1": 0.3, "b2": 0.3, "eps": 1e6, "momentum": 0.5, "rate_in_velocity": True}
+    settings = everywhere | {setting: own[setting] for setting in OPTIMIZERS[name].takes}
+    was = run(configured(name=name), TRIED_STEPS)
+    for setting, value in settings.items():
+        now = run(configured(name=name, **{setting: value}), TRIED_STEPS)
+        assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), was, now)), setting
+
+
 def test_clipping_is_not_linear():
     config = Optim(name="sgd", clip_norm=1.0)
     assert not is_linear(config, optimizer(config, falling), PARAMS)
@@ -274,9 +288,21 @@ NOT_OWN = {
     "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
     "momentum beside it": (Optim("mine", transform=optax.sgd, momentum=0.5), "optim.momentum: got optim.transform"),
     "a mask beside it": (Optim("mine", transform=optax.sgd, decay_mask=lambda p: p), "optim.decay_mask: got optim.tr"),
-    "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1, eps: optimizer 'sgd' has none"),
+    "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1: got 0.5; optimizer 'sgd' has none: leave"),
     "no share of the average": (Optim("schedule_free_sgd", b1=0.0), r"optim.b1: got 0 with 'schedule_free_sgd'"),
-    "a mean that lion has not": (Optim("lion", eps=1.0), "optim.eps: optimizer 'lion' has none"),
+    "a mean that lion has not": (Optim("lion", eps=1.0), "optim.eps: got 1.0; optimizer 'lion' has none"),
+    "a momentum that Adam has not": (
+        Optim("adam", momentum=0.9),
+        "optim.momentum: got 0.9; optimizer 'adam' has none: leave it at None, or take momentum, nesterov, lars, muon$",
+    ),
+    "a velocity that Adam has not": (
+        Optim("adam", rate_in_velocity=True),
+        "optim.rate_in_velocity: got True; optimizer 'adam' has none: leave it at False, or take momentum, nesterov$",
+    ),
+    "a velocity beside it": (
+        Optim("mine", transform=optax.sgd, rate_in_velocity=True),
+        "optim.rate_in_velocity: got optim.transform",
+    ),
 }
 
 
@@ -348,8 +374,6 @@ def test_refusals():
         UsageError, match=r"unknown optimizer 'adan'; did you mean 'adam'\? there are: adabelief, adafactor, "
     ):
         optimizer(Optim(name="adan"), optax.constant_schedule(1.0))
-    with pytest.raises(UsageError, match=r"optim.rate_in_velocity: optimizer 'adam' has no velocity; use momentum or"):
-        Optim(name="adam", rate_in_velocity=True)
     with pytest.raises(UsageError, match="bias_lr_factor: got 0; expected > 0"):
         scale_biases(0)
 

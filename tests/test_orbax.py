@@ -169,7 +169,7 @@ def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir
 
 
 def test_what_cannot_be_exported(run_dir, tmp_path):
-    with pytest.raises(UsageError, match="--step: got 4; there are 3, 9"):
+    with pytest.raises(UsageError, match="run: step: got 4; there are 3, 9"):
         exported.main([str(run_dir), str(tmp_path / "out"), "--step", "4"])
     with pytest.raises(UsageError, match="no checkpoint"):
         exported.main([str(tmp_path), str(tmp_path / "out")])
@@ -226,5 +226,5 @@ def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
     place = {"driver": "ocdbt", "base": f"file://{tmp_path}/out/", "path": "w/"}
     spec = {"driver": "zarr", "kvstore": place, "metadata": array, "create": True, "delete_existing": True}
     tensorstore.open(spec).result()
-    with pytest.raises(UsageError, match=r"w: chunks of \[1000000000\], expected \[4\] at most"):
+    with pytest.raises(UsageError, match=r"w: got chunks of \[1000000000\], expected \[4\] at most"):
         orbax_export.load(tmp_path / "out", like, {})

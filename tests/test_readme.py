@@ -90,7 +90,7 @@ SCENARIOS = [
         ("experiments/watched.py", "watched"),
         ("step 45/45", "\n45 0.", "top-1"),
     ),
-    Scenario(("experiments/confusion.py", "confusion"), ("2 workers", "step 45/45", "top-1")),
+    Scenario(("experiments/softmax.py", "experiments/weights.py", "weights"), ("2 workers", "largest weight", "top-1")),
     *(
         Scenario(
             (f"experiments/my_{name}.py", name), (f"{name}: ", "step 135/135", "top-1 9"), (*TWO_RANKS, THREE_EPOCHS)

@@ -21,6 +21,7 @@ from launching import ROOT, train
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 STEPS = 1000  # an epoch
+OWN = None  # the optimizer's own momentum, 0.9: tests/test_optim.py
 TOO_BIG = ("lm300m",)  # 7 GB a rank and more
 SLOW = ("googlenet", "googlenetbn", "resnet50", "alexnet", "vgg16", "gpt", "lstm")  # to compile, or to evaluate
 
@@ -45,7 +46,7 @@ def test_alexnet(workers, lr, no_launcher, monkeypatch):
         monkeypatch.setenv(variable, value)
     experiment = recipe("alexnet")
     assert (experiment.local_batch, experiment.train_for, experiment.rule.name) == (128, "70ep", "subgd")
-    assert (experiment.optim.name, experiment.optim.momentum, experiment.data.crop) == ("momentum", 0.9, 227)
+    assert (experiment.optim.name, experiment.optim.momentum, experiment.data.crop) == ("momentum", OWN, 227)
     assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias, experiment.optim.weight_decay) == (
         2,
         False,
@@ -62,14 +63,14 @@ def test_googlenet(workers, lr, no_launcher, monkeypatch):
     experiment = recipe("googlenet")
     assert (experiment.local_batch, experiment.rule.name, experiment.optim.weight_decay) == (32, "awagd", 2e-4)
     assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias) == (2, False)
-    assert (experiment.optim.name, experiment.optim.momentum, experiment.data.crop) == ("momentum", 0.9, 224)
+    assert (experiment.optim.name, experiment.optim.momentum, experiment.data.crop) == ("momentum", OWN, 224)
     expected = [workers * lr * (1 - epoch / 240) ** 0.5 for epoch in (0, 0, 60)]
     assert rates(experiment, workers, [0, 0.9, 60]) == pytest.approx(expected)
 
 
 def test_vgg16():
     experiment = recipe("vgg16")
-    assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias, experiment.optim.momentum) == (2, False, 0.9)
+    assert (experiment.optim.bias_lr_factor, experiment.optim.decay_bias, experiment.optim.momentum) == (2, False, OWN)
     assert experiment.data.crop == 224
     assert (experiment.local_batch, experiment.train_for, experiment.optim.weight_decay) == (32, "40ep", 5e-4)
     assert rates(experiment, 8, [0, 14.9, 15, 30, 35]) == pytest.approx([2e-3, 2e-3, 2e-4, 2e-5, 2e-6])
@@ -83,7 +84,7 @@ def test_ibm(name, workers, local_batch):
     experiment, peak = dataclasses.replace(recipe(name), local_batch=local_batch), 0.1 * local_batch * workers / 256
     assert (experiment.train_for, experiment.data.crop) == ("90ep", 224)
     assert (experiment.data.crop_area, experiment.data.mirror) == ((0.08, 1.0), True)
-    assert (experiment.optim.name, experiment.optim.momentum, experiment.optim.weight_decay) == ("momentum", 0.9, 1e-4)
+    assert (experiment.optim.name, experiment.optim.momentum, experiment.optim.weight_decay) == ("momentum", OWN, 1e-4)
     expected = [0.1, (0.1 + peak) / 2, peak, peak, peak / 10, peak / 100]
     assert rates(experiment, workers, [0, 2.5, 5, 29.9, 30, 60]) == pytest.approx(expected, rel=1e-5)
 

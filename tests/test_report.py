@@ -2,6 +2,7 @@
 
 import base64
 import html.parser
+import io
 import json
 import os
 import re
@@ -88,6 +89,24 @@ def two_runs(tmp_path_factory) -> tuple[Path, str]:
     first, second = write_run(folder / "a&b"), write_run(folder / "second", lr=0.2)
     path = report.write([first, second], folder / "out")
     return path, path.read_text()
+
+
+def test_the_page_has_the_newest_samples_and_no_file_from_elsewhere(tmp_path):
+    run = write_run(tmp_path / "run", lines=1)
+    with Recorder(run, terminal=Silent()) as record:
+        record.sample(1, "words", "old")
+        record.sample(2, "words", "<b>new</b>")
+        record.sample(2, "eye", np.eye(8, dtype=bool))
+        record.write("sample", step=3, name="far", file="../secret.png")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    text = report.write([run], tmp_path / "out").read_text()
+    assert "words, step 2</figcaption><pre>&lt;b&gt;new&lt;/b&gt;</pre>" in text
+    assert "old" not in text.partition('<section class="samples')[2].partition("</section>")[0]
+    [found] = re.findall(r'<img alt="eye, step 2" src="data:image/png;base64,([^"]+)">', text)
+    with Image.open(io.BytesIO(base64.b64decode(found))) as picture:
+        np.testing.assert_array_equal(np.asarray(picture), 255 * np.eye(8))
+    assert base64.b64encode(b"secret").decode() not in text
+    assert "far, step 3" not in text
 
 
 def test_the_page_has_all_sections_and_needs_nothing_else(two_runs):

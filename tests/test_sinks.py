@@ -275,9 +275,11 @@ def test_lines_of_ones_own_take_no_kind_of_the_trainer_and_no_path(tmp_path):
 # ---------------------------------------------------------------- trackers
 
 
+SAMPLES = {"picture": ".png", "words": ".txt"}  # with the ending of MLflow's files
 TWICE = """
 import sys
 from pathlib import Path
+import numpy as np
 from jaxmpi.config import Experiment
 from jaxmpi.config.flags import resolved
 from jaxmpi.observe.recorder import Recorder, cut_record
@@ -291,6 +293,8 @@ for steps in ((1, 2, 4), (5, 6)):
     made.write("run", experiment=resolved(Experiment()), workers=1)
     for step in steps:
         made.train(total_steps=6, epoch=1.0, lr=0.1, wait_s=0, skipped=0, step=step, examples=step, loss=1 / step)
+    made.sample(steps[0], "words", "a & b")
+    made.sample(steps[0], "picture", np.eye(8, dtype=bool))
     made.close()
 assert (sys.excepthook, sys.exit) == hooks
 """
@@ -320,14 +324,14 @@ def test_a_run_and_its_resumption_are_one_run_at_every_tracker_and_say_nothing(t
     env |= {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    ended = run([sys.executable, "-c", TWICE, str(run_dir)], timeout_s=240, env=env)
+    ended = run([sys.executable, "-c", TWICE, str(run_dir)], timeout_s=240, env=env, cwd=tmp_path)
     assert (ended.code, ended.out) == (0, "")
     record = [json.loads(text) for text in (run_dir / "record.jsonl").read_text().splitlines()]
     losses = [(row["step"], row["loss"]) for row in record if row["kind"] == "train"]
     assert [step for step, _ in losses] == [1, 2, 4, 5, 6]
 
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
-        [(run_id, status)] = database.execute("select run_uuid, status from runs").fetchall()
+        [(run_id, status, artifacts)] = database.execute("select run_uuid, status, artifact_uri from runs").fetchall()
         found = database.execute("select step, value from metrics where key = 'train/loss' order by step").fetchall()
         params = dict(database.execute("select key, value from params").fetchall())
     database.close()
@@ -349,6 +353,17 @@ def test_a_run_and_its_resumption_are_one_run_at_every_tracker_and_say_nothing(t
         [log] = folder.glob("run-*.wandb")
         assert log.name == f"run-{wandb_id}.wandb"
         assert b"train/loss" in log.read_bytes()
+        kept = {path.suffix for path in (folder / "files" / "media").rglob("*.*")}
+        assert kept == {".png", ".html"}
     assert json.loads((run_dir / "sinks.json").read_text())["mlflow"] == run_id
+    names = [path.name for path in sorted((tmp_path / artifacts.removeprefix("file://") / "samples").iterdir())]
+    assert names == [f"{name}_0000000{step}{end}" for name, end in SAMPLES.items() for step in (1, 5)]
+    samples = [metrics for _, metrics in logged if any(name.startswith("sample/") for name in metrics)]
+    assert [metrics.get("sample/words", "a & b") for metrics in samples] == ["a & b"] * 4
+    assert sum("sample/picture" in metrics for metrics in samples) == 2
+    events = b"".join(path.read_bytes() for path in sorted((run_dir / "tensorboard").iterdir()))
+    assert b"a & b" in events
+    assert b"sample/picture" in events
+    assert [row["name"] for row in table(run_dir / "csv" / "sample.csv")] == ["words", "picture"] * 2
     assert [row["step"] for row in table(run_dir / "csv" / "train.csv")] == [str(step) for step, _ in losses]
     assert len(list((run_dir / "tensorboard").iterdir())) == 2

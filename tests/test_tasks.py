@@ -20,23 +20,41 @@ from jaxmpi.model import plain_model
 from jaxmpi.tasks import classes, numbers
 from jaxmpi.tasks.registry import TASKS
 from jaxmpi.trainer import main
-from launching import train_here
+from launching import Ended, train, train_here
 from line_task import BY_TOKEN, LINE, STEPS, line, lines, loss
 from tolerances import U
 
 EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
+WITHOUT = [file for file in EXAMPLES if file.stem != "gan"]  # which has a test of its own
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", WITHOUT, ids=lambda file: file.stem)
 def test_the_examples_train(file, tmp_path):
-    workers = ["--devices", "8"] if file.stem == "gan" else []
-    asked = ["--train-for", "12st", "--eval-every", "4st", "--run-dir", str(tmp_path / "run")]
-    done = train_here(str(file), *workers, *asked)
+    assert_improves("loss", train_here(str(file), *SHORT, "--run-dir", str(tmp_path / "run")))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("ranks", "devices"), [(1, 1), (1, 8), (2, 1), pytest.param(8, 1, marks=pytest.mark.slow)])
+def test_the_gan_trains_in_one_process_and_in_eight(ranks, devices, tmp_path):
+    options = [*SHORT, "--effective-batch", "64", "--run-dir", str(tmp_path / "run"), "--replica-check-every", "4st"]
+    gan = str(Path("experiments/tasks/gan.py"))
+    done = train(ranks, gan, *options) if ranks > 1 else train_here(gan, *options, "--devices", str(devices))
+    assert f"{ranks * devices} workers x local batch {64 // ranks // devices}" in done.out
+    assert_improves("distance", done)
+
+
+SHORT = ["--train-for", "12st", "--eval-every", "4st"]
+
+
+def assert_improves(figure: str, done: Ended) -> None:
+    """A figure of the last of three evaluations is less than that of the first."""
     assert done.code == 0, done.out
-    losses = [float(line.split("loss ")[1].split()[0]) for line in done.out.splitlines() if "evaluation on" in line]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
+    values = [
+        float(line.split(f" {figure} ")[1].split()[0]) for line in done.out.splitlines() if "evaluation on" in line
+    ]
+    assert len(values) == 3
+    assert values[-1] < values[0]
 
 
 def test_an_example_takes_forty_lines():
@@ -144,6 +162,46 @@ def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weigh, tmp_
     # Seven steps of sums over 12 examples: a few hundred roundings, of values up to 100 times the loss.
     assert means["eval_loss"] == pytest.approx((losses * each).sum() / each.sum(), rel=2e4 * U)
     assert means["eval_far"] == pytest.approx(np.sqrt(losses).mean(), rel=2e4 * U)
+
+
+def pairwise(params, model_state, batch, key, train):
+    """l_i: the mean over the worker's real examples j of (r_i - r_j)^2, r = x w - y."""
+    far, real = batch["x"] @ params["w"] - batch["y"], batch["weight"] > 0
+    apart = jnp.where(real[None], jnp.square(far[:, None] - far[None]), 0)
+    return apart.sum(-1) / jnp.maximum(real.sum(dtype=jnp.float32), 1), model_state, far
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_loss_that_compares_examples_sees_the_real_ones_of_its_worker(devices, tmp_path):
+    data, w = line(50), np.zeros(3)
+    samplers = [Sampler(50, 12, worker, devices, 0) for worker in range(devices)]
+    for step in range(STEPS):  # the fifth has two examples
+        gradient, examples = np.zeros(3), 0
+        for sampler in samplers:
+            mine = sampler.indices(step).indices
+            x, y = data["x"][mine].astype(np.float64), data["y"][mine]
+            r, n = x @ w - y, max(len(mine), 1)
+            gradient += 2 / n * ((r[:, None] - r)[..., None] * (x[:, None] - x)).sum((0, 1))
+            examples += len(mine)
+        w = w - 0.01 * gradient / examples
+    run = lines(tmp_path, dataclasses.replace(LINE, loss=pairwise), devices=devices)
+    main.train(run, "lines")
+    np.testing.assert_allclose(jaxmpi.load(run.run_dir).params["w"], w, rtol=2e4 * U)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_rows_that_fill_up_a_batch_are_nobodys_pair(train):
+    names = runpy.run_path("experiments/tasks/contrastive.py")
+    task, pixels = names["experiment"].task, names["digits"]("validation")["pixels"][:32]
+    params, _ = task.init(jax.random.key(0), {"pixels": pixels[:1]})
+    found = []
+    for rows in (20, 32):
+        batch = {"pixels": pixels[:rows], "weight": (np.arange(rows) < 20).astype(np.float32)}
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+            losses, _, outputs = task.loss(params, {}, batch, jax.random.key(1), train)
+            found.append((losses[:20], task.metrics(outputs, batch)["found"][0][:20]))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=20 * U)
+    np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
 ROWS = {  # label_shape, classes, labels of n examples

@@ -1,17 +1,18 @@
-"""A made language: words of a sentence backwards, each shifted by one. Encoder and decoder, padding, teacher forcing.
+"""A made language: words of a sentence backwards, each shifted by one. Transformer, padding, teacher forcing.
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/translation.py
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxmpi import Task
 from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.models.encoder_decoder import encoder_decoder
 
-WORDS, LONGEST, WIDTH = 12, 6, 64  # 0 pads, 1 begins a sentence
+WORDS, LONGEST = 12, 6  # 0 pads, 1 begins a sentence
+init, apply = encoder_decoder(WORDS, LONGEST, width=64, heads=4, layers=2)
 
 
 def sentences(n, seed):
@@ -22,19 +23,10 @@ def sentences(n, seed):
     return {"source": source, "target": np.where(at < long, (back - 1) % (WORDS - 2) + 2, 0).astype(np.int32)}
 
 
-def init(key, batch):
-    shapes = {"words": (WORDS, WIDTH), "places": (2, LONGEST, WIDTH), "q": (WIDTH, WIDTH), "out": (2 * WIDTH, WORDS)}
-    keys = jax.random.split(key, len(shapes))
-    return {n: 0.1 * jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}, {}
-
-
 def loss(params, model_state, batch, key, train):
-    source, target = batch["source"], batch["target"]
-    encoded = params["words"][source] + params["places"][0]
+    target = batch["target"]
     before = jnp.pad(target, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
-    decoded = params["words"][before] + params["places"][1] + params["places"][0][words(batch) - 1][:, None]
-    scores = jnp.einsum("bti,ij,bsj->bts", decoded, params["q"], encoded) - 1e9 * (source == 0)[:, None]
-    logits = jnp.concatenate([jax.nn.softmax(scores) @ encoded, decoded], -1) @ params["out"]
+    logits = apply(params, batch["source"], before)
     each = optax.softmax_cross_entropy_with_integer_labels(logits, target) * (target > 0)
     return each.sum(-1) / words(batch), model_state, logits  # 2 words or more
 
@@ -48,9 +40,9 @@ def right(logits, batch):
 
 
 experiment = Experiment(
-    task=Task(name="translation", init=init, loss=loss, metrics=right, weight=words),
+    task=Task(name="translation", init=lambda key, batch: (init(key), {}), loss=loss, metrics=right, weight=words),
     data=Data("array", train=sentences(2048, 0), validation=sentences(256, 1)),
-    optim=Optim("adam", lr=0.01),
+    optim=Optim("adam", lr=2e-3),
     effective_batch=64,
     train_for="5ep",
 )

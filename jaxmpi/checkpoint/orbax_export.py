@@ -24,8 +24,13 @@ import numpy as np
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.format import Damaged, read_manifest
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.pytrees import PyTree, mismatches, named_leaves
 
+WAY_OUT = "name a folder that `jaxmpi export` has written"
+ANOTHER_MODEL = (
+    "give the model the names, sizes and dtypes that it was trained with (config.json of the run has its experiment), "
+    "or take the params of another run"
+)
 SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
 CENTERS = ("center", "rule_state/center", "rule_state/average")  # asynchronous rules', easgd_sync's, optim.ema
 SCHEDULE_FREE = ("b1", "weight_sum", "step_count", "max_lr")  # leaves of Optax's ScheduleFreeState beside z
@@ -183,7 +188,7 @@ def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
     """
     import orbax.checkpoint as ocp
 
-    check(folder.is_dir(), f"--params: no folder {str(folder)!r}; name one that `jaxmpi export` or Orbax has written")
+    check(folder.is_dir(), f"no folder {str(folder)!r}; name one that `jaxmpi export` or Orbax has written")
     refuse_ways_out(folder)
     try:
         with ocp.StandardCheckpointer() as reader:
@@ -197,7 +202,7 @@ def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
     except (UsageError, Damaged):
         raise
     except Exception as error:  # Orbax and TensorStore raise of all kinds
-        raise UsageError(f"--params: {folder}: cannot be read: {error!s:.400}") from error
+        raise UsageError(f"{folder}: cannot be read: {error!s:.400}; {WAY_OUT}") from error
     check_leaves(folder, tree, like)
     leaves = dict(named_leaves(tree))
     got = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(leaves[name]) for name, _ in named_leaves(like)])
@@ -220,7 +225,7 @@ def read(folder: Path) -> PyTree:
     except UsageError:
         raise
     except Exception as error:  # Orbax and TensorStore raise of all kinds
-        raise UsageError(f"{folder}: cannot be read: {error!s:.400}") from error
+        raise UsageError(f"{folder}: cannot be read: {error!s:.400}; {WAY_OUT}") from error
     return tree if isinstance(tree, dict) and tree.keys() <= {"params", "model_state"} else {"params": tree}
 
 
@@ -236,7 +241,7 @@ def refuse_ways_out(folder: Path) -> None:
         for name in [*folders, *files]:
             mode = os.lstat(os.path.join(path, name)).st_mode
             holds = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-            check(holds, f"--params: {path}/{name}: got something other than a regular file or a folder")
+            check(holds, f"{path}/{name}: got something other than a regular file or a folder; {WAY_OUT}")
 
 
 def check_chunks(folder: Path, sizes: PyTree) -> None:
@@ -245,17 +250,11 @@ def check_chunks(folder: Path, sizes: PyTree) -> None:
         storage = getattr(leaf, "storage", None)
         for shape in (getattr(storage, "chunk_shape", None), getattr(storage, "write_shape", None)):
             holds = shape is None or math.prod(shape) <= max(1, math.prod(leaf.shape))
-            text = f"chunks of {[*(shape or ())]}, expected {[*leaf.shape]} at most"
-            check(holds, f"--params: {folder}: {name}: {text}")
+            text = f"got chunks of {[*(shape or ())]}, expected {[*leaf.shape]} at most"
+            check(holds, f"{folder}: {name}: {text}; {WAY_OUT}")
 
 
-def check_leaves(folder: Path, tree: PyTree, like: PyTree) -> None:
+def check_leaves(source: Path, tree: PyTree, like: PyTree) -> None:
     """Raise `UsageError` if leaves differ from those of `like`; called before they are read, and again after."""
-    got = {name: f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for name, leaf in named_leaves(tree)}
-    expected = {name: f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for name, leaf in named_leaves(like)}
-    lines = [
-        f"{name}: got {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}"
-        for name in dict.fromkeys([*expected, *got])
-        if got.get(name) != expected.get(name)
-    ]
-    check(not lines, f"--params: {folder} is not of this model:\n  " + "\n  ".join(lines[:12]))
+    lines = mismatches(dict(named_leaves(tree)), dict(named_leaves(like)))
+    check(not lines, "\n  ".join([f"{source} is not of this model:", *lines, ANOTHER_MODEL]))

@@ -57,7 +57,7 @@ class TrainedModel:
         """
         from jaxmpi.model.adapters.loading import filled
 
-        return filled(module, self.params, self.model_state)
+        return filled(module, self.params, self.model_state, str(self.source))
 
     def like(self, params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
         """Params and model state in the structures of those given, which are arrays or shapes: a model's `init`.
@@ -121,7 +121,7 @@ def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
         check(bool(scores), f"{run_dir}: none of its checkpoints was evaluated; leave best out")
         step = min(scores, key=lambda k: (scores[k], k))
     step = max(kept) if step is None else step
-    check(step in kept, f"--step: got {step}; there are {', '.join(map(str, sorted(kept)))}")
+    check(step in kept, f"{run_dir}: step: got {step}; there are {', '.join(map(str, sorted(kept)))}: name one of them")
     return kept[step]
 
 
@@ -162,13 +162,13 @@ def from_safetensors(file: Path) -> TrainedModel:
         UsageError: no such file, it is damaged, or safetensors is missing.
     """
     made = library()
-    check(file.is_file(), f"{file}: no such file")
+    check(file.is_file(), f"{file}: no such file; name one that `jaxmpi export` or another program has written")
     try:
         leaves = made.numpy.load_file(str(file))
         with made.safe_open(str(file), framework="np") as opened:
             step = (opened.metadata() or {}).get("step", "")
     except Exception as error:  # SafetensorError derives from Exception alone
-        raise UsageError(f"{file}: cannot be read: {error!s:.400}") from error
+        raise UsageError(f"{file}: cannot be read: {error!s:.400}; export the run again") from error
     heads = {name.split(".")[0] for name in leaves}
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():

@@ -4,6 +4,7 @@ The parser is tyro's. It is given a dataclass made for it, whose parts are the g
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -125,6 +126,9 @@ def parsed(
 ) -> Experiment:
     """The experiment with the fields of the command line, which tyro parses.
 
+    It is given the flags that are named, without their help: to build a parser of all takes as long as many an import.
+    For --help, and if there is a mistake that it has to explain, it is given all, with help.
+
     Args:
         tables: those that a flag names a row of, by flag, for --help.
 
@@ -133,21 +137,52 @@ def parsed(
         SystemExit: a value of another type, after tyro has said so; or --help.
     """
     known = flags(base)
-    groups = grouped(known)
     shown = {name: shown_value(flag) for name, flag in known.items()}
+    named = {name for word in names_in(argv) for name in (word, without_no(word))}
+    few = {name: flag for name, flag in known.items() if name in named}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            values = values_of(few, shown, tables, argv, with_help=False, prog=prog)
+    except SystemExit:  # it says so again, in full
+        values = values_of(known, shown, tables, argv, with_help=True, prog=prog, description=description)
+    given = {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
+    kept = {name: (*given[name], *flag.objects) for name, flag in known.items() if name in given and flag.objects}
+    return with_values(base, given | kept)
+
+
+def values_of(
+    known: Mapping[str, Flag],
+    shown: Mapping[str, Any],
+    tables: Mapping[str, Mapping[str, Any]],
+    argv: Sequence[str],
+    *,
+    with_help: bool,
+    **about: str,
+) -> dict[str, Any]:
+    """Values of these flags by the command line.
+
+    Args:
+        known: flags that it may have.
+        shown: their values without it.
+        tables: as in `parsed`.
+        with_help: with the texts of --help.
+        about: what tyro says of the program.
+
+    Raises:
+        SystemExit: a mistake, or --help.
+    """
+    groups = {group: names for group, names in grouped(known).items() if names}
     parts = []
     for group, names in groups.items():
-        part = group_class(group, names, known, shown, tables)
+        part = group_class(group, names, known, shown, tables, with_help)
         parts.append((identifier(group), part, dataclasses.field(default_factory=part)))
-    got: Any = tyro.cli(dataclasses.make_dataclass("Flags", parts), args=argv, prog=prog, description=description)
-    values = {
+    got: Any = tyro.cli(dataclasses.make_dataclass("Flags", parts), args=argv, **about)
+    return {
         name: getattr(getattr(got, identifier(group)), identifier(name))
         for group, names in groups.items()
         for name in names
     }
-    given = {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
-    kept = {name: (*given[name], *flag.objects) for name, flag in known.items() if name in given and flag.objects}
-    return with_values(base, given | kept)
 
 
 def grouped(known: Mapping[str, Flag]) -> dict[str, list[str]]:
@@ -166,12 +201,14 @@ def group_class(
     known: Mapping[str, Flag],
     shown: Mapping[str, Any],
     tables: Mapping[str, Mapping[str, Any]],
+    with_help: bool,
 ) -> type:
     """A dataclass with the fields of one heading, each spelled as in its part."""
     fields = []
     for name in names:
         flag = known[name]
-        arg = tyro.conf.arg(name=name, prefix_name=False, help=flag.help, metavar=flag.metavar(tables.get(name, {})))
+        text = flag.help if with_help else ""  # read from the source
+        arg = tyro.conf.arg(name=name, prefix_name=False, help=text, metavar=flag.metavar(tables.get(name, {})))
         hint = str if flag.hint is Any else flag.hint
         default = dataclasses.field(default_factory=functools.partial(shown.__getitem__, name))
         fields.append((identifier(name), Annotated[hint, arg], default))
@@ -214,9 +251,13 @@ def with_values(part: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 def unknown_flags(argv: Sequence[str], experiment: Experiment) -> list[str]:
     """Names given as `--name` or `--no-name` that no field of the experiment has."""
-    given = [arg[2:].split("=")[0].replace("_", "-") for arg in argv if arg.startswith("--")]
     known = {"help", *flags(experiment)}
-    return [name for name in given if name not in known and without_no(name) not in known]
+    return [name for name in names_in(argv) if name not in known and without_no(name) not in known]
+
+
+def names_in(argv: Sequence[str]) -> list[str]:
+    """Names of the flags on a command line."""
+    return [arg[2:].split("=")[0].replace("_", "-") for arg in argv if arg.startswith("--")]
 
 
 def takes_value(arg: str) -> bool:

@@ -19,7 +19,7 @@ class Optim:
     lr_for_batch: int = 0  # local batch that lr is for: with b examples it is b / this times lr; 0 = with any
     # of lr in the number of workers; rule = the rule's own default
     lr_scaling: Annotated[str, OneOf("rule", "none", "linear", "sqrt")] = "rule"
-    momentum: float = 0.9  # mu, in [0, 1)
+    momentum: float | None = None  # mu, in [0, 1), where the optimizer has one; None: its own
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
     b1: float | None = None  # decay of the mean of gradients, where the optimizer has one; None: its own
     b2: float | None = None  # decay of the mean of their squares, likewise
@@ -36,11 +36,6 @@ class Optim:
         check_choices(self, "optim.")
         check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
         check(self.lr_for_batch >= 0, f"optim.lr_for_batch: got {self.lr_for_batch}; expected examples >= 0")
-        check(0 <= self.momentum < 1, f"optim.momentum: got {self.momentum}; expected [0, 1)")
-        check(
-            not self.rate_in_velocity or self.name in ("momentum", "nesterov"),
-            f"optim.rate_in_velocity: optimizer {self.name!r} has no velocity; use momentum or nesterov",
-        )
         check(self.weight_decay >= 0, f"optim.weight_decay: got {self.weight_decay}; expected >= 0")
         check(0 <= self.ema < 1, f"optim.ema: got {self.ema}; expected [0, 1), such as 0.999")
         check(self.clip_norm >= 0, f"optim.clip_norm: got {self.clip_norm}; expected >= 0")
@@ -48,7 +43,7 @@ class Optim:
             self.bias_lr_factor > 0,
             f"optim.bias_lr_factor: got {self.bias_lr_factor}; expected > 0",
         )
-        for name in ("b1", "b2"):
+        for name in ("momentum", "b1", "b2"):
             value = getattr(self, name)
             check(value is None or 0 <= value < 1, f"optim.{name}: got {value}; expected [0, 1)")
         check(self.eps is None or self.eps > 0, f"optim.eps: got {self.eps}; expected > 0")

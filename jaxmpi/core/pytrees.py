@@ -1,6 +1,7 @@
 """Pytrees: leaves by name, their shapes and dtypes, digests."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,6 +26,17 @@ def path_name(path: Any) -> str:
 def signature(tree: PyTree) -> dict[str, str]:
     """Path to `float32[3,3,64]` of every leaf, in order: what must agree before arrays travel."""
     return {name: f"{jnp.result_type(leaf)}{list(np.shape(leaf))}" for name, leaf in named_leaves(tree)}
+
+
+def mismatches(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """A line for each leaf that is missing, extra, or of another shape or dtype; at most 12, and how many more."""
+    shown = [{name: f"{np.dtype(x.dtype)}{list(x.shape)}" for name, x in tree.items()} for tree in (got, expected)]
+    lines = [
+        f"{name}: got {shown[0].get(name, 'nothing')}, expected {shown[1].get(name, 'nothing')}"
+        for name in dict.fromkeys([*expected, *got])
+        if shown[0].get(name) != shown[1].get(name)
+    ]
+    return lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
 
 
 def check_arrays(tree: PyTree) -> None:

@@ -6,7 +6,7 @@ This module imports no JAX, so that `jaxmpi report` starts at once.
 FORMAT = 2  # of the record; 1 had no anatomy
 KINDS = (  # of lines that jaxmpi writes
     *("run", "train", "workers", "eval", "window", "exchange", "checkpoint", "skipped", "rollback", "stopped"),
-    *("lost", "changed", "continued", "memory", "shuffle"),
+    *("lost", "changed", "continued", "memory", "shuffle", "sample"),
     "functions",  # by a script's own call: rows of a profile of `jaxmpi.function`
 )
 # Parts of a step's time; all but `hidden` add up to it.

@@ -21,6 +21,7 @@ import numpy as np
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import read_plain
 from jaxmpi.observe.record_format import FORMAT, PARTS, SOURCES
+from jaxmpi.observe.samples import Sample, newest
 
 MOST_LINES = 4_000  # of steps that are read in full; in a longer record the others have their numbers only
 COLUMNS = 200  # of a map
@@ -58,6 +59,7 @@ class Record(NamedTuple):
     exchange_time: dict[str, int]  # lines by source of the exchange times
     slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty if none
     notes: list[str]  # warnings for the page
+    samples: Sequence[Sample] = ()  # texts and pictures, the newest of each name
 
     @property
     def worker_steps(self) -> list[float]:
@@ -99,6 +101,7 @@ def read(folder: Path, name: str = "") -> Record:
         ),
         slowest=[row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
         notes=notes_on(facts, broken, [row.get("kind") for row in rows]),
+        samples=newest(folder, rows),
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import write_all, write_whole, writing
+from jaxmpi.observe import samples
 from jaxmpi.observe.flops import Work
 from jaxmpi.observe.record_format import KINDS, PARTS, SOURCES
 from jaxmpi.observe.sinks.base import Sink, close, send
@@ -109,6 +110,23 @@ class Recorder:
             f"write: got kind {kind!r}; expected letters, digits, _ and -, and none of {', '.join(KINDS)}",
         )
         self.write(kind, **fields)
+
+    def sample(self, step: int, name: str, value: str | np.ndarray) -> None:
+        """Write a sample: a text in its line, a picture as a PNG file that its line names.
+
+        Raises:
+            UsageError: a name that is none of a file, or a value that is neither a text nor a picture.
+            TrainingError: it cannot be written.
+        """
+        check(bool(re.fullmatch(r"[\w-]+", name)), f"show: got name {name!r}; expected letters, digits, _ and -")
+        if isinstance(value, str):
+            return self.write("sample", step=step, name=name, text=value)
+        picture = samples.checked(value)
+        if self._file:
+            file = Path(self._file.name).parent / samples.file_of(step, name)
+            with writing(file):
+                samples.save(picture, file)
+            self.write("sample", step=step, name=name, file=samples.file_of(step, name))
 
     def train(
         self,

@@ -28,6 +28,7 @@ from jaxmpi.core.json_tree import flatten_json
 from jaxmpi.observe import plots, report_charts
 from jaxmpi.observe.record_reader import Record, Table, plain_text, read, read_study
 from jaxmpi.observe.report_charts import own_figures
+from jaxmpi.observe.samples import as_url
 
 MOST_SHARES = 16  # workers whose steps are listed
 MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
@@ -306,6 +307,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
         overview=overview(records, grouped if has_seeds else []),
         sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
         functions=functions(records),
+        samples="".join(samples_of(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
         configuration=configurations(records),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
@@ -409,6 +411,19 @@ def cell(figure: str, value: Any) -> str:
         if figure.endswith("_bytes")
         else f"{value:.0f}"
     )
+
+
+def samples_of(record: Record, runs: int) -> str:
+    """The newest texts and pictures of a run."""
+    shown = []
+    for sample in record.samples:
+        title = escaped(f"{sample.name}, step {sample.step}")
+        body = f"<pre>{escaped(sample.text)}</pre>"
+        if sample.picture:
+            body = f'<img alt="{title}" src="{as_url(sample.picture)}">'
+        shown.append(f"<figure><figcaption>{title}</figcaption>{body}</figure>")
+    of_run = f" of {escaped(record.name)}" * (runs > 1)
+    return f'<section class="samples filled printed"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
 
 
 def differences(records: Sequence[Record]) -> str:

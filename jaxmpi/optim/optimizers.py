@@ -1,6 +1,8 @@
 """Learning-rate schedules and optimizers: configuration -> Optax."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 ScheduleFreeState = optax.contrib.ScheduleFreeState
 Transform = optax.GradientTransformation
 Mask = Callable[[PyTree], PyTree] | None  # params -> which tensors decay; None: all
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Optim)}
 
 
 class OptimizerSpec(NamedTuple):
@@ -26,7 +29,12 @@ class OptimizerSpec(NamedTuple):
     linear: bool = False  # whether the mean of workers' updates is the update of their mean gradient
     decays_after: bool = False  # decay is decoupled: added to the direction, not to the gradient
     averages: bool = False  # schedule-free: all of the chain but clipping moves z, from which Optax makes y and x
-    takes: tuple[str, ...] = ()  # of b1, b2 and eps
+    takes: tuple[str, ...] = ()  # of SETTINGS
+
+
+def changed(config: Optim, names: Sequence[str]) -> list[str]:
+    """Those of the names whose fields are not at their defaults."""
+    return [name for name in names if getattr(config, name) != DEFAULTS[name]]
 
 
 def given(config: Optim, **arguments: str) -> dict[str, Any]:
@@ -48,7 +56,7 @@ def lamb(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
 def lars(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     """LARS: momentum over gradients scaled to each tensor's norm. You et al. 2017."""
     every = True if mask is None else mask
-    return optax.lars(lr, config.weight_decay, every, momentum=config.momentum, **given(config, eps="eps"))
+    return optax.lars(lr, config.weight_decay, every, **given(config, momentum="momentum", eps="eps"))
 
 
 def adafactor(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
@@ -59,9 +67,14 @@ def adafactor(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
 
 def muon(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     """Muon: momentum made orthogonal, of tensors of two axes; AdamW for all others. Jordan et al. 2024."""
-    adam = given(config, adam_b1="b1", adam_b2="b2", eps="eps")
+    own = given(config, beta="momentum", adam_b1="b1", adam_b2="b2", eps="eps")
     decay = config.weight_decay
-    return optax.contrib.muon(lr, weight_decay=decay, adam_weight_decay=decay, weight_decay_mask=mask, **adam)
+    return optax.contrib.muon(lr, weight_decay=decay, adam_weight_decay=decay, weight_decay_mask=mask, **own)
+
+
+def velocity(config: Optim, *, nesterov: bool = False) -> Transform:
+    """Momentum, v <- mu v + g; Optax has no default of mu."""
+    return optax.trace(MOMENTUM if config.momentum is None else config.momentum, nesterov=nesterov)
 
 
 def rms(config: Optim) -> Transform:
@@ -82,12 +95,15 @@ def schedule_free(config: Optim, lr: optax.Schedule, base: Transform) -> Transfo
     return optax.contrib.schedule_free(base, lr, **given(config, b1="b1"))
 
 
+MOMENTUM = 0.9  # of `momentum` and `nesterov`, if Optim names none
 MOMENTS = ("b1", "b2", "eps")
+VELOCITY = ("momentum", "rate_in_velocity")
+SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
 TRIED_STEPS = 20  # some begin as another: RAdam is momentum for five steps
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True),
-    "momentum": OptimizerSpec(lambda c: optax.trace(c.momentum), linear=True),
-    "nesterov": OptimizerSpec(lambda c: optax.trace(c.momentum, nesterov=True), linear=True),
+    "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY),
+    "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY),
     "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS),
     "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS),
     "nadamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS),
@@ -100,9 +116,9 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "rmsprop": OptimizerSpec(lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps")),
     "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",)),
     "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS),
-    "lars": OptimizerSpec(whole=lars, takes=("eps",)),
+    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum")),
     "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",)),
-    "muon": OptimizerSpec(whole=muon, takes=MOMENTS),
+    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum")),
     "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",)),
     "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS),
 }
@@ -126,8 +142,13 @@ def optimizer(config: Optim, lr: optax.Schedule) -> Transform:
     if config.transform is not None:
         return optax.chain(*clip, own(config, lr), *rate)
     row = lookup(OPTIMIZERS, config.name, "optimizer")
-    odd = [name for name in MOMENTS if getattr(config, name) is not None and name not in row.takes]
-    check(not odd, f"optim.{', '.join(odd)}: optimizer {config.name!r} has none; leave it out")
+    for name in changed(config, SETTINGS):
+        takers = ", ".join(other for other, spec in OPTIMIZERS.items() if name in spec.takes)
+        check(
+            name in row.takes,
+            f"optim.{name}: got {getattr(config, name)}; optimizer {config.name!r} has none: leave it at "
+            f"{DEFAULTS[name]}, or take {takers}",
+        )
     if row.whole:
         return optax.chain(*clip, row.whole(config, lr, mask), *rate)
     assert row.direction
@@ -185,8 +206,7 @@ def own(config: Optim, lr: optax.Schedule) -> Transform:
         f"optim.transform: got one with the name {config.name!r}, which is jaxmpi's own; name yours, as in "
         'Optim("mine", transform=...)',
     )
-    settings = *MOMENTS, "momentum", "weight_decay", "decay_bias", "decay_mask"
-    idle = [name for name in settings if getattr(config, name) != Optim.__dataclass_fields__[name].default]
+    idle = changed(config, (*SETTINGS, "weight_decay", "decay_bias", "decay_mask"))
     check(not idle, f"optim.{', '.join(idle)}: got optim.transform, too, which has its own; leave it out")
     made = config.transform if has_own_rate(config) else config.transform(lr)
     made = made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made

@@ -21,7 +21,7 @@ from jaxmpi.rules.parameter_server import Answer, Counters, TimeSpent
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_start import Start, on_device
 from jaxmpi.trainer.async_worker import Worker
-from jaxmpi.trainer.evaluate import evaluate, score
+from jaxmpi.trainer.evaluate import evaluate, rate_factor, score
 from jaxmpi.trainer.loop import Progress
 from jaxmpi.trainer.progress import Done
 from jaxmpi.trainer.resume import extra_of
@@ -133,8 +133,8 @@ class ChiefWorker:
         is_own = self.worker.rule.is_gossip and not self.worker.is_done
         return jax.tree.map(np.asarray, state.params) if is_own else self.worker.center()
 
-    def log(self, step: int) -> None:
-        """Lines of what all workers did since the last ones."""
+    def log(self, step: int, state: TrainState) -> None:
+        """Lines of what all workers did since the last ones; the learning rate is worker 0's."""
         assert self.answer is not None
         answer, recorder, examples = self.answer, self.run.recorder, len(self.run.plan.feed.source)
         now, alive = answer.tally, int(answer.books.alive)
@@ -153,7 +153,7 @@ class ChiefWorker:
             skipped=int(now.skipped),
         )
         seen = summary_apart(spent) if spent["steps"].any() else None
-        self.run.log.write(step, done, seen, worker_steps=worker_steps)
+        self.run.log.write(step, done, seen, rate_factor(self.run, state), worker_steps=worker_steps)
         recorder.write(
             "workers",
             step=step,
@@ -184,7 +184,7 @@ class ChiefWorker:
             self.wait(state)
         step = run.plan.step(self.answer.tally.examples)
         if self.has_news():
-            self.log(step)
+            self.log(step, state)
         if step == run.plan.clock.total_steps or run.plan.timetable.between(self.done, step).evaluate:
             self.evaluate(step, state)
         self.save(step, state)

@@ -185,7 +185,7 @@ class AsynchronousWorker:
     def log(self, step: int, state: TrainState) -> None:
         """Lines of all workers."""
         assert self.chief is not None
-        self.chief.log(step)
+        self.chief.log(step, state)
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """On the center."""

@@ -506,6 +506,18 @@ def rate_words(experiment: Experiment, factor: float, scaling: str) -> str:
 # ---------------------------------------------------------------- its state 0
 
 
+def given_model(where: Path, params: PyTree, model_state: PyTree) -> orbax_export.Loaded:
+    """Params and model state of a file or a folder, in the structures of those given.
+
+    Raises:
+        UsageError: it cannot be read, or is not of this model.
+    """
+    if where.suffix != trained.SUFFIX:
+        return orbax_export.load(where, params, model_state)
+    model = trained.load(where)
+    return orbax_export.Loaded(*model.like(params, model_state), bool(model.model_state))
+
+
 def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule) -> dict[int, TrainState]:
     """State 0 of this process's workers: params and model state of rank 0 on all ranks, params compared by hash."""
     key = jax.random.key(experiment.seed)
@@ -513,12 +525,10 @@ def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan,
         made = plan.init(key)
         params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
         if experiment.params:
-            given = Path(experiment.params)
-            if given.suffix == trained.SUFFIX:
-                model = trained.load(given)
-                (params, model_state), has_state = model.like(params, model_state), bool(model.model_state)
-            else:
-                params, model_state, has_state = orbax_export.load(given, params, model_state)
+            try:
+                params, model_state, has_state = given_model(Path(experiment.params), params, model_state)
+            except errors.UsageError as error:
+                raise type(error)(f"--params: {error}") from error
             if not has_state and jax.tree.leaves(model_state):
                 text = "bare params, so the model state begins as the model's own"
                 print(f"jaxmpi: --params: {experiment.params}: {text}", file=sys.stderr, flush=True)

@@ -43,6 +43,8 @@ class Moment:
         sum: (f64 array) -> its sum over all ranks, which all call it with arrays of one shape.
         say: (text) -> a line on rank 0's terminal.
         write: (kind, **fields) -> a line of the record, of a kind that the trainer does not write.
+        show: (name, text or picture) -> a sample for the record, the report and the sinks, by rank 0. A picture is u8
+            or bool [height, width] or u8 [height, width, 3]; it is kept as a PNG file in `folder/samples`.
         stop: (why) -> the run ends after this evaluation, with a checkpoint; on all ranks alike.
     """
 
@@ -58,6 +60,7 @@ class Moment:
     sum: Callable[[np.ndarray], np.ndarray]
     say: Callable[[str], None]
     write: Callable[..., None]
+    show: Callable[[str, str | np.ndarray], None]
     stop: Callable[[str], None]
 
 
@@ -349,13 +352,27 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
 
 
 def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
-    """Give each its state back, by its name: of several of one name the first, second, and so on.
+    """Give each its state back; one that the checkpoint does not know stays as it is."""
+    for callback, state in matched(callbacks, kept):
+        callback.restore(state)
 
-    One that the checkpoint does not know stays as it is.
+
+def carry_rate(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
+    """Begin with the falls of the learning rate that were due in a run that this one continues.
+
+    Those that were made before are in the optimizer's state. What callbacks counted is that run's own.
     """
-    left = list(kept)
+    for callback, state in matched(callbacks, kept):
+        if isinstance(callback, ReduceOnPlateau):
+            callback.due = state["due"]
+
+
+def matched(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> list[tuple[Callback, dict[str, Any]]]:
+    """Each with its state of a checkpoint, if that has one: of several of one name the first, second, and so on."""
+    left, found = list(kept), []
     for callback in callbacks:
         row = next((row for row in left if row[0] == type(callback).__name__), None)
         if row is not None:
             left.remove(row)
-            callback.restore(row[1])
+            found.append((callback, row[1]))
+    return found

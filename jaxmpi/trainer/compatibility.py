@@ -14,9 +14,11 @@ import jax
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.config.data import Data
 from jaxmpi.config.flags import flags
+from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.data.sources.grain_streams import is_stream
+from jaxmpi.optim import optimizers
 from jaxmpi.rules import registry
 from jaxmpi.runtime.launchers import launched_workers
 from jaxmpi.tasks.base import Task
@@ -83,9 +85,16 @@ def drives_several(experiment: Experiment) -> bool:
     return experiment.devices > 1 and experiment.comm == "mpi" and launched_workers() > 1
 
 
+def knows_its_rates(experiment: Experiment) -> bool:
+    """Return True if the optimizer is the user's own and was made with its learning rates."""
+    return optimizers.has_own_rate(experiment.optim)
+
+
 SHRINK = "--on-rank-loss shrink"
 SEVERAL = "several ranks of several devices each, which exchange between programs"
 APART = "an asynchronous rule, whose workers do not meet"
+OWN_RATE = "an optimizer of one's own that was made with its rates"
+TAKE_A_SCHEDULE = "leave it out, or give optim.transform a function of the schedule"
 REFUSALS = (
     Refusal("on_nonfinite", "rollback", "rollback".__eq__, is_asynchronous, APART, "skip or stop"),
     Refusal("batch_statistics", "synchronised", "synchronised".__eq__, is_asynchronous, APART, "averaged or local"),
@@ -232,6 +241,13 @@ REFUSALS = (
         SHRINK,
         "a dead worker's part of the data goes with its memory: take none, or --on-rank-loss end",
     ),
+    Refusal("optim.lr", "any", Optim.lr.__ne__, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE),
+    Refusal(
+        "optim.lr_scaling", "linear, sqrt", ("linear", "sqrt").__contains__, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE
+    ),
+    Refusal("schedule.decay", "any", Schedule.decay.__ne__, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE),
+    Refusal("schedule.warmup", "any", Schedule.warmup.__ne__, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE),
+    Refusal("schedule.rate", "any", callable, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE),
 )
 
 

@@ -83,6 +83,7 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
         sum=partial(sum_over_ranks, run),
         say=run.recorder.say,
         write=partial(run.recorder.note, step=step),
+        show=partial(run.recorder.sample, step),
         stop=wanted.append,
     )
     for callback in of_rank(run.experiment.callbacks, moment.rank):

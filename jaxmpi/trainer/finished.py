@@ -6,7 +6,9 @@
     mpirun -n 4 jaxmpi evaluate RUN                                          the same by four workers
 
 Fields are those of the experiment, such as `--data.dir` and `--data.validation-split` for other examples. The run's own
-command line, in its config.json, says which experiment file it was and with which fields.
+command line, in its config.json, says which experiment file it was and with which fields. A run that `jaxmpi.Trainer`
+started in a script or a notebook has none: `--experiment FILE.py` names it. A pickle of the experiment in the run
+directory would do without, but no file that stays is ever unpickled.
 """
 
 import argparse
@@ -28,9 +30,10 @@ from jaxmpi.checkpoint import trained
 from jaxmpi.checkpoint.format import read_manifest
 from jaxmpi.comm.control import processes
 from jaxmpi.comm.topology import Workers, gather_workers
-from jaxmpi.config import experiment_file
+from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.json_tree import flatten_json
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
@@ -164,25 +167,60 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
 # ---------------------------------------------------------------- from the command line
 
 
-def begun_with(run_dir: Path, argv: Sequence[str]) -> Experiment:
-    """The experiment of a run, by the command line in its config.json, with other fields.
+def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experiment:
+    """The experiment of a run with other fields, by the command line in its config.json or by a file that is named.
 
     Raises:
-        UsageError: it was not started by an experiment file, or that is not here.
+        UsageError: it was not started by an experiment file, or that is not here; the one that is named sees other
+            inputs than the run did.
     """
     file = run_dir / "config.json"
     check(file.is_file(), f"{file}: no such file; name a run directory")
     try:
-        command = [str(word) for word in json.loads(file.read_text())["command"][1:]]
-    except (ValueError, KeyError, TypeError) as error:
+        config = json.loads(file.read_text())
+        command = [str(word) for word in config["command"][1:]]
+        saved = flatten_json(config["experiment"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{file}: damaged: {error!r}") from error
+    if named:
+        experiment = experiment_file.parse([named, *argv])[0]
+        refuse_other_inputs(named, saved, flatten_json(json.loads(json.dumps(flags.resolved(experiment)))))
+        return experiment
     command = experiment_file.file_first(command)
     is_file = bool(command) and experiment_file.is_experiment(command[0], "")
     if not is_file or Path(command[0]).name == launched.FILE:
-        raise UsageError(f"{run_dir} was started from Python: use jaxmpi.Trainer(experiment).evaluate() there")
+        raise UsageError(
+            f"{run_dir} was started from Python: name a file that has its `experiment = Experiment(...)`, --experiment "
+            "FILE.py, or use jaxmpi.Trainer(experiment).evaluate() there"
+        )
     path = experiment_file.located(command[0])
     check(path.is_file(), f"{run_dir} was started with {shlex.join(command)}; {path} is not here: change the folder")
     return experiment_file.parse([*command, *argv])[0]
+
+
+# Fields by which the outputs for one example differ, though params fit.
+INPUTS = ("model", "task", "compute_dtype", "data.mean", "data.std", "data.mean_image", "data.resize", "data.crop")
+
+
+def refuse_other_inputs(named: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse an experiment whose model sees its examples otherwise than the run's did.
+
+    Args:
+        named: its file.
+        saved: fields of the run's configuration, by path.
+        now: of this experiment.
+
+    Raises:
+        UsageError: fields that differ: got, expected.
+    """
+    paths = [path for path in dict.fromkeys([*saved, *now]) if path.startswith(INPUTS)]
+    lines = [
+        f"{path}: got {now.get(path)}, expected {saved.get(path)} (the run's)"
+        for path in paths
+        if now.get(path) != saved.get(path)
+    ]
+    way_out = "name the file that the run's script or notebook has its experiment from, or give these fields as flags"
+    check(not lines, "\n  ".join([f"--experiment {named} is not the run's:", *lines, way_out]))
 
 
 def with_inputs(experiment: Experiment, file: Path) -> Experiment:
@@ -220,6 +258,9 @@ def parser(name: str, description: str, example: str) -> argparse.ArgumentParser
         epilog=f"example: jaxmpi {name} {example}",
     )
     options.add_argument("run_dir", type=Path, help="run directory")
+    options.add_argument(
+        "--experiment", default="", metavar="FILE.py", help="of a run that Python started (default: the run's own)"
+    )
     options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
     options.add_argument("--best", action="store_true", help="the best checkpoint by the run's --monitor")
     return options
@@ -230,7 +271,7 @@ def asked_for(options: argparse.ArgumentParser, argv: list[str]) -> tuple[Finish
     failures.install_excepthooks()
     asked, fields = options.parse_known_args(argv)
     control = processes()  # before the experiment file, which may touch the device
-    experiment = begun_with(asked.run_dir, fields)
+    experiment = begun_with(asked.run_dir, fields, asked.experiment)
     control.assert_same("what is asked for", {"options": [*map(str, vars(asked).values()), *fields]})
     if getattr(asked, "data", None):
         experiment = with_inputs(experiment, asked.data)

@@ -1,8 +1,9 @@
 """A run in processes of its own, from a script or a notebook that is one process.
 
 `cloudpickle` writes the experiment for the workers, so functions and classes of the notebook go with it. It lies in a
-folder in the run directory that only this user can read, and that is gone when they have ended: no file that stays is
-ever unpickled. `jaxmpi train -n N` starts them, as on the command line. Their terminal is this process's output.
+folder in the run directory that only this user can read. Once all workers have read it they remove it. When they have
+ended the folder is gone, whatever ended this process: no file that stays is ever unpickled. `jaxmpi train -n N` starts
+them, as on the command line. Their terminal is this process's output.
 """
 
 import collections
@@ -20,6 +21,7 @@ from jaxmpi.checkpoint import run_directory
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import write_whole
+from jaxmpi.core.train_state import TrainState
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures, launchers
 from jaxmpi.trainer.callbacks import Callback, Moment
@@ -35,21 +37,30 @@ experiment = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes(
 '''
 # `preexec_fn` would fork a process with JAX's threads, of which JAX warns.
 START = """
-import os, sys
+import os, shutil, sys
 from jaxmpi.runtime import launchers
-launchers.end_with_parent(int(sys.argv.pop(1)))
+parent, folder = int(sys.argv.pop(1)), os.path.dirname(sys.argv[-1])
+launchers.end_with_parent(parent)
 from jaxmpi.tools import cli
-cli.main()
+try:
+    cli.main()
+finally:
+    if os.getppid() != parent:  # which would have removed it
+        shutil.rmtree(folder, ignore_errors=True)
 """
 TOLD_LINES = 30  # of the workers' output, in an error
 
 
 class KeepFigures(Callback):
-    """Writes the figures of each evaluation to a file, for the process that waits."""
+    """Writes the figures of each evaluation to a file, for the process that waits; removes the pickle."""
 
-    def __init__(self, file: Path) -> None:
-        """Args: file: whose folder is there."""
-        self.file = file
+    def __init__(self, file: Path, pickle: Path) -> None:
+        """Args: file: whose folder is there; pickle: of the experiment."""
+        self.file, self.pickle = file, pickle
+
+    def at_start(self, step: int, state: TrainState) -> None:
+        """Remove the pickle: all workers have read it, since they have compared what they read."""
+        self.pickle.unlink(missing_ok=True)
 
     def after_evaluation(self, moment: Moment) -> None:
         """Write them, on the first rank."""
@@ -78,7 +89,7 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
         )  # which other users cannot read
     with here as folder:
         result = Path(folder) / "figures.json"
-        callbacks = (*experiment.callbacks, KeepFigures(result))
+        callbacks = (*experiment.callbacks, KeepFigures(result, (Path(folder) / FILE).with_suffix(".pickle")))
         file = written(dataclasses.replace(experiment, callbacks=callbacks, fallback=None), Path(folder))
         line = [sys.executable, "-c", START, str(os.getpid()), "train", "-n", str(workers), str(file)]
         apart = {name for names in launchers.LAUNCHERS.values() for name in names}

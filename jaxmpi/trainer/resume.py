@@ -181,7 +181,10 @@ def go_on(
     plan.feed.skipped = extra.get("skipped", 0) if workers.processes.rank == 0 else 0
     is_other = isinstance(saved, format.Saved) and saved.step_there is not None  # of the run that this one continues
     plan.feed.go_to(saved.step if saved else 0, extra.get("streams", []))
-    callbacks.restore(experiment.callbacks, extra.get("callbacks", []) if saved and not is_other else at_start)
+    kept = extra.get("callbacks", [])
+    callbacks.restore(experiment.callbacks, kept if saved and not is_other else at_start)
+    if is_other:
+        callbacks.carry_rate(experiment.callbacks, kept)
 
 
 def save(run: Run, state: TrainState, step: int, score: float | None) -> None:

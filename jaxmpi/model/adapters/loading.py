@@ -4,42 +4,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.pytrees import PyTree, by_path, path_name
+from jaxmpi.core.pytrees import PyTree, by_path, mismatches, path_name
 from jaxmpi.model.contract import a
 
 
-def filled(module: Any, params: PyTree, model_state: PyTree) -> Any:
-    """The module with these arrays, as `jaxmpi.load(...).into` describes."""
+def filled(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any:
+    """The module with these arrays, as `jaxmpi.load(...).into` describes; `source` is where they are from."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     if "flax" in libraries and hasattr(module, "init_with_output"):
         return module.bind(
             {"params": params, **model_state}
         )  # when it is called, Flax compares shapes of the params it uses
     if "flax" in libraries:
-        return into_nnx(module, params, model_state)
+        return into_nnx(module, params, model_state, source)
     if "equinox" in libraries or isinstance(module, tuple):
-        return into_equinox(module, params, model_state)
+        return into_equinox(module, params, model_state, source)
     raise UsageError(
         f"got {a(module)}; expected a module of Flax NNX, Linen or Equinox, or Equinox's (module, state): other "
         "programs take model.params and model.model_state, nested dicts of arrays"
     )
 
 
-def into_nnx(module: Any, params: PyTree, model_state: PyTree) -> Any:
+def into_nnx(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any:
     """An NNX module, changed in place."""
     from flax import nnx
 
     _, held, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
     for name, arrays, variables in (("params", params, held), ("model_state", model_state, rest)):
-        check_same(name, by_path(arrays), by_path(nnx.to_pure_dict(variables)))
+        check_same(f"{name} of {source}", by_path(arrays), by_path(nnx.to_pure_dict(variables)))
         nnx.update(module, nnx.restore_int_paths(jax.tree.map(jnp.asarray, arrays)))
     return module
 
 
-def into_equinox(module: Any, params: PyTree, model_state: PyTree) -> Any:
+def into_equinox(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any:
     """An Equinox module, or (module, state), with other arrays; params and model state are dicts by path."""
     import equinox as eqx
 
@@ -50,7 +49,7 @@ def into_equinox(module: Any, params: PyTree, model_state: PyTree) -> Any:
     names = state_names(net, state) if state is not None else []
     held = by_path(eqx.filter(net, eqx.is_array))
     held |= dict(zip(names, jax.tree.leaves(state), strict=True)) if state is not None else {}
-    check_same("model", arrays, held)
+    check_same(source, arrays, held)
     net = jax.tree_util.tree_map_with_path(lambda path, leaf: arrays.get(path_name(path), leaf), net)
     if state is None:
         return net
@@ -59,10 +58,6 @@ def into_equinox(module: Any, params: PyTree, model_state: PyTree) -> Any:
 
 def check_same(what: str, got: dict[str, Any], held: dict[str, Any]) -> None:
     """Raise `UsageError` unless both have the same paths, shapes and dtypes."""
-    shown = [{path: f"{np.dtype(x.dtype)}{list(x.shape)}" for path, x in tree.items()} for tree in (got, held)]
-    lines = [
-        f"{path}: got {shown[0].get(path, 'nothing')}, expected {shown[1].get(path, 'nothing')}"
-        for path in dict.fromkeys([*shown[1], *shown[0]])
-        if shown[0].get(path) != shown[1].get(path)
-    ]
-    check(not lines, f"{what} is not of this module:\n  " + "\n  ".join(lines[:12]))
+    lines = mismatches(got, held)
+    way_out = "make the module with the sizes that it was trained with, or take model.params, nested dicts of arrays"
+    check(not lines, "\n  ".join([f"{what}: not of this module:", *lines, way_out]))

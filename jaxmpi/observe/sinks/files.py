@@ -5,6 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from jaxmpi.observe.sinks.base import Row, medians, numbers
 
 CUTS = ("rollback", "lost")  # kinds of lines before which the record has dropped others
@@ -17,15 +20,24 @@ class TensorBoard:
         """Begin a log in this run directory."""
         from tensorboardX import FileWriter, summary
 
-        self.scalar, self.writer = summary.scalar, FileWriter(str(run_dir / "tensorboard"))
+        self.run_dir, self.summary, self.writer = run_dir, summary, FileWriter(str(run_dir / "tensorboard"))
 
     def __call__(self, row: Row) -> None:
-        """Write all numbers of a line that has a step as one event, which takes a quarter of the time of one each."""
-        if "step" in row and (named := numbers(row)):
-            first, *rest = [self.scalar(name, value) for name, value in named.items()]
+        """Write a sample, or all numbers of a line that has a step as one event: a quarter of the time of one each."""
+        if row["kind"] == "sample":
+            self.writer.add_summary(self._sample(row), row["step"])
+        elif "step" in row and (named := numbers(row)):
+            first, *rest = [self.summary.scalar(name, value) for name, value in named.items()]
             for each in rest:
                 first.MergeFrom(each)
             self.writer.add_summary(first, row["step"])
+
+    def _sample(self, row: Row) -> Any:
+        name = f"sample/{row['name']}"
+        if "text" in row:
+            return self.summary.text(name, f"```\n{row['text']}\n```")
+        with Image.open(self.run_dir / row["file"]) as picture:
+            return self.summary.image(name, np.asarray(picture.convert("RGB")), dataformats="HWC")
 
     def close(self) -> None:
         """Flush and close the writer."""

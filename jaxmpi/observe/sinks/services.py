@@ -6,6 +6,7 @@ directory, so that a resumed run goes on there.
 """
 
 import atexit
+import html
 import logging
 import os
 import re
@@ -51,13 +52,18 @@ class Wandb:
         )
         self.run.define_metric("*", step_metric="step")  # its own steps may not go back
         keep(run_dir, "wandb", self.run.id)
+        self.run_dir, self._picture = run_dir, wandb.Image
+        self._text = lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>")
 
     def __call__(self, row: Row) -> None:
-        """Log the numbers of a line by its step."""
+        """Log the numbers of a line by its step, and samples."""
         if row["kind"] == "run":
             self.run.config.update(
                 {name: value for name, value in row.items() if name != "kind"}, allow_val_change=True
             )
+        elif row["kind"] == "sample":
+            shown = self._text(row["text"]) if "text" in row else self._picture(str(self.run_dir / row["file"]))
+            self.run.log({"step": row["step"], f"sample/{row['name']}": shown})
         elif "step" in row:
             self.run.log({"step": row["step"], **numbers(row)})
 
@@ -93,10 +99,13 @@ class Trackio:
         self.trackio, self.run_dir, self.run = trackio, run_dir, None
 
     def __call__(self, row: Row) -> None:
-        """Log the numbers of a line by its step."""
+        """Log the numbers of a line by its step, and samples."""
         if self.run is None:
             self.run = self._begun({name: value for name, value in row.items() if row["kind"] == "run"})
-        if "step" in row:
+        if row["kind"] == "sample":
+            shown = row["text"] if "text" in row else self.trackio.Image(str(self.run_dir / row["file"]))
+            self.run.log({f"sample/{row['name']}": shown}, step=row["step"])
+        elif "step" in row:
             self.run.log(numbers(row), step=row["step"])
 
     def _begun(self, facts: Row) -> Any:
@@ -132,7 +141,7 @@ class Mlflow:
 
         logging.getLogger("mlflow").setLevel(logging.ERROR)  # which the import has changed
         self.metric, self.param, self.client = Metric, Param, MlflowClient()
-        self.run_id, self._metrics = kept(run_dir).get("mlflow", ""), []
+        self.run_dir, self.run_id, self._metrics = run_dir, kept(run_dir).get("mlflow", ""), []
         if self.run_id:
             self.client.update_run(self.run_id, status="RUNNING")
             return
@@ -143,9 +152,13 @@ class Mlflow:
         keep(run_dir, "mlflow", self.run_id)
 
     def __call__(self, row: Row) -> None:
-        """Take the numbers of a line, or the configuration as parameters."""
+        """Take the numbers of a line, the configuration as parameters, samples as artifacts."""
         if row["kind"] == "run":
             self._configure({name: value for name, value in row.items() if name != "kind"})
+        elif row["kind"] == "sample" and "text" in row:
+            self.client.log_text(self.run_id, row["text"], f"samples/{row['name']}_{row['step']:08d}.txt")
+        elif row["kind"] == "sample":
+            self.client.log_artifact(self.run_id, str(self.run_dir / row["file"]), "samples")
         elif "step" in row:
             now_ms = int(1e3 * time.time())
             self._metrics += [

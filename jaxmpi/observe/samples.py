@@ -1,0 +1,82 @@
+"""Samples of a model: texts in lines of kind `sample`, pictures as PNG files in RUN/samples that the lines name."""
+
+import base64
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import read_plain, write_whole
+
+FOLDER = "samples"
+FILE = re.compile(rf"{FOLDER}/[\w-]+\.png")  # of a line, which may come from a stranger
+MOST_PICTURE_BYTES = 1 << 22
+MOST_TEXT = 10_000  # characters of a text in the report
+MOST_NAMES = 50  # of samples in the report of a run
+
+
+class Sample(NamedTuple):
+    """The newest sample of a name."""
+
+    name: str
+    step: Any
+    text: str = ""
+    picture: bytes = b""  # PNG
+
+
+def file_of(step: int, name: str) -> str:
+    """`samples/digits_00000120.png`, in the run directory."""
+    return f"{FOLDER}/{name}_{step:08d}.png"
+
+
+def checked(value: Any) -> np.ndarray:
+    """A picture as u8[height, width] or u8[height, width, 3].
+
+    Raises:
+        UsageError: it is none.
+    """
+    picture = np.asarray(value)
+    is_one = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[-1] == 3)
+    check(
+        is_one and picture.dtype in (np.uint8, np.bool_) and picture.size > 0,
+        f"show: got {picture.dtype}{list(picture.shape)}; expected a text, or a picture, uint8[height, width] or "
+        "uint8[height, width, 3]: numbers in [0, 1] times 255, in rows beside each other",
+    )
+    return picture.astype(np.uint8) * (255 if picture.dtype == np.bool_ else 1)
+
+
+def save(picture: np.ndarray, file: Path) -> None:
+    """Write a picture as PNG.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import cv2
+
+    file.parent.mkdir(exist_ok=True)
+    in_order = picture if picture.ndim == 2 else picture[..., ::-1]  # OpenCV has blue first
+    write_whole(file, cv2.imencode(".png", in_order)[1].tobytes())
+
+
+def newest(folder: Path, rows: Iterable[dict[str, Any]]) -> list[Sample]:
+    """Of each name the newest sample; pictures that cannot be read are left out."""
+    last = {str(row.get("name", "")): row for row in rows if row.get("kind") == "sample"}
+    found = []
+    for name, row in [*last.items()][:MOST_NAMES]:
+        if isinstance(row.get("text"), str):
+            found.append(Sample(name, row.get("step"), text=row["text"][:MOST_TEXT]))
+        elif FILE.fullmatch(str(row.get("file"))):
+            try:
+                raw = read_plain(folder / row["file"], MOST_PICTURE_BYTES, "a picture")
+            except UsageError:
+                continue
+            found.append(Sample(name, row.get("step"), picture=raw))
+    return found
+
+
+def as_url(picture: bytes) -> str:
+    """A picture inside a page."""
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
