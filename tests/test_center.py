@@ -322,12 +322,10 @@ def test_worker_0_is_told_where_the_time_of_all_workers_went():
     for worker, seconds in ((1, 2.0), (0, 0.5), (1, 4.0)):
         spent = TimeSpent(steps=2, compute=seconds, sync=seconds / 8)
         said(server, worker, ServerExchange(layout, PUSH, None, [*Report(1, 0), *Counters(), *spent]))
-    answers = [
-        said(
-            server, worker, ServerExchange(layout, PUSH, None, [*Report(1, 0), *Counters(), *TimeSpent()], told)
-        ).answer
-        for worker, told in ((0, 3), (1, 0))
-    ]
+    report = [*Report(1, 0), *Counters(), *TimeSpent()]
+    talks = [ServerExchange(layout, PUSH, None, report, workers=told) for told in (3, 0)]
+    answers = [said(server, worker, talk).answer for worker, talk in enumerate(talks)]
+    times, none = [answer.times for answer in answers if answer]
     assert none.size == 0
     assert times[:, TimeSpent._fields.index("steps")].tolist() == [2, 4, 0]
     assert times[:, TimeSpent._fields.index("compute")].tolist() == [0.5, 6, 0]
