@@ -35,12 +35,13 @@ from jaxmpi.core.train_state import TrainState
 from jaxmpi.launch import command, postmortem
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim.optimizers import at_step, is_linear, optimizer
-from jaxmpi.rules import base, registry
+from jaxmpi.rules import base, parameter_server, registry
 from jaxmpi.rules.gosgd import Gossip
-from jaxmpi.rules.parameter_server import Counters, GlobalProgress, Report, TimeSpent
+from jaxmpi.rules.parameter_server import Counters, GlobalProgress, Layout, Report, Server, ServerExchange, TimeSpent
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer import async_chief, async_start
 from jaxmpi.trainer import build as trainer_build
+from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.asynchronous import AsynchronousWorker
 from jaxmpi.trainer.callbacks import Callback
@@ -264,9 +265,6 @@ class LoneWorker(Worker):
     def center(self):
         return {"w": np.ones(3, np.float32)}
 
-    def times(self):
-        return np.zeros((1, len(TimeSpent._fields)))
-
 
 class Saves(Callback):
     saves = 0
@@ -294,7 +292,8 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     )
     worker, start = LoneWorker(), SimpleNamespace(tally=Counters(), step=0)
     parts = UncoordinatedCheckpoint(tmp_path, 1, Retention(2))
-    chief = async_chief.ChiefWorker(run, worker, parts, start)  # pyright: ignore[reportArgumentType] # of all this a part
+    evaluation = SimpleNamespace(is_open=False, asks=dict, conclude_if_whole=lambda answer: None)
+    chief = async_chief.ChiefWorker(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
     assert chief.progress(state, worker.tell({}, examples=10)) == Progress(1, DueEvents(log=True, save=True))
     chief.log(1)
     chief.save(1, state)
@@ -308,6 +307,93 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     manifest = json.loads((saved / "manifest.json").read_text())
     assert manifest["files"]["worker_00000.bin"]
     assert manifest["extra"]["callbacks"] == [["Saves", {"saves": 2}]]
+
+
+# ---------------------------------------------------------------- evaluations
+
+
+class JudgingWorker(Worker):
+    """A worker with a server at hand."""
+
+    def __init__(self, number: int, server: Server) -> None:
+        self.number, self.workers, self.server, self.clock, self.is_done = number, 3, server, 1, False
+        self.saved = self.evaluated = 0.0
+        self.new, self.spent = Counters(), TimeSpent()
+
+    def tell(self, asks):
+        answer = self._talk(parameter_server.PUSH, None, self._report(asks)).answer
+        assert answer is not None
+        return answer
+
+    def _talk(self, kind, vector, report, **posted):
+        told = 0 if self.number else self.workers
+        talk = ServerExchange(self.server.layout, kind, vector, report, told, **posted)
+        while not talk.is_over():
+            for sending in talk.ready():
+                self.server.take(self.number, sending.message)
+            while self.server.out.get(self.number):
+                talk.take(0, self.server.out[self.number].popleft())
+        return talk
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2, 7])
+@pytest.mark.parametrize("dies", [None, "before", "after"])
+def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batches, dies):
+    """Worker 2 may die before or after it has posted its part; params of the others differ."""
+
+    @jax.jit
+    def eval_step(params, model_state, batch):
+        loss = params["w"].astype(jnp.float32) * batch + model_state["n"].astype(jnp.float32)
+        return {"loss": (loss, 1.0), "count": (1.0, 1.0), "far": (batch * 2, 4.0)}
+
+    data = jnp.arange(1.0, 1 + batches)
+    made: list[list[float]] = [[], [], []]
+    workers, evaluations, states = [], [], []
+    ledger = GlobalProgress(3, 1e9, 0)
+    server = Server(Layout(100, 1, "16"), 0, np.zeros(100, np.float32), lambda *shard: None, ledger)
+    for number in range(3):
+
+        def taken(begin=0, end=None, number=number):
+            for batch in data[begin:end]:
+                made[number].append(float(batch))
+                yield batch
+
+        feed = SimpleNamespace(samplers=[SimpleNamespace(steps_per_epoch=batches)], source=data, tokens_per_byte=1.0)
+        feed.batches = taken
+        own = {"eval_params": lambda params, rule_state: params, "mean_state": lambda state: state}
+        run: Any = SimpleNamespace(
+            plan=SimpleNamespace(validation=feed, epoch=float, examples=int),
+            functions=SimpleNamespace(eval_step=eval_step, **own),
+            recorder=Recorder(None),
+            experiment=SimpleNamespace(callbacks=()),
+            workers=SimpleNamespace(mesh=None),
+        )
+        state = TrainState(*[np.zeros(())] * len(TrainState._fields))
+        params, model_state = {"w": jnp.bfloat16(3 + number)}, {"n": jnp.int32(70_000 + number)}
+        states.append(state._replace(params=params, model_state=model_state))
+        workers.append(JudgingWorker(number, server))
+        evaluations.append(SharedEvaluation(run, workers[-1]))
+        evaluations[-1].rehearse(states[-1])
+        made[number].clear()
+        ledger.report(number, Report(0, 0), Counters())
+    for _ in ledger.answers():
+        pass
+    evaluations[0].begin(40, states[0])
+    assert evaluations[0].conclude_if_whole(workers[0].tell(evaluations[0].asks())) is None
+    for number in (1,) if dies == "before" else (1, 2):
+        evaluations[number].take_part(workers[number].tell({}))
+        evaluations[number].take_part(workers[number].tell({}))  # which says that it has, and is not asked again
+    if dies:
+        server.lose(2)
+    outcome = evaluations[0].conclude_if_whole(workers[0].tell({}))
+    assert outcome is not None
+    assert sorted(itertools.chain(*made)) == data.tolist()
+    assert outcome.figures["eval_count"] == batches
+    if batches:
+        assert outcome.figures["eval_loss"] == pytest.approx(float(3 * data.mean()) + 70_000, rel=1e-7)
+        assert outcome.figures["eval_far"] == pytest.approx(float(data.mean()) / 2)
+        assert max(map(len, made)) <= -(-batches // 3) * (2 if dies == "before" else 1)
+    assert evaluations[0].conclude_if_whole(workers[0].tell(evaluations[0].asks())) is None  # it is over
 
 
 # ---------------------------------------------------------------- who dies

@@ -22,10 +22,11 @@ from jaxmpi.rules.base import Asynchronous, Exchange
 from jaxmpi.rules.easgd import easgd
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.rules.parameter_server import (
+    FETCH,
     LONGEST,
+    POST,
     PUSH,
     READ,
-    TIMES,
     Answer,
     Counters,
     GlobalProgress,
@@ -214,7 +215,7 @@ def test_no_schedule_deadlocks_and_sums_are_conserved(name, options, seed, dies)
         held = world.center() + (sum(w.w for w in world.workers.values()) if name == "easgd" else 0)
         np.testing.assert_array_equal(held, begun + sum(learnt))
         assert world.ledger.tally.examples == 10 * case.workers * case.rounds
-        assert world.ledger.answer().books.stop == 1
+        assert world.ledger.answer(0).books.stop == 1
         assert sum(world.ledger.staleness.values()) == case.workers * (case.rounds - 1)
 
 
@@ -315,16 +316,51 @@ def said(server: Server, worker: int, talk: ServerExchange) -> ServerExchange:
     return talk
 
 
-def test_where_the_time_of_all_workers_went_can_be_asked_for():
+def test_worker_0_is_told_where_the_time_of_all_workers_went():
     layout, ledger = Layout(N, 1, "32"), begun(3)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     for worker, seconds in ((1, 2.0), (0, 0.5), (1, 4.0)):
         spent = TimeSpent(steps=2, compute=seconds, sync=seconds / 8)
         said(server, worker, ServerExchange(layout, PUSH, None, [*Report(1, 0), *Counters(), *spent]))
-    times = said(server, 0, ServerExchange(layout, TIMES, None, None, workers=3)).times
+    report = [*Report(1, 0), *Counters(), *TimeSpent()]
+    talks = [ServerExchange(layout, PUSH, None, report, workers=told) for told in (3, 0)]
+    answers = [said(server, worker, talk).answer for worker, talk in enumerate(talks)]
+    times, none = [answer.times for answer in answers if answer]
+    assert none.size == 0
     assert times[:, TimeSpent._fields.index("steps")].tolist() == [2, 4, 0]
     assert times[:, TimeSpent._fields.index("compute")].tolist() == [0.5, 6, 0]
     assert times[:, TimeSpent._fields.index("sync")].tolist() == [0.0625, 0.75, 0]
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2.5])
+def test_what_a_worker_posts_all_fetch_and_it_may_post_again(pieces):
+    layout, rng = Layout(N, 1, "16"), np.random.default_rng(0)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, begun(3))
+    posted = {worker: rng.integers(1, 256, int(pieces * layout.message_bytes()), np.uint8) for worker in (0, 2)}
+
+    def fetched(worker: int, whose: int) -> np.ndarray:
+        values = np.empty(int(pieces * layout.message_bytes()), np.uint8)
+        said(server, worker, ServerExchange(layout, FETCH, None, None, post=values, whose=whose))
+        return values
+
+    assert not fetched(1, 0).any()  # nobody has posted
+    for worker, values in posted.items():
+        said(server, worker, ServerExchange(layout, POST, None, None, post=np.full_like(values, 7)))
+        said(server, worker, ServerExchange(layout, POST, None, None, post=values))
+    for worker, whose in ((1, 0), (0, 2), (2, 2)):
+        np.testing.assert_array_equal(fetched(worker, whose), posted[whose])
+    assert not fetched(0, 1).any()
+
+
+def test_all_that_live_take_part_in_an_evaluation():
+    ledger = begun(3)
+    ledger.report(0, Report(1, 0, evaluate=5.0), Counters())
+    assert ledger.evaluating() == {0, 1, 2}
+    ledger.report(1, Report(1, 0, evaluated=5.0), Counters())
+    ledger.lose(2)
+    books = ledger.answer(0).books
+    assert (books.evaluate, books.evaluated, books.alive) == (5.0, 1, 2)
+    assert ledger.evaluating() == {0}
 
 
 class StraightLine:

@@ -506,6 +506,10 @@ class TestTfds:
     def test_not_prepared(self, prepared):
         with pytest.raises(UsageError, match=r"run: python -c .*tfds\.builder\('mnist', data_dir="):
             open_source(tfds_data(prepared, "mnist"), "train")
+        import tensorflow_datasets
+
+        builder = tensorflow_datasets.builder("mnist", data_dir=prepared, file_format="array_record")
+        assert builder.url_infos  # which preparing reads, with no other packages than `jaxmpi[tfds]` has
         with pytest.raises(UsageError, match=r"set data\.name"):
             open_source(tfds_data(prepared, ""), "train")
 

@@ -1,6 +1,9 @@
 """A script that leads workers: made by fork, or ranks of mpirun. It runs once; what fails is named; nothing hangs."""
 
 import os
+import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -55,6 +58,28 @@ def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
     assert ended.code == 0, ended.out[-4000:]
     assert ended.out.count(f"script of {n or ranks}") == 1
     assert ended.out.count("all checks pass") == 1
+
+
+SHORT = 'import jaxmpi\njaxmpi.fork({n}, kind="processes")\n'
+
+
+@pytest.mark.e2e
+def test_a_script_without_a_device_ends_with_one_sentence(tmp_path):
+    ended = lead(tmp_path, SHORT, 2, env={"JAX_PLATFORMS": "nosuch"})
+    assert ended.code == 1
+    assert re.fullmatch(r"jaxmpi: error: JAX finds no device: .*; JAX_PLATFORMS is 'nosuch': unset it, .*\n", ended.out)
+
+
+@pytest.mark.e2e
+def test_a_script_without_shared_memory_ends_with_one_sentence(tmp_path):
+    enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    (tmp_path / "script.py").write_text(SHORT.replace("{n}", "2"))
+    ended = run([*enter, sys.executable, str(tmp_path / "script.py")], timeout_s=100, env=ENV)
+    assert ended.code == 1
+    sentence = r"jaxmpi: error: no \d+ bytes for 2 ranks in /dev/shm \(Read-only file system\); .* or take devices .*\n"
+    assert re.fullmatch(sentence, ended.out), ended.out
 
 
 DROPPED = (

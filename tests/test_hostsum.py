@@ -196,7 +196,7 @@ def test_pieces_cover_every_vector_once(sizes):
 
 @pytest.mark.parametrize("size", [1, 2, 8, 64, 256])
 def test_shared_memory_stays_under_48_mib_a_host_whatever_the_vectors(size):
-    path, _, chunk, trouble = shared_sum.make_file(size, max(16, 2 * size))
+    path, _, chunk, trouble = shared_sum.make_file(size, max(16, 2 * size), "")
     try:
         assert trouble == ""
         assert chunk % 16 == 0 < chunk
@@ -334,7 +334,7 @@ LITTLE_ROOM = """
 import resource, sys
 from jaxmpi.comm import shared_sum
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-path, _, chunk, trouble = shared_sum.make_file(8, 16)
+path, _, chunk, trouble = shared_sum.make_file(8, 16, "")
 print(bool(path), chunk, trouble)
 if path: shared_sum.os.unlink(path)
 """
@@ -347,7 +347,7 @@ def test_little_room_makes_small_chunks_and_none_an_error():
     assert half.out.split()[:2] == ["True", str(shared_sum.CHUNK // 2)], half.out
     none = run([sys.executable, "-c", LITTLE_ROOM, "1000"], timeout_s=60, cwd=ROOT)
     assert none.out.startswith("False 0 no "), none.out
-    assert f"bytes for 8 ranks in {shared_memory.folder()} (File too large); enlarge it" in none.out
+    assert f"bytes for 8 ranks in {shared_memory.folder()} (File too large); it must be writable" in none.out
 
 
 DEATH = """

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -358,6 +360,24 @@ def test_what_a_job_says_comes_through_without_nul(tmp_path):
     )
     out, _ = job.communicate(timeout=60)
     assert "a rule\njaxmpi: rank 1/2 on vm (step 3):\nerror: x\n" in out
+
+
+def test_what_a_job_shares_is_whole_though_another_job_sweeps_as_it_begins(tmp_path, monkeypatch):
+    """Else the marks of its ranks would be lost: that they began, who ends the job, and with which code."""
+    make = tempfile.mkdtemp
+
+    def swept(**named: Any) -> str:
+        folder = make(**named)
+        job_folder.sweep(tmp_path)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept)
+    monkeypatch.delenv(job_folder.SEGMENTS, raising=False)
+    with job_folder.own_segments(tmp_path) as setting:
+        monkeypatch.setenv(job_folder.SEGMENTS, setting[job_folder.SEGMENTS])
+        job_folder.mark(job_folder.BEGAN)
+        assert supervisor.is_unfinished(setting)
+    assert not list(tmp_path.iterdir())
 
 
 def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):

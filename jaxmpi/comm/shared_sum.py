@@ -48,7 +48,12 @@ class SharedSum:
     """Sums of lists of float32 vectors over all ranks of a host, bitwise equal on all of them."""
 
     def __init__(
-        self, host: Host, name: str, timeout_s: float = TIMEOUT_S, effect: Any = host_callbacks.ORDERED
+        self,
+        host: Host,
+        name: str,
+        timeout_s: float = TIMEOUT_S,
+        effect: Any = host_callbacks.ORDERED,
+        instead: str = "use another strategy: asa",
     ) -> None:
         """Map the shared memory; all ranks of the host must come here together.
 
@@ -57,6 +62,7 @@ class SharedSum:
             name: of the Python function that programs call; the same on all ranks, and new.
             timeout_s: how long a rank waits in a sum for a rank that does not move.
             effect: what orders sums among other calls in programs, as of `host_callbacks.call`.
+            instead: the way out if there is no room for shared memory.
 
         The memory has a name only until all ranks have mapped it, so none is left behind, however a job ends.
 
@@ -66,7 +72,7 @@ class SharedSum:
         self.name, self.effect = name, effect
         self.rank, self.size = host.local_rank, host.local_size
         self.slots = max(16, 2 * self.size)  # half of them lie between the first rank and the last
-        memory, self.chunk = map_together(host, lambda: make_file(self.size, self.slots))
+        memory, self.chunk = map_together(host, lambda: make_file(self.size, self.slots, instead))
         self.board = Board(memory, self.rank, self.size, timeout_s)
         host.host_barrier()
         self.board.check_all_here()
@@ -295,7 +301,7 @@ def segment_bytes(size: int, slots: int, chunk: int) -> int:
     return table_bytes(size) + 4 * (2 * SMALL + slots * chunk)
 
 
-def make_file(size: int, slots: int) -> Made:
+def make_file(size: int, slots: int, instead: str) -> Made:
     """A file for sums, with the longest chunks for which there is room."""
     room = SEGMENT_BYTES - segment_bytes(size, slots, 0)
     chunk, trouble = min(CHUNK, room // (4 * slots * LEAST) * LEAST), ""
@@ -306,5 +312,5 @@ def make_file(size: int, slots: int) -> Made:
         trouble = made.trouble
         chunk = chunk // 2 // LEAST * LEAST
     need = segment_bytes(size, slots, LEAST)
-    why = f"no {need} bytes for {size} ranks in {folder()} ({trouble}); enlarge it, or use another strategy: asa"
+    why = f"no {need} bytes for {size} ranks in {folder()} ({trouble}); it must be writable and have room, or {instead}"
     return Made("", trouble=why)

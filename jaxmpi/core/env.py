@@ -1,5 +1,6 @@
 """Settings from environment variables, checked."""
 
+import importlib.util
 import math
 import os
 import sys
@@ -18,3 +19,8 @@ def seconds_from(variable: str, default: float) -> float:
     if not seconds > 0:
         sys.exit(f"jaxmpi: error: {variable}: got {text!r}; expected seconds > 0")
     return seconds
+
+
+def installing(package: str) -> str:
+    """The command that installs a package into this environment, which has no pip of its own if uv made it."""
+    return f"{'pip' if importlib.util.find_spec('pip') else 'uv pip'} install '{package}'"

@@ -37,7 +37,8 @@ class ForkComm(SoloComm):
         self.hosts, self.order = (0,) * self.size, tuple(range(self.size))  # pyright: ignore[reportAttributeAccessIssue]
         if self.size > 1:
             self.turn, self.rows_name = Turn(number), f"rows of fork {number}"
-            self.shared = SharedSum(line, f"sum of fork {number}", effect=self.turn)
+            instead = f'take devices of one process: JAX_NUM_CPU_DEVICES={self.size} and fork(kind="devices")'
+            self.shared = SharedSum(line, f"sum of fork {number}", effect=self.turn, instead=instead)
             rows = self.shared.rows.view(np.uint8)  # of even and of odd calls, a row a worker
             self.rows = Rows(self.shared.board, rows)
             host_callbacks.register(self.rows_name, self.rows)

@@ -59,7 +59,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
 
     Raises:
         UsageError: fork in a worker, a second fork before `close`, a first one after functions or variables have been
-            used, or another number of workers than there can be.
+            used, another number of workers than there can be, no shared memory for them, or no device.
     """
     global _team
     check(
@@ -77,7 +77,12 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
             f"fork: there are {_team.size} workers already, and functions or variables on them; fork first, or "
             "jaxmpi.close() before",
         )
-    _team = chosen(n, kind)
+    try:
+        _team = chosen(n, kind)
+    except Exception as error:
+        if (told := failures.as_sentence(error)) is error:
+            raise
+        raise told from error
     atexit.register(close)
     return _team.size
 

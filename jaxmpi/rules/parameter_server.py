@@ -3,10 +3,11 @@
 The center is f32[n], cut into shards, one a server, and these into segments, one a message. A worker sends all segments
 one after another and is answered segment by segment, each as it was before the server used what came. So a link is
 busy both ways, nobody waits for another worker, and both ends know the same old pair. What a worker has to say beside
-goes into a report to server 0, which keeps the books, and answers with what all have done so far.
+goes into a report to server 0, which keeps the books, and answers with what all have done so far. Server 0 also keeps
+what workers post for each other, such as the params of an evaluation in which all take part.
 
-    worker -> server   i64[2] (kind, number), then the segment as its wire has it, or the report, f64
-    server -> worker   the segment before, or the books, f64, or all workers' times; in the order of its messages
+    worker -> server   i64[2] (kind, number), then the segment as its wire has it, the report, f64, or a piece of a post
+    server -> worker   the segment before, the books, f64, or a piece of a post; in the order of its messages
 """
 
 from collections import Counter, deque
@@ -18,8 +19,9 @@ import numpy as np
 from jaxmpi.allreduce.host_comm import MESSAGE_BYTES
 from jaxmpi.allreduce.wires import BLOCK, HostWire, host_wire
 
-PUSH, READ, REPORT, TIMES, END, LEAVE = range(6)  # kinds of messages; LEAVE ends a run that is to be resumed
+PUSH, READ, REPORT, POST, FETCH, END, LEAVE = range(7)  # kinds of messages; LEAVE ends a run that is to be resumed
 HEADER_BYTES = 16
+PIECE_BYTES = 16  # of i64[2] (whose post, bytes of the piece) before a piece of a post
 PIECES = 64  # a shard is cut into so many segments at least, for then the answer trails by little
 LEAST = 64 * BLOCK  # floats of a segment: shorter ones cost more in looks for messages than they save
 WINDOW = 8  # messages to one server that may be unanswered
@@ -57,6 +59,11 @@ class Layout(NamedTuple):
         """Bytes of the longest message either way."""
         report_bytes = 8 * REPORT_FLOATS
         return HEADER_BYTES + max(self.host_wire().size_bytes(self.width()), report_bytes)
+
+    def pieces(self, size_bytes: int) -> list[tuple[int, int]]:
+        """[begin, end) of the pieces in which a post travels."""
+        most = self.message_bytes() - HEADER_BYTES - PIECE_BYTES
+        return [(at, min(at + most, size_bytes)) for at in range(0, size_bytes, most)]
 
 
 # ---------------------------------------------------------------- the books
@@ -104,7 +111,9 @@ class Report(NamedTuple):
     clock: float  # its steps in this job
     saved: float  # the number of the last checkpoint that it has written its part of
     is_done: float = 0.0  # it has made its last exchange
+    evaluated: float = 0.0  # the number of the last evaluation of which it has posted its part
     save: float = 0.0  # worker 0 only: the checkpoint that all are to write
+    evaluate: float = 0.0  # worker 0 only: the evaluation in which all are to take part
     leave: float = 0.0  # the run is to stop before its end
     closing: float = 0.0  # worker 0 only: all is over
 
@@ -118,6 +127,8 @@ class GlobalStatus(NamedTuple):
     saved: float  # workers that have written their part of it
     alive: float
     done: float  # workers that have made their last exchange
+    evaluate: float  # the evaluation in which all are to take part
+    evaluated: float  # workers that have posted their part of it
 
 
 class Answer(NamedTuple):
@@ -126,6 +137,7 @@ class Answer(NamedTuple):
     books: GlobalStatus
     tally: Counters  # of all workers
     staleness: tuple[float, ...]  # exchanges by how many others came between, [LONGEST + 1]
+    times: np.ndarray  # f64[workers, TimeSpent]: where the time of all has gone; to worker 0 alone, else empty
 
 
 ANSWER_FLOATS = len(GlobalStatus._fields) + len(Counters._fields) + LONGEST + 1
@@ -151,7 +163,7 @@ class GlobalProgress:
         self.spent = np.zeros((workers, len(TimeSpent._fields)))
         self._exchanges, self._last = 0, dict[int, int]()
         self._held: set[int] = set()
-        self.save = self.closing = self.leaving = self.stop = 0.0
+        self.save = self.evaluate = self.closing = self.leaving = self.stop = 0.0
 
     def exchange_begins(self, worker: int) -> None:
         """Count how many exchanges of others came since this worker's last."""
@@ -169,6 +181,7 @@ class GlobalProgress:
         self.leaving = max(self.leaving, report.leave)
         if worker == 0:
             self.save, self.closing = max(self.save, report.save), max(self.closing, report.closing)
+            self.evaluate = max(self.evaluate, report.evaluate)
         self._held.add(worker)
 
     def lose(self, worker: int) -> None:
@@ -192,17 +205,23 @@ class GlobalProgress:
             if not is_ahead or self.closing:
                 self._held.discard(worker)
                 self.told |= {worker} if self.closing else set()
-                yield worker, self.answer()
+                yield worker, self.answer(worker)
 
-    def answer(self) -> Answer:
+    def answer(self, worker: int) -> Answer:
         """How things stand."""
         reports = self.reports.values()
         saved = sum(report.saved >= self.save for report in reports)
         done = sum(report.is_done for report in reports)
         # The first reason holds, so that all leave with the same exit code.
         self.stop = self.stop or float(self.tally.examples >= self.target) or 2.0 * self.leaving
-        books = GlobalStatus(self.stop, self.save, self.closing, saved, len(reports), done)
-        return Answer(books, self.tally, tuple(float(self.staleness[late]) for late in range(LONGEST + 1)))
+        evaluated = sum(report.evaluated >= self.evaluate for report in reports)
+        books = GlobalStatus(self.stop, self.save, self.closing, saved, len(reports), done, self.evaluate, evaluated)
+        staleness = tuple(float(self.staleness[late]) for late in range(LONGEST + 1))
+        return Answer(books, self.tally, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
+
+    def evaluating(self) -> set[int]:
+        """Workers that have yet to post their part of an evaluation."""
+        return {worker for worker, report in self.reports.items() if report.evaluated < self.evaluate}
 
     def awaited(self) -> set[int]:
         """Workers that are to say something next: none that is held back, or gone."""
@@ -233,6 +252,7 @@ class Server:
         self.segments = [(a - begin, b - begin) for a, b in layout.segments(number)]
         self.layout, self.center, self.serve, self.ledger = layout, center, serve, ledger
         self.out: dict[int, deque[np.ndarray]] = {}  # by worker: answers not yet sent
+        self.posts: dict[int, bytearray] = {}  # by worker: the last thing that it has posted
         self.is_closed = self.is_left = False
 
     def take(self, worker: int, message: np.ndarray) -> None:
@@ -244,9 +264,8 @@ class Server:
             self.out.setdefault(worker, deque()).append(np.empty(0, np.uint8))
         elif kind == REPORT:
             self._report(worker, body)
-        elif kind == TIMES:
-            assert self.ledger is not None
-            self.out.setdefault(worker, deque()).append(self.ledger.spent.reshape(-1).view(np.uint8).copy())
+        elif kind in (POST, FETCH):
+            self.out.setdefault(worker, deque()).append(self._post(worker, kind, number, body))
         else:
             self._segment(worker, kind, number, body)
 
@@ -280,6 +299,16 @@ class Server:
             self.serve(part, wire.decode(body[: wire.size_bytes(end - begin)]), wire.decode(before))
         self.out.setdefault(worker, deque()).append(before)
 
+    def _post(self, worker: int, kind: int, begin: int, body: np.ndarray) -> np.ndarray:
+        """Keep a piece, or give one; zeros if it has not been posted."""
+        whose, size = body[:PIECE_BYTES].view(np.int64).tolist()
+        if kind == FETCH:
+            piece = bytes(self.posts.get(whose, b"")[begin : begin + size])
+            return np.frombuffer(piece.ljust(size, b"\0"), np.uint8)
+        kept = self.posts.setdefault(worker, bytearray())
+        kept[begin : begin + size] = body[PIECE_BYTES : PIECE_BYTES + size].tobytes()
+        return np.empty(0, np.uint8)
+
     def _report(self, worker: int, body: np.ndarray) -> None:
         assert self.ledger is not None
         values = body[: 8 * REPORT_FLOATS].view(np.float64).tolist()
@@ -290,7 +319,7 @@ class Server:
     def _answer(self) -> None:
         assert self.ledger is not None
         for worker, answer in self.ledger.answers():
-            numbers = np.array([*answer.books, *answer.tally, *answer.staleness], np.float64)
+            numbers = np.array([*answer.books, *answer.tally, *answer.staleness, *answer.times.ravel()], np.float64)
             self.out.setdefault(worker, deque()).append(numbers.view(np.uint8))
 
 
@@ -309,24 +338,33 @@ class ServerExchange:
     """A worker's conversation with all servers: what to send next, given what has been answered."""
 
     def __init__(
-        self, layout: Layout, kind: int, vector: np.ndarray | None, report: Sequence[float] | None, workers: int = 0
+        self,
+        layout: Layout,
+        kind: int,
+        vector: np.ndarray | None,
+        report: Sequence[float] | None,
+        workers: int = 0,
+        post: np.ndarray | None = None,
+        whose: int = 0,
     ) -> None:
         """Begin one.
 
         Args:
-            kind: PUSH or READ; with neither vector nor report: TIMES asks for those of all workers, END lets servers
-                go.
+            kind: PUSH or READ; with neither vector nor report: POST, FETCH, or END, which lets servers go.
             vector: f32[n] to push; only its shape counts if the center is read; None: a report only.
             report: the numbers of a Report, of Counters and of TimeSpent, for server 0; the last thing said to it.
-            workers: of the job, if their times are asked for.
+            workers: of the job, if worker 0 reports, who is told their times.
+            post: u8[..] to POST, or that what is fetched is written to.
+            whose: the worker whose post to FETCH.
         """
         self.layout, self._wire = layout, layout.host_wire()
         nothing = np.empty(0, np.float32)
         self.seen = nothing if vector is None else np.empty(layout.n, np.float32)
         self.sent = nothing if vector is None else vector if self._wire.is_exact else np.empty_like(vector)
         self.answer: Answer | None = None
-        self.times = np.zeros((workers, len(TimeSpent._fields)))  # what was asked for
         self.sent_bytes = 0
+        self._answer_bytes = 8 * (ANSWER_FLOATS + workers * len(TimeSpent._fields))
+        self._post, self._whose = np.empty(0, np.uint8) if post is None else post, whose
         self._todo = [deque(self._messages(server, kind, vector, report)) for server in range(layout.servers)]
         self._open: list[deque[Any]] = [deque() for _ in range(layout.servers)]
 
@@ -345,9 +383,9 @@ class ServerExchange:
         where = self._open[server].popleft()
         if where == REPORT:
             self.answer = unpacked(answer)
-        elif where == TIMES:
-            self.times = answer.view(np.float64).reshape(self.times.shape)
-        elif where != END:
+        elif isinstance(where, slice):
+            self._post[where] = answer
+        elif where not in (POST, END):
             self.seen[slice(*where)] = self._wire.decode(answer)
 
     def waiting_for(self) -> list[int]:
@@ -369,11 +407,16 @@ class ServerExchange:
                 yield make, (begin, end), self._wire.size_bytes(end - begin)
         if server == 0 and report is not None:
             numbers = np.array(report, np.float64).view(np.uint8)
-            yield lambda: packed(REPORT, 0, numbers), REPORT, 8 * ANSWER_FLOATS
-        if server == 0 and kind == TIMES:
-            yield lambda: packed(TIMES, 0, np.empty(0, np.uint8)), TIMES, self.times.nbytes
+            yield lambda: packed(REPORT, 0, numbers), REPORT, self._answer_bytes
+        for begin, end in self.layout.pieces(self._post.size) if server == 0 else []:
+            make = lambda begin=begin, end=end: self._piece(kind, begin, end)  # noqa: E731
+            yield make, slice(begin, end) if kind == FETCH else POST, (end - begin) * (kind == FETCH)
         if kind in (END, LEAVE):
             yield lambda: packed(kind, 0, np.empty(0, np.uint8)), END, 0
+
+    def _piece(self, kind: int, begin: int, end: int) -> np.ndarray:
+        head = np.array([self._whose, end - begin], np.int64).view(np.uint8)
+        return packed(kind, begin, np.concatenate([head, self._post[begin:end]]) if kind == POST else head)
 
     def _segment(self, kind: int, number: int, vector: np.ndarray, begin: int, end: int) -> np.ndarray:
         if kind == READ:
@@ -393,4 +436,6 @@ def unpacked(answer: np.ndarray) -> Answer:
     """An answer to a report out of u8[..]."""
     numbers = answer.view(np.float64).tolist()
     books, rest = numbers[: len(GlobalStatus._fields)], numbers[len(GlobalStatus._fields) :]
-    return Answer(GlobalStatus(*books), Counters(*rest[: len(Counters._fields)]), tuple(rest[len(Counters._fields) :]))
+    tally, rest = rest[: len(Counters._fields)], rest[len(Counters._fields) :]
+    times = np.reshape(rest[LONGEST + 1 :], (-1, len(TimeSpent._fields)))
+    return Answer(GlobalStatus(*books), Counters(*tally), tuple(rest[: LONGEST + 1]), times)

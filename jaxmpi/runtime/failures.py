@@ -227,10 +227,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
             end_job(exit_code(error))
     phase = f" ({_at.phase})" if _job else ""
     if is_no_backend(error):
-        error = UsageError(
-            f"JAX finds no device: {(str(error) or 'none of that platform').splitlines()[0]}; JAX_PLATFORMS is "
-            f"{os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or name one that is installed, such as cpu"
-        )
+        error = no_device(error)
     if isinstance(error, (UsageError, TrainingError)):
         text = f"error: {error}\n"
     elif isinstance(error, KeyboardInterrupt):
@@ -241,6 +238,30 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
         go_alone()
     end_job(exit_code(error))
+
+
+def as_sentence(error: Exception) -> Exception:
+    """The error in the user's words; if nobody catches it, Python prints it without a traceback."""
+    told = no_device(error) if is_no_backend(error) else error
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is told:
+            sys.stderr.write(f"jaxmpi: error: {raised}\n")
+        else:
+            before(kind, raised, trace)
+
+    if isinstance(told, (UsageError, TrainingError)) and before is sys.__excepthook__:  # else hooks show sentences
+        sys.excepthook = show
+    return told
+
+
+def no_device(error: BaseException | None) -> UsageError:
+    """The error of JAX that it could not start a backend, with a way out."""
+    return UsageError(
+        f"JAX finds no device: {(str(error) or 'none of that platform').splitlines()[0]}; JAX_PLATFORMS is "
+        f"{os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or name one that is installed, such as cpu"
+    )
 
 
 def is_no_backend(error: BaseException | None) -> bool:

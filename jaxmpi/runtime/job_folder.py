@@ -55,8 +55,8 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
         return
     sweep(root)
     folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
-    (folder / WORDS).mkdir()
     handle, line, silent = hold(folder), ["/bin/sh", "-c", AFTER_ME, "sh", str(folder)], subprocess.DEVNULL
+    (folder / WORDS).mkdir()  # once no other job's start can sweep it away
     janitor = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
     try:
         yield {SEGMENTS: str(folder)}

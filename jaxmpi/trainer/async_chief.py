@@ -6,6 +6,7 @@ part when it next reports, and when all have, worker 0 adds the center and compl
 
 import time
 from collections.abc import Sequence
+from operator import and_, gt, or_
 from typing import Any, NoReturn
 
 import jax
@@ -19,9 +20,10 @@ from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.step_timing import summary_apart
 from jaxmpi.rules.parameter_server import Answer, Counters, TimeSpent
 from jaxmpi.trainer import callbacks
+from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_start import Start, on_device
 from jaxmpi.trainer.async_worker import Worker
-from jaxmpi.trainer.evaluate import evaluate, rate_factor, score
+from jaxmpi.trainer.evaluate import rate_factor, score
 from jaxmpi.trainer.loop import Progress
 from jaxmpi.trainer.progress import Done
 from jaxmpi.trainer.resume import extra_of
@@ -35,14 +37,16 @@ LOOK_S = 0.02  # between reports of a worker that has nothing left to do but wai
 class ChiefWorker:
     """Duties of worker 0, due by the examples of all workers."""
 
-    def __init__(self, run: Run, worker: Worker, parts: UncoordinatedCheckpoint, start: Start) -> None:
+    def __init__(
+        self, run: Run, worker: Worker, parts: UncoordinatedCheckpoint, start: Start, evaluation: SharedEvaluation
+    ) -> None:
         """Go on from the start of the run.
 
         Args:
             run: whose control plane is this rank's alone.
             parts: of checkpoints.
         """
-        self.run, self.worker, self.parts = run, worker, parts
+        self.run, self.worker, self.parts, self.evaluation = run, worker, parts, evaluation
         self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
         self.done = start.step  # the last step for which it is known what is due
         self.evaluated, self.begun = -1, start.step  # steps
@@ -56,22 +60,25 @@ class ChiefWorker:
         self.answer: Answer | None = None  # the last
 
     def asks(self) -> dict[str, float]:
-        """The next report's words to all workers: to write their parts of a checkpoint."""
-        return {"save": self.number} if self.is_writing else {}
+        """The next report's words to all workers: to do their parts of a checkpoint and of an evaluation."""
+        return self.evaluation.asks() | ({"save": self.number} if self.is_writing else {})
 
     def progress(self, state: TrainState, answer: Answer) -> Progress:
-        """Complete a checkpoint whose parts are there; what is due. At the end nothing is: see `finish`."""
+        """Complete what all have done their parts of; what is due. At the end nothing is: see `finish`."""
         self.answer, step = answer, self.run.plan.step(answer.tally.examples)
-        if self.is_writing and answer.books.save == self.number and answer.books.saved >= answer.books.alive:
+        if outcome := self.evaluation.conclude_if_whole(answer):
+            self.result, self.evaluated = outcome.figures, self.evaluation.step
+        is_saved = answer.books.save == self.number and answer.books.saved >= answer.books.alive
+        if self.is_writing and is_saved and not self.evaluation.is_open:  # which may be its score
             self.commit(state)
         if answer.books.stop:
             return Progress(step, is_over=True)
         due, self.done = self.run.plan.timetable.between(self.done, step), step
-        log, save = due.log or self.overdue.log, due.save or self.overdue.save
-        self.overdue = DueEvents(log=log and not self.has_news(), save=save and self.is_writing)
-        return Progress(
-            step, DueEvents(log=log and self.has_news(), evaluate=due.evaluate, save=save and not self.is_writing)
-        )
+        due = DueEvents(*map(or_, due, self.overdue))
+        may = DueEvents(log=self.has_news(), evaluate=not self.evaluation.is_open, save=not self.is_writing)
+        now = DueEvents(*map(and_, due, may))
+        self.overdue = DueEvents(*map(gt, due, now))._replace(compare=False)
+        return Progress(step, now)
 
     def has_news(self) -> bool:
         """Return True if a worker has made a step since the last progress line."""
@@ -96,9 +103,8 @@ class ChiefWorker:
         self.number = step + 1 + self.worker.is_done / 2
 
     def evaluate(self, step: int, state: TrainState) -> None:
-        """On the center; in gossip on worker 0's own params until all have sent theirs to the center."""
-        self.result = evaluate(self.run, state._replace(params=on_device(self.shared(state))), step).figures
-        self.evaluated = step
+        """Of the center; in gossip of worker 0's own params until all have sent theirs to the center."""
+        self.evaluation.begin(step, state._replace(params=on_device(self.shared(state))))
 
     def commit(self, state: TrainState) -> None:
         """Make a checkpoint of the parts."""
@@ -139,7 +145,7 @@ class ChiefWorker:
         answer, recorder, examples = self.answer, self.run.recorder, len(self.run.plan.feed.source)
         now, alive = answer.tally, int(answer.books.alive)
         since = Counters(*(a - b for a, b in zip(now, self.before, strict=True)))
-        before, self.times = self.times, self.worker.times()
+        before, self.times = self.times, answer.times
         spent = dict(zip(TimeSpent._fields, (self.times - before).T, strict=True))
         made = dict(zip(TimeSpent._fields, self.times.T, strict=True))
         worker_steps = made["steps"].astype(int).tolist()
@@ -180,13 +186,16 @@ class ChiefWorker:
         """When all others have made their last exchange: the last evaluation and checkpoint."""
         assert self.answer is not None
         run, workers = self.run, self.worker.workers
-        while self.is_writing or self.answer.books.done < self.answer.books.alive:
+        while self.is_writing or self.evaluation.is_open or self.answer.books.done < self.answer.books.alive:
             self.wait(state)
         step = run.plan.step(self.answer.tally.examples)
         if self.has_news():
             self.log(step, state)
-        if step == run.plan.clock.total_steps or run.plan.timetable.between(self.done, step).evaluate:
+        is_due = run.plan.timetable.between(self.done, step).evaluate or self.overdue.evaluate
+        if step == run.plan.clock.total_steps or is_due:
             self.evaluate(step, state)
+        while self.evaluation.is_open:
+            self.wait(state)
         self.save(step, state)
         while self.is_writing:
             self.wait(state)
@@ -199,7 +208,7 @@ class ChiefWorker:
             run.recorder.say(f"finished with {workers - lost} of {workers} workers")
 
     def wait(self, state: TrainState) -> None:
-        """Report, write the part of a checkpoint that is asked for, and complete one whose parts are there."""
+        """Report, write the part of a checkpoint that is asked for, and complete what all have done their parts of."""
         time.sleep(LOOK_S)
         answer = self.worker.tell(self.asks())
         self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)

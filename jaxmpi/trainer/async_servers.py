@@ -88,7 +88,7 @@ def start_limit_s(stall_timeout_s: float) -> float:
 class HeartbeatMonitor:
     """Watch of server 0 over workers that hang, which no other would notice, and over signals.
 
-    A worker reports every tau steps or so. Worker 0 evaluates and saves in between, and is given more time.
+    A worker reports every tau steps or so. It is given more time while it evaluates, and worker 0, which saves, always.
     """
 
     stall_timeout_s: float  # without a word of a worker; 0: no limit
@@ -96,11 +96,12 @@ class HeartbeatMonitor:
     hosts: Sequence[str]  # by rank
     told: set[int] = field(default_factory=set)
 
-    def limit_s(self, worker: int, is_absent: bool) -> float:
+    def limit_s(self, worker: int, ledger: GlobalProgress) -> float:
         """How long a worker may say nothing."""
-        if is_absent:
+        if worker in ledger.absent:
             return start_limit_s(self.stall_timeout_s)
-        return (self.stall_timeout_s or math.inf) * (1.0 if worker else failures.LONG)
+        has_more_to_do = worker == 0 or worker in ledger.evaluating()
+        return (self.stall_timeout_s or math.inf) * (failures.LONG if has_more_to_do else 1.0)
 
     def look(self, endpoint: ServerEndpoint, is_called_away: bool) -> None:
         """Name workers that have fallen silent, and end the job where it is to; pass on a signal to leave."""
@@ -109,7 +110,7 @@ class HeartbeatMonitor:
             return
         if is_called_away:
             ledger.leaving = 1.0
-        late = {w: s for w, s in endpoint.silent_s().items() if s > self.limit_s(w, w in ledger.absent)}
+        late = {w: s for w, s in endpoint.silent_s().items() if s > self.limit_s(w, ledger)}
         self.told &= set(late)
         if late.keys() <= self.told:
             return

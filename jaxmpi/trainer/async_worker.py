@@ -6,6 +6,7 @@ run. Its answer to a report says how things stand, and what is asked of the work
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,11 @@ from jaxmpi.observe.step_timing import Window, by_name
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.rules.parameter_server import (
     END,
+    FETCH,
     LEAVE,
+    POST,
     PUSH,
     READ,
-    TIMES,
     Answer,
     Counters,
     Layout,
@@ -53,7 +55,7 @@ class Worker:
         self.wire = Layout(self.flat.n, 1, wire_of(run)).host_wire()
         self.base = start.center  # f32[n]: the center as this worker last knew it
         self.new, self.spent = Counters(), TimeSpent()  # since the last report
-        self.clock, self.saved = 0, 0.0
+        self.clock, self.saved, self.evaluated = 0, 0.0, 0.0
         self._held_s = 0.0  # of the last talk: waited for nothing but the answer to its report
         self.is_done = False
         self.tau = config.tau
@@ -145,9 +147,15 @@ class Worker:
         seen = self._talk(READ, np.empty(self.connections.layout.n, np.float32), None).seen
         return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
 
-    def times(self) -> np.ndarray:
-        """f64[workers, TimeSpent]: where the time of all has gone, as last reported."""
-        return self._talk(TIMES, None, None).times
+    def post(self, values: np.ndarray) -> None:
+        """Leave u8[..] at server 0, where others may fetch it, in the place of what this worker had left there."""
+        self._talk(POST, None, None, post=values)
+
+    def fetch(self, whose: int, size_bytes: int) -> np.ndarray:
+        """u8[size_bytes] that a worker has left at server 0; zeros where it has left none."""
+        values = np.empty(size_bytes, np.uint8)
+        self._talk(FETCH, None, None, post=values, whose=whose)
+        return values
 
     def write_if_asked(
         self, parts: UncoordinatedCheckpoint, home: HeldFolder, state: TrainState, answer: Answer
@@ -170,8 +178,11 @@ class Worker:
         self.tell({"closing": 1.0})
         self._talk(LEAVE if is_left else END, None, None)
 
-    def _talk(self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None) -> ServerExchange:
-        talk = ServerExchange(self.connections.layout, kind, vector, report, self.workers)
+    def _talk(
+        self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None, **posted: Any
+    ) -> ServerExchange:
+        workers = 0 if self.number else self.workers
+        talk = ServerExchange(self.connections.layout, kind, vector, report, workers, **posted)
         with spans.span("wait", "the center"):
             self._held_s = converse(talk, self.connections.channels)
         return talk
@@ -182,7 +193,7 @@ class Worker:
         return talk.answer
 
     def _report(self, asks: Mapping[str, float]) -> list[float]:
-        said = [*Report(self.clock, self.saved, self.is_done, **asks), *self.new, *self.spent]
+        said = [*Report(self.clock, self.saved, self.is_done, self.evaluated, **asks), *self.new, *self.spent]
         self.new, self.spent = Counters(), TimeSpent()
         return said
 

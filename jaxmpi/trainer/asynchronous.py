@@ -6,12 +6,10 @@ worker, and it reports to server 0. What is due to the run is worker 0's to do, 
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 import time
 from collections.abc import Generator, Sequence
 
-import jax
 import numpy as np
 
 from jaxmpi.checkpoint.format import Retention
@@ -30,6 +28,7 @@ from jaxmpi.recover import decisions
 from jaxmpi.rules.parameter_server import Answer
 from jaxmpi.runtime import failures, phases, spans
 from jaxmpi.trainer.async_chief import LOOK_S, ChiefWorker
+from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
 from jaxmpi.trainer.async_start import Start, on_device
 from jaxmpi.trainer.async_worker import Worker
@@ -97,7 +96,9 @@ class AsynchronousWorker:
         self.timer = StepTimer(run.workers.size, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
         self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", run.workers.size, keep)
-        self.chief = ChiefWorker(self.alone, worker, self.parts, start) if worker.number == 0 else None
+        self.evaluation = SharedEvaluation(self.alone, worker)
+        is_chief = worker.number == 0
+        self.chief = ChiefWorker(self.alone, worker, self.parts, start, self.evaluation) if is_chief else None
         self.report_every = run.experiment.log_every
         if not worker.rule.is_gossip:
             self.report_every = min(self.report_every, worker.tau)
@@ -114,9 +115,9 @@ class AsynchronousWorker:
             self.step = run.workers.processes.after_first(
                 lambda: train_step.lower(state, self.first).compile(), limit_s
             )
-        if self.chief:
-            with phases.phase("compiling the evaluation"):
-                rehearse(self.alone, state)  # else the others would go on while it compiles the first evaluation
+        with phases.phase("compiling the evaluation"):  # else one would fall behind while it compiles
+            run.workers.processes.after_first(lambda: self.evaluation.rehearse(state), limit_s)
+            run.plan.lr_of(1)  # as progress lines do
         with phases.phase("waiting for all workers to be ready"):
             self.worker.begin_with_all()
         if self.chief:
@@ -152,7 +153,7 @@ class AsynchronousWorker:
         worker.tracer.add(window.spans, worker.number, step)
         asks = (self.chief.asks() if self.chief else {}) | {"leave": float(run.notice.given)}
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
-        worker.write_if_asked(self.parts, run.saver.home, state, answer)
+        self._do_parts(state, answer)
         self.answer = answer
         progress = Progress(step, is_over=bool(answer.books.stop))
         if self.chief:
@@ -163,6 +164,11 @@ class AsynchronousWorker:
             now = run.plan.step(answer.tally.examples)
             state = state._replace(rule_state=optimizers.at_step(state.rule_state, now))
         return state, progress
+
+    def _do_parts(self, state: TrainState, answer: Answer) -> None:
+        """This worker's parts of a checkpoint and of an evaluation that have been begun."""
+        self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
+        self.evaluation.take_part(answer)
 
     def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:
         """f64[SUMS] of a step, which is finite before it can reach the center.
@@ -188,7 +194,7 @@ class AsynchronousWorker:
         self.chief.log(step, state)
 
     def evaluate(self, step: int, state: TrainState) -> None:
-        """On the center."""
+        """Begin one of the center, in which all take part."""
         assert self.chief is not None
         self.chief.evaluate(step, state)
 
@@ -205,7 +211,7 @@ class AsynchronousWorker:
         self.timer.restart()
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """The last exchange, and worker 0's last evaluation and checkpoint; the others write their parts meanwhile.
+        """The last exchange, the last evaluation and checkpoint, of which all do their parts.
 
         Raises:
             decisions.Preempted: the run is to be resumed later.
@@ -223,16 +229,8 @@ class AsynchronousWorker:
             answer = worker.tell({})
             while not answer.books.closing:
                 time.sleep(LOOK_S)
-                worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
+                self._do_parts(state, answer)
                 answer = worker.tell({})
         if is_left:
             raise decisions.Preempted
         return self.chief.result if self.chief else {}
-
-
-def rehearse(run: Run, state: TrainState) -> None:
-    """Evaluate one batch, so that all is compiled that an evaluation takes."""
-    model_state = run.functions.mean_state(state.model_state)
-    with contextlib.closing(run.plan.validation.batches()) as batches:
-        for batch in itertools.islice(batches, 1):
-            jax.block_until_ready(run.functions.eval_step(state.params, model_state, batch))

@@ -1,5 +1,6 @@
 """Evaluation over all workers, exact for uneven last batches."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,23 +43,39 @@ class Evaluation(NamedTuple):
 
 def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
     """Every validation example once, over all workers; model state as `batch_statistics` says, params as the rule."""
-    failures.doing(f"evaluation after step {step}", failures.LONG)
-    model_state = run.functions.mean_state(state.model_state)
-    params = run.functions.eval_params(state.params, state.rule_state)
+    subject = subject_of(run, state)
+    with phases.phase("evaluating"):
+        means = figures_of(judged(run, subject, step), run.workers)
+    return concluded(run, subject, step, means)
 
-    def judged() -> Iterator[EvalMetrics]:
-        for batch in run.plan.validation.batches():
+
+class Subject(NamedTuple):
+    """What is evaluated, on this process's devices."""
+
+    params: PyTree
+    model_state: PyTree
+
+
+def subject_of(run: Run, state: TrainState) -> Subject:
+    """Params as the rule evaluates them, and model state as `batch_statistics` says."""
+    functions = run.functions
+    return Subject(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
+
+
+def judged(run: Run, subject: Subject, step: int, begin: int = 0, end: int | None = None) -> Iterator[EvalMetrics]:
+    """Metrics of this process's validation batches [begin, end)."""
+    with contextlib.closing(run.plan.validation.batches(begin, end)) as batches:
+        for batch in batches:
             failures.doing(f"evaluation after step {step}", failures.LONG)  # another batch, so it gets on
             fault_injection.reach("eval", step)
-            yield run.functions.eval_step(params, model_state, batch)
+            yield run.functions.eval_step(*subject, batch)
 
-    with phases.phase("evaluating"):
-        means = figures_of(judged(), run.workers)
+
+def concluded(run: Run, subject: Subject, step: int, means: dict[str, Any]) -> Evaluation:
+    """Record the figures, and tell the user's callbacks."""
     place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
     run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **means)
-    if not run.experiment.callbacks:
-        return Evaluation(means)
-    return Evaluation(means, told(run, step, means, params, model_state))
+    return Evaluation(means, told(run, step, means, *subject) if run.experiment.callbacks else "")
 
 
 def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_state: PyTree) -> str:
@@ -102,7 +119,7 @@ def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
         UsageError: not all do, or their shapes differ.
     """
     own = np.asarray(values, np.float64)
-    if run.workers.apart:  # worker 0 has evaluated all by itself
+    if run.workers.apart:  # worker 0's callbacks have all batches
         return own
     in_flight.check_may_send("Moment.sum")
     run.workers.processes.assert_same(CALLS, {"next": f"Moment.sum of an array {list(own.shape)}"})
@@ -117,12 +134,21 @@ def own_batches(run: Run) -> Iterator[Batch]:
 
 def figures_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
     """Figures over the batches of all workers, `eval_count` of examples first; all ranks call it."""
-    sums: dict[str, np.ndarray] = {}  # of each figure f64[2, ...]: its sums and its counts
+    return means_of(summed(sums_of(metrics, workers), workers.processes))
+
+
+def sums_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.ndarray]:
+    """Of each figure f64[2, ...]: its sums and its counts, over the batches of this process."""
+    sums: dict[str, np.ndarray] = {}
     for of_batch in metrics:
         for name, ratio in of_batch.items():
             own = np.stack([rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
             sums[name] = sums.get(name, 0) + own
-    totals = summed(sums, workers.processes)
+    return sums
+
+
+def means_of(totals: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Figures of sums over all workers, `eval_count` of examples first."""
     count = totals.pop("count", np.zeros(2))[0]
     means: dict[str, Any] = {"eval_count": int(count)}
     return means | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
@@ -130,11 +156,24 @@ def figures_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, An
 
 def summed(sums: dict[str, np.ndarray], processes: Processes) -> dict[str, np.ndarray]:
     """Sums over all ranks, which have the same names, in the task's order but for the loss, which comes first."""
-    names = sorted(sums, key=lambda name: name != "loss")
-    flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
-    ends = np.cumsum([sums[name].size for name in names])[:-1]
-    parts = np.split(processes.allreduce_sum(flat), ends) if names else []
+    return like(sums, processes.allreduce_sum(flat(sums)))
+
+
+def flat(sums: dict[str, np.ndarray]) -> np.ndarray:
+    """f64[all]: the sums one behind another, those of the loss first."""
+    return np.concatenate([sums[name].ravel() for name in loss_first(sums)] or [np.zeros(0)])
+
+
+def like(sums: dict[str, np.ndarray], values: np.ndarray) -> dict[str, np.ndarray]:
+    """The inverse of `flat`, given sums of the same names and shapes."""
+    names = loss_first(sums)
+    parts = np.split(values, np.cumsum([sums[name].size for name in names])[:-1]) if names else []
     return {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def loss_first(names: Iterable[str]) -> list[str]:
+    """The names in their order, but for the loss, which comes first."""
+    return sorted(names, key=lambda name: name != "loss")
 
 
 def quotient(sums: np.ndarray, counts: np.ndarray) -> float:

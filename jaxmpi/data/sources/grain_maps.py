@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from jaxmpi.config.data import Data
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrays import PythonSource
 from jaxmpi.data.sources.base import Source
@@ -46,7 +47,7 @@ def grain(config: Data, split: str) -> Source:
     try:
         import grain as library
     except ImportError as error:
-        raise UsageError(f"grain: {error}; install it with pip install 'jaxmpi[grain]'") from error
+        raise UsageError(f"grain: {error}; install it with {installing('jaxmpi[grain]')}") from error
     examples, name = config.train if split == "train" else config.validation, f"data.{split}"
     if is_stream(examples):
         return StreamSource(examples, name)

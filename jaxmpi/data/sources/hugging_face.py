@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrow_cells import cell, check_types, holds_images, whole_numbers
 from jaxmpi.data.sources.base import Source, _split_name
@@ -66,7 +67,7 @@ def _loaded(folder: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UsageError(f"huggingface: {error}; install it with pip install 'jaxmpi[huggingface]'") from error
+        raise UsageError(f"huggingface: {error}; install it with {installing('jaxmpi[huggingface]')}") from error
     try:
         found = datasets.load_from_disk(folder)
     except Exception as error:  # of JSON, Arrow, files: there is no one error for damage

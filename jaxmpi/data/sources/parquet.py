@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config.data import Data
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrow_cells import cell, check_types, holds_images, whole_numbers
 from jaxmpi.data.sources.base import Source
@@ -138,7 +139,7 @@ def _opening(path: str) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise UsageError(f"parquet: {error}; install it with pip install 'jaxmpi[parquet]'") from error
+        raise UsageError(f"parquet: {error}; install it with {installing('jaxmpi[parquet]')}") from error
     try:
         file = parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:

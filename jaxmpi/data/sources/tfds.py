@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
 
@@ -132,7 +133,7 @@ def tfds(config: Data, split: str) -> Source:
             builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
         return TfdsSource(builder, name, config.channels, config.resize)
     except ImportError as error:  # of tensorflow-datasets or array-record
-        raise UsageError(f"tfds: {error}; install it with pip install 'jaxmpi[tfds]'") from error
+        raise UsageError(f"tfds: {error}; install it with {installing('jaxmpi[tfds]')}") from error
     except (LookupError, NotImplementedError, OSError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
@@ -146,7 +147,6 @@ def _tfds_error(name: str, folder: str, split: str, error: Exception) -> str:
     place = f", data_dir={folder!r}" if folder else ""
     return (
         f"tfds {name}[{split}]: not prepared for random access in {folder or 'the default folder'} "
-        f"({first_line}); preparing needs importlib_resources, and TensorFlow if images are made from arrays: "
-        f"pip install importlib_resources tensorflow; "
-        f"then run: {_TFDS_PREPARE.format(name=name, where=place)}"
+        f"({first_line}); run: {_TFDS_PREPARE.format(name=name, where=place)}; if its images are made from arrays that "
+        f"needs TensorFlow: {installing('tensorflow')}"
     )

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 
 FORM = (
@@ -69,7 +70,7 @@ def _of_json(content: str, name: str) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise UsageError(f"data.tokenizer: {error}; install it with pip install 'jaxmpi[tokenizers]'") from error
+        raise UsageError(f"data.tokenizer: {error}; install it with {installing('jaxmpi[tokenizers]')}") from error
     try:
         made = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # all that the library raises
