@@ -78,8 +78,8 @@ _MOVED = ("add", "gather", "local", "max", "mean", "min", "prod", "scatter", "su
 
 
 def __getattr__(name: str) -> Any:
-    if name == "functions":
-        return importlib.import_module("jaxmpi.functions")
+    if name in ("collectives", "functions"):
+        return importlib.import_module(f"jaxmpi.{name}")
     if name in _MOVED:
         warnings.warn(f"jaxmpi.{name} is jaxmpi.functions.{name} now", FutureWarning, stacklevel=2)
         return getattr(importlib.import_module("jaxmpi.functions"), name)

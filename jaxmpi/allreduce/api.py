@@ -15,9 +15,10 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import Probe, Verdict, allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import Order, fuse, plan, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
-from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.call_order import caller, callers, columns, in_turn, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.dispatch import sums
+from jaxmpi.allreduce.group_calls import compared, mark_of
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
@@ -86,9 +87,9 @@ def exchange(
         choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
         if is_traced(leaves):
             comm.assert_same(choice.fingerprint(tree, TRACED))
-            number = None if is_part else number_of(comm, f"{choice.what(leaves)}, {caller()}")
+            mark = None if is_part else mark_of(comm, f"{choice.what(leaves)}, {caller()}")
             leaves = [guarded(leaf, comm) for leaf in leaves]  # what is refused has begun nothing
-            with compared(comm, number):
+            with compared(comm, mark):
                 return jax.tree.unflatten(structure, choice.inside_jit(leaves))
         return _outside_jit(choice)(tree)
 
@@ -333,9 +334,9 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
             workers.assert_same(choice.fingerprint(updates, TRACED if traced else "exchange"))
             if traced:
                 what = f"{choice.what(jax.tree.leaves(updates))}, {caller()}"
-                number = None if is_part else number_of(workers, what)
+                mark = None if is_part else mark_of(workers, what)
                 updates = jax.tree.map(lambda x: guarded(x, workers), updates)
-                with compared(workers, number):
+                with compared(workers, mark):
                     total, state = run(updates, state)
             else:
                 total, state = compressor.compress(updates, state, outside_jit(workers))
