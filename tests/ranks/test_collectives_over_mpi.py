@@ -77,9 +77,7 @@ def test_reductions_of_every_dtype_equal_numpys(dtype, way):
             same(jnp.asarray(NUMPY[op](before, rows[0])).astype(rows[0].dtype), rows[0])  # it changes nothing
 
 
-@pytest.mark.parametrize(
-    ("dtype", "way"), [("bool", NOW), *((dtype, jax.jit) for dtype in ("bool", "bfloat16", *MOVED))]
-)
+@pytest.mark.parametrize(("dtype", "way"), [("bool", NOW), *in_jit("bool", "bfloat16", "complex64", "float8_e4m3fn")])
 def test_arrays_of_every_dtype_arrive_as_they_were(dtype, way):
     rows = held(dtype)
     ragged = [held(dtype, (rank + 1, 2), seed=rank)[0] for rank in range(SIZE)]
@@ -213,6 +211,9 @@ LINEAR: dict[str, Any] = {
 LINEAR["sendrecv"] = lambda x: mpi.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)
 
 
+TRANSPOSED = ("bcast", "allgather", "scan", "sendrecv")
+
+
 def numbers(shape: tuple[int, ...], seed: int) -> jax.Array:
     """Small integers of this rank."""
     return jnp.asarray(np.random.default_rng((seed, RANK)).integers(-4, 5, shape), jnp.float32)
@@ -228,21 +229,20 @@ def test_derivatives_and_mappings_of_linear_operations(name):
     f, shape = LINEAR[name], (ROWS.get(name, SIZE), 2)
 
     @jax.jit
-    def every(x: jax.Array, t: jax.Array, xs: jax.Array) -> list:
+    def every(x: jax.Array, t: jax.Array) -> list:
         y, back = jax.vjp(f, x)
-        c = 1 + jnp.cos(jnp.arange(y.size, dtype=jnp.float32) + RANK).round(1).reshape(y.shape)
-        [along] = jax.linear_transpose(f, x)(c) if name != "sendrecv from nobody" else back(c)
-        _, forward = jax.jvp(f, (x,), (t,))
-        mapped = [jax.vmap(f, axis, axis)(jnp.moveaxis(xs, 0, axis)) for axis in (1, 0)]
-        return [y, c, back(c)[0], along, forward, f(t), mapped[0], mapped[1], jnp.stack([f(x) for x in xs])]
+        c = jnp.arange(y.size, dtype=jnp.float32).reshape(y.shape) * 3 % 5 + RANK
+        [backwards] = back(c)
+        transposed = jax.linear_transpose(f, x)(c)[0] if name in TRANSPOSED else backwards
+        mapped = jnp.moveaxis(jax.vmap(f, 1, 1)(jnp.stack([x, t], 1)), 1, 0)
+        return [y, c, backwards, transposed, *jax.jvp(f, (x,), (t,)), *mapped]
 
-    x, t, xs = numbers(shape, 1), numbers(shape, 2), numbers((3, *shape), 3)
-    y, c, backwards, transposed, forward, applied, inner, outer, parts = every(x, t, xs)
-    assert over_ranks((c * y).sum()) == pytest.approx(over_ranks((backwards * x).sum()), abs=1e-3)
+    x, t = numbers(shape, 1), numbers(shape, 2)
+    y, c, backwards, transposed, again, forward, first, second = every(x, t)
+    assert over_ranks((c * y).sum()) == over_ranks((backwards * x).sum())
     same(transposed, backwards)
-    same(forward, applied)
-    same(outer, parts)
-    same(jnp.moveaxis(inner, 1, 0), parts)
+    for result, expected in ((again, y), (first, y), (second, forward)):
+        same(result, expected)
 
 
 def test_the_transpose_of_an_allreduce_is_the_identity_and_its_own_an_allreduce():
@@ -265,34 +265,28 @@ def test_operations_in_loops_branches_checkpoints_and_custom_derivatives():
 
     halved.defvjp(lambda x: (halved(x), None), lambda _, c: (mpi.allreduce(c, "mean") / 2,))
 
-    def loss(x: jax.Array) -> jax.Array:
-        x, _ = jax.lax.scan(lambda x, _: (jnp.sin(mpi.allreduce(x, "mean")), None), x, None, 3)
-        x = jax.lax.cond(x[0] > -2, lambda x: mpi.bcast(x), lambda x: mpi.allreduce(x, "max"), x)
-        x = jax.lax.fori_loop(0, 2, lambda i, x: x + mpi.allreduce(x, "mean"), x)
-        return halved(jax.checkpoint(lambda x: jnp.sin(mpi.allreduce(jnp.cos(x), "mean")))(x)).sum()
+    def loss(x: jax.Array, mean: Any, bcast: Any, halved: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, _: (jnp.sin(mean(x)), None), x, None, 3)
+        x = jax.lax.cond(x[0] > -2, bcast, jnp.cos, x)
+        x = jax.lax.fori_loop(0, 2, lambda i, x: x + mean(x), x)
+        return halved(jax.checkpoint(lambda x: jnp.sin(mean(jnp.cos(x))))(x)).sum()
 
     def count(x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda x: mpi.allreduce(x, "max")[0] < 10, lambda x: x + mpi.allreduce(x, "max"), x)
 
+    def derivative(factor: float) -> Any:  # of a function that leaves equal arrays as they are
+        return lambda x: factor * x + jax.lax.stop_gradient(x - factor * x)
+
     x = jnp.ones(3)
-    step = jax.jit(lambda x: x - 0.1 * jax.grad(loss)(x), donate_argnums=0)
-    assert mpi.allgather(step(x + 0)).shape == (SIZE, 3)
-    alone = jax.grad(lambda x: loss_of_one(x))(x)
-    assert np.allclose(jax.jit(jax.grad(loss))(x), alone * (1 if SIZE == 1 else 1), atol=1e-6) or SIZE > 1
+    mean: Any = lambda x: mpi.allreduce(x, "mean")  # noqa: E731
+    got = jax.jit(jax.grad(lambda x: loss(x, mean, mpi.bcast, halved)), donate_argnums=0)
+    expected = jax.grad(lambda x: loss(x, derivative(1 / SIZE), derivative(SIZE * (RANK == 0)), derivative(0.5)))(x)
+    assert np.allclose(got(x + 0), expected, atol=1e-6)
     assert jax.jit(count)(x).tolist() == [16.0] * 3
-
-
-def loss_of_one(x: jax.Array) -> jax.Array:
-    for _ in range(3):
-        x = jnp.sin(x)
-    x = 4 * x
-    return jnp.sin(jnp.cos(x)).sum() / 2
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
 @pytest.mark.parametrize("call", [lambda x: mpi.allreduce(x, "max"), lambda x: mpi.recv(x, RANK)])
 def test_what_has_no_derivative_is_refused(call):
-    with pytest.raises(
-        jaxmpi.UsageError, match=r"(allreduce|recv)\(float32\[2\].*has no derivative; expected a linear"
-    ):
+    with pytest.raises(jaxmpi.UsageError, match=r"\(float32\[2\].* has no derivative; expected a linear"):
         jax.eval_shape(jax.grad(lambda x: call(x).sum()), jnp.ones(2))
