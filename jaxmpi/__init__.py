@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxmpi.allreduce.api import exchange_gradients as exchange_gradients
     from jaxmpi.checkpoint.trained import TrainedModel as TrainedModel
     from jaxmpi.checkpoint.trained import load as load
+    from jaxmpi.collectives.started import start as start
+    from jaxmpi.collectives.started import wait as wait
     from jaxmpi.comm.axis import AxisComm as AxisComm
     from jaxmpi.comm.base import SoloComm as SoloComm
     from jaxmpi.comm.control import broadcast as broadcast
@@ -39,6 +41,7 @@ _NAMES = {
         "exchange_gradients",
     ),
     "jaxmpi.checkpoint.trained": ("TrainedModel", "load"),
+    "jaxmpi.collectives.started": ("start", "wait"),
     "jaxmpi.comm.axis": ("AxisComm",),
     "jaxmpi.comm.base": ("SoloComm",),
     "jaxmpi.comm.mpi": (

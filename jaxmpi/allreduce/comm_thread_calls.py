@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import effects
 
 from jaxmpi.allreduce.algorithms import STRATEGIES, parse
 from jaxmpi.allreduce.algorithms.table import HostSum
@@ -90,8 +91,9 @@ def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str
 
 @functools.cache
 def mpi_effect(comm: Comm) -> Any:
-    """The ordered effect of this comm's own calls."""
+    """The ordered effect of this comm's own calls. `jax.checkpoint` may repeat them: it does so on all ranks alike."""
     [effect] = jax.make_jaxpr(comm.allreduce)(jnp.zeros(1)).effects
+    effects.remat_allowed_effects.add_type(type(effect))
     return effect
 
 

@@ -26,3 +26,6 @@ from jaxmpi.collectives.api import scatter as scatter
 from jaxmpi.collectives.api import send as send
 from jaxmpi.collectives.api import sendrecv as sendrecv
 from jaxmpi.collectives.call import NOBODY as NOBODY
+from jaxmpi.collectives.started import Handle as Handle
+from jaxmpi.collectives.started import start as start
+from jaxmpi.collectives.started import wait as wait

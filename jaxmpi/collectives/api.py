@@ -301,10 +301,8 @@ def recv(
     if source == NOBODY:
         return x
     options = {"source": source, "recvtag": tag, "status": messages.status_number(status) if status else 0}
-    leaves = [
-        jnp.zeros(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else jnp.asarray(leaf)
-        for leaf in jax.tree.leaves(x)
-    ]
+    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
+    leaves = [jnp.zeros(leaf.shape, leaf.dtype) if is_shape(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
     return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, **options))
 
 

@@ -46,11 +46,16 @@ def run(call: Call, *operands: jax.Array) -> list[jax.Array]:
     results = [like(operands[-1])] if call.operation != "send" else []
     sent = operands[:1] if call.operation != "recv" else ()
     rest = operands[-1:] if results and call.source == NOBODY else ()
-    options = {"source": ANY if call.source is None else call.source, "dest": call.dest}
-    options |= {"sendtag": call.sendtag, "recvtag": ANY if call.recvtag is None else call.recvtag}
-    options |= {"comm": number_of(call.comm), "status": call.status, "line": call.what(*operands)}
+    options = {"comm": number_of(call.comm), **options_of(call, call.what(*operands))}
     name, effect = _registered(), mpi_effect(call.comm)
     return host_callbacks.call(name, [*sent, *rest], results, effect=effect, **options)
+
+
+def options_of(call: Call, what: str) -> dict[str, Any]:
+    """Attributes of `steps`, which are numbers and a text."""
+    places = {"source": ANY if call.source is None else call.source, "dest": call.dest}
+    tags = {"sendtag": call.sendtag, "recvtag": ANY if call.recvtag is None else call.recvtag}
+    return {**places, **tags, "status": call.status, "line": what}
 
 
 def _by_mpi4jax(call: Call, *operands: jax.Array) -> list[jax.Array]:

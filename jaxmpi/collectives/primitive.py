@@ -5,13 +5,14 @@ only a derivative makes are compared like any other. A call outside jit is compa
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax._src import effects
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
@@ -19,10 +20,9 @@ from jaxmpi.allreduce.call_order import in_turn, one_thread
 from jaxmpi.allreduce.comm_thread_calls import mpi_effect
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.allreduce.group_calls import compared, mark_of
-from jaxmpi.collectives.call import NOBODY, Call
+from jaxmpi.collectives.call import NOBODY, Call, like
 from jaxmpi.collectives.table import OPERATIONS, Operation
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
-from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
@@ -30,18 +30,28 @@ _call_p = jax.extend.core.Primitive("jaxmpi_call")
 _call_p.multiple_results = True
 
 
+class _Instead(threading.local):
+    made: Callable[..., list[jax.Array]] | None = None
+
+
+_instead = _Instead()
+
+
+@contextmanager
+def instead(made: Callable[..., list[jax.Array]]) -> Iterator[None]:
+    """Have this thread's calls made by another function, as (call, *operands) -> results."""
+    _instead.made = made
+    try:
+        yield
+    finally:
+        _instead.made = None
+
+
 def bind(call: Call, *operands: jax.Array) -> list[jax.Array]:
     """Results of a call on this rank, in or out of a program."""
-    _effect(call.comm)
+    if _instead.made:
+        return _instead.made(call, *operands)
     return _call_p.bind(*operands, call=call)
-
-
-@functools.cache
-def _effect(comm: MpiComm) -> effects.Effect:
-    """The effect of MPI's calls. `jax.checkpoint` may make them again: it does so on all ranks alike."""
-    effect = mpi_effect(comm)
-    effects.remat_allowed_effects.add_type(type(effect))
-    return effect
 
 
 def row_of(call: Call) -> Operation:
@@ -54,7 +64,7 @@ def _abstract(*operands: Any, call: Call) -> tuple[list, set]:
     if call.is_identity:
         return list(operands), set()
     results = row_of(call).results(call, *operands)
-    return [ShapedArray(result.shape, result.dtype) for result in results], {_effect(call.comm)}
+    return [ShapedArray(result.shape, result.dtype) for result in results], {mpi_effect(call.comm)}
 
 
 # ---------------------------------------------------------------- comparison
@@ -63,11 +73,16 @@ def _abstract(*operands: Any, call: Call) -> tuple[list, set]:
 def facts(call: Call, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
     """Facts of a call that must be equal on all ranks; in a program also the user's lines that lead to it."""
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
-    options: dict[str, Any] = {"operation": call.operation, "op": call.op, "root": call.root}
+    options: dict[str, Any] = {"op": call.op, "root": call.root, "reversed": call.is_reversed}
     options |= shared | {"dtypes": [x.dtype.name for x in operands], "counts": call.counts}
     if not is_traced:
-        return fingerprint("a collective operation", options)
-    return fingerprint("a collective operation in a program", {**options, "at": call.line, "lines": call.lines})
+        return fingerprint(call.operation, options)
+    return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
+
+
+def what_of(call: Call, operands: Sequence[Any]) -> str:
+    """Describe a call, the same on all ranks that make it; shapes that may differ are left out."""
+    return call.what(*(like(x, row_of(call).shared(call, x)) for x in operands))
 
 
 def check_counts(call: Call, operands: Sequence[Any]) -> None:
@@ -107,7 +122,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequenc
     if not row_of(call).is_message:
         with one_thread(call.comm) as is_part:
             call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
-            mark = None if is_part else mark_of(call.comm, call.what(*ctx.avals_in))
+            mark = None if is_part else mark_of(call.comm, what_of(call, ctx.avals_in))
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
         with compared(call.comm, mark):
@@ -125,12 +140,10 @@ mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a mark
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list, list]:
     row = row_of(call)
     results = _call_p.bind(*primals, call=call)
-    if not results:
-        return results, []
     check(
         row.adjoint is not None and call.op in ("", "sum"),
         f"{call.what(*primals)} has no derivative; expected a linear operation: "
-        + ("sendrecv instead of recv" if call.operation == "recv" else "a sum, or jax.lax.stop_gradient around x"),
+        + ("sendrecv" if row.is_message else "a sum, or jax.lax.stop_gradient around x"),
     )
     return results, _call_p.bind(*map(ad.instantiate_zeros, tangents), call=call)
 

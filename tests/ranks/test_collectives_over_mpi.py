@@ -290,3 +290,55 @@ def test_operations_in_loops_branches_checkpoints_and_custom_derivatives():
 def test_what_has_no_derivative_is_refused(call):
     with pytest.raises(jaxmpi.UsageError, match=r"\(float32\[2\].* has no derivative; expected a linear"):
         jax.eval_shape(jax.grad(lambda x: call(x).sum()), jnp.ones(2))
+
+
+# ---------------------------------------------------------------- beside a program
+
+
+def test_started_operations_give_what_the_operations_give():
+    """All of them under way at once; those of trees and of 16-bit floats, too."""
+    x, next_one, before = numbers((SIZE, 2), 1), (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    part = COMM.split(0)
+    every: list[tuple] = [(mpi.allreduce, {"a": x, "b": x.astype(jnp.bfloat16)}, "mean"), (mpi.reduce, x, "max")]
+    every += [(mpi.bcast, x, SIZE - 1), (mpi.allgather, x > 0), (mpi.gather, x), (mpi.alltoall, x), (mpi.barrier,)]
+    every += [
+        (mpi.scatter, x if RANK == 0 else x[0]),
+        (mpi.alltoallv, numbers((ROWS["alltoallv"], 2), 2), COUNTS[RANK]),
+    ]
+    every += [(mpi.allgatherv, x[: RANK + 1]), (mpi.reduce_scatter, x), (mpi.scan, x), (mpi.exscan, x, "min")]
+    every += [(mpi.sendrecv, x, x, before, next_one)] * (SIZE > 1)
+
+    def both() -> tuple[list, list]:
+        handles = [jaxmpi.start(*row) for row in every]
+        handles.append(jaxmpi.start(mpi.allreduce, x, comm=part))
+        computed = jnp.sin(x)
+        started = [jaxmpi.wait(handle, after=computed) for handle in handles]
+        return started, [function(*arguments) for function, *arguments in every]
+
+    compiled = jax.jit(both)
+    for _ in range(2):
+        started, now = compiled()
+        jax.tree.map(same, started[:-1], now)
+        same(started[-1], mpi.allreduce(x))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker starts nothing")
+def test_a_handle_is_waited_for_once():
+    x = jnp.ones(3)
+
+    def twice(x: jax.Array) -> jax.Array:
+        handle = jaxmpi.start(mpi.allreduce, x)
+        return jaxmpi.wait(handle) + jaxmpi.wait(handle)
+
+    def dropped(x: jax.Array) -> jax.Array:
+        jaxmpi.start(mpi.allreduce, x, "max")
+        return x
+
+    with pytest.raises(jaxmpi.UsageError, match=r"allreduce that started at .* is waited for twice"):
+        jax.jit(twice)(x)
+    with pytest.raises(jaxmpi.UsageError, match=r"allreduce\(float32\[3\], op=max\).* is never waited for"):
+        jax.jit(dropped)(x)
+    with pytest.raises(jaxmpi.UsageError, match=r"start: got a call outside jax.jit"):
+        jaxmpi.start(mpi.allreduce, x)
+    with pytest.raises(jaxmpi.UsageError, match=r"has neither derivative nor mapping"):
+        jax.jit(jax.grad(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)).sum()))(x)
