@@ -62,14 +62,19 @@ def _by_mpi4jax(call: Call, *operands: jax.Array) -> list[jax.Array]:
     import mpi4jax
     from mpi4py import MPI
 
-    tags = {"sendtag": call.sendtag, "recvtag": MPI.ANY_TAG if call.recvtag is None else call.recvtag}
+    tag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     source = MPI.ANY_SOURCE if call.source is None else call.source
+    x, place, comm = operands[0], operands[-1], call.comm.mpi
     if call.operation == "send":
-        mpi4jax.send(operands[0], call.dest, tag=call.sendtag, comm=call.comm.mpi)
+        mpi4jax.send(x, call.dest, tag=call.sendtag, comm=comm)
         return []
     if call.operation == "recv":
-        return [mpi4jax.recv(operands[0], source, tag=tags["recvtag"], comm=call.comm.mpi)]
-    return [mpi4jax.sendrecv(*operands, source, call.dest, comm=call.comm.mpi, **tags)]
+        return [mpi4jax.recv(place, source, tag=tag, comm=comm)]
+    dest = MPI.PROC_NULL if call.dest == NOBODY else call.dest
+    if call.source == NOBODY:
+        mpi4jax.send(x, dest, tag=call.sendtag, comm=comm)
+        return [place]
+    return [mpi4jax.sendrecv(x, place, source, dest, sendtag=call.sendtag, recvtag=tag, comm=comm)]
 
 
 def nobody(call: Call, *operands: jax.Array) -> Any:

@@ -55,7 +55,7 @@ def neutral(op: str, dtype: Any) -> Any:
         low, high = (-jnp.inf, jnp.inf) if is_float else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
         return np.array(low if op == "max" else high, dtype)
     if op == "and":
-        return np.array(~np.zeros((), dtype))
+        return np.invert(np.zeros((), dtype))
     return np.array(op == "prod", dtype)
 
 
@@ -170,7 +170,7 @@ def _allgatherv(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
 
 def _each(mpi4jax: Any, comm: Any, sent: list, counts: list[int], size: int, rank: int) -> list[jax.Array]:
     """A message to each rank, one from each, of so many rows; in turns in which nobody is sent to by two."""
-    received = dict.fromkeys(range(size), sent[rank])
+    received: dict[int, jax.Array] = {rank: sent[rank]}
     for turn in range(1, size):
         to, source = (rank + turn) % size, (rank - turn) % size
         place = jnp.zeros((counts[source], *sent[rank].shape[1:]), sent[rank].dtype)

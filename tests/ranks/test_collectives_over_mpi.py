@@ -239,7 +239,9 @@ def test_derivatives_and_mappings_of_linear_operations(name):
 
     x, t = numbers(shape, 1), numbers(shape, 2)
     y, c, backwards, transposed, again, forward, first, second = every(x, t)
-    assert over_ranks((c * y).sum()) == over_ranks((backwards * x).sum())
+    size = over_ranks(jnp.abs(backwards * x).sum())
+    off = 2.0**-7 * size if "16 bits" in name else 0.0  # each side is rounded to 8 bits once or twice
+    assert over_ranks((c * y).sum()) == pytest.approx(over_ranks((backwards * x).sum()), abs=off)
     same(transposed, backwards)
     for result, expected in ((again, y), (first, y), (second, forward)):
         same(result, expected)
