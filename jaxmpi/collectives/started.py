@@ -66,7 +66,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     """Begin an operation of `jaxmpi.collectives` inside jit, while the program goes on: `start(allreduce, x, "max")`.
 
     Arrays are copied. Several may be under way; ranks start them in the same order. Each handle is waited for once, in
-    the function that started it.
+    the function that started it. All ranks compile the same starts, also those of a send or a recv.
 
     Communicates: as the operation, on the communication thread.
 
