@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxmpi.allreduce.api import exchange_gradients as exchange_gradients
     from jaxmpi.checkpoint.trained import TrainedModel as TrainedModel
     from jaxmpi.checkpoint.trained import load as load
+    from jaxmpi.collectives.started import start as start
+    from jaxmpi.collectives.started import wait as wait
     from jaxmpi.comm.axis import AxisComm as AxisComm
     from jaxmpi.comm.base import SoloComm as SoloComm
     from jaxmpi.comm.control import broadcast as broadcast
@@ -40,6 +42,7 @@ _NAMES = {
         "exchange_gradients",
     ),
     "jaxmpi.checkpoint.trained": ("TrainedModel", "load"),
+    "jaxmpi.collectives.started": ("start", "wait"),
     "jaxmpi.comm.axis": ("AxisComm",),
     "jaxmpi.comm.base": ("SoloComm",),
     "jaxmpi.comm.mpi": (
@@ -80,8 +83,8 @@ _MOVED = ("add", "gather", "local", "max", "mean", "min", "prod", "scatter", "su
 
 
 def __getattr__(name: str) -> Any:
-    if name == "functions":
-        return importlib.import_module("jaxmpi.functions")
+    if name in ("collectives", "functions"):
+        return importlib.import_module(f"jaxmpi.{name}")
     if name in _MOVED:
         warnings.warn(f"jaxmpi.{name} is jaxmpi.functions.{name} now", FutureWarning, stacklevel=2)
         return getattr(importlib.import_module("jaxmpi.functions"), name)

@@ -18,7 +18,7 @@ MENU = {
     "Start": ("index", "quickstart"),
     "Run": ("choosing", "combining", "launching", "gpu", "seeing", "reliability"),
     "Data and models": ("data", "packed", "text", "models"),
-    "Functions": ("functions", "porting"),
+    "Functions": ("collectives", "functions", "porting"),
     "Inside": ("strategies", "exchange", "plan", "rules"),
     "Figures": ("results", "performance", "papers"),
     "Extend": ("extending", "api", "design"),

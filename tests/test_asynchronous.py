@@ -295,7 +295,7 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     evaluation = SimpleNamespace(is_open=False, asks=dict, conclude_if_whole=lambda answer: None)
     chief = async_chief.ChiefWorker(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
     assert chief.progress(state, worker.tell({}, examples=10)) == Progress(1, DueEvents(log=True, save=True))
-    chief.log(1)
+    chief.log(1, state)
     chief.save(1, state)
     while chief.is_writing:
         chief.wait(state)

@@ -30,7 +30,7 @@ from jaxmpi.trainer import exported, finished
 from launching import ROOT, run
 
 DOCS = ROOT / "docs"
-RUN = ("quickstart", "extending", "launching", "data", "packed", "plan", "models", "functions", "seeing")
+RUN = ("quickstart", "extending", "launching", "data", "packed", "plan", "models", "functions", "seeing", "collectives")
 BLOCKS = [
     (page.stem, *block)
     for page in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in RUN))
@@ -62,6 +62,7 @@ THREE_STEPS = (("digits.py", "digits.py --train-for 3st"),)
 TWO_STEPS = (("googlenet.py", "googlenet.py --train-for 2st"),)
 THREE_EPOCHS = (".py\n", ".py --train-for 3ep\n")
 SCENARIOS = [
+    Scenario(("collectives.py", "collectives"), ("allreduce", "transpose: bcast of root's cotangent")),
     Scenario(
         ("start",), ("+ ", "no data folder", "2 workers", "step 2/2", "top-1"), (*INSTALLED, *TWO_RANKS, *TWO_STEPS)
     ),

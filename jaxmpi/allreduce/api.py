@@ -17,6 +17,7 @@ from jaxmpi.allreduce.buckets import Order, fuse, plan, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
 from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
+from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.axis import AxisComm
@@ -49,6 +50,9 @@ def exchange(
     Works inside and outside jit, on any pytree of float32, bfloat16 and float16 leaves of any size, and keeps their
     dtypes and shapes.
 
+    Derivative and transpose: an exchange of tangents or cotangents, by the same strategy and wire; along an `AxisComm`
+    in 32 bits.
+
     Args:
         tree: this worker's leaves; the same structure, shapes and dtypes on every worker.
         strategy: `algorithm[:wire]` or an alias, as asa32 (default), ring16, tree:bf16, color4:8, hier-ring:16; all are
@@ -67,8 +71,7 @@ def exchange(
     Raises:
         UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
             16- or 32-bit float (by path); ranks whose trees or options differ (rank, path, got, expected); a call by
-            one thread while another is in one; under `jax.grad`, or over MPI ranks under `jax.vmap`; a bucket of 2^31
-            floats over MPI.
+            one thread while another is in one; over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
     """
     check_op(op)
     check_bucket_bytes(bucket_bytes)
@@ -84,13 +87,10 @@ def exchange(
         if is_auto(strategy):
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
-        if is_traced(leaves):
-            comm.assert_same(choice.fingerprint(tree, TRACED))
-            number = None if is_part else number_of(comm, f"{choice.what(leaves)}, {caller()}")
-            leaves = [guarded(leaf, comm) for leaf in leaves]  # what is refused has begun nothing
-            with compared(comm, number):
-                return jax.tree.unflatten(structure, choice.inside_jit(leaves))
-        return _outside_jit(choice)(tree)
+        if comm.size > 1 and any(isinstance(leaf, Tracer) for leaf in leaves):
+            exchanged = differentiable(choice, leaves, lambda held: choice.held(held, tree, is_part))
+            return jax.tree.unflatten(structure, exchanged)
+        return jax.tree.unflatten(structure, choice.held(leaves, tree, is_part))
 
 
 def count_of(leaves: Sequence[Any]) -> str:
@@ -149,6 +149,29 @@ class Choice(NamedTuple):
     comm: Comm
     bucket_bytes: int | None
     order: Order | None = None
+
+    def of(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """`exchange` of these leaves, for its derivative."""
+        return exchange(leaves, self.strategy, self.op, self.comm, self.bucket_bytes, self.order)
+
+    def in_f32(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The mean or sum by the comm's own allreduce, for the derivative along an axis."""
+        divisor = self.comm.size if self.op == "mean" else 1
+        return [(self.comm.allreduce(leaf.astype(jnp.float32)) / divisor).astype(leaf.dtype) for leaf in leaves]
+
+    def held(self, leaves: list[jax.Array], tree: PyTree, is_part: bool) -> list[jax.Array]:
+        """The exchange of a tree's leaves, inside or outside jit, without a derivative.
+
+        Args:
+            is_part: this is inside another exchange, which is compared as a whole.
+        """
+        if not is_traced(leaves):
+            return jax.tree.leaves(_outside_jit(self)(jax.tree.unflatten(jax.tree.structure(tree), leaves)))
+        self.comm.assert_same(self.fingerprint(tree, TRACED))
+        number = None if is_part else number_of(self.comm, f"{self.what(leaves)}, {caller()}")
+        leaves = [not_mapped(leaf) if over_mpi(self.comm) else leaf for leaf in leaves]  # what is refused began nothing
+        with compared(self.comm, number):
+            return self.inside_jit(leaves)
 
     def fingerprint(self, tree: PyTree, what: str = "exchange") -> Fingerprint:
         """Facts that must be equal on all ranks, for messages by the name `what`."""
@@ -260,7 +283,10 @@ def not_differentiable(x: jax.Array) -> jax.Array:
 
 @not_differentiable.defjvp
 def _refuse(primals: tuple, tangents: tuple) -> NamedTuple:
-    raise UsageError("exchange cannot be differentiated; take jax.grad first, then exchange the gradients")
+    raise UsageError(
+        "an exchange by a compressor or beside a program cannot be differentiated; take jax.grad first, then exchange "
+        "the gradients, or differentiate jaxmpi.exchange"
+    )
 
 
 @jax.custom_batching.custom_vmap
@@ -271,16 +297,18 @@ def not_mapped(x: jax.Array) -> jax.Array:
 
 @not_mapped.def_vmap
 def _refuse_to_map(*_: Any) -> NamedTuple:
-    raise UsageError(
-        "jax.vmap cannot map an exchange over MPI ranks, which is one message for all; exchange what is mapped, as in "
-        "exchange(jax.vmap(f)(xs)): a mean over workers is taken entry by entry, so it is the same"
-    )
+    raise UsageError(NOT_MAPPED)
+
+
+def over_mpi(comm: Comm) -> bool:
+    """Return True if an exchange sends messages between processes."""
+    return isinstance(comm, MpiComm) and comm.size > 1
 
 
 def guarded(leaf: jax.Array, comm: Comm) -> jax.Array:
     """The leaf, for which neither a derivative is offered nor, if it travels over MPI, a mapping."""
     leaf = not_differentiable(leaf)
-    return not_mapped(leaf) if isinstance(comm, MpiComm) and comm.size > 1 else leaf
+    return not_mapped(leaf) if over_mpi(comm) else leaf
 
 
 def exchange_gradients(

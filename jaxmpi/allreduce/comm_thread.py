@@ -139,7 +139,7 @@ class CommThread:
         if what:  # first: ranks at different exchanges may have plans that some of them know already
             opening = Opening(what)
             self._openings = {**dict(list(self._openings.items())[-OPENINGS:]), self.count: opening}
-            self._hand_over(Job(f"the comparison of {what}", np.empty(0), iter([self._compared(opening)])))
+            self.hand_over(Job(f"the comparison of {what}", np.empty(0), iter([self._compared(opening)])))
         if plan not in self._agreed:
             self.control.compare(fingerprint("the exchange beside a program", json.loads(plan)))
             self._agreed.add(plan)
@@ -154,7 +154,7 @@ class CommThread:
 
     def _done(self, operands: list, results: list, first: int) -> None:
         """(bucket, ticket, what must be there before) -> (sum); waits."""
-        job = self._wait((int(operands[1]), first))
+        job = self.wait((int(operands[1]), first))
         moved = job.bucket.ctypes.data != operands[0].ctypes.data
         check(not moved, f"XLA has moved {job.label} while it travelled; use --exchange.overlap off, and report this")
         copy_unless_shared(operands[0], results[0])
@@ -174,7 +174,7 @@ class CommThread:
         key = late, int(number), bucket["first"]
         if key not in self.jobs:
             self._carry(key, x.copy(), int(ticket) + again, **bucket)
-        np.copyto(results[0], self._wait(key).bucket)
+        np.copyto(results[0], self.wait(key).bucket)
 
     def _carry(
         self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, first: int, label: str
@@ -183,14 +183,16 @@ class CommThread:
         tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
         job = self.jobs[key] = Job(label, x, total.of(x, tags), self._openings.get(number))
         self._note("start", label)
-        self._hand_over(job)
+        self.hand_over(job)
 
-    def _hand_over(self, job: Job) -> None:
+    def hand_over(self, job: Job) -> None:
+        """Have the thread begin a job."""
         with self._wake:
             self._arrived.append(job)
             self._wake.notify()
 
-    def _wait(self, key: tuple[int, ...]) -> Job:
+    def wait(self, key: tuple[int, ...]) -> Job:
+        """The job of that key, once it is done; it is forgotten."""
         job = self.jobs.pop(key)
         self._note("wait", job.label)
         self._is_waited_for = True
@@ -222,7 +224,7 @@ class CommThread:
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         for job in arrived:
             if job.opening is None or job.opening.is_agreed:
-                self._begin(job)
+                self.begin(job)
             else:
                 job.opening.held.append(job)
         return bool(self._segments or not self._is_ending)
@@ -246,9 +248,9 @@ class CommThread:
         opening.is_agreed = True
         held, opening.held = opening.held, []  # openings are kept for a while, and jobs hold gradients
         for job in held:
-            self._begin(job)
+            self.begin(job)
 
-    def _begin(self, job: Job) -> None:
+    def begin(self, job: Job) -> None:
         """Have up to WINDOW segments of a job under way; it is summed if none is left."""
         while job.under_way < WINDOW and (segment := next(job.waiting, None)) is not None:
             job.under_way += 1
@@ -277,7 +279,7 @@ class CommThread:
         for segment in ready:
             self._resume(segment.job, segment.sum)
         for job in dict.fromkeys(s.job for s in ready):
-            self._begin(job)
+            self.begin(job)
         return True
 
     def _check_time(self) -> None:

@@ -12,7 +12,7 @@ from jaxmpi.allreduce.algorithms import STRATEGIES, parse
 from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.comm_thread import DONE, OPEN, START, courier
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
 from jaxmpi.runtime import host_callbacks
 
@@ -25,6 +25,8 @@ def why_not(strategy: str, comm: Comm) -> str:
         return "no other worker takes part in a step"
     if not isinstance(comm, MpiComm):
         return "workers are not MPI ranks"
+    if comm.processes.size < world().size:
+        return "workers are a part of the job's ranks"
     if not parse(strategy).has_sum_on_host(comm.hosts):
         able = ", ".join(name for name, row in STRATEGIES.items() if row.on_host)
         return (

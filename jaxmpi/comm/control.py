@@ -253,6 +253,28 @@ class MpiProcesses:
         other.world = self.clone()
         return other
 
+    def over(self, world: Any) -> "MpiProcesses":
+        """The same among the ranks of a communicator of mpi4py, which all of these come here with together.
+
+        Ranks are numbered as in it.
+        """
+        from mpi4py import MPI
+
+        places = MPI.Group.Translate_ranks(world.group, range(world.size), self.world.group)
+        check(
+            MPI.UNDEFINED not in places,
+            f"communicator: got {world.size} ranks, of which {places.count(MPI.UNDEFINED)} are not of this job",
+        )
+        other = copy.copy(self)
+        other.world = self.clone(world)
+        other.rank, other.size = world.rank, world.size
+        other.numbers = tuple(self.numbers[place] for place in places)
+        other.hosts = tuple(self.hosts[place] for place in places)
+        other._local = other.world.Split_type(self._on_host, key=other.rank)
+        self._own.append(other._local)
+        other.local_rank, other.local_size = other._local.rank, other._local.size
+        return other
+
     def leave(self, code: int = 0) -> None:
         """Meet all ranks at the end. If some may be lost, and MPI's own end could hang, end the process there."""
         if not survives_losses():

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import effects
 
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Comm, Pairs, SoloComm, Turn, ring_order
@@ -81,6 +82,7 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world."""
         super().__init__(processes, processes.world.Clone())
+        self.messages = processes.clone()  # of mpi4py alone: a message from one rank to another has a header there
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """`MPI_Allreduce`, sum."""
@@ -125,14 +127,43 @@ class MpiComm(RankComm):
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
 
+    def split(self, color: int | str | None, key: int = 0) -> "MpiComm | None":
+        """A communicator of the ranks that give the same color; None for a rank that gives None.
+
+        Ranks are numbered anew, by key, then as here. All ranks of this communicator must call it together, outside
+        jit.
+
+        Args:
+            color: any number from 0 on, or "host": one communicator for each host.
+            key: order of ranks in the new communicator.
+
+        Communicates: `MPI_Comm_split`.
+        """
+        from mpi4py import MPI
+
+        check(
+            color is None or color == "host" or (isinstance(color, int) and color >= 0),
+            f"split: color: got {color!r}; expected a number from 0 on, 'host', or None to take no part",
+        )
+        self.processes.barrier()  # polled: it names who is absent
+        number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
+        part = self.processes.world.Split(number, key)
+        return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else None
+
+    @functools.cached_property
+    def reversed_mpi(self) -> Any:
+        """The same ranks from the last to the first; all come here together for the first time."""
+        return self.mpi.Split(0, -self.rank)
+
     def _make_shared_sum(self) -> SharedSum:
         """In order among mpi4jax's collectives."""
         return SharedSum(self.processes, f"sum of comm {next(_numbers)}", effect=self.effect)
 
     @functools.cached_property
     def effect(self) -> Any:
-        """Effect by which JAX orders calls: that of mpi4jax's collectives."""
+        """Effect by which JAX orders calls: mpi4jax's. `jax.checkpoint` may repeat them, on all ranks alike."""
         [effect] = jax.make_jaxpr(self.allreduce)(0.0).effects
+        effects.remat_allowed_effects.add_type(type(effect))
         return effect
 
 
@@ -180,6 +211,45 @@ def workers_of(comm: Comm | None) -> Comm:
     why = refusing_world.value
     check(not why or chosen is not world(), why)
     return chosen
+
+
+def communicator(comm: Any) -> Comm:
+    """Who takes part: None is the world, a communicator of mpi4py becomes one of ours when it is first used.
+
+    All its ranks come here together then.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if comm is None or not hasattr(comm, "Get_attr"):
+        chosen = workers_of(comm)
+        check(
+            isinstance(chosen, (MpiComm, SoloComm)),
+            f"comm: got {type(chosen).__name__}; expected jaxmpi.world(), a part of it by split(), or a communicator "
+            "of mpi4py; along an axis of vmap or shard_map take the collectives of jax.lax",
+        )
+        return chosen
+    if comm.size == 1:
+        return SoloComm()
+    from mpi4py import MPI
+
+    control = processes()
+    assert isinstance(control, MpiProcesses)
+    if comm == MPI.COMM_WORLD:
+        return workers_of(None)
+    known = comm.Get_attr(_known_by())
+    if known is None:
+        known = MpiComm(control.over(comm))
+        comm.Set_attr(_known_by(), known)
+    return known
+
+
+@functools.cache
+def _known_by() -> int:
+    """MPI's own place for what belongs to a communicator: it is let go of with it."""
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval()
 
 
 @functools.cache

@@ -144,6 +144,20 @@ def test_what_is_mapped_may_be_exchanged_but_no_exchange_mapped(strategy):
                 mapped(xs)
 
 
+@pytest.mark.parametrize("strategy", ["asa32", "ring16"])
+def test_an_exchange_is_its_own_transpose_in_its_wire(strategy):
+    x = {"a": jnp.arange(5.0) + RANK, "b": jnp.full((2,), RANK, jnp.bfloat16)}
+    exchanged = lambda x: jaxmpi.exchange(x, strategy)  # noqa: E731
+    _, back = jax.vjp(exchanged, x)
+    cotangent = jax.tree.map(lambda leaf: leaf / 3, x)
+    for pulled in (back, jax.jit(lambda c: jax.vjp(exchanged, x)[1](c))):
+        [got] = pulled(cotangent)
+        same = jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), got, exchanged(cotangent))
+        assert all(jax.tree.leaves(same))
+    tangents = jax.jit(lambda x: jax.jvp(exchanged, (x,), (cotangent,))[1])(x)
+    assert np.array_equal(tangents["a"], exchanged(cotangent)["a"])
+
+
 def test_a_bucket_that_mpi_cannot_count_is_refused_before_it_is_there():
     """Traced only: it would have 8 GiB. Shared memory has no such limit."""
     if SIZE == 1:

@@ -1,0 +1,100 @@
+"""The derivative of an exchange: an exchange of tangents, whose transpose is an exchange of cotangents.
+
+A mean over w workers is its own transpose, since every worker's loss depends on all workers' leaves:
+y_j = (1/w) sum_i x_i for all j, so d(sum_j loss_j)/d x_i = (1/w) sum_j d loss_j / d y_j. A sum is likewise its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.interpreters import ad, batching, mlir
+
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.core.errors import UsageError
+
+NOT_MAPPED = (
+    "jax.vmap cannot map an exchange over MPI ranks, which is one message for all; exchange what is mapped, as in "
+    "exchange(jax.vmap(f)(xs)): a mean over workers is taken entry by entry, so it is the same"
+)
+
+
+class Exchange(Protocol):
+    """A linear exchange of leaves, hashable."""
+
+    @property
+    def comm(self) -> Comm:
+        """Who exchanges."""
+        ...
+
+    def of(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The leaves' sums or means over workers."""
+        ...
+
+    def in_f32(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The same through the comm's own sum, in 32 bits."""
+        ...
+
+
+_exchange_p = jax.extend.core.Primitive("jaxmpi_exchange")
+_exchange_p.multiple_results = True
+
+
+@_exchange_p.def_effectful_abstract_eval
+def _abstract(*leaves: Any, exchange: Exchange) -> tuple[list, set]:
+    assert isinstance(exchange.comm, MpiComm)
+    return [ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves], {exchange.comm.effect}
+
+
+@_exchange_p.def_impl
+def _now(*leaves: jax.Array, exchange: Exchange) -> list[jax.Array]:
+    return exchange.of(list(leaves))
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, exchange: Exchange) -> Sequence[Any]:
+    return mlir.lower_fun(lambda *arrays: exchange.of(list(arrays)))(ctx, *leaves)
+
+
+mlir.register_lowering(_exchange_p, _lower, cacheable=False)
+
+
+def _along(tangents: Sequence[Any], exchange: Exchange) -> list:
+    """The exchange of tangents or cotangents."""
+    return _exchange_p.bind(*map(ad.instantiate_zeros, tangents), exchange=exchange)
+
+
+def _refuse_to_map(*_: Any, **__: Any) -> tuple:
+    raise UsageError(NOT_MAPPED)
+
+
+ad.primitive_jvps[_exchange_p] = lambda primals, tangents, *, exchange: (
+    _along(primals, exchange),
+    _along(tangents, exchange),
+)
+ad.primitive_transposes[_exchange_p] = lambda cotangents, *leaves, exchange: _along(cotangents, exchange)
+batching.primitive_batchers[_exchange_p] = _refuse_to_map
+
+
+def differentiable(exchange: Exchange, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
+    """`run(leaves)`, with the derivative of an exchange; `run` itself sees nothing to differentiate."""
+    held = [jax.lax.stop_gradient(leaf) for leaf in leaves]
+    return _with_tangents(exchange, leaves, run(held))
+
+
+def _take_results(exchange: Exchange, leaves: list[jax.Array], results: list[jax.Array]) -> list[jax.Array]:
+    """The results, whose derivative goes by the leaves."""
+    return results
+
+
+_with_tangents = jax.custom_jvp(_take_results, nondiff_argnums=(0,))
+
+
+@_with_tangents.defjvp
+def _tangents(exchange: Exchange, primals: tuple, tangents: tuple) -> tuple[list, list]:
+    is_over_mpi = isinstance(exchange.comm, MpiComm)
+    along = _along(tangents[0], exchange) if is_over_mpi else exchange.in_f32(tangents[0])
+    return primals[1], [t.astype(jnp.result_type(y)) for t, y in zip(along, primals[1], strict=True)]

@@ -1,0 +1,31 @@
+"""MPI's operations for JAX: functions of arrays and trees, inside and outside jit, with derivatives.
+
+    from jaxmpi import collectives as mpi
+    total = mpi.allreduce(x, "sum")
+
+`python -m jaxmpi.collectives` lists them with what each sends. In reading order: `api`, the functions; `table`, a row
+for each; `call`; `primitive`, their place in JAX; `messages`, from one rank to another; `started`, beside a program.
+
+It imports `core`, `runtime`, `config`, `comm` and `allreduce`.
+"""
+
+from jaxmpi.collectives.api import allgather as allgather
+from jaxmpi.collectives.api import allgatherv as allgatherv
+from jaxmpi.collectives.api import allreduce as allreduce
+from jaxmpi.collectives.api import alltoall as alltoall
+from jaxmpi.collectives.api import alltoallv as alltoallv
+from jaxmpi.collectives.api import barrier as barrier
+from jaxmpi.collectives.api import bcast as bcast
+from jaxmpi.collectives.api import exscan as exscan
+from jaxmpi.collectives.api import gather as gather
+from jaxmpi.collectives.api import recv as recv
+from jaxmpi.collectives.api import reduce as reduce
+from jaxmpi.collectives.api import reduce_scatter as reduce_scatter
+from jaxmpi.collectives.api import scan as scan
+from jaxmpi.collectives.api import scatter as scatter
+from jaxmpi.collectives.api import send as send
+from jaxmpi.collectives.api import sendrecv as sendrecv
+from jaxmpi.collectives.call import NOBODY as NOBODY
+from jaxmpi.collectives.started import Handle as Handle
+from jaxmpi.collectives.started import start as start
+from jaxmpi.collectives.started import wait as wait

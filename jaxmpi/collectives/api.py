@@ -1,0 +1,398 @@
+"""The operations as functions of arrays and trees, inside and outside jit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
+from jaxmpi.allreduce.call_order import caller, callers, columns
+from jaxmpi.collectives import messages
+from jaxmpi.collectives.call import NOBODY, Call
+from jaxmpi.collectives.primitive import bind
+from jaxmpi.collectives.table import OPERATIONS
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.mpi import MpiComm, communicator
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.runtime.in_flight import check_may_send
+
+# ---------------------------------------------------------------- reductions
+
+
+def allreduce(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
+    """The sum, or another reduction, over ranks, on every rank.
+
+    y_r = x_0 ⊕ … ⊕ x_(w-1) of every leaf, in its shape.
+
+    Args:
+        x: an array, a number or a tree; the same structure, shapes and dtypes on all ranks.
+        op: sum, mean, prod, max, min; and, or, xor, which are logical for bools and bitwise for integers. 16-bit floats
+            are reduced in float32. Sums of bools are int32, means of bools and integers float32.
+        comm: `jaxmpi.world()` (default), a part of it by `split`, or a communicator of mpi4py.
+        dtype: of the sum and of the result; 8-bit floats need one.
+
+    Communicates: a comparison of calls between ranks, then `MPI_Allreduce`; small leaves of one dtype travel together.
+    Transpose: the identity, as in mpi4jax.
+
+    Raises:
+        UsageError: an unknown op; a dtype for which it is not defined (by path); ranks whose calls differ (rank, got,
+            expected); a derivative of what is not linear.
+    """
+    return _reduced("allreduce", x, op, comm, dtype)
+
+
+def reduce(x: PyTree, op: str = "sum", root: int = 0, *, comm: Any = None, dtype: Any = None) -> PyTree:
+    """The reduction over ranks on rank `root`; elsewhere x as it is.
+
+    Arguments, communication, errors: as `allreduce`, `MPI_Reduce`. Transpose: `bcast`.
+    """
+    return _reduced("reduce", x, op, comm, dtype, root)
+
+
+def reduce_scatter(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
+    """Row r of the reduction over ranks, on rank r: leaves [w, ...] to [...].
+
+    Arguments, errors: as `allreduce`. Communicates: an all-to-all; rows are combined in rank order. Transpose:
+    `allgather`.
+    """
+    return _reduced("reduce_scatter", x, op, comm, dtype)
+
+
+def scan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
+    """The reduction over ranks 0 to this one, `MPI_Scan`.
+
+    Arguments, errors: as `allreduce`; no mean. Transpose: from the last rank to this one.
+    """
+    return _reduced("scan", x, op, comm, dtype)
+
+
+def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
+    """The reduction over the ranks before this one; on rank 0 the number that changes nothing.
+
+    That is 0 for sum, or and xor, 1 for prod, all bits for and, the least number for max and the largest for min.
+    Arguments, errors: as `allreduce`; no mean. Communicates: `MPI_Scan`, passed on by one rank.
+    """
+    return _reduced("exscan", x, op, comm, dtype)
+
+
+def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: int | None = None) -> PyTree:
+    row, chosen = OPERATIONS[operation], _comm_of(operation, comm)
+    check(op in row.ops, f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
+    _check_root(operation, root, chosen)
+    divides = op == "mean" and (root is None or chosen.rank == root)
+    plans = {path: _plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)}
+    leaves = [
+        jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans.values(), strict=True)
+    ]
+    results = _each(operation, leaves, chosen, op="sum" if op == "mean" else op, root=root)
+    finished = [
+        (y / chosen.size if divides else y).astype(narrow)
+        for y, (_, narrow) in zip(results, plans.values(), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(x), finished)
+
+
+def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[Any, Any]:
+    """Dtype in which a leaf is reduced, and that of the result.
+
+    Raises:
+        UsageError: the operation is not defined for it.
+    """
+    mine = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
+    is_bool, is_integer = mine == jnp.bool_, jnp.issubdtype(mine, jnp.integer)
+    where = f"{operation}: leaf {path or '(the array itself)'!r}"
+    if op in ("and", "or", "xor"):
+        check(is_bool or is_integer, f"{where} is {mine}; {op} expects bools or integers")
+        return (jnp.uint8 if is_bool else mine), dtype or mine
+    is_complex = jnp.issubdtype(mine, jnp.complexfloating)
+    check(not (is_complex and op in ("max", "min")), f"{where} is {mine}, which has no order; {op} its parts")
+    result = dtype or mine
+    if dtype is None and (is_bool or is_integer) and op == "mean":
+        result = jnp.result_type(float)
+    elif dtype is None and is_bool and op == "sum":
+        result = jnp.int32
+    if is_bool and op in ("max", "min", "prod"):
+        return jnp.uint8, result
+    wide = dtype or (jnp.int32 if is_bool else mine)
+    bits = jnp.iinfo(wide).bits if jnp.issubdtype(wide, jnp.integer) else jnp.finfo(wide).bits
+    is_short = bits < (8 if jnp.issubdtype(wide, jnp.integer) else 16)
+    check(
+        not is_short or op in ("max", "min"),
+        f"{where} is {mine}, too short for a {op}; expected a wider type for it, as dtype=jnp.float32",
+    )
+    return (jnp.float32 if jnp.issubdtype(wide, jnp.floating) and bits < 32 else jnp.int8 if is_short else wide), result
+
+
+# ---------------------------------------------------------------- the same numbers elsewhere
+
+
+def bcast(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
+    """The leaves of rank `root`, on every rank; others give arrays of the same shapes and dtypes.
+
+    Communicates: a comparison of calls between ranks, then `MPI_Bcast`. Transpose: `reduce` of a sum, to root.
+    """
+    return _moved("bcast", x, comm, root=root)
+
+
+def allgather(x: PyTree, *, comm: Any = None) -> PyTree:
+    """The leaves of all ranks, on every rank: [...] to [w, ...].
+
+    Communicates: a comparison of calls between ranks, then `MPI_Allgather`. Transpose: `reduce_scatter` of a sum.
+    """
+    return _moved("allgather", x, comm)
+
+
+def gather(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
+    """The leaves of all ranks on rank `root`, [...] to [w, ...]; elsewhere x as it is.
+
+    Communicates: a comparison of calls between ranks, then `MPI_Gather`. Transpose: `scatter`.
+    """
+    return _moved("gather", x, comm, root=root)
+
+
+def scatter(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
+    """Row r of the leaves of rank `root`, on rank r.
+
+    Root gives leaves [w, ...]; others give arrays [...] that say shape and dtype of a row only.
+    Communicates: a comparison of calls between ranks, then `MPI_Scatter`. Transpose: `gather`.
+
+    Raises:
+        UsageError: root's leaves do not have w rows (by path); ranks whose calls differ.
+    """
+    chosen = _comm_of("scatter", comm)
+    if chosen.rank == root:
+        _check_rows("scatter", x, chosen)
+    return _moved("scatter", x, chosen, root=root)
+
+
+def alltoall(x: PyTree, *, comm: Any = None) -> PyTree:
+    """Leaves [w, ...]: row i goes to rank i, row j of the result came from rank j.
+
+    Communicates: a comparison of calls between ranks, then `MPI_Alltoall`. Transpose: itself.
+
+    Raises:
+        UsageError: leaves that do not have w rows (by path); ranks whose calls differ.
+    """
+    _check_rows("alltoall", x, _comm_of("alltoall", comm))
+    return _moved("alltoall", x, comm)
+
+
+def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = None) -> PyTree:
+    """The rows of all ranks one after another, on every rank: leaves [n_r, ...] to [n_0 + … + n_(w-1), ...].
+
+    Args:
+        x: leaves have as many rows as each other; each rank may have another number.
+        counts: n_0 to n_(w-1), the same on all ranks. Default: ranks say them now, in a message, also under jit.
+        comm: as in `allreduce`.
+
+    Communicates: a comparison of calls between ranks, then a message to each rank. Transpose: its parts, added.
+
+    Raises:
+        UsageError: counts that are not those of the rows; ranks whose calls differ.
+    """
+    chosen = _comm_of("allgatherv", comm)
+    rows = _rows("allgatherv", x)
+    given = [int(n) for n in counts] if counts is not None else _known_to_all(chosen, rows)
+    check(
+        len(given) == chosen.size and given[_rank(chosen)] == rows,
+        f"allgatherv: rank {chosen.rank}: counts: got {given} with {rows} rows here; expected {chosen.size} numbers, "
+        "of which this rank's is the number of its rows",
+    )
+    return _moved("allgatherv", x, chosen, counts=tuple((n,) * chosen.size for n in given))
+
+
+def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyTree:
+    """The first rows to rank 0, the next to rank 1, …; the rows that came, by rank.
+
+    Args:
+        x: leaves [n, ...].
+        send_counts: how many rows each rank gets, w numbers, in all n. Each rank gives its own; ranks say them to each
+            other now, in a message, also under jit.
+        comm: as in `allreduce`.
+
+    Communicates: counts, a comparison of calls between ranks, then a message to each rank. Transpose: the way back.
+
+    Raises:
+        UsageError: counts that are not w or do not add up to n; ranks whose calls differ.
+    """
+    chosen, rows, given = _comm_of("alltoallv", comm), _rows("alltoallv", x), [int(n) for n in send_counts]
+    check(
+        len(given) == chosen.size and sum(given) == rows and min(given) >= 0,
+        f"alltoallv: rank {chosen.rank}: send_counts: got {given} for {rows} rows; expected {chosen.size} numbers that "
+        "add up to the rows",
+    )
+    return _moved("alltoallv", x, chosen, counts=tuple(map(tuple, _known_to_all(chosen, given))))
+
+
+def _rank(comm: Comm) -> int:
+    return int(comm.rank)
+
+
+def _known_to_all(comm: Comm, value: Any) -> list[Any]:
+    """Every rank's JSON value."""
+    return comm.processes.allgather_object(value) if isinstance(comm, MpiComm) else [value]
+
+
+def _rows(operation: str, x: PyTree) -> int:
+    """Rows that all leaves have."""
+    found = {path: np.shape(leaf)[:1] for path, leaf in named_leaves(x)}
+    check(len(set(found.values())) == 1 and () not in found.values(), f"{operation}: got leaves of {found} rows")
+    return next(iter(found.values()))[0]
+
+
+def _check_rows(operation: str, x: PyTree, comm: Comm) -> None:
+    for path, leaf in named_leaves(x):
+        check(
+            np.shape(leaf)[:1] == (comm.size,),
+            f"{operation}: rank {comm.rank}: leaf {path or '(the array itself)'!r} has shape {list(np.shape(leaf))}; "
+            f"expected {comm.size} rows, one for each rank",
+        )
+
+
+def _check_root(operation: str, root: int | None, comm: Comm) -> None:
+    check(root is None or 0 <= root < comm.size, f"{operation}: root: got {root}; expected a rank below {comm.size}")
+
+
+def _moved(operation: str, x: PyTree, comm: Any, **options: Any) -> PyTree:
+    chosen = _comm_of(operation, comm)
+    _check_root(operation, options.get("root"), chosen)
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
+    return jax.tree.unflatten(jax.tree.structure(x), _each(operation, leaves, chosen, **options))
+
+
+# ---------------------------------------------------------------- from one rank to another
+
+
+def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
+    """Send the leaves to rank `dest`, which must `recv` them, each in a message.
+
+    Communicates: a header of 256 bytes and n; returns as soon as x may change. `NOBODY` as dest sends nothing.
+
+    Raises:
+        TrainingError: nobody has received it within `JAXMPI_EXCHANGE_TIMEOUT_S`.
+    """
+    chosen = _comm_of("send", comm)
+    _check_partner("send", "dest", dest, chosen)
+    if dest != NOBODY:
+        _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, dest=dest, sendtag=tag)
+
+
+def recv(
+    x: PyTree, source: int | None = None, *, tag: int | None = None, comm: Any = None, status: Any = None
+) -> PyTree:
+    """The leaves that rank `source` sends; those of x say only shapes and dtypes.
+
+    Args:
+        x: a tree of arrays or of `jax.ShapeDtypeStruct`.
+        source: a rank, `NOBODY`, which gives x, or None: any.
+        tag: of the message, or None: any.
+        comm: as in `allreduce`.
+        status: an `mpi4py.MPI.Status`, filled whenever the program runs.
+
+    Raises:
+        UsageError: the message has another shape or dtype: both ranks' calls.
+        TrainingError: none has come within `JAXMPI_EXCHANGE_TIMEOUT_S`.
+    """
+    chosen = _comm_of("recv", comm)
+    _check_partner("recv", "source", source, chosen)
+    if source == NOBODY:
+        return x
+    options = {"source": source, "recvtag": tag, "status": messages.status_number(status) if status else 0}
+    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
+    leaves = [jnp.zeros(leaf.shape, leaf.dtype) if is_shape(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
+    return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, **options))
+
+
+def sendrecv(
+    sendbuf: PyTree,
+    recvbuf: PyTree,
+    source: int | None,
+    dest: int,
+    *,
+    sendtag: int = 0,
+    recvtag: int | None = None,
+    comm: Any = None,
+    status: Any = None,
+) -> PyTree:
+    """Send the leaves of `sendbuf` to rank `dest`, and return those that rank `source` sends.
+
+    Arguments, errors: as `send` and `recv`. `NOBODY` may stand for either rank. Transpose: the other way round.
+    """
+    chosen = _comm_of("sendrecv", comm)
+    _check_partner("sendrecv", "source", source, chosen)
+    _check_partner("sendrecv", "dest", dest, chosen)
+    pairs = zip(jax.tree.leaves(sendbuf), jax.tree.leaves(recvbuf), strict=True)
+    options = {"source": source, "dest": dest, "sendtag": sendtag, "recvtag": recvtag}
+    options["status"] = messages.status_number(status) if status else 0
+    received = [_one("sendrecv", chosen, jnp.asarray(x), jnp.asarray(place), **options)[0] for x, place in pairs]
+    return jax.tree.unflatten(jax.tree.structure(recvbuf), received)
+
+
+def barrier(*, comm: Any = None) -> None:
+    """Go on once all ranks have come here; under jit in the order of the program's other operations."""
+    _one("barrier", _comm_of("barrier", comm))
+
+
+def _check_partner(operation: str, name: str, rank: int | None, comm: Comm) -> None:
+    check(
+        rank is None or rank == NOBODY or 0 <= rank < comm.size,
+        f"{operation}: {name}: got {rank}; expected a rank below {comm.size}"
+        + (", or None for any" if name == "source" else ""),
+    )
+
+
+# ---------------------------------------------------------------- calls
+
+
+def _comm_of(operation: str, comm: Any) -> Comm:
+    check_may_send(f"jaxmpi.collectives.{operation}")
+    return communicator(comm)
+
+
+def _each(operation: str, leaves: list[jax.Array], comm: Comm, **options: Any) -> list[jax.Array]:
+    """A call for each leaf; small leaves of one dtype in one, where the operation takes each number by itself."""
+    row = OPERATIONS[operation]
+    if not row.is_elementwise or row.is_message or comm.size == 1 or len(leaves) < 2:
+        return [result for leaf in leaves for result in _one(operation, comm, leaf, **options)]
+    results = list(leaves)
+    for group in _groups(leaves):
+        flat = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
+        [total] = _one(operation, comm, flat, **options)
+        ends = np.cumsum([leaves[i].size for i in group]).tolist()
+        parts = [total] if len(group) == 1 else jnp.split(total, ends[:-1])
+        for i, part in zip(group, parts, strict=True):
+            results[i] = part.reshape(leaves[i].shape)
+    return results
+
+
+def _groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Leaves that travel together: of one dtype, up to BUCKET_BYTES; a leaf as big as that is alone."""
+    groups: list[list[int]] = []
+    open_groups: dict[Any, tuple[list[int], int]] = {}
+    for i, leaf in enumerate(leaves):
+        group, held_bytes = open_groups.get(leaf.dtype, ([], BUCKET_BYTES))
+        if held_bytes + leaf.nbytes > BUCKET_BYTES:
+            group, held_bytes = [], 0
+            groups.append(group)
+        group.append(i)
+        open_groups[leaf.dtype] = group, held_bytes + leaf.nbytes
+    return groups
+
+
+def _one(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> list[jax.Array]:
+    for x in operands:
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise UsageError(f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
+    if comm.size == 1:
+        result = OPERATIONS[operation].alone(Call(operation=operation, comm=comm, **options), *operands)  # pyright: ignore[reportArgumentType]
+        return [] if result is None else [result]
+    assert isinstance(comm, MpiComm)
+    lines: dict[str, Any] = {}
+    if OPERATIONS[operation].is_message or is_traced(operands):
+        lines = {"line": caller()}
+    if is_traced(operands):
+        lines["lines"] = (callers(), *columns())
+    return bind(Call(operation=operation, comm=comm, **options, **lines), *operands)

@@ -1,0 +1,62 @@
+"""One call of an operation: all that is said of it but the arrays."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxmpi.comm.mpi import MpiComm
+
+NOBODY = -1  # as source or destination: nothing is received from there, nothing is sent there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a program holds of a call; ranks give the same but for shapes, source, dest, tags and status."""
+
+    operation: str
+    comm: MpiComm
+    op: str = ""
+    root: int | None = None
+    counts: tuple[tuple[int, ...], ...] = ()  # rows that rank i sends to rank j
+    source: int | None = None  # of a message; None: any
+    dest: int = NOBODY
+    sendtag: int = 0
+    recvtag: int | None = None  # None: any
+    status: int = 0  # number of what is to be filled with source and tag; 0: nothing
+    is_reversed: bool = False  # a scan from the last rank to the first
+    is_identity: bool = False  # the transpose of an allreduce
+    line: str = ""  # of the user's
+    lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare
+
+    def what(self, *operands: Any) -> str:
+        """Describe the call with these arrays, for messages."""
+        options: dict[str, Any] = {}
+        if self.operation in ("send", "sendrecv"):
+            options |= {"dest": self.dest, "tag": self.sendtag}
+        if self.operation in ("recv", "sendrecv"):
+            options |= {"source": self.source, "recvtag": self.recvtag}
+        options = {"op": self.op or None, "root": self.root, "reversed": self.is_reversed or None, **options}
+        named = [f"{name}={value}" for name, value in options.items() if value is not None]
+        said = f"{self.operation}({', '.join([*map(type_of, operands[:1]), *named])})"
+        return f"{said}, {self.line}" if self.line else said
+
+    def derived(self, operation: str, **changes: Any) -> "Call":
+        """The call that the transpose of this one makes."""
+        line = self.line if self.line.endswith(TRANSPOSED) else f"{self.line}{TRANSPOSED}"
+        return dataclasses.replace(self, operation=operation, line=line, **changes)
+
+
+TRANSPOSED = " (transposed)"
+
+
+def type_of(x: Any) -> str:
+    """Dtype and shape, as `float32[3,4]`."""
+    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+
+
+def like(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array; another shape if one is given."""
+    return jax.ShapeDtypeStruct(x.shape if shape is None else tuple(shape), x.dtype)

@@ -1,0 +1,218 @@
+"""Messages from one rank to another, which say what they are.
+
+MPI's messages have no names: one of another shape or dtype than its receiver expects is cut off, leaves a part of the
+receiver's array undefined, or is read as numbers that it is not. And a rank that waits for a message that nobody sends
+waits for ever. So a header goes before each message, with its dtype, shape and the sender's line; whoever waits looks
+for messages, has a time limit, and names the call.
+
+A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
+ranks may both send first. It looks again at its next message, and before the process ends.
+
+Programs reach this through a handler in Python, mpi4py below it. On GPUs they call mpi4jax instead, unchecked.
+"""
+
+import atexit
+import functools
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.collectives.call import NOBODY, Call, like, type_of
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.polling import wait
+from jaxmpi.comm.shared_sync import TIMEOUT_S
+from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.runtime import failures, host_callbacks
+
+MESSAGE = "jaxmpi: a message between two ranks"
+HEADER = struct.Struct("qq80s160s")  # sender's rank, tag, dtype and shape, the sender's call
+ANY = -2  # source or tag
+MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
+Requests = list[Any]  # of mpi4py
+
+
+# ---------------------------------------------------------------- in a program
+
+
+def run(call: Call, *operands: jax.Array) -> list[jax.Array]:
+    """Send, receive, or both, in the order of the program's other calls of MPI."""
+    if host_callbacks.why_not():
+        return _by_mpi4jax(call, *operands)
+    results = [like(operands[-1])] if call.operation != "send" else []
+    sent = operands[:1] if call.operation != "recv" else ()
+    rest = operands[-1:] if results and call.source == NOBODY else ()
+    options = {"comm": number_of(call.comm), **options_of(call, call.what(*operands))}
+    name, effect = _registered(), call.comm.effect
+    return host_callbacks.call(name, [*sent, *rest], results, effect=effect, **options)
+
+
+def options_of(call: Call, what: str) -> dict[str, Any]:
+    """Attributes of `steps`, which are numbers and a text."""
+    places = {"source": ANY if call.source is None else call.source, "dest": call.dest}
+    tags = {"sendtag": call.sendtag, "recvtag": ANY if call.recvtag is None else call.recvtag}
+    return {**places, **tags, "status": call.status, "line": what}
+
+
+def _by_mpi4jax(call: Call, *operands: jax.Array) -> list[jax.Array]:
+    import mpi4jax
+    from mpi4py import MPI
+
+    tag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
+    source = MPI.ANY_SOURCE if call.source is None else call.source
+    x, place, comm = operands[0], operands[-1], call.comm.mpi
+    if call.operation == "send":
+        mpi4jax.send(x, call.dest, tag=call.sendtag, comm=comm)
+        return []
+    if call.operation == "recv":
+        return [mpi4jax.recv(place, source, tag=tag, comm=comm)]
+    dest = MPI.PROC_NULL if call.dest == NOBODY else call.dest
+    if call.source == NOBODY:
+        mpi4jax.send(x, dest, tag=call.sendtag, comm=comm)
+        return [place]
+    return [mpi4jax.sendrecv(x, place, source, dest, sendtag=call.sendtag, recvtag=tag, comm=comm)]
+
+
+def nobody(call: Call, *operands: jax.Array) -> Any:
+    """Refuse a message where there is one worker."""
+    raise UsageError(f"{call.operation}: got one worker, which has nobody to exchange messages with; start several")
+
+
+def to_oneself(call: Call, x: jax.Array, place: jax.Array) -> jax.Array:
+    """A sendrecv of one worker, which sends to itself or to nobody."""
+    if call.source == NOBODY:
+        return place
+    check(call.dest != NOBODY, "sendrecv: one worker receives from itself and sends to nobody; give dest=0 as well")
+    return x
+
+
+_comms: list[MpiComm] = []
+
+
+def number_of(comm: MpiComm) -> int:
+    """Number of a communicator in this process, for programs, which hold no objects."""
+    if comm not in _comms:
+        _comms.append(comm)
+    return _comms.index(comm)
+
+
+_statuses: dict[int, Any] = {}
+_status_numbers = itertools.count(1)
+
+
+def status_number(status: Any) -> int:
+    """Number of an `mpi4py.MPI.Status` that a program fills whenever it runs; it is kept for good."""
+    for number, known in _statuses.items():
+        if known is status:
+            return number
+    _statuses[number := next(_status_numbers)] = status
+    return number
+
+
+# ---------------------------------------------------------------- in the process
+
+
+class Unreceived(NamedTuple):
+    """A header that was sent, and which call sent it."""
+
+    request: Any
+    what: str
+
+
+_unreceived: list[Unreceived] = []
+
+
+@functools.cache
+def _registered() -> str:
+    """Name of the handler, which is registered at the first use."""
+    host_callbacks.register(MESSAGE, _handle, ends_job=True)
+    atexit.register(check_all_received)
+    return MESSAGE
+
+
+def check_all_received() -> None:
+    """Wait for receivers of what this process has sent, and end the job if there is none within the time limit."""
+    jax.effects_barrier()
+    for request, what in _unreceived:
+        if not wait(request, min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)):
+            failures.fail(
+                TrainingError(f"{what}: nobody has received it; expected a recv of that rank, source and tag"), None
+            )
+
+
+def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], comm: int, **options: Any) -> None:
+    """Handler that programs call: all steps of the messages, one after another, with a limit to each."""
+    for requests in steps(_comms[comm], operands, results, **options):
+        for request in requests:
+            if not wait(request, TIMEOUT_S):
+                raise TrainingError(
+                    f"{options['line']} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must "
+                    "call its part (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                )
+
+
+def steps(
+    comm: MpiComm,
+    operands: Sequence[np.ndarray],
+    results: Sequence[np.ndarray],
+    source: int,
+    dest: int,
+    sendtag: int,
+    recvtag: int,
+    status: int,
+    line: str,
+) -> Iterator[Requests]:
+    """Send the first operand, if there is somebody to send to, and fill the result, in steps that wait for requests."""
+    sending = _sent(comm, operands[0], dest, sendtag, line) if dest != NOBODY else []
+    if not results:
+        yield sending
+    elif source == NOBODY:
+        np.copyto(results[0], operands[-1])
+        yield sending
+    else:
+        yield from _received(comm, results[0], source, recvtag, status, line, sending)
+
+
+def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Requests:
+    """Begin to send a header and an array."""
+    _unreceived[:] = [sent for sent in _unreceived if not sent.request.Test()]
+    header = np.frombuffer(HEADER.pack(comm.rank, tag, type_of(x).encode(), line.encode()), np.uint8)
+    _unreceived.append(Unreceived(comm.messages.Issend(header, dest, tag), f"rank {comm.rank}: {line}"))
+    return [comm.messages.Isend(part, dest, tag) for part in _parts(x)]
+
+
+def _received(
+    comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str, sending: Requests
+) -> Iterator[Requests]:
+    """Receive a header, compare it, and receive the array that it announces.
+
+    Raises:
+        UsageError: the array has another shape or dtype: both ranks' calls.
+    """
+    from mpi4py import MPI
+
+    header = np.empty(HEADER.size, np.uint8)
+    ranks, tags = MPI.ANY_SOURCE if source == ANY else source, MPI.ANY_TAG if tag == ANY else tag
+    yield [comm.messages.Irecv(header, ranks, tags)]
+    rank, its_tag, *texts = HEADER.unpack(header.tobytes())
+    theirs, call = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+    check(
+        theirs == type_of(y),
+        f"{line}: rank {comm.rank} expects {type_of(y)}, but got {theirs} from rank {rank}'s {call}; give both the "
+        "same shape and dtype, or tell the messages apart by tags",
+    )
+    yield [*(comm.messages.Irecv(part, rank, its_tag) for part in _parts(y)), *sending]
+    if status:
+        given = _statuses[status]
+        given.Set_source(rank)
+        given.Set_tag(its_tag)
+        given.Set_elements(MPI.BYTE, y.nbytes)
+
+
+def _parts(x: np.ndarray) -> list[np.ndarray]:
+    """The bytes of an array, in messages that MPI can count; at least one."""
+    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return [flat[start : start + MAX_BYTES] for start in range(0, max(flat.size, 1), MAX_BYTES)]

@@ -1,0 +1,179 @@
+"""The operations inside JAX: one primitive, with its rules for derivatives, mapping and lowering.
+
+Ranks compare a call where it is lowered. By then JAX has applied all transformations: shapes are final, and calls that
+only a derivative makes are compared like any other. A call outside jit is compared by a message whenever it is made.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.interpreters import ad, batching, mlir
+
+from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.dispatch import MPI_COUNTS
+from jaxmpi.collectives.call import NOBODY, Call, like
+from jaxmpi.collectives.table import OPERATIONS, Operation
+from jaxmpi.comm.agreement import Fingerprint, fingerprint
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+
+_call_p = jax.extend.core.Primitive("jaxmpi_call")
+_call_p.multiple_results = True
+
+
+class _Instead(threading.local):
+    made: Callable[..., list[jax.Array]] | None = None
+
+
+_instead = _Instead()
+
+
+@contextmanager
+def instead(made: Callable[..., list[jax.Array]]) -> Iterator[None]:
+    """Have this thread's calls made by another function, as (call, *operands) -> results."""
+    _instead.made = made
+    try:
+        yield
+    finally:
+        _instead.made = None
+
+
+def bind(call: Call, *operands: jax.Array) -> list[jax.Array]:
+    """Results of a call on this rank, in or out of a program."""
+    if _instead.made:
+        return _instead.made(call, *operands)
+    return _call_p.bind(*operands, call=call)
+
+
+def row_of(call: Call) -> Operation:
+    """The operation's row of the table."""
+    return OPERATIONS[call.operation]
+
+
+@_call_p.def_effectful_abstract_eval
+def _abstract(*operands: Any, call: Call) -> tuple[list, set]:
+    if call.is_identity:
+        return list(operands), set()
+    results = row_of(call).results(call, *operands)
+    return [ShapedArray(result.shape, result.dtype) for result in results], {call.comm.effect}
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def facts(call: Call, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
+    """Facts of a call that must be equal on all ranks; in a program also the user's lines that lead to it."""
+    shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
+    options: dict[str, Any] = {"op": call.op, "root": call.root, "reversed": call.is_reversed}
+    options |= shared | {"dtypes": [x.dtype.name for x in operands], "counts": call.counts}
+    if not is_traced:
+        return fingerprint(call.operation, options)
+    return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
+
+
+def what_of(call: Call, operands: Sequence[Any]) -> str:
+    """Describe a call, the same on all ranks that make it; shapes that may differ are left out."""
+    return call.what(*(like(x, row_of(call).shared(call, x)) for x in operands))
+
+
+def check_counts(call: Call, operands: Sequence[Any]) -> None:
+    """Refuse what MPI, whose counts are C's int, cannot send at once."""
+    most = max((x.size for x in operands), default=0)
+    check(
+        row_of(call).is_message or most < MPI_COUNTS,
+        f"{call.what(*operands)}: got {most:,} numbers; expected fewer than 2^31, to which MPI counts: cut it up",
+    )
+
+
+# ---------------------------------------------------------------- outside jit, and into a program
+
+
+@_call_p.def_impl
+def _now(*operands: jax.Array, call: Call) -> list[jax.Array]:
+    """The call outside jit."""
+    if call.is_identity:
+        return list(operands)
+    check_counts(call, operands)
+    with one_thread(call.comm):
+        if not row_of(call).is_message:
+            call.comm.assert_same(facts(call, operands, is_traced=False))
+        return _program(call)(list(operands))
+
+
+@functools.cache
+def _program(call: Call) -> Callable[[PyTree], PyTree]:
+    return in_turn(lambda operands: row_of(call).run(call, *operands))
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequence[Any]:
+    if call.is_identity:
+        return operands
+    check_counts(call, ctx.avals_in)
+    number = None
+    if not row_of(call).is_message:
+        with one_thread(call.comm) as is_part:
+            call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
+            number = None if is_part else number_of(call.comm, what_of(call, ctx.avals_in))
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        with compared(call.comm, number):
+            return row_of(call).run(call, *arrays)
+
+    return mlir.lower_fun(run)(ctx, *operands)
+
+
+mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a mark of its own
+
+
+# ---------------------------------------------------------------- derivatives
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list, list]:
+    row = row_of(call)
+    results = _call_p.bind(*primals, call=call)
+    check(
+        row.adjoint is not None and call.op in ("", "sum"),
+        f"{call.what(*primals)} has no derivative; expected a linear operation: "
+        + ("sendrecv" if row.is_message else "a sum, or jax.lax.stop_gradient around x"),
+    )
+    return results, _call_p.bind(*map(ad.instantiate_zeros, tangents), call=call)
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, call: Call) -> list:
+    adjoint, cotangent = row_of(call).adjoint, ad.instantiate_zeros(cotangents[0])
+    assert adjoint is not None
+    x, *place = (operand.aval if ad.is_undefined_primal(operand) else jax.typeof(operand) for operand in operands)
+    mine = adjoint(bind, call, cotangent, x)
+    kept = call.source == NOBODY  # then a sendrecv gives its second operand
+    return [mine, *(cotangent if kept else ad.Zero(aval.to_tangent_aval()) for aval in place)]
+
+
+ad.primitive_jvps[_call_p] = _jvp
+ad.primitive_transposes[_call_p] = _transpose
+
+
+# ---------------------------------------------------------------- mapping
+
+
+def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: Call) -> tuple[list, list]:
+    """One call for all: the mapped axis is part of the array. Last, it is in nobody's way."""
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    if row_of(call).is_elementwise and len(operands) == 1:
+        results = _call_p.bind(*operands, call=call)
+        return results, [axes[0]] * len(results)
+    last = [
+        jnp.broadcast_to(x[..., None], (*x.shape, size)) if axis is None else jnp.moveaxis(x, axis, -1)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    results = _call_p.bind(*last, call=call)
+    return results, [result.ndim - 1 for result in results]
+
+
+batching.primitive_batchers[_call_p] = _batched

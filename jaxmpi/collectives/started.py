@@ -1,0 +1,268 @@
+"""Operations beside a program: started when their arrays are there, then waited for.
+
+    h = start(allreduce, x)
+    ...                       # is computed meanwhile
+    y = wait(h)
+
+`start` hands the arrays to the communication thread of the process and returns at once; `wait` returns what has come.
+Starts have the order of the program, the same on all ranks. The thread compares over ranks which operation each has
+come to, one comparison after another, and only then has MPI begin it: so all ranks begin operations in one order, and
+none with another's numbers. Messages between two ranks are compared by their headers.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.interpreters import ad, batching, mlir
+
+from jaxmpi.allreduce.api import is_traced
+from jaxmpi.allreduce.call_order import caller
+from jaxmpi.allreduce.comm_thread import CommThread, Job, courier
+from jaxmpi.allreduce.comm_thread_calls import TICKET
+from jaxmpi.allreduce.host_comm import Requests
+from jaxmpi.collectives import messages
+from jaxmpi.collectives.call import Call, like
+from jaxmpi.collectives.primitive import check_counts, facts, instead, row_of, what_of
+from jaxmpi.collectives.table import as_sent, as_was, mpi_op, neutral
+from jaxmpi.comm.agreement import different_calls
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.runtime import host_callbacks
+
+START, WAIT = "jaxmpi: an operation starts", "jaxmpi: an operation is waited for"
+WHAT_BYTES = 256  # of a call's description, for messages; ranks compare its digest, too
+
+
+# ---------------------------------------------------------------- while a program is traced
+
+
+@dataclass(eq=False)
+class Handle:
+    """An operation under way, for `wait`, in the program that started it."""
+
+    operation: Callable[..., PyTree]
+    args: tuple
+    kwargs: dict[str, Any]
+    line: str
+    tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # of its calls, one for each array that travels
+    is_waited: bool = False
+
+
+def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle:
+    """Begin an operation of `jaxmpi.collectives` inside jit, while the program goes on: `start(allreduce, x, "max")`.
+
+    Arrays are copied. Several may be under way; ranks start them in the same order. Each handle is waited for once, in
+    the function that started it. All ranks compile the same starts, also those of a send or a recv.
+
+    Communicates: as the operation, on the communication thread.
+
+    Raises:
+        UsageError: outside jit; MPI or this JAX cannot send beside a program; a handle that is never waited for, when
+            the program is compiled; under `jax.grad` or `jax.vmap`.
+    """
+    handle = Handle(operation, args, kwargs, caller())
+    check(is_traced(()), f"start: got a call outside jax.jit, {handle.line}; expected one in a program that goes on")
+
+    def begin(call: Call, *operands: jax.Array) -> list[jax.Array]:
+        sent = [as_sent(x) for x in operands]
+        handle.tickets += _start_p.bind(*sent, call=call, handle=handle)
+        return [jnp.zeros(result.shape, result.dtype) for result in row_of(call).results(call, *operands)]
+
+    with instead(begin):
+        handle.operation(*args, **kwargs)
+    return handle
+
+
+def wait(handle: Handle, after: PyTree = ()) -> PyTree:
+    """The results of a started operation, once they have come.
+
+    Args:
+        handle: of `start`.
+        after: arrays that are to be computed before this waits. XLA knows no other order: without them it may wait
+            first, and compute then.
+
+    Raises:
+        UsageError: it was waited for before; the operation has failed on this rank or another.
+    """
+    check(
+        not handle.is_waited,
+        f"wait: the {handle.operation.__name__} that started at {handle.line} is waited for twice, {caller()}; "
+        "expected once: keep the result",
+    )
+    handle.is_waited, tickets = True, iter(handle.tickets)
+
+    def finish(call: Call, *operands: jax.Array) -> list[jax.Array]:
+        results = row_of(call).results(call, *operands)
+        sent = [like(jax.eval_shape(as_sent, result)) for result in results]
+        before = [next(tickets), *jax.tree.leaves(after)]
+        came = host_callbacks.call(WAIT, before, sent, effect=call.comm.effect)
+        return [as_was(y, result.dtype) for y, result in zip(came, results, strict=True)]
+
+    with instead(finish):
+        return handle.operation(*handle.args, **handle.kwargs)
+
+
+_start_p = jax.extend.core.Primitive("jaxmpi_start")
+_start_p.multiple_results = True
+
+
+@_start_p.def_effectful_abstract_eval
+def _abstract(*operands: Any, call: Call, handle: Handle) -> tuple[list, set]:
+    return [ShapedArray(TICKET.shape, TICKET.dtype)], {call.comm.effect}
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, handle: Handle) -> Sequence[Any]:
+    what = what_of(call, ctx.avals_in)
+    check(handle.is_waited, f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
+    check_counts(call, ctx.avals_in)
+    reason = host_callbacks.why_not() or ("" if call.comm.processes.may_overlap else "MPI has no MPI_THREAD_MULTIPLE")
+    check(not reason, f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
+    if row_of(call).is_message:
+        call.comm.processes.assert_same("a message beside a program", call.operation)
+    else:
+        call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
+    lane_of(call.comm)
+    _calls.append((call, [like(y) for y in row_of(call).results(call, *ctx.avals_in)], what))
+    number = len(_calls) - 1
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        return host_callbacks.call(START, arrays, [TICKET], effect=call.comm.effect, call=number)
+
+    return mlir.lower_fun(run)(ctx, *operands)
+
+
+def _refuse(*_: Any, call: Call, **__: Any) -> tuple:
+    raise UsageError(f"start: {call.what()} has neither derivative nor mapping; take {call.operation} itself there")
+
+
+mlir.register_lowering(_start_p, _lower, cacheable=False)
+ad.primitive_jvps[_start_p] = batching.primitive_batchers[_start_p] = _refuse
+
+
+# ---------------------------------------------------------------- in the process
+
+_calls: list[tuple[Call, list[jax.ShapeDtypeStruct], str]] = []  # in programs, with results and description
+_tickets = itertools.count()
+
+
+@functools.cache
+def _thread() -> CommThread:
+    """The communication thread; all ranks of the job come here together for the first time."""
+    host_callbacks.register(START, _start, ends_job=True)
+    host_callbacks.register(WAIT, _wait, ends_job=True)
+    return courier()
+
+
+def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
+    """(arrays) -> ticket u32[]; copies travel."""
+    made, shapes, what = _calls[call]
+    xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in shapes]
+    ticket, lane, thread = next(_tickets) % 2**32, lane_of(made.comm), _thread()
+    results[0][...] = ticket
+    is_message = row_of(made).is_message
+    options = messages.options_of(made, what) if is_message else {}
+    steps = messages.steps(made.comm, xs, ys, **options) if is_message else began(made, lane.mpi, xs, ys)
+    job = thread.jobs[(ticket,)] = Job(what, ys[0] if ys else np.empty(0), iter([steps]))
+    if is_message:
+        thread.hand_over(job)
+    else:
+        lane.add(job)
+
+
+def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
+    """(ticket, what must be there before) -> (results); waits."""
+    job = _thread().wait((int(operands[0]),))
+    for result in results:
+        np.copyto(result, job.bucket)
+
+
+class Lane:
+    """The operations that are started on one communicator, each begun once ranks have compared it."""
+
+    def __init__(self, thread: CommThread, comm: MpiComm) -> None:
+        """Take communicators for comparisons and for operations; all ranks come here together."""
+        self.thread, self.comm = thread, comm
+        self.openings, self.mpi = comm.processes.clone(), comm.processes.clone()
+        self._lock, self._is_busy = threading.Lock(), False
+        self._jobs: deque[Job] = deque()
+
+    def add(self, job: Job) -> None:
+        """Take the next operation."""
+        with self._lock:
+            self._jobs.append(job)
+            begins, self._is_busy = not self._is_busy, True
+        if begins:
+            self.thread.hand_over(Job(f"the comparison of {job.label}", np.empty(0), iter([self._compared()])))
+
+    def _next(self) -> Job | None:
+        with self._lock:
+            self._is_busy = bool(self._jobs)
+            return self._jobs.popleft() if self._jobs else None
+
+    def _compared(self) -> Iterator[Requests]:
+        """Compare one operation after another; each begins when all ranks have come to it.
+
+        Raises:
+            UsageError: ranks have come to different operations.
+        """
+        while job := self._next():
+            what = job.label.encode()
+            mine = hashlib.sha256(what).digest() + what[-WHAT_BYTES:].ljust(WHAT_BYTES)
+            rows = np.empty((self.comm.size, len(mine)), np.uint8)
+            yield [self.openings.Iallgather(np.frombuffer(mine, np.uint8), rows)]
+            if (rows != rows[0]).any():
+                calls = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
+                raise UsageError(different_calls(dict(enumerate(calls))))
+            self.thread.begin(job)
+
+
+@functools.cache
+def lane_of(comm: MpiComm) -> Lane:
+    """This communicator's; all ranks of the job come here together for its first operation."""
+    return Lane(_thread(), comm)
+
+
+def began(call: Call, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
+    """Begin an operation by mpi4py, and wait for it; y is filled then."""
+    rank, root = mpi.rank, call.root or 0
+    if call.operation == "barrier":
+        yield [mpi.Ibarrier()]
+        return
+    [x], [y] = xs, ys
+    if call.operation in ("bcast", "reduce") or (call.operation == "gather" and rank != root):
+        y[...] = x
+    op = mpi_op(call.op) if call.op else None
+    if call.operation in ("allreduce", "scan", "exscan", "reduce_scatter"):
+        name = {"reduce_scatter": "Ireduce_scatter_block"}.get(call.operation, f"I{call.operation}")
+        yield [getattr(mpi, name)(x, y, op)]
+    elif call.operation == "reduce":
+        yield [mpi.Ireduce(x, y if rank == root else None, op, root)]
+    elif call.operation == "bcast":
+        yield [mpi.Ibcast(y, root)]
+    elif call.operation == "gather":
+        yield [mpi.Igather(x, y if rank == root else None, root)]
+    elif call.operation == "scatter":
+        yield [mpi.Iscatter(x if rank == root else None, y, root)]
+    elif call.operation in ("allgather", "alltoall"):
+        yield [getattr(mpi, f"I{call.operation}")(x, y)]
+    else:
+        width = math.prod(x.shape[1:])
+        counts = [rows[rank] * width for rows in call.counts]
+        sent = x if call.operation == "allgatherv" else [x, [n * width for n in call.counts[rank]]]
+        yield [getattr(mpi, f"I{call.operation}")(sent, [y, counts])]
+    if call.operation == "exscan" and rank == 0:
+        y[...] = neutral(call.op, y.dtype)

@@ -1,0 +1,431 @@
+"""The operations: for each its equation, what it sends, its transpose, and how a program calls MPI for it.
+
+A row works on one array and on MPI ranks; trees, dtypes and a single worker are `api`'s, derivatives and mapping
+`primitive`'s. w is the number of ranks, r this one, n the bytes of x.
+
+mpi4jax lacks some operations and dtypes. These are composed of those that it has: 16-bit floats travel as integers, a
+`reduce_scatter` is an all-to-all and a sum, operations with counts are a message to each rank, an `exscan` is a scan
+passed on by one rank.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmpi.collectives import messages
+from jaxmpi.collectives.call import Call, like
+from jaxmpi.core.errors import check
+
+NATIVE = {"bool", "float32", "float64", "complex64", "complex128"}  # dtypes that mpi4jax sends
+NATIVE |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+
+
+# ---------------------------------------------------------------- reductions
+
+
+def mpi_op(op: str) -> Any:
+    """MPI's operation: bitwise, which on bools as 0 and 1 is logical."""
+    from mpi4py import MPI
+
+    ops = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
+    return (ops | {"and": MPI.BAND, "or": MPI.BOR, "xor": MPI.BXOR})[op]
+
+
+COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "sum": lax.add,
+    "prod": lax.mul,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
+}
+
+
+def neutral(op: str, dtype: Any) -> Any:
+    """The number that changes no result of an operation."""
+    if op in ("max", "min"):
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        low, high = (-jnp.inf, jnp.inf) if is_float else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+        return np.array(low if op == "max" else high, dtype)
+    if op == "and":
+        return np.invert(np.zeros((), dtype))
+    return np.array(op == "prod", dtype)
+
+
+# ---------------------------------------------------------------- how a program calls MPI
+
+
+def as_sent(x: jax.Array) -> jax.Array:
+    """An array in a dtype that MPI has, of the same bits."""
+    if x.dtype.name in NATIVE:
+        return x
+    if jnp.iinfo(x.dtype).bits < 8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits < 8:
+        return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
+    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize])
+
+
+def as_was(sent: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `as_sent`."""
+    if sent.dtype == dtype:
+        return sent
+    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
+    return sent.astype(dtype) if bits < 8 else lax.bitcast_convert_type(sent, dtype)
+
+
+def moved(move: Callable[[Call, Any, jax.Array], jax.Array]) -> Callable[[Call, jax.Array], list[jax.Array]]:
+    """A row's `run` from a function of mpi4jax, which moves an array of any dtype that MPI has."""
+
+    @functools.wraps(move)
+    def run(call: Call, x: jax.Array) -> list[jax.Array]:
+        import mpi4jax
+
+        return [as_was(move(call, mpi4jax, as_sent(x)), x.dtype)]
+
+    return run
+
+
+@moved
+def _allreduce(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    return mpi4jax.allreduce(x, mpi_op(call.op), comm=call.comm.mpi)
+
+
+@moved
+def _reduce(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    return mpi4jax.reduce(x, mpi_op(call.op), call.root, comm=call.comm.mpi)
+
+
+@moved
+def _bcast(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    return mpi4jax.bcast(x, call.root, comm=call.comm.mpi)
+
+
+@moved
+def _allgather(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    return mpi4jax.allgather(x, comm=call.comm.mpi)
+
+
+@moved
+def _gather(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    return mpi4jax.gather(x, call.root, comm=call.comm.mpi)
+
+
+@moved
+def _scatter(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    return mpi4jax.scatter(x, call.root, comm=call.comm.mpi)
+
+
+@moved
+def _alltoall(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    return mpi4jax.alltoall(x, comm=call.comm.mpi)
+
+
+@moved
+def _reduce_scatter(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    rows = mpi4jax.alltoall(x, comm=call.comm.mpi)
+    combine = COMBINE[call.op]
+    return lax.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])[0]
+
+
+@moved
+def _scan(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    return mpi4jax.scan(x, mpi_op(call.op), comm=in_order(call))
+
+
+@moved
+def _exscan(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    comm = in_order(call)
+    through = mpi4jax.scan(x, mpi_op(call.op), comm=comm)
+    if comm.rank == 0:
+        mpi4jax.send(through, 1, comm=comm)
+        return jnp.full_like(x, neutral(call.op, x.dtype))
+    if comm.rank == comm.size - 1:
+        return mpi4jax.recv(through, comm.rank - 1, comm=comm)
+    return mpi4jax.sendrecv(through, through, comm.rank - 1, comm.rank + 1, comm=comm)
+
+
+def in_order(call: Call) -> Any:
+    """The communicator over whose ranks a scan goes."""
+    return call.comm.reversed_mpi if call.is_reversed else call.comm.mpi
+
+
+@moved
+def _alltoallv(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    comm, size, rank = call.comm.mpi, call.comm.size, call.comm.rank
+    sent = jnp.split(x, np.cumsum(call.counts[rank])[:-1].tolist())
+    return jnp.concatenate(_each(mpi4jax, comm, sent, [sent_rows[rank] for sent_rows in call.counts], size, rank))
+
+
+@moved
+def _allgatherv(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+    comm, size, rank = call.comm.mpi, call.comm.size, call.comm.rank
+    return jnp.concatenate(_each(mpi4jax, comm, [x] * size, [sent_rows[0] for sent_rows in call.counts], size, rank))
+
+
+def _each(mpi4jax: Any, comm: Any, sent: list, counts: list[int], size: int, rank: int) -> list[jax.Array]:
+    """A message to each rank, one from each, of so many rows; in turns in which nobody is sent to by two."""
+    received: dict[int, jax.Array] = {rank: sent[rank]}
+    for turn in range(1, size):
+        to, source = (rank + turn) % size, (rank - turn) % size
+        place = jnp.zeros((counts[source], *sent[rank].shape[1:]), sent[rank].dtype)
+        received[source] = mpi4jax.sendrecv(sent[to], place, source, to, comm=comm)
+    return [received[source] for source in range(size)]
+
+
+def _barrier(call: Call) -> list[jax.Array]:
+    import mpi4jax
+
+    mpi4jax.barrier(comm=call.comm.mpi)
+    return []
+
+
+# ---------------------------------------------------------------- the table
+
+Bind = Callable[..., list[jax.Array]]  # (call, *arrays) -> results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """An operation on one array over ranks."""
+
+    equation: str
+    sends: str  # by each rank
+    transpose: str  # in words; empty if there is none
+    results: Callable[..., list[jax.ShapeDtypeStruct]]  # (call, *operands) -> on this rank
+    run: Callable[..., list[jax.Array]]  # (call, *operands) -> in a program, over MPI
+    alone: Callable[..., Any]  # (call, *operands) -> with one worker
+    adjoint: Callable[[Bind, Call, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
+    shared: Callable[[Call, Any], Any] = lambda call, x: x.shape  # what all ranks must give alike, of x
+    ops: tuple[str, ...] = ()  # that it may reduce by
+    has_root: bool = False
+    is_elementwise: bool = True  # leaves of a tree travel together, and an axis that is mapped stays
+    is_message: bool = False  # from one rank to another: others take no part
+
+
+def only_at(root: bool, x: jax.Array) -> jax.Array:
+    """X on one rank, zeros on the others."""
+    return x if root else jnp.zeros_like(x)
+
+
+def is_root(call: Call) -> bool:
+    """Return True on the rank that an operation begins or ends at."""
+    return call.comm.rank == call.root
+
+
+def _reduce_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+    [from_root] = bind(call.derived("bcast", op=""), ct)
+    return from_root if is_root(call) else from_root + ct
+
+
+def _bcast_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+    return only_at(is_root(call), bind(call.derived("reduce", op="sum"), ct)[0])
+
+
+def _gather_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+    [mine] = bind(call.derived("scatter"), ct)
+    return mine if is_root(call) else mine + ct
+
+
+def _scatter_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+    return only_at(is_root(call), bind(call.derived("gather"), ct)[0])
+
+
+def _alltoallv_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+    turned = tuple(zip(*call.counts, strict=True))
+    return bind(call.derived("alltoallv", counts=turned), ct)[0]
+
+
+def _sendrecv_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+    check(call.source is not None, f"{call.what(ct)} has no transpose: a message may come from any rank; give source")
+    tags = {} if call.recvtag is None else {"sendtag": call.recvtag, "recvtag": call.sendtag}
+    back = call.derived("sendrecv", source=call.dest, dest=call.source, status=0, **tags)
+    return bind(back, ct, jnp.zeros(x.shape, x.dtype))[0]
+
+
+def _allgatherv_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+    """Every rank's part of the cotangent to that rank, which adds them."""
+    sizes = tuple(rows[0] for rows in call.counts)
+    [parts] = bind(call.derived("alltoallv", counts=(sizes,) * call.comm.size), ct)
+    return parts.reshape(call.comm.size, sizes[call.comm.rank], *ct.shape[1:]).sum(0)
+
+
+ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")
+REDUCTIONS = ("sum", "mean", *ARITHMETIC[1:])
+
+OPERATIONS: dict[str, Operation] = {
+    "allreduce": Operation(
+        equation="y_r = x_0 ⊕ … ⊕ x_(w-1)",
+        sends="about 2 n (w-1)/w, as MPI's algorithm does",
+        transpose="the identity, as in mpi4jax: the loss is the same on all ranks; transposed again, allreduce",
+        results=lambda call, x: [like(x)],
+        run=_allreduce,
+        alone=lambda call, x: x,
+        adjoint=lambda bind, call, ct, x: bind(call.derived("allreduce", is_identity=not call.is_identity), ct)[0],
+        ops=REDUCTIONS,
+    ),
+    "reduce": Operation(
+        equation="y_root = x_0 ⊕ … ⊕ x_(w-1); elsewhere y_r = x_r",
+        sends="about n; root receives n log w, or in all n (w-1)",
+        transpose="bcast of root's cotangent, and elsewhere the rank's own added",
+        results=lambda call, x: [like(x)],
+        run=_reduce,
+        alone=lambda call, x: x,
+        adjoint=_reduce_adjoint,
+        ops=REDUCTIONS,
+        has_root=True,
+    ),
+    "bcast": Operation(
+        equation="y_r = x_root",
+        sends="about n, from root on",
+        transpose="reduce(sum) to root; zeros elsewhere",
+        results=lambda call, x: [like(x)],
+        run=_bcast,
+        alone=lambda call, x: x,
+        adjoint=_bcast_adjoint,
+        has_root=True,
+    ),
+    "allgather": Operation(
+        equation="y_r = [x_0, …, x_(w-1)]",
+        sends="n (w-1)",
+        transpose="reduce_scatter(sum)",
+        results=lambda call, x: [like(x, (call.comm.size, *x.shape))],
+        run=_allgather,
+        alone=lambda call, x: x[None],
+        adjoint=lambda bind, call, ct, x: bind(call.derived("reduce_scatter", op="sum"), ct)[0],
+        is_elementwise=False,
+    ),
+    "gather": Operation(
+        equation="y_root = [x_0, …, x_(w-1)]; elsewhere y_r = x_r",
+        sends="n, to root",
+        transpose="scatter of root's cotangent, and elsewhere the rank's own added",
+        results=lambda call, x: [like(x, (call.comm.size, *x.shape) if is_root(call) else x.shape)],
+        run=_gather,
+        alone=lambda call, x: x[None],
+        adjoint=_gather_adjoint,
+        has_root=True,
+        is_elementwise=False,
+    ),
+    "scatter": Operation(
+        equation="y_r = x_root[r]; elsewhere x says only shape and dtype of a row",
+        sends="root sends n (w-1)/w",
+        transpose="gather to root; zeros elsewhere",
+        results=lambda call, x: [like(x, x.shape[1:] if is_root(call) else x.shape)],
+        run=_scatter,
+        alone=lambda call, x: x[0],
+        adjoint=_scatter_adjoint,
+        shared=lambda call, x: x.shape[1:] if is_root(call) else x.shape,
+        has_root=True,
+        is_elementwise=False,
+    ),
+    "alltoall": Operation(
+        equation="y_r[i] = x_i[r]",
+        sends="n (w-1)/w",
+        transpose="alltoall",
+        results=lambda call, x: [like(x)],
+        run=_alltoall,
+        alone=lambda call, x: x,
+        adjoint=lambda bind, call, ct, x: bind(call.derived("alltoall"), ct)[0],
+        is_elementwise=False,
+    ),
+    "allgatherv": Operation(
+        equation="y_r = the rows of x_0, then those of x_1, …; as many as each rank has",
+        sends="n (w-1)",
+        transpose="alltoallv of the parts of the cotangent, added",
+        results=lambda call, x: [like(x, (sum(rows[0] for rows in call.counts), *x.shape[1:]))],
+        run=_allgatherv,
+        alone=lambda call, x: x,
+        adjoint=_allgatherv_adjoint,
+        shared=lambda call, x: x.shape[1:],
+        is_elementwise=False,
+    ),
+    "alltoallv": Operation(
+        equation="y_r = from each rank i in turn the counts_i[r] rows of x_i that are for r",
+        sends="n, less the rows that stay",
+        transpose="alltoallv with the counts turned round",
+        results=lambda call, x: [like(x, (sum(rows[call.comm.rank] for rows in call.counts), *x.shape[1:]))],
+        run=_alltoallv,
+        alone=lambda call, x: x,
+        adjoint=_alltoallv_adjoint,
+        shared=lambda call, x: x.shape[1:],
+        is_elementwise=False,
+    ),
+    "reduce_scatter": Operation(
+        equation="y_r = x_0[r] ⊕ … ⊕ x_(w-1)[r]",
+        sends="n (w-1)/w",
+        transpose="allgather, of a sum",
+        results=lambda call, x: [like(x, x.shape[1:])],
+        run=_reduce_scatter,
+        alone=lambda call, x: x[0],
+        adjoint=lambda bind, call, ct, x: bind(call.derived("allgather", op=""), ct)[0],
+        ops=REDUCTIONS,
+        is_elementwise=False,
+    ),
+    "scan": Operation(
+        equation="y_r = x_0 ⊕ … ⊕ x_r",
+        sends="about n log w",
+        transpose="scan from the last rank to the first, of a sum",
+        results=lambda call, x: [like(x)],
+        run=_scan,
+        alone=lambda call, x: x,
+        adjoint=lambda bind, call, ct, x: bind(call.derived("scan", is_reversed=not call.is_reversed), ct)[0],
+        ops=ARITHMETIC,
+    ),
+    "exscan": Operation(
+        equation="y_r = x_0 ⊕ … ⊕ x_(r-1); y_0 is what changes nothing: 0, 1, or the least or largest number",
+        sends="about n log w + n",
+        transpose="exscan from the last rank to the first, of a sum",
+        results=lambda call, x: [like(x)],
+        run=_exscan,
+        alone=lambda call, x: jnp.full_like(x, neutral(call.op, x.dtype)),
+        adjoint=lambda bind, call, ct, x: bind(call.derived("exscan", is_reversed=not call.is_reversed), ct)[0],
+        ops=ARITHMETIC,
+    ),
+    "send": Operation(
+        equation="x goes to rank dest",
+        sends="n, and a header of 256 bytes",
+        transpose="",
+        results=lambda call, x: [],
+        run=messages.run,
+        alone=messages.nobody,
+        is_message=True,
+    ),
+    "recv": Operation(
+        equation="y = what rank source sends; x says only shape and dtype",
+        sends="nothing",
+        transpose="",
+        results=lambda call, x: [like(x)],
+        run=messages.run,
+        alone=messages.nobody,
+        is_message=True,
+    ),
+    "sendrecv": Operation(
+        equation="x goes to rank dest, y = what rank source sends; recvbuf says its shape and dtype",
+        sends="n, and a header of 256 bytes",
+        transpose="sendrecv the other way",
+        results=lambda call, x, place: [like(place)],
+        run=messages.run,
+        alone=messages.to_oneself,
+        adjoint=_sendrecv_adjoint,
+        is_message=True,
+    ),
+    "barrier": Operation(
+        equation="no rank goes on before all have come",
+        sends="a few bytes",
+        transpose="",
+        results=lambda call: [],
+        run=_barrier,
+        alone=lambda call: None,
+        shared=lambda call, x: (),
+    ),
+}
+
+
+def described() -> list[tuple[str, str, str, str]]:
+    """Rows of the table in the docs: operation, equation, what a rank sends, transpose."""
+    return [(name, row.equation, row.sends, row.transpose or "none") for name, row in OPERATIONS.items()]

@@ -1,0 +1,1 @@
+"""Faces of other libraries on jaxmpi's engine, so that a program changes its import line only."""

@@ -1,0 +1,346 @@
+"""The collective operations against NumPy, for any number of ranks. Every rank knows what every rank holds."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi import collectives as mpi
+
+COMM = jaxmpi.world()
+SIZE, RANK = COMM.size, int(COMM.rank)
+NUMPY = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+NUMPY |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+NOW: Any = lambda function: function  # noqa: E731
+FLOATS = ("float32", "float16", "bfloat16")
+ORDERED = ("bool", "int8", "uint16", "int32", *FLOATS)
+
+
+def in_jit(*dtypes: str) -> list[tuple[str, Any]]:
+    return [(dtype, jax.jit) for dtype in dtypes]
+
+
+def held(dtype: str, shape: tuple[int, ...] = (SIZE, 3), seed: int = 0) -> list[jax.Array]:
+    """What each rank holds: small integers, of which all sums and products are exact."""
+    drawn = np.random.default_rng(seed).integers(0, 3, (SIZE, *shape))
+    return [jnp.asarray(x % 2 == 0 if dtype == "bool" else x, dtype) for x in drawn]
+
+
+def same(got: Any, expected: Any) -> None:
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert np.array_equal(np.asarray(got), np.asarray(expected))
+
+
+def combined(rows: list[jax.Array], op: str) -> np.ndarray:
+    wide = [np.asarray(x).astype(np.float64 if x.dtype.name in FLOATS else x.dtype) for x in rows]
+    if op == "sum" and rows[0].dtype == bool:
+        return np.sum(wide, 0).astype(np.int32)
+    total = wide[0]
+    for row in wide[1:]:
+        total = NUMPY[op](total, row)
+    return total.astype(rows[0].dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "way"), [("bfloat16", NOW), *((dtype, jax.jit) for dtype in (*ORDERED, "complex64"))]
+)
+def test_reductions_of_every_dtype_equal_numpys(dtype, way):
+    ops = ["sum", "prod"] + ["max", "min"] * (dtype != "complex64")
+    ops += ["and", "or", "xor"] * (dtype not in (*FLOATS, "complex64"))
+    rows = held(dtype)
+
+    def every(x: jax.Array) -> dict[str, list]:
+        return {
+            op: [
+                mpi.allreduce(x, op),
+                mpi.reduce(x, op, SIZE - 1),
+                mpi.reduce_scatter(x, op),
+                mpi.scan(x, op),
+                mpi.exscan(x, op),
+            ]
+            for op in ops
+        }
+
+    for op, (everywhere, at_root, part, through, before) in way(every)(rows[RANK]).items():
+        total = combined(rows, op)
+        same(everywhere, total)
+        same(at_root, total if RANK == SIZE - 1 else rows[RANK].astype(total.dtype))
+        same(part, total[RANK])
+        same(through, combined(rows[: RANK + 1], op))
+        if RANK:
+            same(before, combined(rows[:RANK], op))
+        else:
+            same(jnp.asarray(NUMPY[op](before, rows[0])).astype(rows[0].dtype), rows[0])  # it changes nothing
+
+
+@pytest.mark.parametrize(("dtype", "way"), [("bool", NOW), *in_jit("bool", "bfloat16", "complex64", "float8_e4m3fn")])
+def test_arrays_of_every_dtype_arrive_as_they_were(dtype, way):
+    rows = held(dtype)
+    ragged = [held(dtype, (rank + 1, 2), seed=rank)[0] for rank in range(SIZE)]
+    counts = [[(i + j) % 3 for j in range(SIZE)] for i in range(SIZE)]
+    parcels = [held(dtype, (sum(counts[i]), 2), seed=9)[i] for i in range(SIZE)]
+
+    def every(x: jax.Array, some: jax.Array, parcel: jax.Array) -> list:
+        return [
+            mpi.bcast(x, SIZE - 1),
+            mpi.allgather(x),
+            mpi.gather(x, 0),
+            mpi.scatter(x if RANK == 0 else x[0], 0),
+            mpi.alltoall(x),
+            mpi.allgatherv(some),
+            mpi.alltoallv(parcel, counts[RANK]),
+            mpi.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE),
+        ]
+
+    got = way(every)(rows[RANK], ragged[RANK], parcels[RANK])
+    starts = [np.cumsum([0, *counts[i]]) for i in range(SIZE)]
+    came = [np.asarray(parcels[i])[starts[i][RANK] : starts[i][RANK + 1]] for i in range(SIZE)]
+    expected = [
+        rows[-1],
+        np.stack(rows),
+        np.stack(rows) if RANK == 0 else rows[RANK],
+        rows[0][RANK],
+        np.stack([rows[i][RANK] for i in range(SIZE)]),
+        np.concatenate(ragged),
+        np.concatenate(came),
+        rows[RANK - 1],
+    ]
+    for a, b in zip(got, expected, strict=True):
+        same(a, b)
+
+
+def test_trees_keep_their_structure_and_wider_sums_their_dtype():
+    tree = {
+        "a": jnp.full((2, 3), RANK, jnp.float16),
+        "b": [jnp.int32(RANK), 1.5],
+        "c": jnp.full(3, 0.5, "float8_e4m3fn"),
+    }
+    with pytest.raises(jaxmpi.UsageError, match=r"leaf 'c' is float8_e4m3fn, too short for a sum.*dtype=jnp.float32"):
+        mpi.allreduce(tree)
+    for call in (mpi.allreduce, jax.jit(mpi.allreduce, static_argnames=("op", "dtype"))):
+        mean = call(tree, op="mean", dtype=jnp.float32)
+        assert jax.tree.structure(mean) == jax.tree.structure(tree)
+        assert {leaf.dtype for leaf in jax.tree.leaves(mean)} == {jnp.dtype("float32")}
+        same(mean["a"], np.full((2, 3), (SIZE - 1) / 2, np.float32))
+        same(mean["c"], np.full(3, 0.5, np.float32))
+    counts = mpi.allreduce({"hits": jnp.array([True, RANK == 0]), "n": 3}, "mean")
+    assert [float(x) for x in (*counts["hits"], counts["n"])] == [1.0, pytest.approx(1 / SIZE), 3.0]
+
+
+def test_parts_of_the_world_work_like_the_world():
+    part = COMM.split(RANK % 2, key=-RANK)
+    mine = [rank for rank in reversed(range(SIZE)) if rank % 2 == RANK % 2]
+    assert part is not None
+    assert (part.size, part.rank) == (len(mine), mine.index(RANK))
+    x = jnp.float32(RANK)
+    for call in (lambda f: f, jax.jit):
+        assert float(call(lambda x: mpi.allreduce(x, comm=part))(x)) == sum(mine)
+        assert np.array_equal(call(lambda x: mpi.allgather(x, comm=part))(x), mine)
+        mean = call(lambda x: jaxmpi.exchange(x, "ring32", comm=part))(x[None])
+        assert float(mean[0]) == pytest.approx(sum(mine) / len(mine))
+    assert COMM.split(0 if RANK else None) is None or RANK
+    on_host = COMM.split("host")
+    assert on_host is not None
+    assert float(mpi.allreduce(x, comm=on_host)) == sum(range(SIZE))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="MPI is not started")
+def test_a_communicator_of_mpi4py_is_one_of_ours():
+    from mpi4py import MPI
+
+    pair = MPI.COMM_WORLD.Split(RANK // 2, RANK)
+    mine = [rank for rank in range(SIZE) if rank // 2 == RANK // 2]
+    for _ in range(2):
+        assert float(jax.jit(lambda x: mpi.allreduce(x, comm=pair))(jnp.float32(RANK))) == sum(mine)
+    assert mpi.allgather(RANK, comm=MPI.COMM_WORLD).tolist() == list(range(SIZE))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_messages_between_two_ranks():
+    """Both send before they receive; tags, any source, and statuses; 4 MB."""
+    from mpi4py import MPI
+
+    x, other = jnp.arange(1e6, dtype=jnp.float32) + RANK, RANK ^ 1
+    status = MPI.Status()
+
+    @jax.jit
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if other >= SIZE:
+            return x, x[:3]
+        mpi.send(x[:3].astype(jnp.bfloat16), other, tag=7)
+        small = mpi.recv(jax.ShapeDtypeStruct((3,), jnp.bfloat16), tag=7, status=status)
+        if RANK % 2:
+            mpi.send(x, other)
+            return mpi.recv(x, other), small
+        return (mpi.recv(x, other), mpi.send(x, other))[0], small
+
+    big, small = step(x)
+    if other < SIZE:
+        assert np.array_equal(big, np.arange(1e6, dtype=np.float32) + other)
+        assert small.tolist() == [other, other + 1, other + 2]
+        assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.INT16_T)) == (other, 7, 3)
+    shifted = mpi.sendrecv(x[0], -x[0], RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY)
+    assert float(shifted) == (RANK - 1 if RANK else 0)
+    mpi.barrier()
+
+
+# ---------------------------------------------------------------- transformations
+
+COUNTS = [[(i + j) % 3 for j in range(SIZE)] for i in range(SIZE)]
+ROWS = {"allgatherv": RANK + 1, "alltoallv": sum(COUNTS[RANK])}
+LINEAR: dict[str, Any] = {
+    "reduce": lambda x: mpi.reduce(x, "sum", SIZE - 1),
+    "mean of 16 bits": lambda x: mpi.reduce(x.astype(jnp.bfloat16), "mean").astype(jnp.float32),
+    "bcast": lambda x: mpi.bcast(x, SIZE - 1),
+    "allgather": mpi.allgather,
+    "gather": mpi.gather,
+    "scatter": lambda x: mpi.scatter(x if RANK == 0 else x[0]),
+    "alltoall": mpi.alltoall,
+    "allgatherv": lambda x: mpi.allgatherv(x, counts=[rank + 1 for rank in range(SIZE)]),
+    "alltoallv": lambda x: mpi.alltoallv(x, COUNTS[RANK]),
+    "reduce_scatter": mpi.reduce_scatter,
+    "scan": mpi.scan,
+    "exscan": mpi.exscan,
+    "sendrecv": lambda x: mpi.sendrecv(x, x[0], (RANK - 1) % SIZE, (RANK + 1) % SIZE),
+    "sendrecv from nobody": lambda x: mpi.sendrecv(x, 2 * x, RANK - 1, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY),
+}
+LINEAR["sendrecv"] = lambda x: mpi.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)
+
+
+TRANSPOSED = ("bcast", "allgather", "scan", "sendrecv")
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> jax.Array:
+    """Small integers of this rank."""
+    return jnp.asarray(np.random.default_rng((seed, RANK)).integers(-4, 5, shape), jnp.float32)
+
+
+def over_ranks(value: Any) -> float:
+    return float(np.sum(np.asarray(mpi.allgather(value), np.float64)))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_derivatives_and_mappings_of_linear_operations(name):
+    """<c, A x> = <A' c, x> summed over ranks; the derivative along t is A t; mapped calls are calls of the parts."""
+    f, shape = LINEAR[name], (ROWS.get(name, SIZE), 2)
+
+    @jax.jit
+    def every(x: jax.Array, t: jax.Array) -> list:
+        y, back = jax.vjp(f, x)
+        c = jnp.arange(y.size, dtype=jnp.float32).reshape(y.shape) * 3 % 5 + RANK
+        [backwards] = back(c)
+        transposed = jax.linear_transpose(f, x)(c)[0] if name in TRANSPOSED else backwards
+        mapped = jnp.moveaxis(jax.vmap(f, 1, 1)(jnp.stack([x, t], 1)), 1, 0)
+        return [y, c, backwards, transposed, *jax.jvp(f, (x,), (t,)), *mapped]
+
+    x, t = numbers(shape, 1), numbers(shape, 2)
+    y, c, backwards, transposed, again, forward, first, second = every(x, t)
+    size = over_ranks(jnp.abs(backwards * x).sum())
+    off = 2.0**-7 * size if "16 bits" in name else 0.0  # each side is rounded to 8 bits once or twice
+    assert over_ranks((c * y).sum()) == pytest.approx(over_ranks((backwards * x).sum()), abs=off)
+    same(transposed, backwards)
+    for result, expected in ((again, y), (first, y), (second, forward)):
+        same(result, expected)
+
+
+def test_the_transpose_of_an_allreduce_is_the_identity_and_its_own_an_allreduce():
+    x, f = jnp.arange(3.0) + RANK, lambda x: mpi.allreduce(x)
+    total = np.arange(3.0) * SIZE + sum(range(SIZE))
+    transposed = lambda c: jax.linear_transpose(f, x)(c)[0]  # noqa: E731
+    for call in (lambda function: function, jax.jit):
+        assert call(jax.grad(lambda x: (f(x) ** 2).sum()))(x).tolist() == (2 * total).tolist()
+        assert call(transposed)(x).tolist() == x.tolist()
+        assert call(lambda c: jax.linear_transpose(transposed, x)(c)[0])(x).tolist() == total.tolist()
+        assert call(lambda x: jax.jvp(f, (x,), (x,))[1])(x).tolist() == total.tolist()
+    hessian = jax.jit(jax.hessian(lambda x: (f(x) ** 3).sum()))(x)
+    assert np.allclose(hessian, np.diag(6 * total) * (SIZE if SIZE > 1 else 1))
+
+
+def test_operations_in_loops_branches_checkpoints_and_custom_derivatives():
+    @jax.custom_vjp
+    def halved(x: jax.Array) -> jax.Array:
+        return mpi.allreduce(x, "mean")
+
+    halved.defvjp(lambda x: (halved(x), None), lambda _, c: (mpi.allreduce(c, "mean") / 2,))
+
+    def loss(x: jax.Array, mean: Any, bcast: Any, halved: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, _: (jnp.sin(mean(x)), None), x, None, 3)
+        x = jax.lax.cond(x[0] > -2, bcast, jnp.cos, x)
+        x = jax.lax.fori_loop(0, 2, lambda i, x: x + mean(x), x)
+        return halved(jax.checkpoint(lambda x: jnp.sin(mean(jnp.cos(x))))(x)).sum()
+
+    def count(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: mpi.allreduce(x, "max")[0] < 10, lambda x: x + mpi.allreduce(x, "max"), x)
+
+    def derivative(factor: float) -> Any:  # of a function that leaves equal arrays as they are
+        return lambda x: factor * x + jax.lax.stop_gradient(x - factor * x)
+
+    x = jnp.ones(3)
+    mean: Any = lambda x: mpi.allreduce(x, "mean")  # noqa: E731
+    got = jax.jit(jax.grad(lambda x: loss(x, mean, mpi.bcast, halved)), donate_argnums=0)
+    expected = jax.grad(lambda x: loss(x, derivative(1 / SIZE), derivative(SIZE * (RANK == 0)), derivative(0.5)))(x)
+    assert np.allclose(got(x + 0), expected, atol=1e-6)
+    assert jax.jit(count)(x).tolist() == [16.0] * 3
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+@pytest.mark.parametrize("call", [lambda x: mpi.allreduce(x, "max"), lambda x: mpi.recv(x, RANK)])
+def test_what_has_no_derivative_is_refused(call):
+    with pytest.raises(jaxmpi.UsageError, match=r"\(float32\[2\].* has no derivative; expected a linear"):
+        jax.eval_shape(jax.grad(lambda x: call(x).sum()), jnp.ones(2))
+
+
+# ---------------------------------------------------------------- beside a program
+
+
+def test_started_operations_give_what_the_operations_give():
+    """All of them under way at once; those of trees and of 16-bit floats, too."""
+    x, next_one, before = numbers((SIZE, 2), 1), (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    part = COMM.split(0)
+    every: list[tuple] = [(mpi.allreduce, {"a": x, "b": x.astype(jnp.bfloat16)}, "mean"), (mpi.reduce, x, "max")]
+    every += [(mpi.bcast, x, SIZE - 1), (mpi.allgather, x > 0), (mpi.gather, x), (mpi.alltoall, x), (mpi.barrier,)]
+    every += [
+        (mpi.scatter, x if RANK == 0 else x[0]),
+        (mpi.alltoallv, numbers((ROWS["alltoallv"], 2), 2), COUNTS[RANK]),
+    ]
+    every += [(mpi.allgatherv, x[: RANK + 1]), (mpi.reduce_scatter, x), (mpi.scan, x), (mpi.exscan, x, "min")]
+    every += [(mpi.sendrecv, x, x, before, next_one)] * (SIZE > 1)
+
+    def both() -> tuple[list, list]:
+        handles = [jaxmpi.start(*row) for row in every]
+        handles.append(jaxmpi.start(mpi.allreduce, x, comm=part))
+        computed = jnp.sin(x)
+        started = [jaxmpi.wait(handle, after=computed) for handle in handles]
+        return started, [function(*arguments) for function, *arguments in every]
+
+    compiled = jax.jit(both)
+    for _ in range(2):
+        started, now = compiled()
+        jax.tree.map(same, started[:-1], now)
+        same(started[-1], mpi.allreduce(x))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker starts nothing")
+def test_a_handle_is_waited_for_once():
+    x = jnp.ones(3)
+
+    def twice(x: jax.Array) -> jax.Array:
+        handle = jaxmpi.start(mpi.allreduce, x)
+        return jaxmpi.wait(handle) + jaxmpi.wait(handle)
+
+    def dropped(x: jax.Array) -> jax.Array:
+        jaxmpi.start(mpi.allreduce, x, "max")
+        return x
+
+    with pytest.raises(jaxmpi.UsageError, match=r"allreduce that started at .* is waited for twice"):
+        jax.jit(twice)(x)
+    with pytest.raises(jaxmpi.UsageError, match=r"allreduce\(float32\[3\], op=max\).* is never waited for"):
+        jax.jit(dropped)(x)
+    with pytest.raises(jaxmpi.UsageError, match=r"start: got a call outside jax.jit"):
+        jaxmpi.start(mpi.allreduce, x)
+    with pytest.raises(jaxmpi.UsageError, match=r"has neither derivative nor mapping"):
+        jax.jit(jax.grad(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)).sum()))(x)
