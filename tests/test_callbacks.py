@@ -163,6 +163,7 @@ def test_a_confusion_matrix_is_a_callback(devices, tmp_path):
     assert ((shades == 255) == (counts == 0)).all()  # white where nothing was counted
 
 
+@pytest.mark.e2e
 def test_pictures_of_a_segmentation_are_a_callback(tmp_path):
     experiment, _, [sample] = shown("segmentation", tmp_path, train_for="2st", eval_every="2st")
     image, label, found = picture(experiment, sample)[::4, ::4].reshape(3, 16, 6, 16, 3).swapaxes(1, 2)
@@ -172,9 +173,9 @@ def test_pictures_of_a_segmentation_are_a_callback(tmp_path):
     assert {*map(tuple, found.reshape(-1, 3))} <= {*map(tuple, label.reshape(-1, 3))}
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_samples_of_a_gan_are_a_callback(devices, tmp_path):
-    experiment, _, samples = shown("gan", tmp_path, train_for="4st", eval_every="2st", devices=devices)
+@pytest.mark.e2e
+def test_samples_of_a_gan_are_a_callback(tmp_path):
+    experiment, _, samples = shown("gan", tmp_path, train_for="4st", eval_every="2st", devices=2)
     assert [sample["step"] for sample in samples] == [2, 4]
     made, true, blue = np.moveaxis(picture(experiment, samples[1]), -1, 0)
     row, column = np.unravel_index(true.argmax(), true.shape)
@@ -184,6 +185,7 @@ def test_samples_of_a_gan_are_a_callback(devices, tmp_path):
     assert not blue.any()
 
 
+@pytest.mark.e2e
 def test_text_that_a_model_writes_is_a_callback(tmp_path):
     few = np.random.default_rng(0).integers(97, 101, (64, 129)).astype(np.int32)  # a, b, c and d
     source = {"image": few[:, :-1], "label": few[:, 1:]}

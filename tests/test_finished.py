@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -201,6 +202,7 @@ def test_a_run_that_python_started_says_so(tmp_path):
 
 MINE = """
 from pathlib import Path
+from typing import Any
 from line_task import lines
 experiment = lines(Path({folder!r}))
 """
@@ -225,6 +227,7 @@ def test_a_run_that_python_started_is_evaluated_by_a_file_that_is_named(tmp_path
 NOTEBOOK = """
 import sys
 from pathlib import Path
+from typing import Any
 import jaxmpi
 from line_task import lines
 
@@ -237,7 +240,7 @@ jaxmpi.Trainer(experiment, workers=2).fit()
 def test_a_notebook_that_is_killed_leaves_no_pickle_and_no_folder(tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     job = subprocess.Popen([sys.executable, str(tmp_path / "notebook.py"), str(tmp_path)], env=env, **quiet)
     record = tmp_path / "run" / "record.jsonl"
     try:

@@ -21,7 +21,7 @@ class Pictures(jaxmpi.Callback):
         batch = next(moment.validation())
         found = np.asarray(moment.predict(batch)).argmax(-1)
         rows = np.repeat(batch["image"], 3, -1), COLOURS[batch["label"]], COLOURS[found]
-        picture = np.vstack([np.hstack(row[: self.images]) for row in rows])
+        picture = np.vstack([np.hstack([*row[: self.images]]) for row in rows])
         moment.show("segmentation", picture.repeat(4, 0).repeat(4, 1))
 
 

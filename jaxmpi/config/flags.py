@@ -158,7 +158,8 @@ def values_of(
     argv: Sequence[str],
     *,
     with_help: bool,
-    **about: str,
+    prog: str,
+    description: str = "",
 ) -> dict[str, Any]:
     """Values of these flags by the command line.
 
@@ -167,7 +168,8 @@ def values_of(
         shown: their values without it.
         tables: as in `parsed`.
         with_help: with the texts of --help.
-        about: what tyro says of the program.
+        prog: the program's line, for messages.
+        description: what it does, for --help.
 
     Raises:
         SystemExit: a mistake, or --help.
@@ -177,7 +179,7 @@ def values_of(
     for group, names in groups.items():
         part = group_class(group, names, known, shown, tables, with_help)
         parts.append((identifier(group), part, dataclasses.field(default_factory=part)))
-    got: Any = tyro.cli(dataclasses.make_dataclass("Flags", parts), args=argv, **about)
+    got: Any = tyro.cli(dataclasses.make_dataclass("Flags", parts), args=argv, prog=prog, description=description)
     return {
         name: getattr(getattr(got, identifier(group)), identifier(name))
         for group, names in groups.items()
