@@ -380,7 +380,7 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
 def test_steps_that_cannot_hide_an_exchange(fields, reason):
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
     experiment = Experiment(digits_cnn(), effective_batch=16, data=Data("digits", channels=1), **fields)
-    assert unfit_for_overlap(experiment, make_plan(experiment, workers)) == reason
+    assert unfit_for_overlap(experiment, workers, make_plan(experiment, workers)) == reason
 
 
 @pytest.mark.parametrize("rule", ["subgd", "awagd"])

@@ -30,7 +30,7 @@ from jax import lax
 
 from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.exchange_watch import FREE, HELD, WAITS, ExchangeWatch
-from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import failures, host_callbacks
 
@@ -48,7 +48,7 @@ class CallComparison:
         """All ranks come here together."""
         from mpi4py import MPI
 
-        self._comm = comm
+        self._comm, self._of = comm, "the job" if comm is world() else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
         self._turn = MPI.COMM_SELF.Dup()
         self._turn.Send(np.zeros(2, np.int32), 0, FREE)
@@ -63,12 +63,12 @@ class CallComparison:
     def number(self, what: str) -> int:
         """Return the number of the next exchange that is traced."""
         number = len(self._texts) + 1
-        self._texts[number] = f"exchange {number} of the job ({what})"
+        self._texts[number] = f"exchange {number} of {self._of} ({what})"
         return number
 
     def text(self, number: int) -> str:
         """Describe an exchange; this rank may still be tracing what another runs already."""
-        return self._texts.get(number, f"exchange {number} of the job")
+        return self._texts.get(number, f"exchange {number} of {self._of}")
 
     def begin(self, number: int) -> jax.Array:
         """Wait for this process's turn and send the number on; what `end` needs.
