@@ -20,7 +20,12 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     os.environ["XDG_CACHE_HOME"] = os.path.join(caches, worker)
     # Jobs of a few steps: machine code takes longer to optimise than to run. Files run by hand have it as users do.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Fusions compile several times as fast without the emitters over MLIR, and a module in one piece faster than in 32.
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_cpu_use_fusion_emitters=false",
+    )
 
 from jaxmpi.comm.control import processes
 from jaxmpi.runtime import launchers

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import io
 import os
 import re
@@ -92,9 +93,14 @@ def session_of(pid: int) -> int:
 
 def mpirun_line(ranks: int) -> list[str]:
     """The launcher's part of the line that `jaxmpi train -n ranks` uses on this machine."""
+    return [*launcher_line(ranks)]
+
+
+@functools.cache
+def launcher_line(ranks: int) -> tuple[str, ...]:
+    """Ask mpirun for its version once."""
     options = command.Options(ranks, "mpirun", (), ())
-    cores = len(os.sched_getaffinity(0))
-    return command.mpirun(options, cores, os.geteuid() == 0)
+    return (*command.mpirun(options, len(os.sched_getaffinity(0)), os.geteuid() == 0),)
 
 
 def mpirun(ranks: int, *args: str, timeout_s: float, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:
