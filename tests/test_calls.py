@@ -84,6 +84,21 @@ def test_ranks_at_different_exchanges_are_named(strategy, script):
     check_both_are_named(ended.out)
 
 
+@pytest.mark.e2e
+def test_ranks_of_a_part_are_named_by_their_numbers_in_the_job():
+    script = IN_ANOTHER_ORDER.replace("strategy)", "comm=part)").replace(
+        "f(x).block", "if rank == 0: break\n    f(x).block"
+    )
+    script = script.replace('print("numbers", ', 'rank == 0 or print("numbers", ').replace(
+        "rank == 0 else (g", "rank == 1 else (g"
+    )
+    split = "part = jaxmpi.world().split(0 if rank else None)\n"
+    ended = mpirun(3, "-c", PREAMBLE.format(strategy="asa32") + split + script, timeout_s=90)
+    assert ended.code == 2, ended.out
+    assert "numbers" not in ended.out
+    assert re.search("rank 1 to 'exchange 1 .*', rank 2 to 'exchange 2 ", ended.out), ended.out
+
+
 TRACED_IN_ANOTHER_ORDER = """
 def same_lines(x):
     return jaxmpi.exchange(x, strategy)

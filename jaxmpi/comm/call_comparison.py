@@ -135,7 +135,9 @@ class CallComparison:
         self._refuse(number, int(operands[0][0]))
 
     def _refuse(self, mine: int, theirs: int) -> None:
-        raise UsageError(different_calls({self._comm.rank: self.text(mine), self._before: self.text(theirs)}))
+        numbers = self._comm.processes.numbers
+        calls = {numbers[self._comm.rank]: self.text(mine), numbers[self._before]: self.text(theirs)}
+        raise UsageError(different_calls(calls))
 
     def _mpi_failed(self, comm: Any, code: int) -> None:
         """Handler that MPI calls in an exchange; after it mpi4jax ends the job, with a message of its own."""

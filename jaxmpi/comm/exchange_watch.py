@@ -41,6 +41,7 @@ class ExchangeWatch:
             text: describes an exchange by its number.
         """
         self._rank, self._size, self._turn, self._text = processes.rank, processes.size, turn, text
+        self._numbers = processes.numbers  # of the job's ranks, for messages: these may be a part of them
         self._others = processes.clone()
         self._heard: dict[int, Call] = {}  # by rank, where it last said that it waits
         self._sent: list[tuple[Any, np.ndarray]] = []  # requests, and what they send
@@ -113,14 +114,16 @@ class ExchangeWatch:
         """Raise `UsageError` if another rank waits in another exchange."""
         calls = {self._rank: held, **{rank: call for rank, call in self._heard.items() if call[1] == held[1]}}
         if len(set(calls.values())) > 1:
-            raise UsageError(different_calls({rank: self._text(number) for rank, (number, _) in calls.items()}))
+            named = {self._numbers[rank]: self._text(number) for rank, (number, _) in calls.items()}
+            raise UsageError(different_calls(named))
 
     def _check_absent(self, held: Call, waited_s: float) -> None:
         """Raise if others have not come to this exchange within the time limit."""
-        absent = [rank for rank in range(self._size) if rank != self._rank and self._heard.get(rank) != held]
+        others = set(range(self._size)) - {self._rank}
+        absent = [self._numbers[rank] for rank in sorted(others) if self._heard.get(rank) != held]
         if absent and waited_s > TIMEOUT_S:
             raise TrainingError(
-                f"rank {self._rank} waited {waited_s:.0f} s in {self._text(held[0])} for rank "
+                f"rank {self._numbers[self._rank]} waited {waited_s:.0f} s in {self._text(held[0])} for rank "
                 f"{', '.join(map(str, absent))}; all ranks must come to it as often (JAXMPI_EXCHANGE_TIMEOUT_S sets "
                 "the time)"
             )
