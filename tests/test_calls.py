@@ -84,6 +84,21 @@ def test_ranks_at_different_exchanges_are_named(strategy, script):
     check_both_are_named(ended.out)
 
 
+@pytest.mark.e2e
+def test_ranks_of_a_part_are_named_by_their_numbers_in_the_job():
+    script = IN_ANOTHER_ORDER.replace("strategy)", "comm=part)").replace(
+        "f(x).block", "if rank == 0: break\n    f(x).block"
+    )
+    script = script.replace('print("numbers", ', 'rank == 0 or print("numbers", ').replace(
+        "rank == 0 else (g", "rank == 1 else (g"
+    )
+    split = "part = jaxmpi.world().split(0 if rank else None)\n"
+    ended = mpirun(3, "-c", PREAMBLE.format(strategy="asa32") + split + script, timeout_s=90)
+    assert ended.code == 2, ended.out
+    assert "numbers" not in ended.out
+    assert re.search("rank 1 to 'exchange 1 .*', rank 2 to 'exchange 2 ", ended.out), ended.out
+
+
 TRACED_IN_ANOTHER_ORDER = """
 def same_lines(x):
     return jaxmpi.exchange(x, strategy)
@@ -169,6 +184,68 @@ def test_an_exchange_behind_a_program_that_failed_goes_on_or_says_why_not():
     assert not ended.timed_out, ended.out
     is_told = "waits for exchange 1 of the job" in ended.out and "which has begun in this process" in ended.out
     assert ended.out.count("mean 1.5") == 2 or (ended.code == 1 and is_told), ended.out
+
+
+NO_MESSAGE_TO_ITSELF = """
+from mpi4py import MPI
+from jaxmpi.comm.control import MpiProcesses
+
+class Unbuffered(MPI.Intracomm):
+    def Isend(self, *args):
+        return self.Issend(*args)
+
+clone = MpiProcesses.clone
+MpiProcesses.clone = lambda processes, of=None: Unbuffered(clone(processes, of))
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+print("mean", float(f(f(x))[0, 0]), flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_an_mpi_that_keeps_no_message_to_itself_exchanges_and_says_that_it_does_not_compare():
+    """As MVAPICH2, whose sends to the own process wait for the receiver: here by synchronous sends."""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + NO_MESSAGE_TO_ITSELF, timeout_s=60)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("mean 1.5") == 2, ended.out
+    assert ended.out.count("are not compared between ranks") == 1, ended.out
+
+
+@pytest.mark.e2e
+def test_an_exchange_that_still_waits_at_the_end_of_a_script_has_a_limit():
+    """The call returns before the program has ended, and so does the script; nobody else comes."""
+    script = """
+from jax import lax
+x = jnp.full((600, 600), 1.0)
+f = jax.jit(lambda x: jaxmpi.exchange(lax.fori_loop(0, 30, lambda i, y: jnp.tanh(y @ y), x), strategy))
+f(x).block_until_ready()
+if rank == 0:
+    f(x)
+print("end", flush=True)
+"""
+    env = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60, env=env)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 1, ended.out
+    assert ended.out.count("end\n") == 2, ended.out
+    assert re.search(r"rank 0 waited \d s in exchange 1 of the job .* for rank 1", ended.out), ended.out
+
+
+@pytest.mark.e2e
+def test_a_rank_that_is_always_last_hears_those_that_wait():
+    """Else messages to it would pile up for as long as the job runs."""
+    script = """
+import time
+from jaxmpi.comm.call_comparison import comparison_of
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+f(x).block_until_ready()
+time.sleep(3 * rank)
+f(x).block_until_ready()
+time.sleep(1.5)
+print("heard", comparison_of(jaxmpi.world())._watch._heard, flush=True)
+"""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60)
+    assert ended.code == 0, ended.out
+    assert "heard {0: (1, 2)}" in ended.out, ended.out
 
 
 def check_both_are_named(said: str) -> None:

@@ -5,7 +5,8 @@ would take the other's numbers for its own. So an exchange gets a number when ra
 and this number travels beside the data, from each rank to the next one: sent before the exchange's first message,
 received behind its last. All are equal if each equals its neighbour's. What is unequal shows in one of three ways:
 
-- Both exchanges have messages of equal lengths: they end, and then the numbers differ, before a program has a result.
+- Both exchanges have messages of equal lengths: they end, and then the numbers differ, before the program of a rank
+  behind an unequal one has a result. Others of more than two ranks may have theirs, and wait in the next exchange.
 - A message is longer than what is expected: MPI reports it to a handler, which reads the neighbour's number.
 - A rank waits for messages that never come: a thread of each rank looks now and then, and tells the others.
 
@@ -20,6 +21,7 @@ one's messages meet the other's: JAX orders the programs of one thread only.
 
 import functools
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +33,12 @@ from jax import lax
 from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.exchange_watch import FREE, HELD, WAITS, ExchangeWatch
 from jaxmpi.comm.mpi import MpiComm, world
+from jaxmpi.comm.polling import wait
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import failures, host_callbacks
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
+KEPT_S = 2.0  # for a message of 8 bytes to be copied, so that its sender goes on
 _numbers = itertools.count()  # of comparisons, the same on all ranks
 
 
@@ -50,8 +54,11 @@ class CallComparison:
 
         self._comm, self._of = comm, "the job" if comm is world() else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
-        self._turn = MPI.COMM_SELF.Dup()
-        self._turn.Send(np.zeros(2, np.int32), 0, FREE)
+        # Of more than one process: in one of its own MPICH copies no message, so a send would wait for its receiver.
+        self._turn = comm.processes.clone()
+        self.is_possible = self._give_first_turn()
+        if not self.is_possible:
+            return
         self._ring = comm.processes.clone()
         self._before, self._next = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         self._name = f"{DIFFERS} {next(_numbers)}"
@@ -60,8 +67,28 @@ class CallComparison:
         comm.mpi.Set_errhandler(self._on_mpi_error)
         self._watch = ExchangeWatch(comm.processes, self._turn, self.text)
 
-    def number(self, what: str) -> int:
-        """Return the number of the next exchange that is traced."""
+    def _give_first_turn(self) -> bool:
+        """Leave the message that is the turn; False, on all ranks alike, if MPI keeps none for a process itself."""
+        message, me = np.zeros(2, np.int32), self._comm.rank
+        request = self._turn.Isend(message, me, FREE)
+        is_kept = wait(request, KEPT_S)
+        if self._comm.processes.allreduce_sum(np.array([is_kept]))[0] == self._comm.size:
+            return True
+        self._turn.Recv(message, me, FREE)
+        request.Wait()
+        if me == 0:
+            print(
+                "jaxmpi: exchanges in programs are not compared between ranks: this MPI keeps no message that a "
+                "process sends to itself; all ranks must make the same calls in the same order",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False
+
+    def number(self, what: str) -> int | None:
+        """Return the number of the next exchange that is traced; None if nothing can be compared."""
+        if not self.is_possible:
+            return None
         number = len(self._texts) + 1
         self._texts[number] = f"exchange {number} of {self._of} ({what})"
         return number
@@ -100,15 +127,17 @@ class CallComparison:
     def _to_self(self, message: jax.Array, sendtag: int, recvtag: int) -> jax.Array:
         import mpi4jax
 
-        tags = {"sendtag": sendtag, "recvtag": recvtag}
-        return mpi4jax.sendrecv(message, message, source=0, dest=0, comm=self._turn, **tags)
+        me, tags = self._comm.rank, {"sendtag": sendtag, "recvtag": recvtag}
+        return mpi4jax.sendrecv(message, message, source=me, dest=me, comm=self._turn, **tags)
 
     def _differs(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
         """Handler that programs call behind an exchange if the rank before has come to another one."""
         self._refuse(number, int(operands[0][0]))
 
     def _refuse(self, mine: int, theirs: int) -> None:
-        raise UsageError(different_calls({self._comm.rank: self.text(mine), self._before: self.text(theirs)}))
+        numbers = self._comm.processes.numbers
+        calls = {numbers[self._comm.rank]: self.text(mine), numbers[self._before]: self.text(theirs)}
+        raise UsageError(different_calls(calls))
 
     def _mpi_failed(self, comm: Any, code: int) -> None:
         """Handler that MPI calls in an exchange; after it mpi4jax ends the job, with a message of its own."""

@@ -6,11 +6,13 @@ waits with it; those who say nothing within the time limit are absent. Ranks in 
 """
 
 import atexit
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import different_calls
@@ -22,6 +24,7 @@ from jaxmpi.runtime import failures
 
 FREE, WAITS, HELD = range(3)  # tags: nobody has the turn; an exchange waits for it; an exchange has it
 LOOK_S = 0.5  # between looks
+PROBES = 3  # MPICH fetches a message in the first, and finds it in the next
 SAID_AFTER_S = 30.0  # that an exchange waits for another one of its process
 Call = tuple[int, int]  # number of an exchange, and how many this process has begun
 
@@ -34,10 +37,11 @@ class ExchangeWatch:
 
         Args:
             processes: who exchanges.
-            turn: communicator of this process alone, on which programs leave their messages.
+            turn: communicator of these processes, on which each one's programs leave it messages.
             text: describes an exchange by its number.
         """
         self._rank, self._size, self._turn, self._text = processes.rank, processes.size, turn, text
+        self._numbers = processes.numbers  # of the job's ranks, for messages: these may be a part of them
         self._others = processes.clone()
         self._heard: dict[int, Call] = {}  # by rank, where it last said that it waits
         self._sent: list[tuple[Any, np.ndarray]] = []  # requests, and what they send
@@ -53,14 +57,18 @@ class ExchangeWatch:
 
     def _peek(self, tag: int) -> Call | None:
         """The message under a tag, which stays where it is."""
-        if (found := self._turn.Improbe(0, tag)) is None:
-            return None
-        message = np.zeros(2, np.int32)
-        found.Recv(message)
-        self._turn.Send(message, 0, tag)
-        return int(message[0]), int(message[1])
+        for _ in range(PROBES):
+            if (found := self._turn.Improbe(self._rank, tag)) is not None:
+                message = np.zeros(2, np.int32)
+                found.Recv(message)
+                self._turn.Send(message, self._rank, tag)
+                return int(message[0]), int(message[1])
+        return None
 
     def _stop(self) -> None:
+        """End the thread at exit, once programs that still exchange have ended; if they never do, it ends the job."""
+        with contextlib.suppress(Exception):  # of a program: mpi4jax's hook raises it again
+            jax.effects_barrier()
         self._is_ending.set()
         self._thread.join()
 
@@ -69,6 +77,7 @@ class ExchangeWatch:
         seen, waited, has_told, has_said = None, WaitClock(), False, False
         while not self._is_ending.wait(LOOK_S):
             held = self.held()
+            self._listen()  # also while this rank waits for nobody, or what others say would pile up
             if held is None or held != seen:
                 seen, has_told, has_said = held, False, False
                 waited.restart()
@@ -78,7 +87,7 @@ class ExchangeWatch:
                 if not has_told:
                     self._tell(held)
                     has_told = True
-                self._listen(held)
+                self._check_same(held)
                 self._check_absent(held, waited_s)
                 has_said = self._check_turn(held, waited_s, has_said)
             except (UsageError, TrainingError) as error:
@@ -91,12 +100,8 @@ class ExchangeWatch:
         for rank in set(range(self._size)) - {self._rank}:
             self._sent.append((self._others.Isend(message, rank), message))
 
-    def _listen(self, held: Call) -> None:
-        """Hear of the others.
-
-        Raises:
-            UsageError: one waits in another exchange.
-        """
+    def _listen(self) -> None:
+        """Hear where the others wait."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -104,16 +109,21 @@ class ExchangeWatch:
             message = np.zeros(2, np.int32)
             found.Recv(message)
             self._heard[status.Get_source()] = int(message[0]), int(message[1])
+
+    def _check_same(self, held: Call) -> None:
+        """Raise `UsageError` if another rank waits in another exchange."""
         calls = {self._rank: held, **{rank: call for rank, call in self._heard.items() if call[1] == held[1]}}
         if len(set(calls.values())) > 1:
-            raise UsageError(different_calls({rank: self._text(number) for rank, (number, _) in calls.items()}))
+            named = {self._numbers[rank]: self._text(number) for rank, (number, _) in calls.items()}
+            raise UsageError(different_calls(named))
 
     def _check_absent(self, held: Call, waited_s: float) -> None:
         """Raise if others have not come to this exchange within the time limit."""
-        absent = [rank for rank in range(self._size) if rank != self._rank and self._heard.get(rank) != held]
+        others = set(range(self._size)) - {self._rank}
+        absent = [self._numbers[rank] for rank in sorted(others) if self._heard.get(rank) != held]
         if absent and waited_s > TIMEOUT_S:
             raise TrainingError(
-                f"rank {self._rank} waited {waited_s:.0f} s in {self._text(held[0])} for rank "
+                f"rank {self._numbers[self._rank]} waited {waited_s:.0f} s in {self._text(held[0])} for rank "
                 f"{', '.join(map(str, absent))}; all ranks must come to it as often (JAXMPI_EXCHANGE_TIMEOUT_S sets "
                 "the time)"
             )
